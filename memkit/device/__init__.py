@@ -1,0 +1,25 @@
+"""Where bytes live: streams, events and memory counters. Nothing outside this room names `torch.cuda`."""
+
+from __future__ import annotations
+
+import torch
+
+from memkit.device.base import Device, Event, MemoryCounter
+from memkit.device.cpu import CpuDevice
+from memkit.device.cuda import CudaDevice, cuda_is_available
+
+__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "MemoryCounter", "cuda_is_available", "open_device"]
+
+
+def open_device(torch_device: torch.device) -> Device:
+    """Return the `Device` for a `torch.device`.
+
+    Raises:
+        DeviceUnavailableError: it is a CUDA device and this machine has no such device.
+        ValueError: memkit does not know the kind of device.
+    """
+    if torch_device.type == "cuda":
+        return CudaDevice(torch_device)
+    if torch_device.type == "cpu":
+        return CpuDevice()
+    raise ValueError(f'memkit runs on "cpu" and "cuda"; found "{torch_device.type}". Move the model to one of these.')

@@ -1,0 +1,43 @@
+"""Every exception that memkit raises at run time.
+
+    MemkitError
+    ├── DeviceUnavailableError     the device that was asked for is not on this machine
+    ├── ProfileError               what was asked for cannot be measured here
+    │   └── DataDependentError     a run without data met code that needs values
+    └── ReportFormatError          a file is no memkit report, or is newer than this memkit
+
+Wrong arguments raise the built-in `ValueError` and `TypeError`. Exceptions of the user's own model keep their type: memkit
+adds a note that names the module (see `note_on`).
+"""
+
+
+class MemkitError(Exception):
+    """Base of every exception in the tree above."""
+
+
+class DeviceUnavailableError(MemkitError):
+    """Raised when a device is asked for that this machine does not have."""
+
+
+class ProfileError(MemkitError):
+    """Raised when a profile cannot be measured as asked: nothing would be recorded, or it would be wrong."""
+
+
+class DataDependentError(ProfileError):
+    """Raised when a model without data (device "meta") reads the value of a tensor."""
+
+
+class ReportFormatError(MemkitError):
+    """Raised when a file does not hold a memory report that this memkit can read."""
+
+
+def note_on(error: BaseException, note: str) -> None:
+    """Add a line to the message of somebody else's exception, which keeps its type, its arguments and its traceback.
+
+    `BaseException.add_note` came with Python 3.11; before, the note is only kept in `__notes__`.
+    """
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        notes: list[str] = list(getattr(error, "__notes__", []))
+        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]  # PEP 678 by hand, for Python 3.10

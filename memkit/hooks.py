@@ -1,0 +1,99 @@
+"""The one door to torch's module hooks and saved-tensor hooks.
+
+Every hook that memkit sets on a model, a graph node or the autograd engine is set here, so that each is removed again, in
+reverse order, on success and on error. The two functions that look into torch's private state are at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType, TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+# What a pack hook makes of a tensor is its own business: anything that the unpack hook takes back.
+_Packed = TypeVar("_Packed")
+
+
+class RemovableHandle(Protocol):
+    """What torch's `register_*` functions return."""
+
+    def remove(self) -> None: ...
+
+
+class HookSet:
+    """Hooks that are removed together: a context manager over the handles that were added to it."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> HookSet:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def around_forward(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Call `before(module, args)` ahead of a module's other pre-hooks and `after(module, args, output)` behind its other
+        hooks, or when the forward raises (with None for the output)."""
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        """Call `hook(module, args, kwargs, output)` behind a module's other hooks, unless the forward raises."""
+        self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def before_backward(self, node: torch.autograd.graph.Node, hook: Callable[[], None]) -> None:
+        """Call `hook()` each time the autograd engine is about to run `node`; the gradients pass through untouched."""
+
+        def pre_hook(_: tuple[Tensor, ...]) -> None:
+            hook()
+
+        self._handles.append(node.register_prehook(pre_hook))
+
+    def remove(self) -> None:
+        """Remove every hook, the last one first. Calling it again does nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def saved_tensor_hooks(pack: Callable[[Tensor], _Packed], unpack: Callable[[_Packed], Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which autograd hands each tensor that it saves to `pack`, and gets it back from `unpack`.
+
+    Only the innermost pair of such hooks runs. Source: `torch.autograd.graph.saved_tensors_hooks`.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def innermost_pack() -> Callable[[Tensor], object] | None:
+    """Return the pack hook that a tensor saved now would be given to, or None if there is none."""
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if pair is None else pair[0]
+
+
+def in_checkpoint() -> bool:
+    """Tell whether the caller runs inside a function that `torch.utils.checkpoint` is checkpointing.
+
+    The non-reentrant kind shows by its saved-tensor hooks, the reentrant kind (which only turns grad mode off) by its frame on
+    the Python stack.
+    """
+    pack = innermost_pack()
+    if pack is not None and getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
+        return True
+    if torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    reentrant = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+    while frame is not None:
+        if frame.f_code is reentrant:
+            return True
+        frame = frame.f_back
+    return False

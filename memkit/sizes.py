@@ -1,0 +1,71 @@
+"""Bytes of tensors, each storage counted once, and how bytes are printed.
+
+The unit is the storage (`torch.UntypedStorage`): a view costs nothing of its own, and a small view keeps all of its storage
+alive. Identity is the storage object, never `data_ptr`, because addresses are used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+MIB = 1024**2
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages that hold a tensor's elements.
+
+    A plain tensor has one. A sparse tensor has those of its parts, and a wrapper subclass (`DTensor`: the local shard; jagged
+    and quantized tensors) those of its inner tensors, found by `__tensor_flatten__`. Opaque layouts have none.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # DTensor also names its mesh
+                yield from storages_of(inner)
+    elif tensor.layout == torch.strided:
+        yield tensor.untyped_storage()
+    else:
+        for part in _SPARSE_PARTS.get(tensor.layout, ()):
+            yield from storages_of(getattr(tensor, part)())
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return what tells two storages apart: it is theirs for as long as either a reference or a weak reference is held."""
+    return int(storage._cdata)
+
+
+def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Map the key of each distinct storage under `tensors` to the storage, in the order in which they are met."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        for storage in storages_of(tensor):
+            found.setdefault(storage_key(storage), storage)
+    return found
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of all distinct storages under `tensors`: what they keep allocated, views counted as their whole."""
+    return sum(storage.nbytes() for storage in unique_storages(tensors).values())
+
+
+def format_mib(num_bytes: int) -> str:
+    """Return bytes as MiB (1024 * 1024 bytes) with two decimals.
+
+    Example:
+        >>> format_mib(3 * 1024**2 // 2)
+        '1.50 MiB'
+    """
+    return f"{num_bytes / MIB:.2f} MiB"

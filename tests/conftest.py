@@ -1,0 +1,29 @@
+"""What every test runs under."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from memkit.profile import registry
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    registry._reports.clear()
+    assert torch.is_grad_enabled()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._len_torch_function_stack() == 0

@@ -1,0 +1,88 @@
+"""The contract of `memkit.device.base`, for every device that this machine has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memkit.device import CpuDevice, CudaDevice, Device, open_device
+from memkit.errors import DeviceUnavailableError
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Device:
+    return open_device(torch.device(request.param))
+
+
+def test_device_knows_where_it_is(device: Device) -> None:
+    x = torch.zeros(1, device=device.torch_device)
+
+    assert x.device == device.torch_device
+    assert device.name
+
+
+def test_time_between_events_is_that_of_the_work_between(device: Device) -> None:
+    x = torch.randn(256, 256, device=device.torch_device)
+
+    start = device.record_event()
+    middle = device.record_event()
+    for _ in range(200):
+        x = x @ x
+    end = device.record_event()
+    device.synchronize()
+
+    assert 0 <= start.elapsed_s(middle) <= start.elapsed_s(end)
+    assert middle.elapsed_s(end) > 0
+
+
+def test_events_made_ahead_are_recorded_when_asked_for(device: Device) -> None:
+    device.make_events(2)
+    x = torch.randn(256, 256, device=device.torch_device)
+    for _ in range(200):
+        x = x @ x
+
+    start = device.record_event()
+    end = device.record_event()
+    device.synchronize()
+
+    assert 0 <= start.elapsed_s(end) < 1e-3
+
+
+def test_counter_follows_allocations(device: Device) -> None:
+    counter = device.memory_counter()
+    if counter is None:
+        pytest.skip("no allocator keeps count here")
+    before = counter.allocated_bytes()
+
+    x = torch.empty(2**20, dtype=torch.uint8, device=device.torch_device)
+    during = counter.allocated_bytes()
+    del x
+    peak = counter.peak_bytes()
+    counter.reset_peak()
+
+    assert during - before == 2**20
+    assert peak >= during
+    assert counter.peak_bytes() == counter.allocated_bytes() == before
+    assert (counter.peak_reserved_bytes() or 0) >= before
+
+
+def test_cpu_keeps_no_count() -> None:
+    assert CpuDevice().memory_counter() is None
+
+
+def test_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match='found "mps"'):
+        open_device(torch.device("mps"))
+
+
+def test_missing_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    with pytest.raises(DeviceUnavailableError, match='Use device "meta"'):
+        CudaDevice(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_missing_index_is_said() -> None:
+    with pytest.raises(DeviceUnavailableError, match="this machine has"):
+        CudaDevice(torch.device("cuda", 99))

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from memkit.hooks import HookSet, in_checkpoint, innermost_pack, saved_tensor_hooks
+
+
+def test_hooks_run_around_the_users_own() -> None:
+    order: list[str] = []
+    module = nn.Identity()
+    module.register_forward_pre_hook(lambda *_: order.append("user before"))
+    module.register_forward_hook(lambda *_: order.append("user after"))
+
+    with HookSet() as hooks:
+        hooks.around_forward(module, before=lambda *_: order.append("before"), after=lambda *_: order.append("after"))
+        module(torch.zeros(1))
+
+    assert order == ["before", "user before", "user after", "after"]
+
+
+def test_leaving_the_set_removes_every_hook() -> None:
+    module = nn.Identity()
+
+    with HookSet() as hooks:
+        hooks.around_forward(module, before=lambda *_: None, after=lambda *_: None)
+        assert len(hooks) == 2
+
+    assert len(hooks) == len(module._forward_hooks) == len(module._forward_pre_hooks) == 0
+
+
+def test_an_error_removes_every_hook() -> None:
+    module = nn.Identity()
+
+    def fail() -> None:
+        with HookSet() as hooks:
+            hooks.after_forward(module, lambda *_: None)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+
+    assert not module._forward_hooks
+
+
+def test_hooks_are_removed_last_first() -> None:
+    removed: list[int] = []
+
+    class Handle:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def remove(self) -> None:
+            removed.append(self.number)
+
+    hooks = HookSet()
+    hooks._handles = [Handle(0), Handle(1)]
+    hooks.remove()
+
+    assert removed == [1, 0]
+
+
+def test_node_hook_sees_each_run_and_changes_nothing() -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = x.exp()
+    runs: list[int] = []
+
+    with HookSet() as hooks:
+        hooks.before_backward(y.grad_fn, lambda: runs.append(1))
+        y.sum().backward(retain_graph=True)
+    y.sum().backward()
+
+    assert runs == [1]
+    assert torch.equal(x.grad, 2 * torch.ones(3).exp())
+
+
+def test_innermost_pack_is_the_last_pair_set() -> None:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    assert innermost_pack() is None
+    with saved_tensor_hooks(pack, pack):
+        assert innermost_pack() is pack
+    assert innermost_pack() is None
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_in_checkpoint_tells_both_kinds(use_reentrant: bool) -> None:
+    inside: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        inside.append(in_checkpoint())
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(function, x, use_reentrant=use_reentrant)
+
+    assert inside == [True]
+    assert not in_checkpoint()
+
+
+def test_no_grad_is_no_checkpoint() -> None:
+    with torch.no_grad():
+        assert not in_checkpoint()
