@@ -1,0 +1,300 @@
+"""What a profile found, as frozen values: rows, saved storages, totals; to JSON and back.
+
+Text, CSV and HTML are made in `report.py` and `table.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from memkit.errors import ReportFormatError
+from memkit.profile import report as _report
+from memkit.profile.tree import OUTSIDE_NAME
+
+SCHEMA = "memkit.MemoryReport"
+SCHEMA_VERSION = 1
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class SavedCategory(str, Enum):
+    """What a saved storage is. Parameters and buffers are not listed: they are there with or without a backward."""
+
+    ACTIVATION = "activation"
+    """Made during the forward and kept for the backward."""
+    INPUT = "input"
+    """Given to the model by the caller, who may hold it as well. Counted as an activation."""
+    PARAM_CAST = "param cast"
+    """A parameter or buffer in another dtype, as autocast makes. Not counted as an activation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensorRecord:
+    """One version of one storage that autograd saved for backward.
+
+    Two records with the same `storage` are the same bytes, written to in between; the bytes are counted at the first.
+    Times are None on the meta device, and `needed_*` without a backward or where the backward never asked.
+    """
+
+    storage: int
+    """Which storage, numbered in the order of first saves."""
+    version: int
+    """How often it had been written to in place since its first save (by `Tensor._version`)."""
+    storage_bytes: int
+    """Bytes of the whole storage."""
+    category: SavedCategory
+    module: str
+    """The innermost module whose forward ran at the first save; "(outside modules)" if none did."""
+    dtype: str
+    """Dtype of the tensor at the first save."""
+    save_ordinals: tuple[int, ...]
+    """For each save, its number among all saves of what is listed, so without those of parameters and buffers."""
+    shapes: Shapes
+    """For each save, the shape of the tensor."""
+    saved_at_s: float | None
+    """Seconds from the start of the forward to the first save, on the device's clock."""
+    needed_position: int | None
+    """Number of its first use among all uses, in the backward, of what is listed."""
+    needed_at_s: float | None
+    """Seconds from the start of the backward to its first use, on the device's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRecord:
+    """One row: what one module keeps, and what its calls took.
+
+    Bytes of a row are inclusive: the module's own plus those of the modules registered under it, so `self_bytes` of all rows
+    add up to the total exactly. Times and peaks are of the module's calls, whatever these called; None where nothing was
+    measured.
+    """
+
+    fqn: str
+    type_name: str
+    parent: int | None
+    """Index of the parent's row, None for the model and for "(outside modules)"."""
+    depth: int
+    num_calls: int
+    param_bytes: int
+    """Bytes of the distinct storages of its parameters; tied ones count where they are registered first."""
+    activation_bytes: int
+    self_bytes: int
+    """Bytes of the storages first saved while this module was the innermost one running."""
+    num_storages: int
+    """How many storages `self_bytes` counts."""
+    num_saves: int
+    """How many times those storages were saved."""
+    input_shapes: Shapes
+    output_shapes: Shapes
+    num_signatures: int
+    """How many different pairs of input and output shapes it was called with; the shapes shown are the first."""
+    dtype: str
+    """Dtype of its first output."""
+    peak_bytes: int | None
+    """Highest allocation during a call, minus what was allocated before the call; the maximum over calls."""
+    forward_s: float | None
+    """Seconds of all calls together."""
+    backward_s: float | None
+    """Seconds in which the backward ran this module's operations, or those of modules under it."""
+    backward_peak_bytes: int | None
+    """Highest allocation while it did, minus what was allocated before the step."""
+    marks: tuple[str, ...]
+    """What to know about the row: "checkpointed", "compiled", "backend-dependent", "+1 alias"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """Where and how a profile was taken."""
+
+    model: str
+    """Type of the model."""
+    num_modules: int
+    device: str
+    device_name: str
+    target: str
+    """Whose kernels a run on the meta device imitated; the device itself otherwise."""
+    training: bool
+    autocast: str
+    """Dtype of autocast around the call ("bfloat16"), "" if it was off."""
+    backward: bool
+    torch_version: str
+    python_version: str
+    allocator_config: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """Where the memory of one training step goes. Made by `profile_memory`; nothing in it changes.
+
+    Example:
+        >>> import torch, memkit
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU())
+        >>> report = memkit.profile_memory(model, torch.empty(512, 256, device="meta"), print_table=False)
+        >>> report.activation_bytes == 4 * (512 * 256 + 512 * 1024)  # the input and what the ReLU saves
+        True
+    """
+
+    tag: str
+    run: RunInfo
+    modules: tuple[ModuleRecord, ...]
+    """Rows in tree order: the model first, "(outside modules)" last."""
+    saved: tuple[SavedTensorRecord, ...]
+    """What autograd saved, in the order of first saves."""
+    buffer_bytes: int
+    before_bytes: int | None
+    """Allocated before the forward (parameters, buffers, inputs and whatever else was there). None where compiled code ran
+    on a device without an allocator's counter. On a device without one, only the model and its inputs count."""
+    forward_peak_bytes: int | None
+    """Most bytes allocated at once during the forward and the loss, with those before."""
+    backward_peak_bytes: int | None
+    """The same for the backward; None if there was none."""
+    reserved_peak_bytes: int | None
+    """Most bytes that CUDA's caching allocator held from the device during the step."""
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of all distinct parameter storages."""
+        return self.modules[0].param_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of the distinct storages saved for backward: without parameters, buffers and casts of these; with inputs."""
+        return sum(record.self_bytes for record in self.modules)
+
+    @property
+    def input_bytes(self) -> int:
+        """Of `activation_bytes`, the bytes of model inputs."""
+        return self._bytes_of(SavedCategory.INPUT)
+
+    @property
+    def param_cast_bytes(self) -> int:
+        """Bytes of saved parameters in another dtype. Not in `activation_bytes`."""
+        return self._bytes_of(SavedCategory.PARAM_CAST)
+
+    @property
+    def forward_s(self) -> float | None:
+        """Seconds of the model's forward, without the loss."""
+        return self.modules[0].forward_s
+
+    @property
+    def backward_s(self) -> float | None:
+        """Seconds of the whole backward, the loss's included."""
+        seconds = [row.backward_s for row in self.modules if row.parent is None and row.backward_s is not None]
+        return sum(seconds) if seconds else None
+
+    @property
+    def unaccounted_bytes(self) -> int | None:
+        """Bytes at the forward's peak that are neither from before nor saved: temporaries, workspaces, rounding.
+
+        Negative where more was saved than was alive at the peak.
+        """
+        if self.forward_peak_bytes is None or self.before_bytes is None:
+            return None
+        kept_bytes = self.activation_bytes - self.input_bytes + self.param_cast_bytes
+        return self.forward_peak_bytes - self.before_bytes - kept_bytes
+
+    def marked(self, mark: str) -> tuple[str, ...]:
+        """Return the names of the rows that carry a mark."""
+        return tuple(row.fqn for row in self.modules if mark in row.marks)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(
+        self,
+        *,
+        depth: int | None = None,
+        sort_by: str | None = None,
+        top: int | None = None,
+        full: bool = False,
+    ) -> str:
+        """Return the table as text, one row per module, totals in the last three lines.
+
+        Args:
+            depth: fold modules below this depth into their parents (the model is at depth 0).
+            sort_by: "activation", "self", "params", "calls", "peak", "forward", "backward" or "name"; None keeps tree order.
+            top: show only so many rows, the first ones after sorting.
+            full: all columns, and every row: otherwise runs of identical siblings are one row with their sum.
+
+        Raises:
+            ValueError: `depth` or `top` is negative, or `sort_by` is none of the above.
+        """
+        return _report.to_text(self, depth=depth, sort_by=sort_by, top=top, full=full)
+
+    def to_csv(self) -> str:
+        """Return one line per module with every field of `ModuleRecord` (bytes and seconds, unformatted), under a header."""
+        return _report.to_csv(self)
+
+    def _repr_html_(self) -> str:
+        return _report.to_html(self)
+
+    def to_json(self) -> str:
+        """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers."""
+        return json.dumps({"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike[str]) -> MemoryReport:
+        """Read a report that `to_json` wrote: its text, or (as a `pathlib.Path`) the file that holds it.
+
+        Raises:
+            ReportFormatError: it is no memory report, or it was written by a newer memkit.
+            OSError: the file cannot be read.
+        """
+        text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8")
+        where = "this text" if isinstance(source, str) else f"'{os.fspath(source)}'"
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ReportFormatError(f"{where} is not a memkit report: it is not JSON ({error})") from error
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            raise ReportFormatError(f'{where} is not a memkit report: it has no "schema": "{SCHEMA}"')
+        version = content.get("schema_version")
+        if not isinstance(version, int) or version > SCHEMA_VERSION:
+            raise ReportFormatError(
+                f"{where} has schema version {version}; this memkit reads versions up to {SCHEMA_VERSION}. Update memkit."
+            )
+        try:
+            return _report_from(content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ReportFormatError(f"{where} is not a whole memkit report: {type(error).__name__}: {error}") from error
+
+    def _bytes_of(self, category: SavedCategory) -> int:
+        sizes = {record.storage: record.storage_bytes for record in self.saved if record.category is category}
+        return sum(sizes.values())
+
+
+RecordT = TypeVar("RecordT", SavedTensorRecord, ModuleRecord, RunInfo)
+
+
+def _record_from(kind: type[RecordT], values: Mapping[str, Any], **made: Any) -> RecordT:
+    names = {field.name for field in fields(kind)}
+    return kind(**{name: _frozen(value) for name, value in values.items() if name in names and name not in made}, **made)
+
+
+def _report_from(content: Mapping[str, Any]) -> MemoryReport:
+    report = MemoryReport(
+        tag=content["tag"],
+        run=_record_from(RunInfo, content["run"]),
+        modules=tuple(_record_from(ModuleRecord, row) for row in content["modules"]),
+        saved=tuple(
+            _record_from(SavedTensorRecord, record, category=SavedCategory(record["category"])) for record in content["saved"]
+        ),
+        buffer_bytes=content["buffer_bytes"],
+        before_bytes=content["before_bytes"],
+        forward_peak_bytes=content["forward_peak_bytes"],
+        backward_peak_bytes=content["backward_peak_bytes"],
+        reserved_peak_bytes=content["reserved_peak_bytes"],
+    )
+    if len(report.modules) < 2 or report.modules[-1].fqn != OUTSIDE_NAME:
+        raise ValueError(f'the rows do not end with "{OUTSIDE_NAME}"')
+    return report
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,22 @@
+"""Reports filed under a tag, so that a context with the same tag finds what was measured for it."""
+
+from __future__ import annotations
+
+from memkit.profile.records import MemoryReport
+
+_reports: dict[str, MemoryReport] = {}
+
+
+def file_report(report: MemoryReport) -> None:
+    """File a report under its tag, in place of an earlier one."""
+    _reports[report.tag] = report
+
+
+def find_report(tag: str) -> MemoryReport | None:
+    """Return the last report that `profile_memory` filed under `tag` in this process, or None."""
+    return _reports.get(tag)
+
+
+def forget_report(tag: str) -> None:
+    """Drop the report filed under `tag`, if there is one."""
+    _reports.pop(tag, None)

@@ -1,0 +1,147 @@
+"""Tensors without data that stand in for real ones: same geometry, same sharing of storages, no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from memkit.sizes import storage_key, unique_storages
+
+META = torch.device("meta")
+
+
+class MetaTwins:
+    """Makes the meta twin of a tensor, always the same one for the same tensor; twins of views share a storage as well.
+
+    Args:
+        keep_integers: whether small integer and boolean tensors get a copy with data, on the CPU, instead: lengths, masks and
+            counters that models look into.
+    """
+
+    def __init__(self, *, keep_integers: bool = False) -> None:
+        self._keep_integers = keep_integers
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}  # the original is kept, so that its id stays its own
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the twin of a tensor: itself if it has no data anyway."""
+        if tensor.is_meta:
+            return tensor
+        if id(tensor) not in self._twins:
+            self._twins[id(tensor)] = (tensor, self._make(tensor))
+        return self._twins[id(tensor)][1]
+
+    def of_tree(self, tree: Any) -> Any:
+        """Return a nested structure with twins for its tensors: the same object if it holds no tensor with data."""
+        leaves, spec = pytree.tree_flatten(tree)
+        twins = [self.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if all(twin is leaf for twin, leaf in zip(twins, leaves, strict=True)):
+            return tree
+        return pytree.tree_unflatten(twins, spec)
+
+    def stand_in(self, model: nn.Module) -> None:
+        """Put twins in the place of all parameters, buffers and tensor attributes of a model's modules.
+
+        Putting the originals back is for whoever kept the modules' state (see `restore.py`).
+        """
+        for module in model.modules():
+            members: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in members:
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = self.of(tensor)
+            for name, value in module.__dict__.items():
+                if isinstance(value, (Tensor, list, tuple, dict)) and name not in _MODULE_STATE:
+                    module.__dict__[name] = self.of_tree(value)
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+            twin = tensor.detach().to(META)
+        else:
+            storage = self._storage_of(tensor)
+            twin = torch.empty(0, dtype=tensor.dtype, device=storage.device).set_(
+                storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+        if type(tensor) is not Tensor and not is_traceable_wrapper_subclass(tensor):
+            twin = Tensor._make_subclass(type(tensor), twin)
+        twin.requires_grad_(tensor.requires_grad)
+        twin.__dict__.update(tensor.__dict__)
+        return twin
+
+    def _storage_of(self, tensor: Tensor) -> torch.UntypedStorage:
+        storage = tensor.untyped_storage()
+        if storage_key(storage) not in self._storages:
+            if self._keep_integers and _is_small_integer(tensor):
+                twin = storage.cpu() if storage.device.type != "cpu" else storage.clone()
+            else:
+                twin = torch.UntypedStorage(storage.nbytes(), device=META)
+            self._storages[storage_key(storage)] = (storage, twin)
+        return self._storages[storage_key(storage)][1]
+
+
+def _is_small_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MAX_CONSTANT_NUMEL
+
+
+class MixedDevices(TorchDispatchMode):
+    """Lets tensors with data and tensors without meet in an operation, as they would on one device.
+
+    A constant that the forward makes on the CPU, or the labels in a loss, are replaced by their twins. The other way round,
+    small integer and boolean constants that the forward asks for on the meta device (positions, masks) do get data: models
+    look into them to choose a path, and no gradient flows through them. If a value that does not exist is written into such a
+    constant, it counts as one without data: looking into it raises.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._unknown: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(
+        self, op: torch._ops.OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
+        with_data = [tensor for tensor in tensors if not tensor.is_meta]
+        if len(with_data) == len(tensors):
+            return self._with_data(op, args, kwargs, with_data)
+        if with_data:
+            if op._schema.is_mutable:
+                self._note_unknown(with_data)
+            args, kwargs = MetaTwins().of_tree((args, kwargs))
+        return op(*args, **kwargs)
+
+    def _with_data(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
+        """Run an operation none of whose inputs is on the meta device; keep a constant that it would put there on the CPU."""
+        unknown = any(storage_key(storage) in self._unknown for storage in unique_storages(inputs).values())
+        if unknown and op in _READS:
+            raise RuntimeError("the value depends on a meta tensor")
+        output = op(*args, **kwargs)
+        if isinstance(output, Tensor) and output.is_meta and kwargs.get("device") is not None and _is_small_integer(output):
+            output = op(*args, **{**kwargs, "device": torch.device("cpu")})
+        if unknown:
+            self._note_unknown([leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+        return output
+
+    def _note_unknown(self, tensors: list[Tensor]) -> None:
+        self._unknown.update(unique_storages(tensors))
+
+
+# Operations whose result, or its shape, is known to Python.
+_READS = frozenset(
+    {
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.equal.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten._unique2.default,
+        torch.ops.aten.unique_consecutive.default,
+    }
+)
+
+_MAX_CONSTANT_NUMEL = 2**20
+_MODULE_STATE = ("_parameters", "_buffers", "_modules")

@@ -1,0 +1,224 @@
+"""`profile_memory`: runs a model once for memory and once for time, and leaves no trace."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from memkit.device import Device, open_device
+from memkit.errors import ProfileError
+from memkit.profile.passes import Step, memory_pass, plain_pass, simulated_pass, time_pass
+from memkit.profile.records import MemoryReport, RunInfo
+from memkit.profile.registry import file_report
+from memkit.profile.report import check_view
+from memkit.profile.restore import preserved
+from memkit.profile.rows import module_records
+from memkit.profile.simulate import META, TARGETS
+from memkit.profile.tree import ModuleTree
+from memkit.sizes import storage_bytes
+
+_logger = logging.getLogger("memkit.profile")
+
+
+def profile_memory(
+    model: nn.Module,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    backward: bool = False,
+    device: str | torch.device | None = None,
+    target: str = "cuda",
+    tag: str = "default",
+    depth: int | None = None,
+    sort_by: str | None = None,
+    warmup: int = 1,
+    print_table: bool = True,
+) -> MemoryReport:
+    """Show, module by module, what a training step of `model` keeps in memory: print the table and return the report.
+
+    The model runs in the mode it is in (call `model.train()` first for training figures): `warmup` times unwatched, once for
+    memory, once for time. Afterwards hooks, modes, buffers, gradients and random states are as before. On CUDA the peak
+    counter of the device is reset (`torch.cuda.max_memory_allocated` starts anew).
+
+    Args:
+        model: the module to run, on the CPU, on one CUDA device or on the meta device.
+        *args: its positional arguments, on the same device; any shapes that it accepts.
+        kwargs: its keyword arguments.
+        loss_fn: called with the model's output; what it saves is in the row "(outside modules)". With `backward` it must
+            return one number.
+        backward: also run the backward, from `loss_fn`, or from the sum of the floating-point outputs without one.
+        device: None runs the model where it is. "meta" runs it without data, on any machine: nothing is copied or computed,
+            and times are blank.
+        target: for a run on meta, whose kernels to imitate, "cuda" or "cpu": they save different tensors in attention,
+            dropout, RMS norm and under autocast.
+        tag: the report is filed under this name, where `find_report` and contexts with the same tag find it.
+        depth: fold the printed rows below this depth.
+        sort_by: order of the printed rows; see `MemoryReport.to_text`.
+        warmup: runs before the ones that are watched; none are made on meta.
+        print_table: whether to print `report.to_text(depth=depth, sort_by=sort_by)`.
+
+    Returns:
+        The report: `str()` is the table. What its figures mean, and do not mean, is said field by field in `MemoryReport`.
+
+    Raises:
+        TypeError: `model` is no `nn.Module`.
+        ValueError: an argument is none of the above, or model and inputs are on different devices.
+        ProfileError: nothing could be recorded: grad mode is off, parameters are not initialized, there is nothing to
+            run a backward from.
+        DataDependentError: on meta, the model read the value of a tensor.
+        DeviceUnavailableError: the CUDA device is not there.
+        Exception: whatever the model raises, with a note that names the module.
+
+    Example:
+        >>> import torch, memkit
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+        >>> report = memkit.profile_memory(model, torch.randn(4, 8), print_table=False)
+        >>> report.activation_bytes  # the input and the tanh's output: 4 * 8 floats each
+        256
+
+    Source: `torch.autograd.graph.saved_tensors_hooks`; the table follows hfai's memory profiler.
+    """
+    step = Step(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=backward)
+    _check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)
+    run_device = _run_device(step, device)
+    report = _measure(step, run_device, target=target, tag=tag, warmup=warmup)
+    file_report(report)
+    if print_table:
+        print(report.to_text(depth=depth, sort_by=sort_by))
+    return report
+
+
+def _check_arguments(step: Step, *, target: str, tag: str, warmup: int, depth: int | None, sort_by: str | None) -> None:
+    if not isinstance(step.model, nn.Module):
+        raise TypeError(f"profile_memory needs a torch.nn.Module; found {type(step.model).__name__}")
+    if step.loss_fn is not None and not callable(step.loss_fn):
+        raise TypeError(f"loss_fn must be callable; found {type(step.loss_fn).__name__}")
+    if target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(map(repr, TARGETS))}; found {target!r}")
+    if not isinstance(tag, str) or not tag:
+        raise ValueError(f"tag must be a name; found {tag!r}")
+    if not isinstance(warmup, int) or warmup < 0:
+        raise ValueError(f"warmup must be a number of runs, 0 or more; found {warmup!r}")
+    check_view(depth=depth, sort_by=sort_by, top=None)
+    if not torch.is_grad_enabled():
+        raise ProfileError("grad mode is off, so autograd saves nothing; call profile_memory outside of torch.no_grad()")
+    _check_model(step)
+
+
+def _check_model(step: Step) -> None:
+    named = [pair for module in step.modules() for pair in (*module.named_parameters(), *module.named_buffers())]
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise ProfileError(f"{lazy[0]} has no shape yet; run the model once before profiling it")
+    stepping = [name for name, tensor in named if getattr(tensor, "_post_accumulate_grad_hooks", None)]
+    if step.backward and stepping:
+        raise ProfileError(
+            f"{stepping[0]} has a hook that runs when its gradient is accumulated, such as an optimizer step in the backward: "
+            "a profile would train the model. Remove it, or profile with backward=False"
+        )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in step.model.modules()):
+        raise ProfileError("the model is sharded by fully_shard, which a profile would disturb; profile it before sharding")
+
+
+def _run_device(step: Step, asked: str | torch.device | None) -> torch.device:
+    """Return where the run takes place: meta, or the one device on which model and inputs are."""
+    if asked is not None:
+        if str(asked) not in ("meta", "meta:0"):
+            raise ValueError(
+                f'device must be None (where the model is) or "meta"; found {str(asked)!r}. To run on a device, move model and '
+                "inputs there first"
+            )
+        return META
+    model_devices = {tensor.device for tensor in step.resident_tensors()}
+    input_devices = {tensor.device for tensor in step.input_tensors() if tensor.dim() or tensor.device.type != "cpu"}
+    if len(model_devices) > 1:
+        raise ProfileError(
+            f"the model is spread over {_names(model_devices)}; profile_memory measures one device at a time. "
+            'Use device="meta", or move it to one device'
+        )
+    if model_devices and input_devices - model_devices:
+        raise ValueError(
+            f"the model is on {_names(model_devices)} and its inputs are on {_names(input_devices)}; move the inputs to the "
+            'model\'s device, or use device="meta", where data does not matter'
+        )
+    return next(iter(model_devices or input_devices), torch.device("cpu"))
+
+
+def _names(devices: set[torch.device]) -> str:
+    return ", ".join(sorted(map(str, devices)))
+
+
+def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, warmup: int) -> MemoryReport:
+    tree = ModuleTree(step.model)
+    simulated = run_device == META
+    device = None if simulated else open_device(run_device)
+
+    def untraced() -> AbstractContextManager[None]:
+        return preserved(step.modules(), run_device, contents=not simulated)
+
+    if device is None:
+        with untraced():
+            _logger.info("forward%s without data", " and backward" * step.backward)
+            found = simulated_pass(step, tree, target)
+    else:
+        for number in range(warmup):
+            with untraced():
+                _logger.info("warm-up %d of %d", number + 1, warmup)
+                plain_pass(step, tree)
+        with untraced():
+            _logger.info("forward%s, watching memory", " and backward" * step.backward)
+            found = memory_pass(step, tree, device)
+        with untraced():
+            _logger.info("forward%s, taking time", " and backward" * step.backward)
+            forward_s, backward_s = time_pass(step, tree, device, num_calls=sum(found.num_calls.values()))
+        found = replace(found, forward_s=forward_s, backward_s=backward_s)
+        _warn_of_written(found.written)
+    return MemoryReport(
+        tag=tag,
+        run=_run_info(step, tree, run_device, device, target),
+        modules=module_records(tree, found),
+        saved=found.saves.records(tree.fqn),
+        buffer_bytes=storage_bytes(step.model.buffers()),
+        before_bytes=found.before_bytes,
+        forward_peak_bytes=found.forward_peak_bytes,
+        backward_peak_bytes=found.backward_peak_bytes,
+        reserved_peak_bytes=found.reserved_peak_bytes,
+    )
+
+
+def _warn_of_written(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"the forward wrote to {', '.join(names[:3])}{', ...' * (len(names) > 3)}, and profile_memory does not put these "
+            'back; profile a copy, or use device="meta"',
+            stacklevel=4,
+        )
+
+
+def _run_info(step: Step, tree: ModuleTree, run_device: torch.device, device: Device | None, target: str) -> RunInfo:
+    autocast = next((str(torch.get_autocast_dtype(kind)) for kind in TARGETS if torch.is_autocast_enabled(kind)), "")
+    return RunInfo(
+        model=type(step.model).__name__,
+        num_modules=len(tree.nodes),
+        device=str(run_device),
+        device_name="none" if device is None else device.name,
+        target=target if device is None else run_device.type,
+        training=step.model.training,
+        autocast=autocast.removeprefix("torch."),
+        backward=step.backward,
+        torch_version=torch.__version__,
+        python_version=platform.python_version(),
+        allocator_config=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
+    )

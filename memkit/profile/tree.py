@@ -1,0 +1,120 @@
+"""The rows of a report before anything ran: a model's modules in tree order, their parameters, and what is special."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from memkit.sizes import storage_key, storages_of
+
+ROOT = 0
+ROOT_NAME = "(model)"
+OUTSIDE_NAME = "(outside modules)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleNode:
+    """One distinct module of a model. `fqn` is the first name it is registered under; `parent` indexes the tree's nodes."""
+
+    fqn: str
+    module: nn.Module
+    parent: int | None
+    depth: int
+    self_param_bytes: int
+    num_aliases: int
+    marks: tuple[str, ...]
+    compiled: bool
+
+
+class ModuleTree:
+    """The modules under `model`, each once, parents before children and siblings in the order of registration.
+
+    `outside` is the index of the row for work done outside of any module, one past the last node.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.nodes = _nodes_of(model)
+        self.outside = len(self.nodes)
+        self._fqns = [node.fqn or ROOT_NAME for node in self.nodes] + [OUTSIDE_NAME]
+
+    def fqn(self, index: int) -> str:
+        """Return the name shown for a node, or for `outside`."""
+        return self._fqns[index]
+
+    def hookable(self) -> Iterator[tuple[int, ModuleNode]]:
+        """Yield the modules whose calls forward hooks can see, with their indices.
+
+        Modules under a compiled one are called inside compiled code, and TorchScript takes no hooks. A module compiled in place
+        (`module.compile()`) would even run its hooks inside the compiled code, and they would break its graph.
+        """
+        for index, node in enumerate(self.nodes):
+            inside_compiled = node.parent is not None and self.nodes[node.parent].compiled
+            scripted = isinstance(node.module, torch.jit.ScriptModule)
+            if not inside_compiled and not scripted and node.module._compiled_call_impl is None:
+                yield index, node
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether `torch.compile` runs some of these modules: their insides cannot be seen from outside."""
+        return any(node.compiled for node in self.nodes)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether calling `module` runs code that hooks cannot look into: TorchScript, or `torch.compile` of the module
+    (`torch.compile(module)`, `module.compile()`) or of a function that it holds."""
+    if isinstance(module, (torch._dynamo.eval_frame.OptimizedModule, torch.jit.ScriptModule)):
+        return True
+    return module._compiled_call_impl is not None or any(
+        hasattr(value, "_torchdynamo_orig_callable")
+        for place in (module, *type(module).__mro__)
+        for value in vars(place).values()
+    )
+
+
+def children_of(parents: Sequence[int | None]) -> list[list[int]]:
+    """Return, for each row, the indices of the rows directly under it; `parents` has the index of its parent."""
+    children: list[list[int]] = [[] for _ in parents]
+    for index, parent in enumerate(parents):
+        if parent is not None:
+            children[parent].append(index)
+    return children
+
+
+def _nodes_of(model: nn.Module) -> list[ModuleNode]:
+    num_names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    index_of: dict[str, int] = {}
+    owned: set[int] = set()
+    nodes: list[ModuleNode] = []
+    for fqn, module in model.named_modules():
+        parent = index_of[fqn.rpartition(".")[0]] if fqn else None
+        self_param_bytes = 0
+        for param in module.parameters(recurse=False):
+            for storage in storages_of(param):
+                if storage_key(storage) not in owned:
+                    owned.add(storage_key(storage))
+                    self_param_bytes += storage.nbytes()
+        num_aliases = num_names[id(module)] - 1
+        inside_compiled = parent is not None and nodes[parent].compiled
+        compiled = inside_compiled or is_compiled(module)
+        marks = [f"+{num_aliases} alias" + "es" * (num_aliases > 1)] if num_aliases else []
+        if compiled and not inside_compiled:
+            marks.append("compiled")
+        index_of[fqn] = len(nodes)
+        nodes.append(
+            ModuleNode(
+                fqn=fqn,
+                module=module,
+                parent=parent,
+                depth=0 if parent is None else nodes[parent].depth + 1,
+                self_param_bytes=self_param_bytes,
+                num_aliases=num_aliases,
+                marks=tuple(marks),
+                compiled=compiled,
+            )
+        )
+    return nodes

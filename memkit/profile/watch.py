@@ -1,0 +1,189 @@
+"""What happens below autograd while a model runs: live storages, casts of parameters, and regions hidden by a checkpoint.
+
+One dispatch mode calls a few observers after every operation. It is there in the memory pass only, never when time is taken.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memkit.device.base import MemoryCounter
+from memkit.hooks import in_checkpoint, innermost_pack
+from memkit.profile.calls import CallStack
+from memkit.sizes import storage_key, storages_of
+
+# CUDA's caching allocator hands out multiples of this.
+CUDA_ROUNDING_BYTES = 512
+
+
+class OpObserver(Protocol):
+    """Sees every operation that runs under an `OpWatch`."""
+
+    def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None: ...
+
+
+class OpWatch(TorchDispatchMode):
+    """Shows each operation to some observers, after it ran."""
+
+    def __init__(self, *observers: OpObserver) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._observers = observers
+
+    def __torch_dispatch__(
+        self, op: torch._ops.OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outputs = op(*args, **(kwargs or {}))
+        for observer in self._observers:
+            observer.saw(op, args, outputs)
+        return outputs
+
+
+class LiveStorages(MemoryCounter):
+    """Counts the bytes of storages that are alive, where no allocator does: on the CPU and on the meta device.
+
+    Scratch memory inside a kernel is not seen. A storage counts until nothing refers to it, rounded up as an allocator would.
+
+    Args:
+        initial: storages that are there already; all others count from the operation that made them.
+        rounding_bytes: sizes are rounded up to multiples of this.
+    """
+
+    def __init__(self, initial: Iterable[torch.UntypedStorage], *, rounding_bytes: int = 1) -> None:
+        self._rounding_bytes = rounding_bytes
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._allocated_bytes = 0
+        self._peak_bytes = 0
+        for storage in initial:
+            self._add(storage)
+
+    def allocated_bytes(self) -> int:
+        return self._allocated_bytes
+
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    def peak_reserved_bytes(self) -> None:
+        return None
+
+    def reset_peak(self) -> None:
+        self._peak_bytes = self._allocated_bytes
+
+    def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
+        """Count the storages of an operation's outputs."""
+        for tensor in tensors_in(outputs):
+            for storage in storages_of(tensor):
+                self._add(storage)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage_key(storage)
+        known = self._live.get(key)
+        num_bytes = -(-storage.nbytes() // self._rounding_bytes) * self._rounding_bytes
+        if known is not None and known[1] == num_bytes:
+            return
+        if known is not None:  # resized in place
+            self._allocated_bytes -= known[1]
+            self._live[key] = (known[0], num_bytes)
+        else:
+            self._live[key] = (weakref.ref(storage, self._forget(key)), num_bytes)
+        self._allocated_bytes += num_bytes
+        self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        # The reference back is weak: the callbacks live as long as the storages, which may outlive the profile.
+        counter = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            self = counter()
+            if self is not None:
+                self._allocated_bytes -= self._live.pop(key)[1]
+
+        return forget
+
+
+class ParamCasts:
+    """Knows the storages that hold a parameter or buffer in another dtype, as autocast makes them.
+
+    Args:
+        resident: keys of the storages of parameters and buffers.
+    """
+
+    def __init__(self, resident: set[int]) -> None:
+        self._resident = resident
+        self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
+        """Note the output of a cast whose input is a parameter, a buffer or such a cast."""
+        if op is torch.ops.aten._to_copy.default and any(
+            storage_key(source) in self._resident or source in self for source in storages_of(args[0])
+        ):
+            for storage in storages_of(outputs):
+                self._casts[storage_key(storage)] = weakref.ref(storage)
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        reference = self._casts.get(storage_key(storage))
+        return reference is not None and reference() is storage
+
+
+class Writes:
+    """Notes which of some storages are written to in place.
+
+    Args:
+        names: what to call each storage, by its key.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self.written: dict[str, None] = {}
+
+    def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
+        """Look at the arguments that the operation's schema says it writes to."""
+        if not op._schema.is_mutable:
+            return
+        for argument, value in zip(op._schema.arguments, args, strict=False):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in tensors_in(value):
+                for storage in storages_of(tensor):
+                    if storage_key(storage) in self._names:
+                        self.written[self._names[storage_key(storage)]] = None
+
+
+class HiddenRegions:
+    """Notes the modules in which operations ran whose saved tensors our hooks cannot see.
+
+    Args:
+        pack: our own pack hook: the one that should be innermost.
+        stack: tells which module is running.
+    """
+
+    def __init__(self, pack: Callable[..., Any], stack: CallStack) -> None:
+        self._pack = pack
+        self._stack = stack
+        self.checkpointed: set[int] = set()
+        self.covered: set[int] = set()
+        """Modules in which another pair of saved-tensor hooks was innermost, not a checkpoint's."""
+
+    def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
+        """Look at the hooks that are in force at this operation."""
+        pack = innermost_pack()
+        if self._stack.in_backward or (pack == self._pack and torch.is_grad_enabled()):
+            return
+        if in_checkpoint():
+            self.checkpointed.add(self._stack.current)
+        elif pack is not None and pack != self._pack:
+            self.covered.add(self._stack.current)
+
+
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """Yield the tensors in an operation's outputs: a tensor, or a flat or nested sequence of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)

@@ -1,0 +1,202 @@
+"""Profiles on a real GPU: what is saved there is what a run without data says, and looking costs next to nothing."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from memkit import MemoryReport, profile_memory
+from tests.models import CASES
+
+pytestmark = pytest.mark.gpu
+
+MODES = {
+    "float32": (torch.float32, False),
+    "bfloat16": (torch.bfloat16, False),
+    "autocast": (torch.float32, True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _room() -> None:
+    torch.cuda.empty_cache()
+
+
+def _on_cuda(model: nn.Module, inputs: list[Tensor], dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
+    return model.to("cuda", dtype), [x.to("cuda", dtype) if x.is_floating_point() else x.cuda() for x in inputs]
+
+
+def _both(
+    model: nn.Module, inputs: list[Tensor], *, autocast: bool = False, **options: object
+) -> tuple[MemoryReport, MemoryReport]:
+    with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
+        real = profile_memory(model, *inputs, print_table=False, **options)
+        meta = profile_memory(model, *inputs, device="meta", target="cuda", print_table=False, **options)
+    return real, meta
+
+
+def _saved(report: MemoryReport) -> list[tuple[object, ...]]:
+    return [
+        (record.storage, record.version, record.storage_bytes, record.category, record.module, record.save_ordinals)
+        for record in report.saved
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_meta_saves_what_cuda_saves(name: str, mode: str) -> None:
+    dtype, autocast = MODES[mode]
+    model, inputs = _on_cuda(CASES[name].model(), CASES[name].inputs(), dtype)
+
+    real, meta = _both(model, inputs, autocast=autocast, backward=True)
+
+    assert _saved(meta) == _saved(real)
+    assert [row.self_bytes for row in meta.modules] == [row.self_bytes for row in real.modules]
+    assert sum(row.self_bytes for row in real.modules) == real.activation_bytes
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "googlenet", "transformer_encoder"])
+def test_meta_saves_what_cuda_saves_in_eval_mode(name: str, mode: str) -> None:
+    dtype, autocast = MODES[mode]
+    model, inputs = _on_cuda(CASES[name].model().eval(), CASES[name].inputs(), dtype)
+
+    real, meta = _both(model, inputs, autocast=autocast)
+
+    assert _saved(meta) == _saved(real)
+
+
+@pytest.fixture(scope="module")
+def resnet50() -> tuple[nn.Module, list[Tensor]]:
+    return torchvision.models.resnet50().cuda(), [torch.randn(256, 3, 224, 224, device="cuda")]
+
+
+def _peak_bytes(run: Callable[[], object]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    output = run()
+    torch.cuda.synchronize()
+    del output
+    return torch.cuda.max_memory_allocated()
+
+
+def test_resnet50_saves_the_published_bytes(resnet50: tuple[nn.Module, list[Tensor]]) -> None:
+    model, inputs = resnet50
+
+    real, meta = _both(model, inputs, backward=True)
+
+    assert f"{real.activation_bytes / 2**20:.2f}" == "20974.20"
+    assert _saved(meta) == _saved(real)
+
+
+def test_resnet50_peak_is_the_allocators(resnet50: tuple[nn.Module, list[Tensor]]) -> None:
+    model, inputs = resnet50
+    for _ in range(2):
+        model(*inputs)
+    plain_bytes = _peak_bytes(lambda: model(*inputs))
+
+    real, meta = _both(model, inputs)
+
+    assert real.forward_peak_bytes == pytest.approx(plain_bytes, rel=0.01)
+    assert meta.forward_peak_bytes == pytest.approx(plain_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_vit_saves_what_meta_says(mode: str) -> None:
+    dtype, autocast = MODES[mode]
+    model, inputs = _on_cuda(torchvision.models.vit_b_16(), [torch.randn(64, 3, 224, 224)], dtype)
+
+    real, meta = _both(model, inputs, autocast=autocast, backward=True)
+
+    assert _saved(meta) == _saved(real)
+
+
+def test_llama_saves_what_meta_says() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).train()
+
+    real, meta = _both(model, [torch.randint(0, 32000, (8, 2048), device="cuda")], backward=True)
+
+    assert _saved(meta) == _saved(real)
+
+
+def test_buffers_and_random_state_are_as_before() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout()).cuda()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x = torch.randn(2, 3, 8, 8, device="cuda")
+    random_state = torch.cuda.get_rng_state()
+
+    profile_memory(model, x, backward=True, print_table=False)
+
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.cuda.get_rng_state(), random_state)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_nothing_stays_allocated() -> None:
+    model, x = torchvision.models.resnet18().cuda(), torch.randn(2, 3, 64, 64, device="cuda")
+    profile_memory(model, x, backward=True, print_table=False)
+    before = torch.cuda.memory_allocated()
+
+    profile_memory(model, x, backward=True, print_table=False)
+
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_out_of_memory_names_the_module() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(2**20, 2**4, device="cuda"))
+    x = torch.zeros(1, device="cuda").expand(2**24, 2**20)
+    before = torch.cuda.memory_allocated()
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        profile_memory(model, x, print_table=False)
+
+    assert 'memkit: out of memory in 1 (Linear); profile_memory(..., device="meta") needs no memory' in raised.value.__notes__
+    del raised
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_times_are_those_of_the_device() -> None:
+    model, x = nn.Linear(8192, 8192).cuda(), torch.randn(8192, 8192, device="cuda", requires_grad=True)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    model(x)
+    start.record()
+    model(x)
+    end.record()
+    torch.cuda.synchronize()
+
+    report = profile_memory(model, x, backward=True, print_table=False)
+
+    assert report.forward_s == pytest.approx(start.elapsed_time(end) / 1e3, rel=0.25)
+    assert report.backward_s > 1.5 * report.forward_s
+    assert report.reserved_peak_bytes >= report.forward_peak_bytes
+    assert all(record.saved_at_s >= 0 and record.needed_at_s >= 0 for record in report.saved)
+
+
+def test_events_wait_for_no_one() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).cuda()
+    x = torch.randn(64, 64, device="cuda")
+    synchronized: list[object] = []
+    original = torch.cuda.synchronize
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: (synchronized.append(device), original(device)))
+        profile_memory(model, x, warmup=0, print_table=False)
+
+    assert len(synchronized) <= 4  # around the two passes, not once per module

@@ -1,0 +1,146 @@
+"""What profile_memory refuses, and how it says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkit import MemoryReport, ProfileError, find_report, profile_memory
+
+
+def _message(raised: pytest.ExceptionInfo[BaseException]) -> str:
+    return str(raised.value)
+
+
+def test_something_else_than_a_module() -> None:
+    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module; found function"):
+        profile_memory(lambda x: x, torch.zeros(1))
+
+
+def test_loss_that_cannot_be_called() -> None:
+    with pytest.raises(TypeError, match="loss_fn must be callable; found int"):
+        profile_memory(nn.Identity(), torch.zeros(1), loss_fn=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "tpu"}, "target must be one of 'cuda', 'cpu'; found 'tpu'"),
+        ({"tag": ""}, "tag must be a name; found ''"),
+        ({"warmup": -1}, "warmup must be a number of runs, 0 or more; found -1"),
+        ({"depth": -1}, "depth must be a whole number, 0 or more; found -1"),
+        ({"sort_by": "size"}, "sort_by must be one of 'activation'"),
+        ({"device": "cuda"}, "device must be None"),
+        ({"device": "nowhere"}, "device must be None"),
+    ],
+)
+def test_arguments_out_of_range(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        profile_memory(nn.Identity(), torch.zeros(1), **options)
+
+    assert _message(raised).startswith(message)
+
+
+def test_input_on_another_device() -> None:
+    with pytest.raises(ValueError) as raised:
+        profile_memory(nn.Linear(2, 2), torch.zeros(1, 2, device="meta"))
+
+    assert _message(raised).startswith("the model is on cpu and its inputs are on meta; move the inputs")
+
+
+def test_model_on_several_devices() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+    with pytest.raises(ProfileError, match="spread over cpu, meta"):
+        profile_memory(model, torch.zeros(1, 2))
+
+
+def test_lazy_parameters() -> None:
+    with pytest.raises(ProfileError, match="weight has no shape yet; run the model once"):
+        profile_memory(nn.LazyLinear(4), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_input_that_the_model_refuses_keeps_its_error(device: str | None) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+
+    with pytest.raises(RuntimeError) as raised:
+        profile_memory(model, torch.zeros(2, 3), device=device)
+
+    assert "multiplied" in _message(raised) or "reduction dim" in _message(raised)
+    assert raised.value.__notes__ == ["memkit: raised in 1 (Linear)"]
+
+
+def test_error_in_the_loss_says_so() -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        profile_memory(nn.Identity(), torch.zeros(1), loss_fn=lambda _: 1 / 0)
+
+    assert raised.value.__notes__ == ["memkit: raised in the loss"]
+
+
+def test_out_of_memory_says_where_and_what_helps() -> None:
+    class Greedy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        profile_memory(nn.Sequential(Greedy()), torch.zeros(1))
+
+    assert raised.value.__notes__ == ['memkit: out of memory in 0 (Greedy); profile_memory(..., device="meta") needs no memory']
+
+
+@pytest.mark.parametrize("loss", [lambda y: y, lambda y: 1.0, lambda y: None])
+def test_backward_from_a_loss_that_is_no_number(loss: object) -> None:
+    with pytest.raises(ValueError, match="loss_fn must return a tensor with one element; found"):
+        profile_memory(nn.Linear(2, 2), torch.zeros(3, 2), loss_fn=loss, backward=True)
+
+
+def test_backward_from_nothing() -> None:
+    with pytest.raises(ProfileError, match="backward=True needs a tensor to start from"):
+        profile_memory(nn.Linear(2, 2).requires_grad_(False), torch.zeros(3, 2), backward=True)
+
+
+def test_report_is_filed_under_its_tag() -> None:
+    report = profile_memory(nn.Linear(2, 2), torch.zeros(1, 2), tag="mine", print_table=False)
+
+    assert find_report("mine") is report
+    assert find_report("default") is None
+
+
+def test_failed_profile_files_nothing() -> None:
+    with pytest.raises(RuntimeError):
+        profile_memory(nn.Linear(2, 2), torch.zeros(1, 3), print_table=False)
+
+    assert find_report("default") is None
+
+
+def test_table_is_printed_unless_it_is_not_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = nn.Linear(2, 2), torch.zeros(1, 2)
+
+    report = profile_memory(model, x)
+    printed = capsys.readouterr().out
+    profile_memory(model, x, print_table=False)
+
+    assert printed == str(report) + "\n"
+    assert capsys.readouterr().out == ""
+
+
+def test_keyword_arguments_and_nested_inputs_are_inputs() -> None:
+    class Nested(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor], *, scale: Tensor) -> dict[str, Tensor]:
+            return {"out": pair[0] * pair[1] * scale}
+
+    tensors = [torch.randn(4, requires_grad=True) for _ in range(3)]
+
+    report = profile_memory(Nested(), (tensors[0], tensors[1]), kwargs={"scale": tensors[2]}, backward=True, print_table=False)
+
+    assert report.input_bytes == 48
+    assert report.modules[0].input_shapes == ((4,), (4,), (4,))
+    assert report.modules[0].output_shapes == ((4,),)
+
+
+def test_model_without_tensors_runs_where_the_input_is() -> None:
+    report: MemoryReport = profile_memory(nn.ReLU(), torch.zeros(2), print_table=False)
+
+    assert report.run.device == "cpu"

@@ -1,0 +1,202 @@
+"""Which module is running: attribution with nesting, recursion, reuse and exceptions."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkit import MemoryReport, ModuleRecord, profile_memory
+
+
+def _rows(report: MemoryReport) -> dict[str, ModuleRecord]:
+    return {row.fqn: row for row in report.modules}
+
+
+class _Raises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("bad luck")
+
+
+class _Bad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Raises()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class _Careful(nn.Module):
+    """Goes on after a module of its own failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad = _Bad()
+        self.good = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            x = self.bad(x)
+        return torch.tanh(self.good(x)).exp()
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_caught_exceptions_close_their_calls(device: str | None) -> None:
+    report = profile_memory(_Careful(), torch.randn(2, 4), device=device, backward=True, print_table=False)
+
+    rows = _rows(report)
+    assert rows["bad"].self_bytes == rows["bad.inner"].self_bytes == 0
+    assert rows["good"].self_bytes == 32
+    assert rows["(model)"].self_bytes == 64
+    assert rows["bad.inner"].num_calls == rows["bad"].num_calls == rows["(model)"].num_calls == 1
+
+
+def test_the_module_that_raised_is_named_not_those_that_failed_before() -> None:
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.careful = _Careful()
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise LookupError(self.careful(x).shape)
+
+    with pytest.raises(LookupError) as raised:
+        profile_memory(Later(), torch.randn(2, 4))
+
+    assert raised.value.__notes__ == ["memkit: raised in (model) (Later)"]
+
+
+def test_the_innermost_module_is_named() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        profile_memory(nn.Sequential(nn.ReLU(), _Bad()), torch.randn(2, 4))
+
+    assert raised.value.__notes__ == ["memkit: raised in 1.inner (_Raises)"]
+
+
+class _Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+        x = self.linear(x).sigmoid()
+        return self(x, depth - 1) if depth else x
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, nn.Sequential])
+def test_modules_that_call_themselves_count_each_call_and_the_time_once(wrap: object) -> None:
+    report = profile_memory(wrap(_Recursive()), torch.randn(2, 4), backward=True, print_table=False)
+
+    row = next(row for row in report.modules if row.type_name == "_Recursive")
+    assert row.num_calls == 4
+    assert row.self_bytes == 4 * 32
+    assert row.forward_s <= report.forward_s
+
+
+def test_modules_called_by_a_stranger_belong_to_their_own_row() -> None:
+    class Reaches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block[1](x)
+
+    rows = _rows(profile_memory(Reaches(), torch.randn(4, requires_grad=True), print_table=False))
+
+    assert rows["block.1"].self_bytes == rows["block"].activation_bytes == rows["(model)"].activation_bytes == 16
+    assert rows["block"].num_calls == 0
+
+
+def test_backward_time_belongs_to_the_module_that_made_the_operation() -> None:
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            for _ in range(50):
+                torch.randn(200, 200) @ torch.randn(200, 200)
+            return grad
+
+    class SlowBackward(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Slow.apply(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), SlowBackward(), nn.Linear(4, 4))
+
+    rows = _rows(profile_memory(model, torch.randn(2, 4), backward=True, print_table=False))
+
+    assert rows["1"].backward_s > 0.5 * rows["(model)"].backward_s
+    assert rows["1"].forward_s < rows["1"].backward_s
+
+
+def test_peaks_are_of_the_call_not_of_what_was_there() -> None:
+    class Temporary(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.zeros(1000)
+            return x * 2
+
+    rows = _rows(profile_memory(nn.Sequential(nn.Sigmoid(), Temporary()), torch.randn(100), print_table=False))
+
+    assert rows["0"].peak_bytes == 400
+    assert rows["1"].peak_bytes == 4000
+    assert rows["(model)"].peak_bytes == 4400
+
+
+def test_hooks_of_the_user_count_to_their_module() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    model[1].register_forward_hook(lambda module, args, output: output.exp())
+
+    rows = _rows(profile_memory(model, torch.randn(4, requires_grad=True), print_table=False))
+
+    assert rows["1"].self_bytes == 16
+
+
+def test_jagged_tensors_have_shapes_and_a_backward() -> None:
+    values = torch.randn(6, 4)
+    nested = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 6]))
+
+    report = profile_memory(nn.Linear(4, 4), nested, backward=True, print_table=False)
+
+    assert report.modules[0].input_shapes == ((2, -1, 4),)
+    assert MemoryReport.from_json(report.to_json()) == report
+
+
+def test_uses_during_the_forward_are_not_the_backwards() -> None:
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x).tanh()
+            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y.sum() + grad.pow(2).sum()
+
+    report = profile_memory(Penalty(), torch.randn(2, 4, requires_grad=True), backward=True, print_table=False)
+
+    assert all(record.needed_at_s is None or record.needed_at_s >= 0 for record in report.saved)
+
+
+def test_compiled_functions_inside_a_forward_are_marked() -> None:
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.function = torch.compile(self._function, backend="aot_eager", fullgraph=True)
+
+        def _function(self, x: Tensor) -> Tensor:
+            return self.linear(x).relu()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(x)
+
+    report = profile_memory(nn.Sequential(Holds()), torch.randn(2, 4), print_table=False)
+
+    assert report.marked("compiled") == ("0",)
+    assert report.activation_bytes > 0

@@ -1,0 +1,573 @@
+"""A run without data saves what a run with data saves."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memkit import DataDependentError, MemoryReport, ProfileError, SavedTensorRecord, profile_memory
+from memkit.profile.simulate.autocast import Rule, autocast_ops, rule_for
+from tests.models import CASES, Case
+
+
+def _saved(report: MemoryReport) -> list[tuple[object, ...]]:
+    return [_without_times(record) for record in report.saved]
+
+
+def _without_times(record: SavedTensorRecord) -> tuple[object, ...]:
+    return (
+        record.storage,
+        record.version,
+        record.storage_bytes,
+        record.category,
+        record.module,
+        record.dtype,
+        record.save_ordinals,
+        record.shapes,
+        record.needed_position,
+    )
+
+
+def _both(case: Case, **options: object) -> tuple[MemoryReport, MemoryReport]:
+    model, inputs = case.model(), case.inputs()
+    real = profile_memory(model, *inputs, warmup=0, print_table=False, **options)
+    meta = profile_memory(model, *inputs, device="meta", target="cpu", print_table=False, **options)
+    return real, meta
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meta_saves_what_the_cpu_saves(name: str) -> None:
+    real, meta = _both(CASES[name], backward=True)
+
+    assert _saved(meta) == _saved(real)
+    assert meta.activation_bytes == real.activation_bytes
+    assert [row.self_bytes for row in meta.modules] == [row.self_bytes for row in real.modules]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meta_has_the_peaks_of_the_cpu(name: str) -> None:
+    real, meta = _both(CASES[name], backward=True)
+
+    assert meta.before_bytes == real.before_bytes
+    assert meta.forward_peak_bytes == real.forward_peak_bytes
+    assert meta.backward_peak_bytes == real.backward_peak_bytes
+    assert [row.peak_bytes for row in meta.modules] == [row.peak_bytes for row in real.modules]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMSNorm says so under autocast
+@pytest.mark.parametrize("name", CASES)
+def test_meta_saves_what_the_cpu_saves_under_autocast(name: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        real, meta = _both(CASES[name])
+
+    assert _saved(meta) == _saved(real)
+    assert meta.param_cast_bytes == real.param_cast_bytes
+    assert meta.run.autocast == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "attention_masked", "group_norm", "functional"])
+def test_meta_saves_what_the_cpu_saves_in_bfloat16(name: str) -> None:
+    case = CASES[name]
+    model, inputs = case.model().bfloat16(), [x.bfloat16() for x in case.inputs()]
+
+    real = profile_memory(model, *inputs, warmup=0, print_table=False)
+    meta = profile_memory(model, *inputs, device="meta", target="cpu", print_table=False)
+
+    assert _saved(meta) == _saved(real)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "googlenet"])
+def test_meta_saves_what_the_cpu_saves_in_eval_mode(name: str) -> None:
+    case = CASES[name]
+    model, inputs = case.model().eval(), case.inputs()
+
+    real = profile_memory(model, *inputs, warmup=0, print_table=False)
+    meta = profile_memory(model, *inputs, device="meta", target="cpu", print_table=False)
+
+    assert _saved(meta) == _saved(real)
+
+
+def test_autocast_inside_the_forward_is_followed() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.linear(x).sigmoid()
+            return x.float().exp()
+
+    real, meta = _both(Case(Inside, ((4, 8),)), backward=True)
+
+    assert _saved(meta) == _saved(real)
+
+
+class _Calls(nn.Module):
+    """One function of torch, called the way a test wants it."""
+
+    def __init__(self, call: object) -> None:
+        super().__init__()
+        self.call = call
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x, self.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: torch.matmul(x, w),
+        lambda x, w: x @ w,
+        lambda x, w: torch.einsum("ij,jk->ik", x, w),
+        lambda x, w: torch.tensordot(x.float(), w, 1),
+        lambda x, w: torch.addmm(x, x, w),
+        lambda x, w: torch.baddbmm(x[None], x[None], w[None]),
+        lambda x, w: functional.mse_loss(x @ w, x),
+        lambda x, w: functional.cross_entropy(x @ w, torch.zeros(4, dtype=torch.long)),
+        lambda x, w: functional.nll_loss((x @ w).log_softmax(-1), torch.zeros(4, dtype=torch.long)),
+        lambda x, w: functional.binary_cross_entropy_with_logits(x @ w, x.sigmoid()),
+        lambda x, w: functional.prelu(x, w[0]),
+        lambda x, w: functional.layer_norm(x @ w, (4,)),
+        lambda x, w: functional.layer_norm(x @ w, (4,), w[0], w[1]),
+        lambda x, w: functional.softmax(x @ w, -1).prod(),
+        lambda x, w: torch.cat([x @ w, x.float()]).sin(),
+        lambda x, w: torch.stack([x @ w, x.float()]).sin(),
+        lambda x, w: functional.cosine_similarity(x @ w, x),
+        lambda x, w: functional.normalize(x @ w),
+        lambda x, w: torch.cdist(x.float(), w),
+        lambda x, w: functional.interpolate((x @ w)[None, None], scale_factor=2, mode="bilinear"),
+        lambda x, w: functional.pad((x @ w)[None, None], (1, 1, 1, 1), mode="reflect").exp(),
+        lambda x, w: functional.conv2d(x[None, None], w[None, None, :3, :3]),
+        lambda x, w: functional.conv_transpose2d(x[None, None], w[None, None, :3, :3]),
+        lambda x, w: functional.avg_pool3d((x @ w).view(1, 1, 2, 2, 4), 2).exp(),
+        lambda x, w: functional.max_pool2d((x @ w)[None, None], 2),
+    ],
+)
+def test_autocast_treats_each_operation_as_the_cpu_does(call: object, dtype: torch.dtype) -> None:
+    model = _Calls(call)
+    x = torch.randn(4, 4, dtype=dtype)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        real = profile_memory(model, x, warmup=0, print_table=False)
+        meta = profile_memory(model, x, device="meta", target="cpu", print_table=False)
+
+    assert [(record.storage_bytes, record.dtype) for record in meta.saved] == [
+        (record.storage_bytes, record.dtype) for record in real.saved
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "target", "rule"),
+    [
+        ("linear", "cuda", Rule.LOWER),
+        ("__matmul__", "cuda", Rule.LOWER),
+        ("layer_norm", "cuda", Rule.FLOAT32),
+        ("layer_norm", "cpu", None),
+        ("softmax", "cuda", Rule.FLOAT32_RESULT),
+        ("softmax", "cpu", None),
+        ("cat", "cpu", Rule.PROMOTE),
+        ("grid_sampler", "cuda", Rule.PROMOTE),
+        ("__pow__", "cuda", Rule.FLOAT32),
+        ("relu", "cuda", None),
+    ],
+)
+def test_autocast_rules(function: str, target: str, rule: Rule | None) -> None:
+    assert rule_for(function, target) is rule
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_autocast_tables_name_operations_that_torch_knows(target: str) -> None:
+    from memkit.profile.simulate import autocast
+
+    named = autocast._LOWER[target] | autocast._FLOAT32_RESULT[target] | autocast._PROMOTE[target]
+
+    assert named - autocast_ops(target) <= {"cudnn_convolution", "cudnn_convolution_transpose", "vdot"}
+
+
+def test_attention_is_not_what_the_meta_device_would_make_of_it() -> None:
+    class Attend(nn.Module):
+        def forward(self, query: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    query = torch.empty(8, 16, 2048, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+    report = profile_memory(Attend(), query, print_table=False)
+
+    # query (which is key and value), output, and one float per row: not the 2048 x 2048 attention matrix.
+    assert report.activation_bytes // 2**20 == (64 + 64 + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "storages"),
+    [
+        ({}, torch.bfloat16, 5),  # cuDNN: query, key-and-value, output, log-sum-exp, seed and offset, less one shared storage
+        ({}, torch.float32, 5),  # memory-efficient: the same number
+        ({"masked": True}, torch.bfloat16, 6),  # and the mask
+        ({"dropout_p": 0.1}, torch.float32, 5),
+    ],
+)
+def test_attention_of_cuda_saves_rows_not_matrices(options: dict[str, object], dtype: torch.dtype, storages: int) -> None:
+    from tests.models import Attention
+
+    model = Attention(**options).to(dtype)
+    x = torch.randn(2, 1024, 64, dtype=dtype)
+
+    report = profile_memory(model, x, device="meta", print_table=False)
+
+    of_attention = [record for record in report.saved if record.module == "(model)"]
+    assert max(record.storage_bytes for record in of_attention) <= max(
+        2 * 1024 * 128 * dtype.itemsize, 1024 * 1024 * dtype.itemsize
+    )
+    assert len(of_attention) >= storages
+
+
+def test_dropout_of_cuda_saves_a_mask_of_bytes() -> None:
+    model, x = nn.Dropout(0.5), torch.randn(100, requires_grad=True)
+
+    cuda = profile_memory(model, x, device="meta", target="cuda", print_table=False)
+    cpu = profile_memory(model, x, device="meta", target="cpu", print_table=False)
+
+    assert (cuda.activation_bytes, cpu.activation_bytes) == (100, 400)
+
+
+def test_rms_norm_of_cuda_saves_one_number_per_row() -> None:
+    model, x = nn.RMSNorm(64), torch.randn(10, 64)
+
+    cuda = profile_memory(model, x, device="meta", target="cuda", backward=True, print_table=False)
+
+    assert cuda.activation_bytes == 10 * 64 * 4 + 10 * 4
+
+
+def test_recurrent_layers_are_backend_dependent() -> None:
+    model = nn.Sequential(nn.LSTM(4, 8, batch_first=True))
+
+    report = profile_memory(model, torch.randn(2, 3, 4), device="meta", print_table=False)
+
+    assert report.marked("backend-dependent") == ("0",)
+    assert "backend-dependent" in str(report)
+    assert (
+        profile_memory(nn.Linear(2, 2), torch.randn(1, 2), device="meta", print_table=False).marked("backend-dependent") == ()
+    )
+
+
+class _DataMakers(TorchDispatchMode):
+    """Lists the operations that make floating-point tensors with data: aliases of the model's are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        output = op(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.numel()]
+        if op is not torch.ops.aten.detach.default and any(leaf.is_floating_point() and not leaf.is_meta for leaf in leaves):
+            self.found.append(str(op))
+        return output
+
+
+@pytest.mark.parametrize("name", ["conv_inplace", "transformer_encoder", "checkpoint_reentrant"])
+def test_no_data_is_made_or_copied(name: str) -> None:
+    case = CASES[name]
+    model, inputs = case.model(), case.inputs()
+
+    with _DataMakers() as makers:
+        profile_memory(model, *inputs, device="meta", backward=True, print_table=False)
+        (inputs[0] + 1).sum()
+
+    assert makers.found == ["aten.add.Tensor", "aten.sum.default"]
+
+
+def test_model_of_seventy_billion_parameters_works() -> None:
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(8192, 64, 28672, batch_first=True)
+        model = nn.TransformerEncoder(layer, 80, enable_nested_tensor=False)
+    assert sum(param.numel() for param in model.parameters()) > 55e9
+
+    report = profile_memory(model, torch.empty(1, 4096, 8192, device="meta"), print_table=False)
+
+    assert report.param_bytes == 4 * sum(param.numel() for param in model.parameters())
+
+
+def test_times_are_blank() -> None:
+    report = profile_memory(nn.Linear(2, 2), torch.randn(1, 2), device="meta", backward=True, print_table=False)
+
+    assert report.forward_s is None
+    assert report.backward_s is None
+    assert all(row.forward_s is None for row in report.modules)
+    assert str(report).splitlines()[-1] == "forward time in all: -"
+
+
+def test_views_of_one_storage_stay_views() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            flat = torch.randn(20)
+            self.first = nn.Parameter(flat[:10])
+            self.second = nn.Parameter(flat[10:])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.first * self.second
+
+    report = profile_memory(Flat(), torch.zeros(1).expand(10), device="meta", print_table=False)
+
+    assert report.param_bytes == 80
+    assert report.before_bytes == 512 + 512
+    assert report.input_bytes == 4
+
+
+@pytest.mark.parametrize("make", [lambda x: torch.ones(4), lambda x: torch.arange(4.0)])
+def test_constants_made_on_the_cpu_are_welcome(make: object) -> None:
+    report = profile_memory(_Calls(lambda x, w: (x * make(x)) @ w), torch.randn(4, 4), device="meta", print_table=False)
+
+    assert report.activation_bytes == 4 * 4 * 4 + 16 or report.activation_bytes == 4 * 4 * 4
+
+
+def test_labels_with_data_meet_an_output_without() -> None:
+    labels = torch.zeros(4, dtype=torch.long)
+
+    report = profile_memory(
+        nn.Linear(4, 3),
+        torch.randn(4, 4),
+        loss_fn=lambda output: functional.cross_entropy(output, labels),
+        backward=True,
+        device="meta",
+        print_table=False,
+    )
+
+    assert report.backward_peak_bytes is not None
+
+
+def test_small_integer_constants_have_values() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(x.shape[1], device=x.device)
+            if (positions.diff() == 1).all():  # models look for packed sequences in this way
+                return x + self.embedding(positions)
+            raise AssertionError
+
+    report = profile_memory(Positions(), torch.randn(2, 8, 4), device="meta", backward=True, print_table=False)
+
+    assert report.activation_bytes == 8 * 8
+
+
+def _item(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+def _branch(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        _item,
+        _branch,
+        lambda x: x * len(x.sum(0).tolist()),
+        lambda x: x * x.detach().numpy().size,
+        lambda x: x.detach().cpu() + 1,
+        lambda x: x[x > 0],
+        lambda x: torch.nonzero(x),
+        lambda x: torch.unique(x),
+        lambda x: torch.masked_select(x, x > 0),
+    ],
+)
+def test_reading_a_value_names_the_module_and_says_what_to_do(read: object) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), _Calls(lambda x, w: read(x)))
+
+    with pytest.raises(DataDependentError) as raised:
+        profile_memory(model, torch.randn(2, 4), device="meta", print_table=False)
+
+    assert str(raised.value).startswith("1 (_Calls) cannot run without data: it reads the value of a tensor")
+    assert "device=None" in str(raised.value)
+
+
+def test_a_constant_that_a_lost_value_was_written_to_has_no_value() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.zeros(4, dtype=torch.bool, device=x.device)
+            mask[0] = x[0, 0] == x[0, 0]
+            return x.exp() if mask.any() else x
+
+    with pytest.raises(DataDependentError):
+        profile_memory(Writes(), torch.randn(2, 4), device="meta", print_table=False)
+
+
+def test_small_integers_of_the_caller_have_values() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.tensor(3))
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            self.steps += 1
+            return self.linear(x) if mask.all() and int(self.steps) == 4 else x
+
+    model = Masked()
+
+    report = profile_memory(
+        model, torch.randn(2, 4), torch.ones(4, dtype=torch.bool), device="meta", backward=True, print_table=False
+    )
+
+    assert report.modules[1].num_calls == 1
+    assert int(model.steps) == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autocast for CUDA works here")
+def test_autocast_that_turns_itself_off_is_refused() -> None:
+    class Inside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                return x @ x
+
+    with pytest.raises(ProfileError, match=r'write torch\.autocast\("cpu", dtype=...\)'):
+        profile_memory(Inside(), torch.randn(4, 4), device="meta", print_table=False)
+
+
+def test_autocast_for_the_meta_device_is_refused() -> None:
+    class Inside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, torch.bfloat16):
+                return x @ x
+
+    with pytest.raises(ProfileError, match="asks for autocast on a device type that this run does not have"):
+        profile_memory(Inside(), torch.randn(4, 4), device="meta", print_table=False)
+
+
+def test_autocast_entered_again_casts_again() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                with torch.autocast("cpu", torch.bfloat16):
+                    x = self.linear(x)
+                x = x.float()
+            return x
+
+    real, meta = _both(Case(Again, ((4, 8),)))
+
+    # The first call's input needs no gradient, so its weight is not saved.
+    assert meta.param_cast_bytes == real.param_cast_bytes == 2 * 8 * 8 * 2
+
+
+def test_backward_into_a_tensor_with_data_is_refused() -> None:
+    scale = torch.ones(4, requires_grad=True)
+
+    with pytest.raises(ProfileError, match=r"reaches a tensor of shape \(4,\) with data"):
+        profile_memory(
+            nn.Linear(4, 4),
+            torch.randn(2, 4),
+            loss_fn=lambda y: (y * scale).sum(),
+            backward=True,
+            device="meta",
+            print_table=False,
+        )
+
+
+def test_illegal_writes_are_found_without_data() -> None:
+    class Illegal(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.tanh()
+            y.mul_(2)
+            return y
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        profile_memory(Illegal(), torch.randn(4, requires_grad=True), device="meta", backward=True, print_table=False)
+
+
+def test_parameters_keep_their_class_and_attributes() -> None:
+    class Marked(nn.Parameter):
+        def doubled(self) -> Tensor:
+            return self * 2
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Marked(torch.randn(4))
+            self.weight.power = 3
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight.doubled() ** self.weight.power
+
+    assert profile_memory(Uses(), torch.randn(4), device="meta", backward=True, print_table=False).param_bytes == 16
+
+
+def test_attention_with_a_learned_bias_is_possible() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(1, 1, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(x, x, x, attn_mask=self.bias)
+
+    model = Biased().bfloat16()
+    x = torch.randn(2, 4, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+
+    report = profile_memory(model, x, device="meta", backward=True, print_table=False)
+
+    assert report.backward_peak_bytes is not None
+
+
+def test_scripted_modules_are_refused() -> None:
+    with pytest.raises(ProfileError, match="TorchScript cannot run on the meta device"):
+        profile_memory(_scripted(), torch.randn(1, 2), device="meta")
+
+
+def _scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        return nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+
+
+def test_scripted_modules_are_rows_without_calls() -> None:
+    report = profile_memory(_scripted(), torch.randn(1, 2), print_table=False)
+
+    assert report.marked("compiled") == ("1",)
+    assert sum(row.self_bytes for row in report.modules) == report.activation_bytes > 0
+
+
+def test_meta_model_runs_where_it_is() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(4, 4), torch.empty(2, 4)
+
+    assert profile_memory(model, x, print_table=False).run.device == "meta"
+
+
+def test_cuda_rounds_sizes_as_its_allocator_does() -> None:
+    model, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
+
+    cuda = profile_memory(model, x, device="meta", target="cuda", print_table=False)
+    cpu = profile_memory(model, x, device="meta", target="cpu", print_table=False)
+
+    assert (cuda.before_bytes, cpu.before_bytes) == (1024, 4 * 4 * 4 + 2 * 4 * 4)
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_compiled_models_run_as_they_were_written(amp: bool) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(2, 4)
+
+    with torch.autocast("cpu", torch.bfloat16) if amp else nullcontext():
+        compiled = profile_memory(torch.compile(plain), x, device="meta", target="cpu", print_table=False)
+        eager = profile_memory(plain, x, device="meta", target="cpu", print_table=False)
+
+    assert compiled.activation_bytes == eager.activation_bytes

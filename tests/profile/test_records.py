@@ -1,0 +1,132 @@
+"""Reports as values: JSON, CSV, totals."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import json
+import pickle
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memkit import MemoryReport, ReportFormatError, profile_memory
+from tests.models import CASES
+
+
+@pytest.fixture(scope="module")
+def report() -> MemoryReport:
+    case = CASES["checkpoint_reentrant"]
+    return profile_memory(case.model(), *case.inputs(), backward=True, tag="tagged", print_table=False)
+
+
+def test_json_brings_back_the_same_report(report: MemoryReport) -> None:
+    assert MemoryReport.from_json(report.to_json()) == report
+
+
+def test_json_file_brings_back_the_same_report(report: MemoryReport, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(report.to_json())
+
+    assert MemoryReport.from_json(path) == report
+
+
+def test_json_of_a_run_without_times_or_shapes_comes_back() -> None:
+    bare = profile_memory(nn.Identity(), torch.zeros(()), device="meta", print_table=False)
+
+    assert MemoryReport.from_json(bare.to_json()) == bare
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda report: pickle.loads(pickle.dumps(report))])
+def test_reports_can_be_copied(report: MemoryReport, how: object) -> None:
+    assert how(report) == report
+
+
+def test_reports_do_not_change(report: MemoryReport) -> None:
+    with pytest.raises(FrozenInstanceError):
+        report.tag = "other"
+
+
+def _changed(report: MemoryReport, **changes: object) -> str:
+    return json.dumps({**json.loads(report.to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not a memkit report: it is not JSON"),
+        ("[1, 2]", 'it has no "schema": "memkit.MemoryReport"'),
+        ('{"schema": "other"}', 'it has no "schema": "memkit.MemoryReport"'),
+        ('{"schema": "memkit.MemoryReport"}', "has schema version None; this memkit reads versions up to 1"),
+        (
+            '{"schema": "memkit.MemoryReport", "schema_version": 2}',
+            "has schema version 2; this memkit reads versions up to 1",
+        ),
+        ('{"schema": "memkit.MemoryReport", "schema_version": 1}', "is not a whole memkit report: KeyError: 'tag'"),
+    ],
+)
+def test_text_that_is_no_report(text: str, message: str) -> None:
+    with pytest.raises(ReportFormatError) as raised:
+        MemoryReport.from_json(text)
+
+    assert message in str(raised.value)
+    assert str(raised.value).startswith("this text")
+
+
+@pytest.mark.parametrize("changes", [{"modules": []}, {"modules": [{}]}, {"saved": [{"category": "dust"}]}, {"run": 3}])
+def test_damaged_report(report: MemoryReport, changes: dict[str, object]) -> None:
+    with pytest.raises(ReportFormatError, match="not a whole memkit report"):
+        MemoryReport.from_json(_changed(report, **changes))
+
+
+def test_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("hello")
+
+    with pytest.raises(ReportFormatError, match=r"notes\.txt' is not a memkit report"):
+        MemoryReport.from_json(path)
+
+
+def test_missing_file_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        MemoryReport.from_json(tmp_path / "none.json")
+
+
+def test_csv_has_a_line_per_module(report: MemoryReport) -> None:
+    rows = list(csv.DictReader(io.StringIO(report.to_csv())))
+
+    assert [row["fqn"] for row in rows] == [row.fqn for row in report.modules]
+    assert [int(row["self_bytes"]) for row in rows] == [row.self_bytes for row in report.modules]
+    assert rows[0]["input_shapes"] == "4x16"
+    assert rows[3]["marks"] == "checkpointed"
+
+
+def test_unaccounted_closes_the_sum(report: MemoryReport) -> None:
+    kept = report.activation_bytes - report.input_bytes + report.param_cast_bytes
+
+    assert report.before_bytes + kept + report.unaccounted_bytes == report.forward_peak_bytes
+
+
+def test_times_of_children_fit_into_their_parent(report: MemoryReport) -> None:
+    rows = {row.fqn: row for row in report.modules}
+    children = sum(rows[name].forward_s for name in ("first", "block", "last"))
+
+    assert 0 < children <= report.forward_s
+
+
+def test_backward_times_add_up(report: MemoryReport) -> None:
+    rows = {row.fqn: row for row in report.modules}
+
+    assert report.backward_s == pytest.approx(rows["(model)"].backward_s + rows["(outside modules)"].backward_s)
+    assert rows["(model)"].backward_s >= rows["last"].backward_s > 0
+
+
+def test_peaks_of_children_fit_into_their_parent(report: MemoryReport) -> None:
+    rows = {row.fqn: row for row in report.modules}
+
+    assert 0 < rows["block.0"].peak_bytes <= rows["block"].peak_bytes <= rows["(model)"].peak_bytes
+    assert 0 < rows["last"].backward_peak_bytes <= rows["(model)"].backward_peak_bytes

@@ -1,0 +1,448 @@
+"""A profile leaves nothing behind, whatever happens during it."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from memkit import ProfileError, profile_memory
+from tests.models import CASES, ConvNet
+
+DEVICES = [None, "meta"]
+
+
+def _hooks_of(model: nn.Module) -> int:
+    return sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._forward_hooks_with_kwargs)
+        for module in model.modules()
+    )
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+class _Fails(nn.Module):
+    """Raises in its forward, or in the backward."""
+
+    def __init__(self, *, in_backward: bool) -> None:
+        super().__init__()
+        self.in_backward = in_backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.in_backward:
+            raise LookupError("no such thing")
+        return _FailsBackward.apply(x)
+
+
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        raise LookupError("no such thing")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("outcome", ["success", "forward fails", "backward fails"])
+def test_model_is_as_it_was(device: str | None, outcome: str) -> None:
+    model = nn.Sequential(ConvNet(inplace=True), nn.Dropout(0.5))
+    if outcome != "success":
+        model.append(_Fails(in_backward=outcome == "backward fails"))
+    model[1].eval()
+    x = torch.randn(2, 3, 8, 8)
+    model(x).sum().backward() if outcome == "success" else None
+    state, modes = _state(model), [module.training for module in model.modules()]
+    objects = [*model.parameters(), *model.buffers()]
+    versions = [tensor._version for tensor in objects]
+    grads = [param.grad for param in model.parameters()]
+
+    if outcome == "success":
+        profile_memory(model, x, device=device, backward=True, print_table=False)
+    else:
+        with pytest.raises(LookupError):
+            profile_memory(model, x, device=device, backward=True, print_table=False)
+
+    assert _hooks_of(model) == 0
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(now is then for now, then in zip([*model.parameters(), *model.buffers()], objects, strict=True))
+    assert [tensor._version for tensor in objects] == versions
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_are_not_added_to(device: str | None) -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    model(x).sum().backward()
+    kept = [tensor.grad.clone() for tensor in (model.weight, model.bias, x)]
+
+    profile_memory(model, x, device=device, backward=True, print_table=False)
+
+    assert all(torch.equal(tensor.grad, grad) for tensor, grad in zip((model.weight, model.bias, x), kept, strict=True))
+
+
+def test_leaves_that_are_no_parameters_get_no_gradient() -> None:
+    scale = torch.ones(4, requires_grad=True)
+
+    profile_memory(nn.Linear(4, 4), torch.randn(2, 4), loss_fn=lambda y: (y * scale).sum(), backward=True, print_table=False)
+
+    assert scale.grad is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_states_go_on_as_without(device: str | None) -> None:
+    class Random(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.rand(1, generator=self.generator)
+            return nn.functional.dropout(x * random.random(), 0.5) + torch.rand(1)
+
+    model = Random()
+    random.seed(5)
+    torch.manual_seed(5)
+    expected = (random.random(), torch.rand(1), torch.rand(1, generator=model.generator))
+    random.seed(5)
+    torch.manual_seed(5)
+    model.generator.manual_seed(3)
+
+    profile_memory(model, torch.randn(4, generator=torch.Generator()), device=device, print_table=False)
+
+    assert (random.random(), torch.rand(1), torch.rand(1, generator=model.generator)) == expected
+
+
+def test_numpy_goes_on_as_without() -> None:
+    numpy = pytest.importorskip("numpy")
+
+    class Random(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(numpy.random.rand())
+
+    numpy.random.seed(1)
+    expected = numpy.random.rand()
+    numpy.random.seed(1)
+    profile_memory(Random(), torch.randn(4), print_table=False)
+
+    assert numpy.random.rand() == expected
+
+
+def test_passes_see_the_same_model() -> None:
+    counts: list[int] = []
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.register_buffer("total", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.total = self.total + 1
+            counts.append((self.calls, int(self.total)))
+            return x * 2
+
+    model = Counts()
+    total = model.total
+    profile_memory(model, torch.randn(4), warmup=2, print_table=False)
+
+    assert counts == [(1, 1)] * 4
+    assert model.calls == 0
+    assert model.total is total
+
+
+def test_attributes_made_by_the_forward_are_removed() -> None:
+    class Caches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache = x.exp()
+            return self.cache
+
+    model = Caches()
+    profile_memory(model, torch.randn(4, requires_grad=True), print_table=False)
+
+    assert "cache" not in vars(model)
+
+
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_parametrized_modules_are_as_they_were(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = wrap(nn.Linear(4, 4))
+    state = _state(model)
+
+    profile_memory(model, torch.randn(2, 4), backward=True, print_table=False)
+    profile_memory(model, torch.randn(2, 4), device="meta", backward=True, print_table=False)
+
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_graph_that_the_user_holds_still_works() -> None:
+    model, x = ConvNet(inplace=False), torch.randn(2, 3, 8, 8)
+    loss = model(x).sum()
+
+    profile_memory(model, x, print_table=False)
+    loss.backward()
+
+    assert model.conv1.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("write", "named"),
+    [
+        (lambda self, x: self.codes.mul_(0.9), "parameter codes"),
+        (lambda self, x: self.codes.data.mul_(0.9), "parameter codes"),
+        (lambda self, x: x.mul_(0.9), "an input"),
+    ],
+)
+def test_what_is_written_and_not_put_back_is_reported(write: Callable[..., object], named: str) -> None:
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.randn(4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            write(self, x)
+            return x * self.codes
+
+    with pytest.warns(UserWarning, match=f"the forward wrote to {named}, and profile_memory"):
+        profile_memory(Codebook(), torch.randn(4), print_table=False)
+
+
+def test_parameters_that_get_other_bytes_get_theirs_back() -> None:
+    class Momentum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = self.weight.data * 0.9
+            return x * self.weight
+
+    model = Momentum()
+    profile_memory(model, torch.randn(4), print_table=False)
+
+    assert torch.equal(model.weight, torch.ones(4))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lists_and_plain_tensors_are_as_they_were(device: str | None) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outputs: list[Tensor] = []
+            self.named: dict[str, Tensor] = {}
+            self.count = torch.zeros(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            self.outputs.append(y)
+            self.named["y"] = y
+            self.count.add_(1)
+            return torch.cat(self.outputs).tanh()
+
+    model = Keeps()
+    report = profile_memory(model, torch.randn(4, requires_grad=True), device=device, warmup=2, print_table=False)
+
+    assert (model.outputs, model.named, float(model.count)) == ([], {}, 0.0)
+    assert report.activation_bytes == 2 * 16
+
+
+def test_containers_of_the_caller_are_as_they_were() -> None:
+    class Appends(nn.Module):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            batch["y"] = batch["x"].exp()
+            return batch["y"]
+
+    batch = {"x": torch.randn(4, requires_grad=True)}
+    profile_memory(Appends(), batch, print_table=False)
+
+    assert list(batch) == ["x"]
+
+
+def test_buffers_of_every_kind_are_put_back() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("wide", torch.ones(1, 4).expand(3, 4))
+            self.register_buffer("queue", torch.zeros(2))
+            with torch.inference_mode():
+                self.register_buffer("frozen", torch.ones(2))
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.queue.data = torch.cat([self.queue, self.queue + 1])
+            return self.norm(x)
+
+    model = Odd()
+    state = _state(model)
+
+    profile_memory(model, torch.randn(3, 4), print_table=False)
+
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_backward_stops_at_inputs_that_were_computed(device: str | None) -> None:
+    first, second = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    hidden = first(torch.randn(2, 4))
+
+    report = profile_memory(second, hidden, device=device, backward=True, print_table=False)
+    hidden.sum().backward()
+
+    assert first.weight.grad is not None
+    assert report.input_bytes == 32
+
+
+def test_backward_into_a_graph_of_the_users_is_refused() -> None:
+    target = nn.Linear(4, 4)(torch.randn(2, 4))
+
+    with pytest.raises(ProfileError, match="a graph that was there before"):
+        profile_memory(
+            nn.Linear(4, 4), torch.randn(2, 4), loss_fn=lambda y: (y - target).sum(), backward=True, print_table=False
+        )
+    target.sum().backward()
+
+
+def test_steps_in_the_backward_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    model.weight.register_post_accumulate_grad_hook(lambda param: param.data.sub_(param.grad))
+
+    with pytest.raises(ProfileError, match="weight has a hook that runs when its gradient is accumulated"):
+        profile_memory(model, torch.randn(2, 4), backward=True)
+
+
+def test_sharded_models_are_refused() -> None:
+    import torch.distributed
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        with pytest.raises(ProfileError, match="sharded by fully_shard"):
+            profile_memory(fully_shard(nn.Linear(4, 4), mesh=mesh), torch.randn(2, 4))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_model_is_let_go(device: str | None) -> None:
+    case = CASES["transformer_encoder"]
+    model = case.model()
+    params = [weakref.ref(param) for param in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        profile_memory(model, *case.inputs(), device=device, backward=True, print_table=False)
+        del model
+        assert [reference for reference in params if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_one_shot_hooks_of_the_user_are_not_used_up() -> None:
+    model = nn.Linear(4, 4)
+    handle = model.register_forward_hook(lambda *_: handle.remove())
+
+    profile_memory(model, torch.randn(2, 4), print_table=False)
+
+    assert len(model._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["resnet18", "checkpoint_reentrant", "checkpoint_non_reentrant", "functional"])
+def test_nothing_of_the_run_stays_alive(name: str, device: str | None) -> None:
+    case = CASES[name]
+    model = case.model()
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+    for module in model.modules():
+        module.register_forward_hook(
+            lambda module, args, output: (
+                alive.append(weakref.ref(output.untyped_storage())) if isinstance(output, Tensor) else None
+            )
+        )
+    gc.collect()
+    gc.disable()
+    try:
+        profile_memory(model, *case.inputs(), device=device, backward=True, print_table=False)
+        assert alive
+        assert [reference for reference in alive if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_autocast_cache_is_left_empty() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        profile_memory(model, x, print_table=False)
+        casts = [obj for obj in gc.get_objects() if type(obj) is Tensor and obj.dtype == torch.bfloat16]
+
+    assert casts == []
+
+
+def test_users_hooks_run_and_stay() -> None:
+    calls: list[str] = []
+    model = nn.Linear(4, 4)
+    model.register_forward_pre_hook(lambda *_: calls.append("pre"))
+    model.register_forward_hook(lambda *_: calls.append("post"))
+
+    profile_memory(model, torch.randn(2, 4), warmup=0, print_table=False)
+
+    assert calls == ["pre", "post"] * 2
+    assert _hooks_of(model) == 2
+
+
+def test_modules_that_fail_inside_a_try_are_closed() -> None:
+    class Careful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.risky = _Fails(in_backward=False)
+            self.plain = nn.Sigmoid()
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.risky(x)
+            except LookupError:
+                return self.plain(x)
+
+    report = profile_memory(Careful(), torch.randn(4, requires_grad=True), backward=True, print_table=False)
+
+    rows = {row.fqn: row for row in report.modules}
+    assert rows["plain"].self_bytes == 16
+    assert rows["(model)"].num_calls == rows["risky"].num_calls == 1
+
+
+def test_second_profile_finds_the_same() -> None:
+    model, x = ConvNet(inplace=True), torch.randn(2, 3, 8, 8)
+
+    first = profile_memory(model, x, device="meta", print_table=False)
+    second = profile_memory(model, x, device="meta", print_table=False)
+
+    assert first == second
+
+
+def test_interrupt_is_passed_on() -> None:
+    class Interrupts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    model = nn.Sequential(Interrupts())
+    with pytest.raises(KeyboardInterrupt):
+        profile_memory(model, torch.randn(1), print_table=False)
+
+    assert _hooks_of(model) == 0
+
+
+def test_no_grad_is_refused() -> None:
+    with torch.no_grad(), pytest.raises(ProfileError, match="grad mode is off"):
+        profile_memory(nn.Linear(2, 2), torch.randn(1, 2))
