@@ -1,0 +1,228 @@
+"""The `memkit` command: what it prints, what it writes, and how it fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from memkit import MemoryReport, __version__, cli
+
+RESNET = ["profile", "torchvision:resnet18", "--input", "2x3x64x64", "--device", "meta"]
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        status = cli.main(arguments)
+    except SystemExit as error:
+        status = error.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_resnet50_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = _run(capsys, "profile", "torchvision:resnet50", "--input", "256x3x224x224", "--device", "meta")
+
+    assert status == 0
+    assert out.splitlines()[-3:] == [
+        "parameters in all: 97.49 MiB",
+        "activations in all: 20974.20 MiB",
+        "forward time in all: -",
+    ]
+
+
+def test_module_runs_as_a_program() -> None:
+    command = [sys.executable, "-m", "memkit.cli", *RESNET, "--depth", "0"]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert "parameters in all: 44.59 MiB" in done.stdout
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(capsys, "--version")[:2] == (0, f"memkit {__version__}, torch {torch.__version__}\n")
+
+
+def test_cpu_run_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = _run(capsys, "profile", "torchvision:resnet18", "--input", "2x3x32x32", "--device", "cpu", "--backward")
+
+    assert status == 0
+    assert "train mode, forward and backward" in out
+    assert out.splitlines()[-1].endswith(" ms")
+
+
+def test_model_in_a_package_below(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = _run(
+        capsys, "profile", "torchvision:video.r3d_18", "--input", "1x3x4x32x32", "--device", "meta", "--depth", "0"
+    )
+
+    assert status == 0
+    assert out.startswith("VideoResNet on meta")
+
+
+def test_model_from_the_current_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_models.py").write_text(
+        "from torch import nn\n"
+        "class Zoo:\n"
+        "    @staticmethod\n"
+        "    def two_inputs():\n"
+        "        class Two(nn.Module):\n"
+        "            def __init__(self):\n"
+        "                super().__init__()\n"
+        "                self.embedding = nn.Embedding(10, 4)\n"
+        "            def forward(self, tokens, mask):\n"
+        "                return self.embedding(tokens) * mask[..., None]\n"
+        "        return Two()\n"
+        "ready = nn.Linear(4, 4)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    inputs = ["--input", "2x3:int64", "--input", "2x3:bool", "--device", "cpu"]
+
+    status, out, _ = _run(capsys, "profile", "my_models:Zoo.two_inputs", *inputs)
+    ready_status, ready_out, _ = _run(capsys, "profile", "my_models:ready", "--input", "2x4", "--device", "meta")
+
+    assert status == ready_status == 0
+    assert out.startswith("Two on cpu")
+    assert "(2, 3), (2, 3)" in out
+    assert ready_out.startswith("Linear on meta")
+
+
+def test_target_and_view_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = _run(capsys, *RESNET, "--target", "cpu", "--full", "--sort", "self", "--top", "1")
+
+    assert "as cpu would run it" in out
+    assert "self share (%)" in out
+    assert len(out.partition("\n\nmodel inputs")[0].splitlines()) == 5
+
+
+def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    json_path, csv_path = tmp_path / "report.json", tmp_path / "report.csv"
+
+    status, out, _ = _run(capsys, *RESNET, "--json", str(json_path), "--csv", str(csv_path))
+    shown = _run(capsys, "show", str(json_path))
+
+    assert status == 0
+    assert MemoryReport.from_json(json_path).tag == "torchvision:resnet18"
+    assert csv_path.read_text().startswith("fqn,type_name,")
+    assert shown == (0, out, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["profile", "resnet50", "--input", "2x3"], "SPEC must be torchvision:NAME or package.module:factory"),
+        (["profile", "torchvision:", "--input", "2x3"], "SPEC must be"),
+        (["profile", "torchvision:resnet51", "--input", "2x3"], "torchvision.models has no model 'resnet51'"),
+        (["profile", "torchvision:nothing.resnet", "--input", "2"], "there is no module 'torchvision.models.nothing'"),
+        (["profile", "torchvision:ResNet", "--input", "2x3"], "torchvision.models has no model 'ResNet'"),
+        (["profile", "no_such_package:model", "--input", "2x3"], "there is no module 'no_such_package'"),
+        (["profile", "torch.nn:Nothing", "--input", "2x3"], "torch.nn has no 'Nothing'"),
+        (["profile", "math:pi", "--input", "2x3"], "math:pi is float; it must be"),
+        (["profile", "builtins:dict", "--input", "2x3"], "builtins:dict gives dict, not a torch.nn.Module"),
+        (["profile", "torch.nn:Linear", "--input", "2x3", "--device", "cpu"], "TypeError: Linear.__init__() missing"),
+        (["profile", "torch.nn:ReLU", "--input", "2xx3"], "found '2xx3'"),
+        (["profile", "torch.nn:ReLU", "--input", ""], "found ''"),
+        (["profile", "torch.nn:ReLU", "--input", "2x-3"], "found '2x-3'"),
+        (["profile", "torch.nn:ReLU", "--input", "2x3:f31"], "knows no dtype 'f31'; it knows float32"),
+        (["profile", "torch.nn:ReLU", "--input", "2x3:"], "knows no dtype ''"),
+        (["profile", "torch.nn:ReLU"], "required: --input"),
+        (["profile", "torch.nn:ReLU", "--input", "2", "--depth", "-1"], "argument --depth"),
+        (["profile", "torch.nn:ReLU", "--input", "2", "--sort", "colour"], "argument --sort: invalid choice"),
+        (["profile", "torch.nn:ReLU", "--input", "2", "--device", "tpu"], "argument --device: invalid choice"),
+        (["profile", "torch.nn:ReLU", "--input", "2", "--json", "/no/such/folder/x.json"], "No such file or directory"),
+        (["profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta"], "memkit: raised in conv1 (Conv2d)"),
+        (["profile", "torchvision:resnet18", "--input", "2x3", "--device", "cpu"], "raised in conv1 (Conv2d)"),
+        (["show", "/no/such/file.json"], "No such file or directory: '/no/such/file.json'"),
+        (["show", __file__], "is not a memkit report"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_failures_are_one_line_and_status_two(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    status, out, err = _run(capsys, *arguments)
+
+    assert status == 2
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+    assert err.startswith("memkit: error: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here")
+def test_missing_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = _run(capsys, "profile", "torch.nn:ReLU", "--input", "2", "--device", "cuda")
+
+    assert (status, err.count("\n")) == (2, 1)
+    assert 'Use device "meta"' in err
+
+
+def test_output_is_checked_before_the_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "profile_memory", lambda *_, **__: pytest.fail("it ran"))
+
+    status, _, err = _run(capsys, *RESNET, "--csv", str(tmp_path))
+
+    assert (status, "Is a directory" in err) == (2, True)
+
+
+def test_a_failed_run_leaves_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+
+    _run(capsys, "profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta", "--json", str(path))
+
+    assert not path.exists()
+
+
+def test_reader_that_stops_early_is_no_error() -> None:
+    command = f"{sys.executable} -m memkit.cli {' '.join(RESNET)} --full | head -n 1"
+
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+
+    assert "Traceback" not in done.stderr
+    assert done.stdout.startswith("ResNet on meta")
+
+
+def test_interrupt_ends_quietly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "profile_memory", interrupt)
+
+    assert _run(capsys, *RESNET) == (130, "", "memkit: error: interrupted\n")
+
+
+def test_what_takes_long_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli._Progress, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(cli, "build_model", lambda *_: time.sleep(0.4) or torch.nn.ReLU())
+
+    _, _, err = _run(capsys, "profile", "my:model", "--input", "2", "--device", "meta")
+
+    assert err == "memkit: building my:model ...\n"
+
+
+def test_what_is_quick_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(capsys, "profile", "torch.nn:ReLU", "--input", "2", "--device", "meta")[2] == ""
+
+
+def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "memkit profile torchvision:resnet50 --input 256x3x224x224" in _run(capsys, "profile", "--help")[1]
+
+
+def test_models_that_cannot_be_built_on_meta_are_built_with_data(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reads_values.py").write_text(
+        "import torch\ndef model():\n    return torch.nn.Dropout(float(torch.linspace(0, 0.5, 3)[1]))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    assert _run(capsys, "profile", "reads_values:model", "--input", "2", "--device", "meta")[0] == 0
