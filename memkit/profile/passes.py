@@ -172,11 +172,14 @@ def _watched_run(
             contexts.callback(mode.close)
             contexts.enter_context(mode)
             at_node = mode.resume
+        if target is not None and tree.has_compiled:
             # Compiled code has no operations to watch, and nothing to run on without data: it runs as it was written.
             contexts.enter_context(torch.compiler.set_stance("force_eager"))
         if target is not None or not tree.has_compiled:
             contexts.enter_context(OpWatch(*observers, casts, hidden, writes))
         packing = saved_tensor_hooks(saves.pack, saves.unpack)
+        if tree.has_compiled and target is None:  # or Dynamo would try to compile the hooks that compiled code calls
+            packing = saved_tensor_hooks(torch.compiler.disable(saves.pack), torch.compiler.disable(saves.unpack))
         _run(step, stack, hooks, signatures, packing=packing, forward_done=forward_done, at_node=at_node)
         backward_peak_bytes = gauge.take_highest() if step.backward else None
     return Found(

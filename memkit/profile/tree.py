@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,10 @@ class ModuleTree:
 def is_compiled(module: nn.Module) -> bool:
     """Tell whether calling `module` runs code that hooks cannot look into: TorchScript, or `torch.compile` of the module
     (`torch.compile(module)`, `module.compile()`) or of a function that it holds."""
-    if isinstance(module, (torch._dynamo.eval_frame.OptimizedModule, torch.jit.ScriptModule)):
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and needed only if something is compiled
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         return True
     return module._compiled_call_impl is not None or any(
         hasattr(value, "_torchdynamo_orig_callable")
