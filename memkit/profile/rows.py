@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from memkit.profile.calls import Signatures
 from memkit.profile.records import ModuleRecord
 from memkit.profile.saves import SavedStorages
+from memkit.profile.signatures import Signatures
 from memkit.profile.tree import ModuleTree, children_of
 
 _Number = TypeVar("_Number", int, float)

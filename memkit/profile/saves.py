@@ -1,17 +1,18 @@
-"""What autograd saves: a pair of saved-tensor hooks that changes nothing and keeps a list."""
+"""What autograd saves, and when: pairs of saved-tensor hooks that change nothing and keep a list."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from memkit.device.base import Device, Event
-from memkit.profile.calls import CallStack, dtype_name, shapes_of
+from memkit.profile.calls import CallStack
 from memkit.profile.records import SavedCategory, SavedTensorRecord
+from memkit.profile.signatures import dtype_name, shapes_of
 from memkit.sizes import storage_key, storages_of
 
 
@@ -26,11 +27,10 @@ class _Save:
     category: SavedCategory
     module: int
     dtype: str
-    saved_at: Event | None
     ordinals: list[int] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    packs: list[int] = field(default_factory=list)
     needed_position: int | None = None
-    needed_at: Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,6 @@ class SavedStorages:
         inputs: keys of the storages of the model's inputs.
         is_param_cast: tells whether a storage is a parameter or buffer in another dtype.
         stack: tells which module is running.
-        device: whose events time the saves; None where there is no clock (meta).
     """
 
     def __init__(
@@ -80,26 +79,24 @@ class SavedStorages:
         inputs: set[int],
         is_param_cast: Callable[[torch.UntypedStorage], bool],
         stack: CallStack,
-        device: Device | None,
     ) -> None:
         self._resident = resident
         self._inputs = inputs
         self._is_param_cast = is_param_cast
         self._stack = stack
-        self._device = device
         self._seen: dict[int, _Seen] = {}
         self._saves: dict[tuple[int, int], _Save] = {}
         self._num_storages = 0
         self._num_packs = 0
-        self._num_unpacks = 0
-        self._forward_start = self._mark()
-        self._backward_start: Event | None = None
+        self._num_saves = 0
+        self._num_uses = 0
         self._in_backward = False
 
     def pack(self, tensor: Tensor) -> _Packed:
         """Note a save; keep an alias (the tensor itself would hold the node that holds it: a cycle)."""
         saves = tuple(self._note(storage, tensor) for storage in storages_of(tensor) if self._counts(storage))
-        self._num_packs += bool(saves)
+        self._num_packs += 1
+        self._num_saves += bool(saves)
         return _Packed(tensor.detach(), tensor._version, saves)
 
     def unpack(self, packed: _Packed) -> Tensor:
@@ -113,15 +110,13 @@ class SavedStorages:
         if self._in_backward:
             for save in packed.saves:
                 if save.needed_position is None:
-                    save.needed_position = self._num_unpacks
-                    save.needed_at = self._mark()
-            self._num_unpacks += bool(packed.saves)
+                    save.needed_position = self._num_uses
+            self._num_uses += bool(packed.saves)
         return packed.alias
 
     def start_backward(self) -> None:
-        """Count uses, and the seconds to each, from here."""
+        """Count uses from here."""
         self._in_backward = True
-        self._backward_start = self._mark()
 
     def counts(self) -> dict[int, SavedCount]:
         """Return per module what counts as activation: each storage once, where it was saved first."""
@@ -137,8 +132,10 @@ class SavedStorages:
                 count.num_storages += 1
         return counts
 
-    def records(self, fqn: Callable[[int], str]) -> tuple[SavedTensorRecord, ...]:
-        """Return the list as values. The device must be synchronized; `fqn` names a module."""
+    def records(self, fqn: Callable[[int], str], times: SaveTimes | None = None) -> tuple[SavedTensorRecord, ...]:
+        """Return the list as values; `fqn` names a module, `times` are of another run of the same step."""
+        if times is not None and times.num_saves != self._num_packs:
+            times = None  # that run took another path
         return tuple(
             SavedTensorRecord(
                 storage=save.storage,
@@ -149,9 +146,9 @@ class SavedStorages:
                 dtype=save.dtype,
                 save_ordinals=tuple(save.ordinals),
                 shapes=tuple(save.shapes),
-                saved_at_s=_seconds(self._forward_start, save.saved_at),
+                saved_at_s=None if times is None else times.saved_at_s(save.packs),
                 needed_position=save.needed_position,
-                needed_at_s=_seconds(self._backward_start, save.needed_at),
+                needed_at_s=None if times is None else times.needed_at_s(save.packs),
             )
             for save in self._saves.values()
         )
@@ -174,10 +171,10 @@ class SavedStorages:
                 category=self._category(storage),
                 module=self._stack.current,
                 dtype=dtype_name(tensor.dtype),
-                saved_at=self._mark(),
             )
             self._saves[seen.number, version] = save
-        save.ordinals.append(self._num_packs)
+        save.packs.append(self._num_packs)
+        save.ordinals.append(self._num_saves)
         save.shapes.extend(shapes_of(tensor))
         return save
 
@@ -190,9 +187,45 @@ class SavedStorages:
         # cuDNN's BatchNorm saves a workspace that is often empty.
         return storage.nbytes() > 0 and storage_key(storage) not in self._resident
 
-    def _mark(self) -> Event | None:
-        return None if self._device is None else self._device.record_event()
 
+class SaveTimes:
+    """When tensors are saved, and used again, on the device's clock: from a run in which only this is noted."""
 
-def _seconds(start: Event | None, end: Event | None) -> float | None:
-    return None if start is None or end is None else start.elapsed_s(end)
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._forward_start = device.record_event()
+        self._saved: list[Event] = []
+        self._backward_start: Event | None = None
+        self._needed: dict[int, Event] = {}
+
+    @property
+    def num_saves(self) -> int:
+        """How many tensors were saved, parameters among them."""
+        return len(self._saved)
+
+    def pack(self, tensor: Tensor) -> tuple[int, Tensor]:
+        """Note when a tensor is saved."""
+        self._saved.append(self._device.record_event())
+        return len(self._saved) - 1, tensor.detach()
+
+    def unpack(self, packed: tuple[int, Tensor]) -> Tensor:
+        """Note when it is used for the first time."""
+        number, alias = packed
+        if self._backward_start is not None and number not in self._needed:
+            self._needed[number] = self._device.record_event()
+        return alias
+
+    def start_backward(self) -> None:
+        """Count the seconds to each use from here."""
+        self._backward_start = self._device.record_event()
+
+    def saved_at_s(self, numbers: Sequence[int]) -> float:
+        """Return the seconds from the start of the forward to the first of some saves. The device must be synchronized."""
+        return self._forward_start.elapsed_s(self._saved[numbers[0]])
+
+    def needed_at_s(self, numbers: Sequence[int]) -> float | None:
+        """Return the seconds from the start of the backward to the first use of any of some saves, None without a use."""
+        used = [self._needed[number] for number in numbers if number in self._needed]
+        if self._backward_start is None or not used:
+            return None
+        return min(self._backward_start.elapsed_s(event) for event in used)

@@ -18,13 +18,14 @@ from torch.nn.parameter import is_lazy
 
 from memkit.device import Device, open_device
 from memkit.errors import ProfileError
-from memkit.profile.passes import Step, memory_pass, plain_pass, simulated_pass, time_pass
+from memkit.profile.passes import memory_pass, plain_pass, save_times_pass, simulated_pass, time_pass
 from memkit.profile.records import MemoryReport, RunInfo
 from memkit.profile.registry import file_report
 from memkit.profile.report import check_view
 from memkit.profile.restore import preserved
 from memkit.profile.rows import module_records
 from memkit.profile.simulate import META, TARGETS
+from memkit.profile.step import Step
 from memkit.profile.tree import ModuleTree
 from memkit.sizes import storage_bytes
 
@@ -48,7 +49,7 @@ def profile_memory(
     """Show, module by module, what a training step of `model` keeps in memory: print the table and return the report.
 
     The model runs in the mode it is in (call `model.train()` first for training figures): `warmup` times unwatched, once for
-    memory, once for time. Afterwards hooks, modes, buffers, gradients and random states are as before. On CUDA the peak
+    memory, and twice for time (of calls, and of saves). Afterwards hooks, modes, buffers, gradients and random states are as before. On CUDA the peak
     counter of the device is reset (`torch.cuda.max_memory_allocated` starts anew).
 
     Args:
@@ -168,6 +169,7 @@ def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, war
     def untraced() -> AbstractContextManager[None]:
         return preserved(step.modules(), run_device, contents=not simulated)
 
+    save_times = None
     if device is None:
         with untraced():
             _logger.info("forward%s without data", " and backward" * step.backward)
@@ -183,13 +185,16 @@ def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, war
         with untraced():
             _logger.info("forward%s, taking time", " and backward" * step.backward)
             forward_s, backward_s = time_pass(step, tree, device, num_calls=sum(found.num_calls.values()))
+        with untraced():
+            _logger.info("forward%s, timing saves", " and backward" * step.backward)
+            save_times = save_times_pass(step, tree, device)
         found = replace(found, forward_s=forward_s, backward_s=backward_s)
         _warn_of_written(found.written)
     return MemoryReport(
         tag=tag,
         run=_run_info(step, tree, run_device, device, target),
         modules=module_records(tree, found),
-        saved=found.saves.records(tree.fqn),
+        saved=found.saves.records(tree.fqn, save_times),
         buffer_bytes=storage_bytes(step.model.buffers()),
         before_bytes=found.before_bytes,
         forward_peak_bytes=found.forward_peak_bytes,

@@ -1,0 +1,179 @@
+"""What is run: the model on its inputs, then the loss, then the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from memkit.errors import ProfileError, note_on
+from memkit.hooks import HookSet
+from memkit.profile.calls import BackwardGraph, CallStack
+from memkit.profile.restore import grads_set_aside
+from memkit.profile.tree import ROOT
+from memkit.sizes import unique_storages
+
+
+def _nothing() -> None:
+    pass
+
+
+NEEDS_NONE = 'the meta device needs none (device="meta", --device meta)'
+
+
+def say_where(error: Exception, where: str) -> None:
+    """Add to an exception of the model's which module raised it, and what helps if it is out of memory."""
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        note_on(error, f"memkit: out of memory in {where}; {NEEDS_NONE}")
+    else:
+        note_on(error, f"memkit: raised in {where}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What is run: the model on its inputs, then the loss, then the backward."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_fn: Callable[[Any], Tensor] | None
+    backward: bool
+
+    def input_tensors(self) -> list[Tensor]:
+        """Return the tensors in the model's arguments."""
+        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    def modules(self) -> list[nn.Module]:
+        """Return the model, and the loss where it is a module or a method of one."""
+        loss = getattr(self.loss_fn, "__self__", self.loss_fn)
+        return [self.model, *([loss] if isinstance(loss, nn.Module) else [])]
+
+    def resident_tensors(self) -> list[Tensor]:
+        """Return parameters and buffers: what is there with or without a backward."""
+        return [tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers())]
+
+    def names_of_storages(self) -> dict[int, str]:
+        """Return what to call the storages that a profile cannot put back: those of parameters and inputs."""
+        names = dict.fromkeys(unique_storages(self.input_tensors()), "an input")
+        for module in self.modules():
+            for name, param in module.named_parameters():
+                names |= dict.fromkeys(unique_storages([param]), f"parameter {name}")
+        return names
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Return the storages of parameters, buffers and inputs."""
+        return list(unique_storages([*self.resident_tensors(), *self.input_tensors()]).values())
+
+    def run(
+        self,
+        stack: CallStack,
+        *,
+        packing: AbstractContextManager[Any] | None = None,
+        forward_done: Callable[[], None] = _nothing,
+        at_node: Callable[[], None] | None = None,
+        explain: Callable[[Exception, str], None] = say_where,
+    ) -> None:
+        """Run the step once; what it makes is gone when this returns.
+
+        Args:
+            stack: keeps track of the calls; its hooks are set for the run.
+            packing: context with the saved-tensor hooks for the forward, if there are any.
+            forward_done: called between forward and backward.
+            at_node: called ahead of each autograd node, if given.
+            explain: called with an exception of the model's and the name of the module that raised it; may raise another.
+        """
+        step = self._for_one_run()
+        with HookSet() as hooks:
+            stack.hook(hooks)
+            with packing or nullcontext(), _explained(stack, explain):
+                result = stack.call(ROOT, step.model, *step.args, **step.kwargs)
+                if step.loss_fn is not None:
+                    result = stack.call(stack.outside, step.loss_fn, result)
+            forward_done()
+            if step.backward:
+                step._run_backward(result, stack, hooks, at_node, explain)
+
+    def _for_one_run(self) -> Step:
+        """Lists and dicts among the inputs are made anew, and inputs that were computed become leaves, so that the backward
+        ends there and not in a graph of the caller's."""
+        args, kwargs = pytree.tree_map(_as_leaf, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
+
+    def _run_backward(
+        self,
+        result: Any,
+        stack: CallStack,
+        hooks: HookSet,
+        at_node: Callable[[], None] | None,
+        explain: Callable[[Exception, str], None],
+    ) -> None:
+        roots = _backward_roots(self, result)
+        graph = BackwardGraph(roots)
+        _check_graph(graph, stack)
+        if at_node is not None:
+            for node in graph.nodes:
+                hooks.before_backward(node, at_node)
+        leaves = [*self.resident_tensors(), *self.input_tensors(), *graph.leaves]
+        ones = [_gradient_of_sum(root) for root in roots]
+        with grads_set_aside(leaves), _explained(stack, explain):
+            stack.backward(hooks, graph, lambda: torch.autograd.backward(roots, ones))
+
+
+def _as_leaf(value: Any) -> Any:
+    if isinstance(value, Tensor) and not value.is_leaf:
+        return value.detach().requires_grad_(value.requires_grad)
+    return value
+
+
+def _backward_roots(step: Step, result: Any) -> list[Tensor]:
+    if step.loss_fn is not None and not (isinstance(result, Tensor) and result.numel() == 1):
+        found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(f"with backward=True, loss_fn must return a tensor with one element; found {found}")
+    roots = [
+        leaf
+        for leaf in pytree.tree_leaves(result)
+        if isinstance(leaf, Tensor) and leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
+    ]
+    if not roots:
+        source = "in what loss_fn returned" if step.loss_fn is not None else "among the model's outputs"
+        raise ProfileError(
+            f"backward=True needs a tensor to start from; {source} (found {type(result).__name__}; tuples, lists and dicts are "
+            "looked into) nothing requires grad. Pass a loss_fn that returns a number, or unfreeze something"
+        )
+    return roots
+
+
+def _check_graph(graph: BackwardGraph, stack: CallStack) -> None:
+    """Raise before a backward that would run into a graph of the caller's, or into tensors that have data on meta."""
+    if any(node._sequence_nr() < stack.first_number for node in graph.nodes):
+        raise ProfileError(
+            "the backward would run on into a graph that was there before (of a tensor that the model or the loss holds), and "
+            "free it; detach that tensor"
+        )
+    on_meta = any(leaf.is_meta for leaf in graph.leaves)
+    strangers = [leaf for leaf in graph.leaves if on_meta and not leaf.is_meta]
+    if strangers:
+        raise ProfileError(
+            f"on the meta device, the backward reaches a tensor of shape {tuple(strangers[0].shape)} with data, which is no "
+            "parameter of the model or of a loss_fn that is a module; make it one, or let it not require grad"
+        )
+
+
+def _gradient_of_sum(root: Tensor) -> Tensor:
+    if type(root) is Tensor and not root.is_nested:  # one number, expanded, so that it takes no memory of its own
+        return torch.ones((), dtype=root.dtype, device=root.device).expand_as(root)
+    return torch.ones_like(root)
+
+
+@contextmanager
+def _explained(stack: CallStack, explain: Callable[[Exception, str], None]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        explain(error, stack.where(error))
+        raise
