@@ -26,6 +26,7 @@ from memkit.errors import MemkitError
 from memkit.profile import MemoryReport, profile_memory
 from memkit.profile.report import SORT_KEYS
 from memkit.profile.simulate import TARGETS
+from memkit.profile.step import NEEDS_NONE, is_out_of_memory
 
 DTYPES = {
     **dict.fromkeys(("float32", "fp32", "f32", "float"), torch.float32),
@@ -108,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument(
         "--device", choices=("meta", "cpu", "cuda"), help="where to run; default: cuda if there is one, else meta"
     )
-    profile.add_argument("--target", choices=TARGETS, default="cuda", help="with --device meta: whose kernels to imitate")
+    profile.add_argument("--target", choices=TARGETS, help="with --device meta: whose kernels to imitate; default: cuda")
     profile.add_argument("--backward", action="store_true", help="run the backward as well, from the sum of the outputs")
     profile.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE")
     profile.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to FILE")
@@ -135,6 +136,10 @@ def _add_view(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(options: argparse.Namespace) -> None:
+    if options.json is not None and options.json == options.csv:
+        raise UsageError(f"--json and --csv name the same file, {options.json}")
+    if options.target is not None and options.device not in (None, "meta"):
+        raise UsageError("--target is for --device meta; a run on a device runs that device's kernels")
     for path in (options.json, options.csv):
         if path is not None:
             _check_writable(path)
@@ -142,14 +147,19 @@ def _profile(options: argparse.Namespace) -> None:
     if device.type != "meta":
         device = open_device(device).torch_device
     _logger.info("building %s", options.spec)
-    model = build_model(options.spec, device).train()
-    inputs = [_make_input(shape, dtype, device) for shape, dtype in options.inputs]
+    try:
+        model = build_model(options.spec, device).train()
+        inputs = [_make_input(shape, dtype, device) for shape, dtype in options.inputs]
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise UsageError(f"out of memory while building model and inputs; {NEEDS_NONE}") from error
+        raise
     report = profile_memory(
         model,
         *inputs,
         backward=options.backward,
         device="meta" if device.type == "meta" else None,
-        target=options.target,
+        target=options.target or "cuda",
         tag=options.spec,
         print_table=False,
     )

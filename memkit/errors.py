@@ -1,4 +1,4 @@
-"""Every exception that memkit raises at run time.
+"""Every exception that the library raises at run time.
 
     MemkitError
     ├── DeviceUnavailableError     the device that was asked for is not on this machine

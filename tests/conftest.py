@@ -22,7 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _fresh_state() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    registry._reports.clear()
+    for tag in list(registry._reports):
+        registry.forget_report(tag)
     assert torch.is_grad_enabled()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert torch._C._len_torch_dispatch_stack() == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -104,7 +104,6 @@ class Case:
     build: Callable[[], nn.Module]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype = torch.float32
-    options: dict[str, Any] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -151,5 +150,5 @@ CASES = {
     "attention_dropout": Case(lambda: Attention(dropout_p=0.1), ((2, 10, 64),)),
     "rms_norm": Case(lambda: nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.SiLU()), ((4, 16),)),
     "group_norm": Case(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Softplus()), IMAGE),
-    "lstm_cell": Case(lambda: nn.RNNCell(8, 8), ((4, 8),)),
+    "rnn_cell": Case(lambda: nn.RNNCell(8, 8), ((4, 8),)),
 }

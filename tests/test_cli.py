@@ -139,6 +139,13 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["profile", "torch.nn:ReLU", "--input", "2", "--json", "/no/such/folder/x.json"], "No such file or directory"),
         (["profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta"], "memkit: raised in conv1 (Conv2d)"),
         (["profile", "torchvision:resnet18", "--input", "2x3", "--device", "cpu"], "raised in conv1 (Conv2d)"),
+        (
+            ["profile", "torch.nn:ReLU", "--input", "99999999x99999x999", "--device", "cpu"],
+            'needs none (device="meta", --device meta)',
+        ),
+        (["profile", "torch.nn:ReLU", "--input", "2", "--json", "/tmp/x", "--csv", "/tmp/x"], "name the same file"),
+        (["profile", "torch.nn:ReLU", "--input", "2", "--device", "cpu", "--target", "cpu"], "--target is for --device meta"),
+        (["profile", "torchvision:detection.fasterrcnn_resnet50_fpn", "--input", "1x3x32x32", "--device", "meta"], "(model)"),
         (["show", "/no/such/file.json"], "No such file or directory: '/no/such/file.json'"),
         (["show", __file__], "is not a memkit report"),
         (["fly"], "invalid choice: 'fly'"),

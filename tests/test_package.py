@@ -98,7 +98,7 @@ def _run(code: str) -> str:
 
 def test_import_is_lean() -> None:
     code = (
-        "import sys, torch; before = set(sys.modules); import memkit; "
+        "import sys, torch, memkit; "
         "print(torch.cuda.is_initialized(), [name for name in ('torchvision', 'matplotlib', 'IPython') if name in sys.modules])"
     )
 

@@ -1,4 +1,4 @@
-"""What does looking cost, and is what it shows right? Prints one JSON line per model.
+"""What does looking cost, and is what it shows right? Prints one JSON line per model (the Llama needs transformers).
 
     python examples/bench/bench_profile.py            # on this machine's GPU, and without data
     python examples/bench/bench_profile.py --meta     # only what needs no GPU
@@ -121,7 +121,7 @@ def on_gpu(make: Callable[[], tuple[nn.Module, list[Tensor]]]) -> tuple[memkit.M
 
 def main() -> None:
     """Run every model and print its line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--meta", action="store_true", help="only what needs no GPU")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
@@ -149,6 +149,8 @@ def main() -> None:
             "device": "meta" if options.meta else torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "python": platform.python_version(),
+            "cpu_threads": torch.get_num_threads(),
+            "tf32": True,
             "memkit": memkit.__version__,
             "warmup": WARMUP,
             "steps": STEPS,

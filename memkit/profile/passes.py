@@ -150,7 +150,7 @@ class _Watch:
             signatures=self._signatures,
             num_calls=self._stack.num_calls,
             checkpointed=self._hidden.checkpointed,
-            covered=self._hidden.covered,
+            under_other_hooks=self._hidden.under_other_hooks,
             backend_dependent=self._backend_dependent,
             written=tuple(self._writes.written),
             before_bytes=self._gauge.before_bytes,

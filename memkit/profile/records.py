@@ -1,6 +1,6 @@
 """What a profile found, as frozen values: rows, saved storages, totals; to JSON and back.
 
-Text, CSV and HTML are made in `report.py` and `table.py`.
+Text, CSV and HTML are made in `report.py`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ModuleRecord:
     backward_peak_bytes: int | None
     """Highest allocation while it did, minus what was allocated before the step."""
     marks: tuple[str, ...]
-    """What to know about the row: "checkpointed", "compiled", "backend-dependent", "+1 alias"."""
+    """What to know about the row: "checkpointed", "compiled", "other hooks", "backend-dependent", "+1 alias"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +114,8 @@ class RunInfo:
     model: str
     """Type of the model."""
     num_modules: int
+    fingerprint: str
+    """Digest of the names, types and parameter shapes of the modules: equal for models that are built alike."""
     device: str
     device_name: str
     target: str
@@ -165,7 +167,7 @@ class MemoryReport:
     @property
     def activation_bytes(self) -> int:
         """Bytes of the distinct storages saved for backward: without parameters, buffers and casts of these; with inputs."""
-        return sum(record.self_bytes for record in self.modules)
+        return self._bytes_of(SavedCategory.ACTIVATION) + self.input_bytes
 
     @property
     def input_bytes(self) -> int:
@@ -251,7 +253,9 @@ class MemoryReport:
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ReportFormatError(f"{where} is not a memkit report: it is not JSON ({error})") from error
+            raise ReportFormatError(
+                f"{where} is not a memkit report: it is not JSON ({error}). To read a file, pass a pathlib.Path"
+            ) from error
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
             raise ReportFormatError(f'{where} is not a memkit report: it has no "schema": "{SCHEMA}"')
         version = content.get("schema_version")

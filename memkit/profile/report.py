@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from memkit.profile.tree import children_of
+from memkit.profile.tree import Mark, children_of
 from memkit.sizes import MIB, format_mib
 
 if TYPE_CHECKING:
@@ -149,9 +149,9 @@ def _table(report: MemoryReport, rows: Sequence[ModuleRecord], columns: Sequence
 
 
 def _rows(report: MemoryReport, *, depth: int | None, sort_by: str | None, top: int | None, full: bool) -> list[ModuleRecord]:
-    rows = list(report.modules) if full else _collapsed(report.modules)
-    if depth is not None:
-        rows = [row for row in rows if row.depth <= depth]
+    rows = _folded(report.modules, depth)
+    if not full:
+        rows = _collapsed(rows)
     if sort_by is not None:
         rows.sort(key=SORT_KEYS[sort_by])
     return rows[:top]
@@ -177,15 +177,11 @@ def _notes(report: MemoryReport) -> list[tuple[str, str]]:
     if report.param_cast_bytes:
         notes.append(("parameter casts (not counted as activations)", format_mib(report.param_cast_bytes)))
     notes.append(("buffers", format_mib(report.buffer_bytes)))
-    for mark, meaning in (
-        ("checkpointed", "only the inputs of these regions can be seen"),
-        ("compiled", "what runs inside is in this row, or in its parent's"),
-        ("other hooks", "saved-tensor hooks set inside the model hide what these rows save"),
-        ("backend-dependent", "what these rows save is decided by the backend's library"),
-    ):
-        names = report.marked(mark)
+    for mark in Mark:
+        names = report.marked(mark.value)
         if names:
-            notes.append((f"{mark} ({meaning})", ", ".join(names[:4]) + (f", ... {len(names)} in all" * (len(names) > 4))))
+            shown = ", ".join(names[:4]) + (f", ... {len(names)} in all" if len(names) > 4 else "")
+            notes.append((f"{mark.value} ({mark.meaning})", shown))
     if report.forward_peak_bytes is not None and report.before_bytes is not None:
         notes.append(("allocated before", format_mib(report.before_bytes)))
         notes.append(("peak of the forward", format_mib(report.forward_peak_bytes)))
@@ -209,6 +205,28 @@ def _totals(report: MemoryReport) -> list[tuple[str, str]]:
 
 def _lines(pairs: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in pairs)
+
+
+def _folded(rows: Sequence[ModuleRecord], depth: int | None) -> list[ModuleRecord]:
+    """Leave out the rows below a depth; what is theirs alone is added to the rows above them."""
+    if depth is None:
+        return list(rows)
+    own = {index: [row.self_bytes, row.num_storages, row.num_saves] for index, row in enumerate(rows)}
+    for index in reversed(range(len(rows))):  # parents come before their children
+        parent = rows[index].parent
+        if rows[index].depth > depth and parent is not None:
+            own[parent] = [upper + lower for upper, lower in zip(own[parent], own.pop(index), strict=True)]
+    positions: dict[int | None, int | None] = {index: position for position, index in enumerate(sorted(own))}
+    return [
+        replace(
+            rows[index],
+            parent=positions.get(rows[index].parent),
+            self_bytes=self_bytes,
+            num_storages=num_storages,
+            num_saves=num_saves,
+        )
+        for index, (self_bytes, num_storages, num_saves) in sorted(own.items())
+    ]
 
 
 def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:

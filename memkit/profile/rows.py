@@ -9,7 +9,7 @@ from typing import TypeVar
 from memkit.profile.records import ModuleRecord
 from memkit.profile.saves import SavedStorages
 from memkit.profile.signatures import Signatures
-from memkit.profile.tree import ModuleTree, children_of
+from memkit.profile.tree import Mark, ModuleTree, children_of
 
 _Number = TypeVar("_Number", int, float)
 
@@ -22,7 +22,7 @@ class Found:
     signatures: Signatures
     num_calls: Mapping[int, int]
     checkpointed: set[int]
-    covered: set[int]
+    under_other_hooks: set[int]
     backend_dependent: set[int]
     written: tuple[str, ...]
     before_bytes: int | None
@@ -79,11 +79,11 @@ def module_records(tree: ModuleTree, found: Found) -> tuple[ModuleRecord, ...]:
 
 def _marks(index: int, found: Found) -> tuple[str, ...]:
     marks = {
-        "checkpointed": found.checkpointed,
-        "other hooks": found.covered,
-        "backend-dependent": found.backend_dependent,
+        Mark.CHECKPOINTED: found.checkpointed,
+        Mark.OTHER_HOOKS: found.under_other_hooks,
+        Mark.BACKEND_DEPENDENT: found.backend_dependent,
     }
-    return tuple(mark for mark, indices in marks.items() if index in indices)
+    return tuple(mark.value for mark, indices in marks.items() if index in indices)
 
 
 def _with_children(values: Mapping[int, _Number], below: list[list[int]]) -> dict[int, _Number]:

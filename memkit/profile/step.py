@@ -26,9 +26,14 @@ def _nothing() -> None:
 NEEDS_NONE = 'the meta device needs none (device="meta", --device meta)'
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether an exception is an allocator's, the CPU's included."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def say_where(error: Exception, where: str) -> None:
     """Add to an exception of the model's which module raised it, and what helps if it is out of memory."""
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         note_on(error, f"memkit: out of memory in {where}; {NEEDS_NONE}")
     else:
         note_on(error, f"memkit: raised in {where}")

@@ -1,4 +1,4 @@
-"""`profile_memory`: runs a model once for memory and once for time, and leaves no trace."""
+"""`profile_memory`: checks what it is asked for, has the runs made, and puts the report together."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def profile_memory(
     """Show, module by module, what a training step of `model` keeps in memory: print the table and return the report.
 
     The model runs in the mode it is in (call `model.train()` first for training figures): `warmup` times unwatched, once for
-    memory, and twice for time (of calls, and of saves). Afterwards hooks, modes, buffers, gradients and random states are as before. On CUDA the peak
-    counter of the device is reset (`torch.cuda.max_memory_allocated` starts anew).
+    memory, and twice for time (of calls, and of saves). Afterwards hooks, modes, buffers, gradients and random states are as
+    before. On CUDA the peak counter of the device is reset (`torch.cuda.max_memory_allocated` starts anew).
 
     Args:
         model: the module to run, on the CPU, on one CUDA device or on the meta device.
@@ -70,13 +70,14 @@ def profile_memory(
         print_table: whether to print `report.to_text(depth=depth, sort_by=sort_by)`.
 
     Returns:
-        The report: `str()` is the table. What its figures mean, and do not mean, is said field by field in `MemoryReport`.
+        The report, whose `str()` is the table. What its figures mean, and do not mean, is said field by field in
+        `MemoryReport`.
 
     Raises:
-        TypeError: `model` is no `nn.Module`.
+        TypeError: `model` is no `nn.Module`, or `loss_fn` cannot be called.
         ValueError: an argument is none of the above, or model and inputs are on different devices.
-        ProfileError: nothing could be recorded: grad mode is off, parameters are not initialized, there is nothing to
-            run a backward from.
+        ProfileError: the profile would record nothing, or do damage: grad mode is off, parameters are not initialized, there
+            is nothing to run a backward from, the model is on several devices, sharded, or steps an optimizer in the backward.
         DataDependentError: on meta, the model read the value of a tensor.
         DeviceUnavailableError: the CUDA device is not there.
         Exception: whatever the model raises, with a note that names the module.
@@ -217,6 +218,7 @@ def _run_info(step: Step, tree: ModuleTree, run_device: torch.device, device: De
     return RunInfo(
         model=type(step.model).__name__,
         num_modules=len(tree.nodes),
+        fingerprint=tree.fingerprint(),
         device=str(run_device),
         device_name="none" if device is None else device.name,
         target=target if device is None else run_device.type,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import nn
@@ -17,6 +19,28 @@ ROOT_NAME = "(model)"
 OUTSIDE_NAME = "(outside modules)"
 
 
+class Mark(Enum):
+    """What there is to know about a row beyond its figures; `value` is what the row shows."""
+
+    CHECKPOINTED = "checkpointed"
+    COMPILED = "compiled"
+    OTHER_HOOKS = "other hooks"
+    BACKEND_DEPENDENT = "backend-dependent"
+
+    @property
+    def meaning(self) -> str:
+        """The mark in words, for the lines below the table."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Mark.CHECKPOINTED: "of these regions only the inputs can be seen; what a policy keeps of them is unaccounted",
+    Mark.COMPILED: "what runs inside is in this row, or in its parent's",
+    Mark.OTHER_HOOKS: "saved-tensor hooks set inside the model hide what these rows save",
+    Mark.BACKEND_DEPENDENT: "what these rows save is decided by the backend's library",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNode:
     """One distinct module of a model. `fqn` is the first name it is registered under; `parent` indexes the tree's nodes."""
@@ -26,7 +50,6 @@ class ModuleNode:
     parent: int | None
     depth: int
     self_param_bytes: int
-    num_aliases: int
     marks: tuple[str, ...]
     compiled: bool
 
@@ -38,7 +61,6 @@ class ModuleTree:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
         self.nodes = _nodes_of(model)
         self.outside = len(self.nodes)
         self._fqns = [node.fqn or ROOT_NAME for node in self.nodes] + [OUTSIDE_NAME]
@@ -58,6 +80,14 @@ class ModuleTree:
             scripted = isinstance(node.module, torch.jit.ScriptModule)
             if not inside_compiled and not scripted and node.module._compiled_call_impl is None:
                 yield index, node
+
+    def fingerprint(self) -> str:
+        """Return a digest of names, types and parameter shapes: equal for models that are built alike."""
+        digest = hashlib.sha256()
+        for node in self.nodes:
+            params = [(name, param.dtype, tuple(param.shape)) for name, param in node.module.named_parameters(recurse=False)]
+            digest.update(repr((node.fqn, type(node.module).__qualname__, params)).encode())
+        return digest.hexdigest()[:16]
 
     @property
     def has_compiled(self) -> bool:
@@ -107,7 +137,7 @@ def _nodes_of(model: nn.Module) -> list[ModuleNode]:
         compiled = inside_compiled or is_compiled(module)
         marks = [f"+{num_aliases} alias" + "es" * (num_aliases > 1)] if num_aliases else []
         if compiled and not inside_compiled:
-            marks.append("compiled")
+            marks.append(Mark.COMPILED.value)
         index_of[fqn] = len(nodes)
         nodes.append(
             ModuleNode(
@@ -116,7 +146,6 @@ def _nodes_of(model: nn.Module) -> list[ModuleNode]:
                 parent=parent,
                 depth=0 if parent is None else nodes[parent].depth + 1,
                 self_param_bytes=self_param_bytes,
-                num_aliases=num_aliases,
                 marks=tuple(marks),
                 compiled=compiled,
             )

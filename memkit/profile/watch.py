@@ -57,7 +57,7 @@ class LiveStorages(MemoryCounter):
     def __init__(self, initial: Iterable[torch.UntypedStorage], *, rounding_bytes: int = 1) -> None:
         self._rounding_bytes = rounding_bytes
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._allocated_bytes = 0
+        self._allocated_bytes = 0  # of `_live`, kept by hand: it is read at every edge of a call
         self._peak_bytes = 0
         for storage in initial:
             self._add(storage)
@@ -96,12 +96,12 @@ class LiveStorages(MemoryCounter):
 
     def _forget(self, key: int) -> Callable[[Any], None]:
         # The reference back is weak: the callbacks live as long as the storages, which may outlive the profile.
-        counter = weakref.ref(self)
+        weak_self = weakref.ref(self)
 
         def forget(_: Any) -> None:
-            self = counter()
-            if self is not None:
-                self._allocated_bytes -= self._live.pop(key)[1]
+            counter = weak_self()
+            if counter is not None:
+                counter._allocated_bytes -= counter._live.pop(key)[1]
 
         return forget
 
@@ -166,7 +166,7 @@ class HiddenRegions:
         self._pack = pack
         self._stack = stack
         self.checkpointed: set[int] = set()
-        self.covered: set[int] = set()
+        self.under_other_hooks: set[int] = set()
         """Modules in which another pair of saved-tensor hooks was innermost, not a checkpoint's."""
 
     def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
@@ -177,7 +177,7 @@ class HiddenRegions:
         if in_checkpoint():
             self.checkpointed.add(self._stack.current)
         elif pack is not None and pack != self._pack:
-            self.covered.add(self._stack.current)
+            self.under_other_hooks.add(self._stack.current)
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:

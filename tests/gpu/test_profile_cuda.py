@@ -166,7 +166,10 @@ def test_out_of_memory_names_the_module() -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised:
         profile_memory(model, x, print_table=False)
 
-    assert 'memkit: out of memory in 1 (Linear); profile_memory(..., device="meta") needs no memory' in raised.value.__notes__
+    assert (
+        'memkit: out of memory in 1 (Linear); the meta device needs none (device="meta", --device meta)'
+        in raised.value.__notes__
+    )
     del raised
     gc.collect()
     assert torch.cuda.memory_allocated() == before

@@ -63,6 +63,38 @@ def test_self_bytes_add_up_to_the_total(name: str) -> None:
     assert sum(row.self_bytes for row in report.modules) == report.activation_bytes == sum(listed.values()) > 0
 
 
+def _reference_bytes(model: nn.Module, inputs: list[Tensor]) -> int:
+    """Count the long way round: hold every saved storage, and add up the distinct ones that are no parameter or buffer."""
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(*inputs)
+    known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    del output
+    return sum(storage.nbytes() for key, storage in held.items() if key not in known)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_total_is_that_of_a_simple_count(name: str) -> None:
+    case = CASES[name]
+    model, inputs = case.model(), case.inputs()
+
+    report = _profile(model, *inputs, warmup=0)
+
+    assert report.activation_bytes == _reference_bytes(model, inputs)
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_rows_of_an_lstm_add_up(device: str | None) -> None:
+    report = _profile(nn.LSTM(4, 8), torch.randn(3, 2, 4), device=device)
+
+    assert sum(row.self_bytes for row in report.modules) == report.activation_bytes > 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_rows_include_their_children(name: str) -> None:
     case = CASES[name]

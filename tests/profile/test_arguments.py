@@ -87,7 +87,9 @@ def test_out_of_memory_says_where_and_what_helps() -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised:
         profile_memory(nn.Sequential(Greedy()), torch.zeros(1))
 
-    assert raised.value.__notes__ == ['memkit: out of memory in 0 (Greedy); profile_memory(..., device="meta") needs no memory']
+    assert raised.value.__notes__ == [
+        'memkit: out of memory in 0 (Greedy); the meta device needs none (device="meta", --device meta)'
+    ]
 
 
 @pytest.mark.parametrize("loss", [lambda y: y, lambda y: 1.0, lambda y: None])
@@ -144,3 +146,21 @@ def test_model_without_tensors_runs_where_the_input_is() -> None:
     report: MemoryReport = profile_memory(nn.ReLU(), torch.zeros(2), print_table=False)
 
     assert report.run.device == "cpu"
+
+
+def test_a_real_error_that_speaks_of_meta_stays_what_it_is() -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("unknown column from the 'Meta' backend")
+
+    with pytest.raises(ValueError, match="unknown column") as raised:
+        profile_memory(Reads(), torch.zeros(1))
+
+    assert raised.value.__notes__ == ["memkit: raised in (model) (Reads)"]
+
+
+def test_fingerprint_tells_models_apart() -> None:
+    def fingerprint(model: nn.Module) -> str:
+        return profile_memory(model, torch.zeros(1, 2), print_table=False).run.fingerprint
+
+    assert fingerprint(nn.Linear(2, 2)) == fingerprint(nn.Linear(2, 2)) != fingerprint(nn.Linear(2, 3))

@@ -69,6 +69,18 @@ def test_depth_folds_rows(resnet50: MemoryReport) -> None:
     assert "layer1.0" not in text
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2, 3, None])
+def test_folded_rows_keep_what_is_below_them(resnet50: MemoryReport, depth: int | None) -> None:
+    lines = resnet50.to_text(depth=depth, full=True).partition("\n\nmodel inputs")[0].splitlines()
+    header, rows = lines[2], lines[4:]
+    # Columns are right-aligned under their headers.
+    end = header.index("self (MiB)") + len("self (MiB)")
+
+    shown = [float(row[:end].split()[-1]) for row in rows]
+
+    assert sum(shown) == pytest.approx(20974.20, abs=0.01 * len(rows))
+
+
 def test_identical_siblings_are_one_row_with_their_sum() -> None:
     report = _meta(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), torch.randn(256, 256))
 

@@ -7,7 +7,6 @@ page "Automatic Mixed Precision package" of torch's documentation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -130,7 +129,10 @@ class MetaAutocast:
             dtype = torch.float32 if torch.float32 in dtypes else dtype
         elif rule is Rule.FLOAT32:
             dtype = torch.float32
-        cast: Callable[[Any], Any] = lambda leaf: self._cast(leaf, dtype)  # noqa: E731
+
+        def cast(leaf: Any) -> Any:
+            return self._cast(leaf, dtype)
+
         new_args, new_kwargs = pytree.tree_map(cast, (args, kwargs))
         return new_args, new_kwargs
 

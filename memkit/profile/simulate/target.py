@@ -1,7 +1,7 @@
 """The operations that a target's backend replaces, done its way on the meta device.
 
 [Note: inside torch's Python functions]
-A function mode is off while its handler runs, so a handler that simply called `multi_head_attention_forward` would not see the
+A function mode is off while it is being asked, so one that simply called `multi_head_attention_forward` would not see the
 attention inside it. Functions of `torch.nn.functional` that are written in Python therefore run as a private copy, whose only
 difference is that it does not ask for function modes again: the mode stays on for all that the copy calls.
 """
@@ -22,7 +22,7 @@ from memkit.profile.simulate.autocast import MetaAutocast, Rule, rule_for
 
 TARGETS = ("cuda", "cpu")
 
-Handler = Callable[..., Any]
+Operation = Callable[..., Any]
 
 # What these save is decided inside cuDNN, MIOpen or oneDNN.
 BACKEND_DEPENDENT = frozenset(
@@ -43,20 +43,20 @@ class TargetMode(TorchFunctionMode):
         self._target = target
         self._backend_dependent = backend_dependent
         self._autocast = MetaAutocast()
-        self._plans: dict[Any, tuple[Rule | None, Handler]] = {}
+        self._routes: dict[Any, tuple[Rule | None, Operation]] = {}
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        plan = self._plans.get(function)
-        if plan is None:
-            plan = self._plans[function] = self._plan(function)
-        rule, handler = plan
+        route = self._routes.get(function)
+        if route is None:
+            route = self._routes[function] = self._route(function)
+        rule, operation = route
         kwargs = kwargs or {}
         dtype = self._autocast.dtype()
         if rule is not None and dtype is not None:
             args, kwargs = self._autocast.apply(rule, dtype, args, kwargs)
-        return handler(*args, **kwargs)
+        return operation(*args, **kwargs)
 
     def resume(self) -> None:
         """Become active in an autograd node that is about to run.
@@ -67,19 +67,19 @@ class TargetMode(TorchFunctionMode):
         self.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def close(self) -> None:
-        """Forget what was kept for the run; the handlers refer back to this object."""
-        self._plans.clear()
+        """Forget what was kept for the run; the routes refer back to this object."""
+        self._routes.clear()
         self._autocast.forget()
 
-    def _plan(self, function: Any) -> tuple[Rule | None, Handler]:
+    def _route(self, function: Any) -> tuple[Rule | None, Operation]:
         if isinstance(function, types.FunctionType) and function.__module__ in ("torch.nn.functional", "torch.functional"):
             asks = {name for name in function.__code__.co_names if name.startswith("has_torch_function")}
             if asks:
                 return None, self._inside(function, asks)
         name = getattr(function, "__name__", "")
-        return rule_for(name, self._target), self._handler(name, function)
+        return rule_for(name, self._target), self._operation(name, function)
 
-    def _handler(self, name: str, function: Handler) -> Handler:
+    def _operation(self, name: str, function: Operation) -> Operation:
         if name == "scaled_dot_product_attention":
             return lambda *args, **kwargs: scaled_dot_product_attention(*args, target=self._target, **kwargs)
         if name == "pad":
@@ -92,7 +92,7 @@ class TargetMode(TorchFunctionMode):
             return _cuda_rms_norm
         return function
 
-    def _marked(self, function: Handler) -> Handler:
+    def _marked(self, function: Operation) -> Operation:
         def marked(*args: Any, **kwargs: Any) -> Any:
             self._backend_dependent()
             return function(*args, **kwargs)
@@ -109,7 +109,7 @@ class TargetMode(TorchFunctionMode):
             padded: Tensor = padding(input, pad)
             return padded
 
-    def _inside(self, function: types.FunctionType, asks: set[str]) -> Handler:
+    def _inside(self, function: types.FunctionType, asks: set[str]) -> Operation:
         """See [Note: inside torch's Python functions]."""
         names = {**function.__globals__, **dict.fromkeys(asks, _no_torch_function)}
         copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
