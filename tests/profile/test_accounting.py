@@ -281,7 +281,7 @@ def test_parameter_casts_are_a_class_of_their_own(device: str | None, requires_g
     with torch.autocast("cpu", torch.bfloat16):
         report = _profile(model, x, device=device, target="cpu")
 
-    assert report.param_cast_bytes == 2 * 8 * 16 * 2 if requires_grad else report.param_cast_bytes > 0
+    assert report.param_cast_bytes == 2 * 8 * 16 * 2
     activations = [record for record in report.saved if record.category is SavedCategory.ACTIVATION]
     # Weights that need no gradient save no inputs.
     assert sum(record.storage_bytes for record in activations) == (4 * 8 * 2 + 4 * 16 * 2 if requires_grad else 0)
@@ -292,7 +292,7 @@ def test_casts_kept_by_an_autocast_around_are_still_seen() -> None:
 
     with torch.autocast("cpu", torch.bfloat16):
         model(x)  # the cast is in autocast's cache from here on
-        report = _profile(model, x, warmup=1)
+        report = _profile(model, x, warmup=0)
 
     assert report.activation_bytes == 4 * 8 * 2
 

@@ -226,9 +226,8 @@ def test_attention_of_cuda_saves_rows_not_matrices(options: dict[str, object], d
     report = profile_memory(model, x, device="meta", print_table=False)
 
     of_attention = [record for record in report.saved if record.module == "(model)"]
-    assert max(record.storage_bytes for record in of_attention) <= max(
-        2 * 1024 * 128 * dtype.itemsize, 1024 * 1024 * dtype.itemsize
-    )
+    key_value_bytes, mask_bytes = 2 * 1024 * 128 * dtype.itemsize, 1024 * 1024 * dtype.itemsize
+    assert max(record.storage_bytes for record in of_attention) == (mask_bytes if options.get("masked") else key_value_bytes)
     assert len(of_attention) >= storages
 
 
@@ -374,7 +373,7 @@ def test_views_of_one_storage_stay_views() -> None:
 def test_constants_made_on_the_cpu_are_welcome(make: object) -> None:
     report = profile_memory(_Calls(lambda x, w: (x * make(x)) @ w), torch.randn(4, 4), device="meta", print_table=False)
 
-    assert report.activation_bytes == 4 * 4 * 4 + 16 or report.activation_bytes == 4 * 4 * 4
+    assert report.activation_bytes == 4 * 4 * 4  # the product: the weight's gradient needs it
 
 
 def test_labels_with_data_meet_an_output_without() -> None:
