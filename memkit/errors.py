@@ -4,7 +4,9 @@
     ├── DeviceUnavailableError     the device that was asked for is not on this machine
     ├── ProfileError               what was asked for cannot be measured here
     │   └── DataDependentError     a run without data met code that needs values
-    └── ReportFormatError          a file is no memkit report, or is newer than this memkit
+    ├── ReportFormatError          a file is no memkit report, or is newer than this memkit
+    ├── HostMemoryError            host memory cannot be locked, or a limit on it is met
+    └── RaceError                  two streams touched the same bytes in no order (only `ReferenceDevice` can tell)
 
 Wrong arguments raise the built-in `ValueError` and `TypeError`. Exceptions of the user's own model keep their type: memkit
 adds a note that names the module (see `note_on`).
@@ -29,6 +31,15 @@ class DataDependentError(ProfileError):
 
 class ReportFormatError(MemkitError):
     """Raised when a file does not hold a memory report that this memkit can read."""
+
+
+class HostMemoryError(MemkitError):
+    """Raised when the system does not lock more host memory, or a limit on it is met. `CPUOffload` then leaves tensors on
+    the device."""
+
+
+class RaceError(MemkitError):
+    """Raised by `memkit.device.ReferenceDevice` when work on one stream touches bytes without waiting for another's."""
 
 
 def note_on(error: BaseException, note: str) -> None:

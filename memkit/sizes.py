@@ -61,6 +61,11 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in unique_storages(tensors).values())
 
 
+def byte_view(storage: torch.UntypedStorage) -> Tensor:
+    """Return all bytes of a storage as a tensor of dtype uint8, which shares them."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
 def format_mib(num_bytes: int) -> str:
     """Return bytes as MiB (1024 * 1024 bytes) with two decimals.
 

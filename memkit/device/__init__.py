@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from memkit.device.base import Device, Event, MemoryCounter
+from memkit.device.base import Device, Event, MemoryCounter, Stream
 from memkit.device.cpu import CpuDevice
 from memkit.device.cuda import CudaDevice, cuda_is_available
+from memkit.device.reference import ReferenceDevice
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "MemoryCounter", "cuda_is_available", "open_device"]
+__all__ = [
+    "CpuDevice",
+    "CudaDevice",
+    "Device",
+    "Event",
+    "MemoryCounter",
+    "ReferenceDevice",
+    "Stream",
+    "cuda_is_available",
+    "open_device",
+]
 
 
 def open_device(torch_device: torch.device) -> Device:

@@ -1,10 +1,17 @@
-"""The contract of a device. The docstrings here are the specification; `cuda.py` and `cpu.py` only fulfil it."""
+"""The contract of a device. The docstrings here are the specification; the other files of this room only fulfil it.
+
+Work is put on *streams*: queues whose work runs in order, each on its own. What must come after work of another stream waits
+for an *event* that was recorded behind that work. Nothing else orders two streams, and no call here makes the host wait unless
+it says so.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 
 class MemoryCounter(ABC):
@@ -31,12 +38,20 @@ class MemoryCounter(ABC):
         """Start the peaks again from what is allocated and reserved now."""
 
 
+class Stream:
+    """A queue of work on one device. Two objects that stand for the same queue are equal and have the same hash."""
+
+
 class Event(ABC):
-    """A moment in a device's work."""
+    """A moment in the work of a stream."""
 
     @abstractmethod
     def elapsed_s(self, end: Event) -> float:
-        """Return the seconds from this event to `end`, of the same device, which must have been synchronized since."""
+        """Return the seconds from this event to `end`. Both were recorded with `timed=True` and have been reached."""
+
+    @abstractmethod
+    def is_reached(self) -> bool:
+        """Tell whether all work recorded before the event is done. Does not wait for it."""
 
 
 class Device(ABC):
@@ -49,18 +64,90 @@ class Device(ABC):
     def name(self) -> str:
         """What a person would call it: "NVIDIA H200", "cpu"."""
 
-    @abstractmethod
-    def make_events(self, num_events: int) -> None:
-        """Make events ahead of need: recording one of these costs the host less than making one on the way."""
+    # Streams and events
 
     @abstractmethod
-    def record_event(self) -> Event:
-        """Mark the point that the work enqueued so far on the current stream will reach. Does not wait for it."""
+    def current_stream(self) -> Stream:
+        """Return the stream that PyTorch puts this thread's work on now."""
+
+    @abstractmethod
+    def new_stream(self, name: str) -> Stream:
+        """Make a stream. The name is what errors call it."""
+
+    @abstractmethod
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        """Return a context in which `stream` is the current one."""
+
+    @abstractmethod
+    def make_events(self, num_events: int) -> None:
+        """Make timed events ahead of need: recording one of these costs the host less than making one on the way."""
+
+    @abstractmethod
+    def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> Event:
+        """Mark the point that the work enqueued so far on `stream` (the current one by default) will reach."""
+
+    @abstractmethod
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """Let all work that is put on `stream` from now on start only when `event` is reached."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all work on the device is done."""
+        """Make the host wait until all work on the device is done."""
+
+    # Memory and copies
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        """Return a new storage on the device, for work on the current stream. Its bytes are undefined.
+
+        As every storage, it goes back to the stream it was allocated on: the next storage of that stream may reuse its bytes
+        at once, in the order of that stream's work. Work of other streams on the storage must therefore come after an event
+        recorded here since it was allocated, and this stream must wait for that work before the last reference is dropped.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room.
+        """
+
+    @abstractmethod
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Put a copy of bytes on `stream`; does not wait for it.
+
+        Args:
+            destination: one-dimensional, of dtype uint8; on this device, or host memory that `pin` has seen.
+            source: the same kind and length, on the other side.
+            stream: the copy waits for what the stream waits for, and for nothing else. Both tensors must stay alive, and the
+                source unchanged, until it is done.
+        """
+
+    @abstractmethod
+    def pin(self, host: Tensor) -> None:
+        """Lock host memory in place, so that copies from and to it run at full speed and beside other work.
+
+        Makes the host wait. May be called from several threads at once, for ranges that do not overlap.
+
+        Raises:
+            HostMemoryError: the system refuses to lock more.
+        """
+
+    @abstractmethod
+    def unpin(self, host: Tensor) -> None:
+        """Undo `pin` for the same tensor. No copy from or to it may be under way."""
 
     @abstractmethod
     def memory_counter(self) -> MemoryCounter | None:
         """Return the allocator's own counter, or None where the allocator keeps none (the CPU's)."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Tell whether the work of the current stream is being captured into a graph instead of run."""
+
+    # What a device cannot see by itself, and `ReferenceDevice` checks. Real devices have nothing to do here.
+
+    def note_written(self, storage: torch.UntypedStorage) -> None:  # noqa: B027
+        """Say that work on the current stream has made, or written to, `storage`."""
+
+    def note_read(self, storage: torch.UntypedStorage) -> None:  # noqa: B027
+        """Say that work on the current stream is about to read `storage`."""
+
+    def note_host_free(self, host: Tensor) -> None:  # noqa: B027
+        """Say that the bytes of a span of host memory mean nothing any more."""

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
-from memkit.device.base import Device, Event
+from memkit.device.base import Device, Event, Stream
+
+
+class CpuStream(Stream):
+    """The one order of work that there is."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CpuStream)
+
+    def __hash__(self) -> int:
+        return hash(CpuStream)
 
 
 class CpuEvent(Event):
@@ -21,6 +33,9 @@ class CpuEvent(Event):
         assert isinstance(end, CpuEvent)
         return end._at_s - self._at_s
 
+    def is_reached(self) -> bool:
+        return True
+
 
 class CpuDevice(Device):
     """The host. See `Device`."""
@@ -32,14 +47,41 @@ class CpuDevice(Device):
     def name(self) -> str:
         return "cpu"
 
+    def current_stream(self) -> CpuStream:
+        return CpuStream()
+
+    def new_stream(self, name: str) -> CpuStream:
+        return CpuStream()
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def make_events(self, num_events: int) -> None:
         pass
 
-    def record_event(self) -> CpuEvent:
+    def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> CpuEvent:
         return CpuEvent()
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass
 
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        return torch.UntypedStorage(num_bytes)
+
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        destination.copy_(source)
+
+    def pin(self, host: Tensor) -> None:
+        pass
+
+    def unpin(self, host: Tensor) -> None:
+        pass
+
     def memory_counter(self) -> None:
         return None
+
+    def is_capturing(self) -> bool:
+        return False

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+from contextlib import AbstractContextManager, suppress
+from typing import Any
 
-from memkit.device.base import Device, Event, MemoryCounter
-from memkit.errors import DeviceUnavailableError
+import torch
+from torch import Tensor
+
+from memkit.device.base import Device, Event, MemoryCounter, Stream
+from memkit.errors import DeviceUnavailableError, HostMemoryError
+
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, whichever made it
 
 
 def cuda_is_available() -> bool:
@@ -13,21 +19,35 @@ def cuda_is_available() -> bool:
     return torch.cuda.is_available()
 
 
+class CudaStream(Stream):
+    """A CUDA stream. Source: `torch.cuda.Stream`."""
+
+    __slots__ = ("stream",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaStream) and bool(self.stream == other.stream)
+
+    def __hash__(self) -> int:
+        return hash(self.stream)
+
+
 class CudaEvent(Event):
-    """A timing event on a stream. Source: `torch.cuda.Event`."""
+    """An event on a stream. Source: `torch.cuda.Event`."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("event",)
 
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-
-    def record(self, stream: torch.cuda.Stream) -> None:
-        """Move the event to where the work enqueued on `stream` ends now."""
-        self._event.record(stream)
+    def __init__(self, *, timed: bool = True) -> None:
+        self.event = torch.cuda.Event(enable_timing=timed)
 
     def elapsed_s(self, end: Event) -> float:
         assert isinstance(end, CudaEvent)
-        return float(self._event.elapsed_time(end._event)) / 1e3
+        return float(self.event.elapsed_time(end.event)) / 1e3
+
+    def is_reached(self) -> bool:
+        return bool(self.event.query())
 
 
 class CudaMemoryCounter(MemoryCounter):
@@ -78,24 +98,73 @@ class CudaDevice(Device):
             )
         self.torch_device = torch.device("cuda", index)
         self._spare_events: list[CudaEvent] = []
+        self._runtime: Any = torch.cuda.cudart()  # a module made in C++: torch has no types for it
 
     @property
     def name(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
 
+    def current_stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.current_stream(self.torch_device))
+
+    def new_stream(self, name: str) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(self.torch_device))
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(_of(stream))
+
     def make_events(self, num_events: int) -> None:
         while len(self._spare_events) < num_events:
             event = CudaEvent()
-            event.record(torch.cuda.current_stream(self.torch_device))  # CUDA makes it only now
+            event.event.record(torch.cuda.current_stream(self.torch_device))  # CUDA makes it only now
             self._spare_events.append(event)
 
-    def record_event(self) -> CudaEvent:
-        event = self._spare_events.pop() if self._spare_events else CudaEvent()
-        event.record(torch.cuda.current_stream(self.torch_device))
+    def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> CudaEvent:
+        event = self._spare_events.pop() if timed and self._spare_events else CudaEvent(timed=timed)
+        event.event.record(torch.cuda.current_stream(self.torch_device) if stream is None else _of(stream))
         return event
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        _of(stream).wait_event(event.event)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        return torch.UntypedStorage(num_bytes, device=self.torch_device)
+
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        with torch.cuda.stream(_of(stream)):
+            destination.copy_(source, non_blocking=True)
+
+    def pin(self, host: Tensor) -> None:
+        # cudaHostRegister belongs to a context, which a thread of ours has not made current yet.
+        with torch.cuda.device(self.torch_device):
+            status = self._runtime.cudaHostRegister(host.data_ptr(), host.nbytes, _REGISTER_PORTABLE)
+        if int(status) != 0:
+            self._clear_error()
+            raise HostMemoryError(
+                f"CUDA could not pin {host.nbytes} bytes of host memory: cudaHostRegister gave {status}. "
+                "The system limits locked memory (ulimit -l, or the container)."
+            )
+
+    def unpin(self, host: Tensor) -> None:
+        with torch.cuda.device(self.torch_device):
+            self._runtime.cudaHostUnregister(host.data_ptr())
+
+    def _clear_error(self) -> None:
+        """Take up the error that CUDA has noted, which the next kernel's launch check would else raise as its own."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self.torch_device)
+
+    def is_capturing(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
     def memory_counter(self) -> CudaMemoryCounter:
         return CudaMemoryCounter(self.torch_device)
+
+
+def _of(stream: Stream) -> torch.cuda.Stream:
+    assert isinstance(stream, CudaStream)
+    return stream.stream

@@ -1,0 +1,442 @@
+"""A CPU stand-in for an accelerator on which every missing order between streams shows.
+
+CPU work is done when a call returns, so code that forgets to wait would still see the right bytes. Here it does not:
+
+- *Late copies.* A copy lands when something waits for it (or, with a seed, at a random legal moment). Until then its
+  destination holds poison, 0xFF, which is NaN in every floating-point format; so do host spans that were freed. A tensor that
+  is gone before its copy landed is an error.
+- *Clocks.* Streams carry vector clocks: recording an event takes a snapshot, waiting joins it. Every storage and every range
+  of host memory knows which streams wrote, read and freed it, and when; an access that is not ordered behind those raises
+  `RaceError`, also where the bytes would have been right by luck.
+
+What it cannot show is speed, and what the allocator of a GPU does with addresses.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from memkit.device.base import Device, Event, MemoryCounter, Stream
+from memkit.errors import RaceError
+from memkit.sizes import byte_view, storage_key
+
+POISON = 0xFF
+
+
+@dataclass(eq=False, slots=True)
+class ReferenceStream(Stream):
+    """A queue of copies and waits. `clock` says how much of each stream's work is ordered before what comes next here."""
+
+    name: str
+    number: int
+    is_compute: bool
+    """Whether torch's own work runs on it, which is done at once: then what it waits for must land at once, too."""
+    clock: dict[int, int] = field(default_factory=dict)
+    queue: deque[_Copy | ReferenceEvent] = field(default_factory=deque)
+    num_enqueued: int = 0
+
+    @property
+    def num_landed(self) -> int:
+        return self.num_enqueued - len(self.queue)
+
+    def tick(self) -> _Stamp:
+        """Count one more piece of work and return its stamp."""
+        self.clock[self.number] = self.clock.get(self.number, 0) + 1
+        return _Stamp(self, self.clock[self.number])
+
+    def is_after(self, stamp: _Stamp) -> bool:
+        """Tell whether all that comes next on this stream is ordered behind the stamped work."""
+        return self.clock.get(stamp.stream.number, 0) >= stamp.count
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamp:
+    """One piece of work: the `count`-th of a stream."""
+
+    stream: ReferenceStream
+    count: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ReferenceEvent(Event):
+    """A snapshot of a stream's clock, and how far its queue must have landed."""
+
+    stream: ReferenceStream
+    clock: dict[int, int]
+    position: int
+    at_s: float
+
+    def elapsed_s(self, end: Event) -> float:
+        assert isinstance(end, ReferenceEvent)
+        return end.at_s - self.at_s
+
+    def is_reached(self) -> bool:
+        return self.stream.num_landed >= self.position
+
+
+@dataclass(slots=True)
+class _Accesses:
+    """Who touched a piece of memory last: the writer, and since then the last read of each stream."""
+
+    written: _Stamp
+    reads: dict[int, _Stamp] = field(default_factory=dict)
+
+    def check(self, stream: ReferenceStream, *, is_write: bool, what: str) -> None:
+        """Raise unless `stream` comes after the last write and, to write itself, after the reads since."""
+        verb = "writes to" if is_write else "reads"
+        if not stream.is_after(self.written):
+            raise RaceError(
+                f'stream "{stream.name}" {verb} {what} without waiting for its writer, "{self.written.stream.name}"'
+            )
+        for read in self.reads.values() if is_write else ():
+            if not stream.is_after(read):
+                raise RaceError(f'stream "{stream.name}" {verb} {what} without waiting for its reader, "{read.stream.name}"')
+
+    def note(self, stamp: _Stamp, *, is_write: bool) -> None:
+        if is_write:
+            self.written = stamp
+            self.reads.clear()
+        else:
+            self.reads[stamp.stream.number] = stamp
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage on the device. It goes back to its home stream when it is freed."""
+
+    home: ReferenceStream
+    num_bytes: int
+    accesses: _Accesses
+
+
+@dataclass(slots=True)
+class _HostRange:
+    """Host memory from `start` to `end` (addresses) that a copy touched."""
+
+    start: int
+    end: int
+    accesses: _Accesses
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One side of a copy. A storage of the device is held weakly: keeping it alive is the caller's business."""
+
+    host: Tensor | None
+    storage: weakref.ref[torch.UntypedStorage] | None
+    start: int
+    num_bytes: int
+
+    @classmethod
+    def on_host(cls, tensor: Tensor) -> _Place:
+        return cls(tensor, None, tensor.data_ptr(), tensor.nbytes)
+
+    @classmethod
+    def on_device(cls, tensor: Tensor) -> _Place:
+        return cls(None, weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor.nbytes)
+
+    def tensor(self) -> Tensor:
+        if self.host is not None:
+            return self.host
+        storage = self.storage() if self.storage is not None else None
+        if storage is None:
+            raise RaceError("a tensor was freed before a copy from or to it had landed")
+        return byte_view(storage).narrow(0, self.start - storage.data_ptr(), self.num_bytes)
+
+    def overlaps(self, start: int, end: int) -> bool:
+        return self.start < end and start < self.start + self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    destination: _Place
+    source: _Place
+
+
+class _Counter(MemoryCounter):
+    """Counts the storages that the device was told of and that are still alive."""
+
+    def __init__(self, device: ReferenceDevice) -> None:
+        self._device = device
+
+    def allocated_bytes(self) -> int:
+        return self._device._allocated_bytes
+
+    def peak_bytes(self) -> int:
+        return self._device._peak_bytes
+
+    def peak_reserved_bytes(self) -> None:
+        return None
+
+    def reset_peak(self) -> None:
+        self._device._peak_bytes = self._device._allocated_bytes
+
+
+class ReferenceDevice(Device):
+    """A device in the CPU's memory that shows races: see the module's docstring. CPU tensors count as the device's own.
+
+    Args:
+        seed: None lets every copy land as late as it may; a number lets copies land at random legal moments.
+
+    Attributes:
+        races: what was found where no exception could be raised, because a storage was freed without waiting for the copies
+            from or to it. The next call on the device raises it.
+
+    Example:
+        >>> import torch
+        >>> from memkit.device import ReferenceDevice
+        >>> device = ReferenceDevice()
+        >>> lane = device.new_stream("lane")
+        >>> source, host = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+        >>> device.pin(host)
+        >>> device.note_written(source.untyped_storage())
+        >>> device.wait_event(lane, device.record_event())
+        >>> device.copy(host, source, lane)
+        >>> host.tolist()
+        [255, 255, 255, 255]
+        >>> device.wait_event(device.current_stream(), device.record_event(lane))
+        >>> host.tolist()
+        [1, 1, 1, 1]
+    """
+
+    def __init__(self, *, seed: int | None = None) -> None:
+        self.torch_device = torch.device("cpu")
+        self.races: list[RaceError] = []
+        self._random = None if seed is None else random.Random(seed)
+        self._lock = threading.RLock()
+        self._streams: list[ReferenceStream] = []
+        self._default = self._make_stream("compute", is_compute=True)
+        self._current = threading.local()
+        self._storages: dict[int, _Storage] = {}
+        self._host_ranges: list[_HostRange] = []
+        self._pinned: list[Tensor] = []
+        self._allocated_bytes = 0
+        self._peak_bytes = 0
+
+    @property
+    def name(self) -> str:
+        return "reference"
+
+    def current_stream(self) -> ReferenceStream:
+        stream: ReferenceStream = getattr(self._current, "stream", self._default)
+        return stream
+
+    def new_stream(self, name: str) -> ReferenceStream:
+        with self._lock:
+            return self._make_stream(name, is_compute=False)
+
+    def _make_stream(self, name: str, *, is_compute: bool) -> ReferenceStream:
+        self._streams.append(ReferenceStream(name, len(self._streams), is_compute))
+        return self._streams[-1]
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        return self._on_stream(_own(stream))
+
+    @contextmanager
+    def _on_stream(self, stream: ReferenceStream) -> Iterator[None]:
+        before = self.current_stream()
+        stream.is_compute = True
+        self._land(stream, stream.num_enqueued)
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def make_events(self, num_events: int) -> None:
+        pass
+
+    def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> ReferenceEvent:
+        with self._lock:
+            self._pass_time()
+            recorded = self.current_stream() if stream is None else _own(stream)
+            return ReferenceEvent(recorded, dict(recorded.clock), recorded.num_enqueued, time.perf_counter())
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        with self._lock:
+            self._pass_time()
+            waiting = _own(stream)
+            assert isinstance(event, ReferenceEvent)
+            for number, count in event.clock.items():
+                waiting.clock[number] = max(waiting.clock.get(number, 0), count)
+            if waiting.is_compute:
+                self._land(event.stream, event.position)
+            else:
+                waiting.queue.append(event)
+                waiting.num_enqueued += 1
+
+    def synchronize(self) -> None:
+        with self._lock:
+            for stream in self._streams:
+                self._land(stream, stream.num_enqueued)
+                for number, count in stream.clock.items():
+                    for other in self._streams:
+                        other.clock[number] = max(other.clock.get(number, 0), count)
+            self._raise_races()
+
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        with self._lock:
+            self._pass_time()
+            storage = torch.UntypedStorage(num_bytes)
+            byte_view(storage).fill_(POISON)
+            self._know(storage)
+            return storage
+
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        with self._lock:
+            self._pass_time()
+            lane = _own(stream)
+            if self._is_host(destination) == self._is_host(source):
+                raise ValueError("a copy goes between the device and pinned host memory; both ends were on the same side")
+            stamp = lane.tick()
+            self._access(source, stamp, is_write=False)
+            self._access(destination, stamp, is_write=True)
+            if not self._is_awaited(destination):
+                destination.fill_(POISON)
+            lane.queue.append(_Copy(self._place(destination), self._place(source)))
+            lane.num_enqueued += 1
+            if lane.is_compute:
+                self._land(lane, lane.num_enqueued)
+
+    def pin(self, host: Tensor) -> None:
+        with self._lock:
+            self._pinned.append(host)
+
+    def unpin(self, host: Tensor) -> None:
+        with self._lock:
+            self._pinned = [tensor for tensor in self._pinned if tensor.data_ptr() != host.data_ptr()]
+
+    def memory_counter(self) -> MemoryCounter:
+        return _Counter(self)
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def note_written(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            known = self._storages.get(storage_key(storage))
+            if known is None:
+                self._know(storage)
+            else:
+                stream = self.current_stream()
+                known.accesses.check(stream, is_write=True, what="a storage")
+                known.accesses.note(stream.tick(), is_write=True)
+
+    def note_read(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            known = self._storages.get(storage_key(storage))
+            if known is not None:
+                stream = self.current_stream()
+                known.accesses.check(stream, is_write=False, what="a storage")
+                known.accesses.note(stream.tick(), is_write=False)
+
+    def note_host_free(self, host: Tensor) -> None:
+        with self._lock:
+            if not self._is_awaited(host):
+                host.fill_(POISON)
+
+    # Landing
+
+    def _land(self, stream: ReferenceStream, position: int) -> None:
+        """Let the first `position` entries that were ever put on a stream's queue happen."""
+        while stream.num_landed < position:
+            self._land_next(stream)
+
+    def _land_next(self, stream: ReferenceStream) -> None:
+        entry = stream.queue[0]
+        if isinstance(entry, ReferenceEvent):
+            self._land(entry.stream, entry.position)
+        else:
+            entry.destination.tensor().copy_(entry.source.tensor())
+        stream.queue.popleft()
+
+    def _pass_time(self) -> None:
+        """Let some work land by chance, and raise what finalizers found."""
+        self._raise_races()
+        if self._random is not None:
+            for stream in self._streams:
+                while stream.queue and self._random.random() < 0.4:
+                    self._land_next(stream)
+
+    def _raise_races(self) -> None:
+        if self.races:
+            raise self.races.pop(0)
+
+    # Who touched what
+
+    def _know(self, storage: torch.UntypedStorage) -> None:
+        """Keep book of a storage until it dies: it was handed to, or made by, work on the current stream."""
+        home, key = self.current_stream(), storage_key(storage)
+        self._storages[key] = _Storage(home, storage.nbytes(), _Accesses(home.tick()))
+        self._allocated_bytes += storage.nbytes()
+        self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
+        weakref.finalize(storage, self._forget, key).atexit = False
+
+    def _forget(self, key: int) -> None:
+        known = self._storages.pop(key)
+        self._allocated_bytes -= known.num_bytes
+        stamps = [known.accesses.written, *known.accesses.reads.values()]
+        for stamp in stamps:
+            if not known.home.is_after(stamp):
+                self.races.append(
+                    RaceError(
+                        f'a storage of stream "{known.home.name}" was freed while "{stamp.stream.name}" may still use it: '
+                        "let its stream wait first"
+                    )
+                )
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        start = tensor.data_ptr()
+        return any(pinned.data_ptr() <= start < pinned.data_ptr() + pinned.nbytes for pinned in self._pinned)
+
+    def _place(self, tensor: Tensor) -> _Place:
+        return _Place.on_host(tensor) if self._is_host(tensor) else _Place.on_device(tensor)
+
+    def _is_awaited(self, tensor: Tensor) -> bool:
+        """Tell whether a copy that has not landed yet touches these bytes."""
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return any(
+            entry.source.overlaps(start, end) or entry.destination.overlaps(start, end)
+            for stream in self._streams
+            for entry in stream.queue
+            if isinstance(entry, _Copy)
+        )
+
+    def _access(self, tensor: Tensor, stamp: _Stamp, *, is_write: bool) -> None:
+        if self._is_host(tensor):
+            self._access_host(tensor, stamp, is_write=is_write)
+            return
+        storage = tensor.untyped_storage()
+        if storage_key(storage) not in self._storages:
+            self._know(storage)
+        known = self._storages[storage_key(storage)]
+        known.accesses.check(stamp.stream, is_write=is_write, what="a storage")
+        known.accesses.note(stamp, is_write=is_write)
+
+    def _access_host(self, tensor: Tensor, stamp: _Stamp, *, is_write: bool) -> None:
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        touched = [known for known in self._host_ranges if known.start < end and start < known.end]
+        for known in touched:
+            known.accesses.check(stamp.stream, is_write=is_write, what="host memory")
+        if is_write:
+            covered = [known for known in touched if start <= known.start and known.end <= end]
+            self._host_ranges = [known for known in self._host_ranges if known not in covered]
+            self._host_ranges.append(_HostRange(start, end, _Accesses(stamp)))
+        else:
+            for known in touched:
+                known.accesses.note(stamp, is_write=False)
+
+
+def _own(stream: Stream) -> ReferenceStream:
+    assert isinstance(stream, ReferenceStream)
+    return stream

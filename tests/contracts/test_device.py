@@ -1,0 +1,145 @@
+"""What `memkit.device.Device` promises about streams, events and copies: on the reference device, and on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from memkit.device import CudaDevice, Device, ReferenceDevice, Stream
+from memkit.sizes import byte_view
+
+MIB = 2**20
+
+
+@pytest.fixture(params=["late", "seed 0", "seed 1", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Device:
+    if request.param == "cuda":
+        return CudaDevice(torch.device("cuda"))
+    return ReferenceDevice(seed=None if request.param == "late" else int(request.param.split()[1]))
+
+
+@pytest.fixture
+def host(device: Device) -> Iterator[Tensor]:
+    tensor = torch.zeros(4 * MIB, dtype=torch.uint8)
+    device.pin(tensor)
+    yield tensor
+    device.synchronize()
+    device.unpin(tensor)
+
+
+def _filled(device: Device, value: int, num_bytes: int = 4 * MIB) -> torch.UntypedStorage:
+    storage = device.allocate(num_bytes)
+    byte_view(storage).fill_(value)
+    device.note_written(storage)
+    return storage
+
+
+def _delay(device: Device, stream: Stream) -> None:
+    """Keep a stream of a real device busy, so that what does not wait for it comes too early."""
+    if isinstance(device, CudaDevice):
+        with device.on_stream(stream):
+            torch.cuda._sleep(200_000_000)
+
+
+def test_bytes_go_out_and_come_back(device: Device, host: Tensor) -> None:
+    compute, out, back = device.current_stream(), device.new_stream("D2H"), device.new_stream("H2D")
+    source = _filled(device, 7)
+
+    _delay(device, compute)
+    byte_view(source).add_(1)
+    device.note_written(source)
+    device.wait_event(out, device.record_event(timed=False))
+    device.copy(host, byte_view(source), out)
+    left = device.record_event(out, timed=False)
+    device.wait_event(compute, left)
+    del source
+    destination = device.allocate(4 * MIB)
+    device.wait_event(back, device.record_event(timed=False))
+    device.wait_event(back, left)
+    _delay(device, back)
+    device.copy(byte_view(destination), host, back)
+    device.wait_event(compute, device.record_event(back, timed=False))
+    device.note_read(destination)
+
+    assert byte_view(destination).eq(8).all()
+
+
+def test_lanes_run_in_order(device: Device, host: Tensor) -> None:
+    lane = device.new_stream("D2H")
+    first, second = _filled(device, 1), _filled(device, 2)
+
+    device.wait_event(lane, device.record_event())
+    device.copy(host, byte_view(first), lane)
+    device.copy(host, byte_view(second), lane)
+    device.wait_event(device.current_stream(), device.record_event(lane))
+    device.synchronize()
+
+    assert host.eq(2).all()
+
+
+def test_equal_streams_are_the_same_queue(device: Device) -> None:
+    stream = device.new_stream("side")
+
+    assert device.current_stream() == device.current_stream()
+    assert device.current_stream() != stream
+    with device.on_stream(stream):
+        assert device.current_stream() == stream
+        assert hash(device.current_stream()) == hash(stream)
+    assert device.current_stream() != stream
+
+
+def test_work_of_another_current_stream_is_ordered_by_events_too(device: Device, host: Tensor) -> None:
+    side, lane = device.new_stream("side"), device.new_stream("D2H")
+    with device.on_stream(side):
+        _delay(device, side)
+        source = _filled(device, 5)
+        made = device.record_event()
+
+    device.wait_event(lane, made)
+    device.copy(host, byte_view(source), lane)
+    left = device.record_event(lane)
+    device.wait_event(side, left)
+    del source
+    device.wait_event(device.current_stream(), left)
+    device.synchronize()
+
+    assert host.eq(5).all()
+
+
+def test_event_is_reached_after_synchronize(device: Device, host: Tensor) -> None:
+    lane = device.new_stream("H2D")
+    destination = device.allocate(4 * MIB)
+    device.wait_event(lane, device.record_event())
+    device.copy(byte_view(destination), host, lane)
+    event = device.record_event(lane)
+
+    device.synchronize()
+
+    assert event.is_reached()
+    assert destination.nbytes() == 4 * MIB
+
+
+def test_timed_events_tell_seconds(device: Device) -> None:
+    start, end = device.record_event(), device.record_event()
+    device.synchronize()
+
+    assert 0 <= start.elapsed_s(end) < 1
+
+
+def test_outside_a_graph_nothing_is_captured(device: Device) -> None:
+    assert not device.is_capturing()
+
+
+def test_allocated_storages_are_counted(device: Device) -> None:
+    counter = device.memory_counter()
+    assert counter is not None
+    before = counter.allocated_bytes()
+
+    storage = device.allocate(4 * MIB)
+    during = counter.allocated_bytes()
+    del storage
+
+    assert (during - before, counter.allocated_bytes()) == (4 * MIB, before)

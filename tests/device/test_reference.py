@@ -1,0 +1,192 @@
+"""Each way to forget a wait is seen by the reference device, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from memkit.device import ReferenceDevice, Stream
+from memkit.errors import RaceError
+from memkit.sizes import byte_view
+
+
+@pytest.fixture
+def device() -> ReferenceDevice:
+    return ReferenceDevice()
+
+
+@pytest.fixture
+def host(device: ReferenceDevice) -> Tensor:
+    tensor = torch.zeros(8, dtype=torch.uint8)
+    device.pin(tensor)
+    return tensor
+
+
+def _made(device: ReferenceDevice, value: int = 1) -> torch.UntypedStorage:
+    storage = device.allocate(8)
+    byte_view(storage).fill_(value)
+    return storage
+
+
+def _out(device: ReferenceDevice, storage: torch.UntypedStorage, host: Tensor) -> Stream:
+    lane = device.new_stream("D2H")
+    device.wait_event(lane, device.record_event())
+    device.copy(host, byte_view(storage), lane)
+    return lane
+
+
+def test_copy_lands_only_when_something_waits(device: ReferenceDevice, host: Tensor) -> None:
+    storage = _made(device)
+    lane = _out(device, storage, host)
+
+    before = host.tolist()
+    device.wait_event(device.current_stream(), device.record_event(lane))
+
+    assert before == [255] * 8
+    assert host.tolist() == [1] * 8
+
+
+def test_event_recorded_before_the_copy_does_not_cover_it(device: ReferenceDevice, host: Tensor) -> None:
+    storage, lane = _made(device), device.new_stream("D2H")
+    device.wait_event(lane, device.record_event())
+    early = device.record_event(lane)
+    device.copy(host, byte_view(storage), lane)
+
+    device.wait_event(device.current_stream(), early)
+
+    assert host.tolist() == [255] * 8
+    device.synchronize()
+
+
+def test_lane_that_waits_for_a_lane_drags_it_along(device: ReferenceDevice, host: Tensor) -> None:
+    storage = _made(device, 3)
+    out = _out(device, storage, host)
+    back, destination = device.new_stream("H2D"), device.allocate(8)
+    device.wait_event(back, device.record_event())
+    device.wait_event(back, device.record_event(out))
+    device.copy(byte_view(destination), host, back)
+
+    device.wait_event(device.current_stream(), device.record_event(back))
+
+    assert byte_view(destination).tolist() == [3] * 8
+
+
+def test_copy_before_its_producer_raises(device: ReferenceDevice, host: Tensor) -> None:
+    lane, early = device.new_stream("D2H"), device.record_event()
+    storage = _made(device)
+    device.wait_event(lane, early)
+
+    with pytest.raises(RaceError, match='"D2H" reads a storage without waiting for its writer, "compute"'):
+        device.copy(host, byte_view(storage), lane)
+
+
+def test_fetch_into_memory_that_was_just_allocated_raises(device: ReferenceDevice, host: Tensor) -> None:
+    lane, early = device.new_stream("H2D"), device.record_event()
+    device.wait_event(lane, early)
+    destination = device.allocate(8)
+
+    with pytest.raises(RaceError, match='"H2D" writes to a storage'):
+        device.copy(byte_view(destination), host, lane)
+
+
+def test_consumer_before_copy_raises(device: ReferenceDevice, host: Tensor) -> None:
+    destination, lane = device.allocate(8), device.new_stream("H2D")
+    device.wait_event(lane, device.record_event())
+    device.copy(byte_view(destination), host, lane)
+
+    with pytest.raises(RaceError, match='"compute" reads a storage without waiting for its writer, "H2D"'):
+        device.note_read(destination)
+
+    device.synchronize()
+
+
+def test_fetch_before_its_own_copy_out_raises(device: ReferenceDevice, host: Tensor) -> None:
+    storage = _made(device)
+    out, back = _out(device, storage, host), device.new_stream("H2D")
+    destination = device.allocate(8)
+    device.wait_event(back, device.record_event())
+
+    with pytest.raises(RaceError, match='"H2D" reads host memory without waiting for its writer, "D2H"'):
+        device.copy(byte_view(destination), host, back)
+
+    device.wait_event(device.current_stream(), device.record_event(out))
+
+
+def test_span_reused_before_its_reader_raises(device: ReferenceDevice, host: Tensor) -> None:
+    first, second = _made(device, 1), _made(device, 2)
+    out, back = _out(device, first, host), device.new_stream("H2D")
+    destination = device.allocate(8)
+    device.wait_event(back, device.record_event(out))
+    device.wait_event(back, device.record_event())
+    device.copy(byte_view(destination), host, back)
+
+    with pytest.raises(RaceError, match='"D2H" writes to host memory without waiting for its reader, "H2D"'):
+        device.copy(host[:4], byte_view(second)[:4], out)
+
+    device.synchronize()
+
+
+def test_storage_freed_while_a_lane_reads_it_is_a_race(device: ReferenceDevice, host: Tensor) -> None:
+    storage = _made(device)
+    _out(device, storage, host)
+
+    del storage
+
+    with pytest.raises(RaceError, match='freed while "D2H" may still use it'):
+        device.record_event()
+
+
+def test_copy_whose_source_is_gone_cannot_land(device: ReferenceDevice, host: Tensor) -> None:
+    storage = _made(device)
+    lane = _out(device, storage, host)
+    del storage
+    device.races.clear()
+
+    with pytest.raises(RaceError, match="freed before a copy"):
+        device.wait_event(device.current_stream(), device.record_event(lane))
+
+
+def test_freed_span_is_poisoned(device: ReferenceDevice, host: Tensor) -> None:
+    device.note_host_free(host)
+
+    assert host.tolist() == [255] * 8
+
+
+def test_freed_span_that_a_copy_still_reads_keeps_its_bytes(device: ReferenceDevice, host: Tensor) -> None:
+    destination, lane = device.allocate(8), device.new_stream("H2D")
+    device.wait_event(lane, device.record_event())
+    device.copy(byte_view(destination), host, lane)
+
+    device.note_host_free(host)
+    device.wait_event(device.current_stream(), device.record_event(lane))
+
+    assert byte_view(destination).tolist() == [0] * 8
+
+
+def test_both_ends_on_one_side_are_refused(device: ReferenceDevice) -> None:
+    with pytest.raises(ValueError, match="between the device and pinned host memory"):
+        device.copy(byte_view(_made(device)), byte_view(_made(device)), device.current_stream())
+
+
+def test_seed_lands_copies_by_chance(host: Tensor) -> None:
+    landed = set()
+    for seed in range(20):
+        device = ReferenceDevice(seed=seed)
+        device.pin(host)
+        storage = _made(device)
+        lane = _out(device, storage, host)
+        device.record_event()
+        landed.add(tuple(host.tolist()))
+        device.wait_event(device.current_stream(), device.record_event(lane))
+
+    assert landed == {(1,) * 8, (255,) * 8}
+
+
+def test_a_stream_that_becomes_current_catches_up(device: ReferenceDevice, host: Tensor) -> None:
+    storage = _made(device)
+    lane = _out(device, storage, host)
+
+    with device.on_stream(lane):
+        assert host.tolist() == [1] * 8
+    device.wait_event(device.current_stream(), device.record_event(lane))
