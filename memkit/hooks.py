@@ -1,7 +1,7 @@
 """The one door to torch's module hooks and saved-tensor hooks.
 
 Every hook that memkit sets on a model, a graph node or the autograd engine is set here, so that each is removed again, in
-reverse order, on success and on error. The two functions that look into torch's private state are at the end.
+reverse order, on success and on error. The functions that look into torch's private state are at the end.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ class HookSet:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def around_forward(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(module, args)` ahead of a module's other pre-hooks and `after(module, args, output)` behind its other
-        hooks, or when the forward raises (with None for the output)."""
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+    def around_forward(
+        self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None], with_kwargs: bool = False
+    ) -> None:
+        """Call `before(module, args)`, or `before(module, args, kwargs)`, ahead of a module's other pre-hooks and
+        `after(module, args, output)` behind its other hooks, or when the forward raises (with None for the output)."""
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
@@ -65,12 +67,35 @@ class HookSet:
             self._handles.pop().remove()
 
 
-def saved_tensor_hooks(pack: Callable[[Tensor], _Packed], unpack: Callable[[_Packed], Tensor]) -> AbstractContextManager[Any]:
+def saved_tensor_hooks(
+    pack: Callable[[Tensor], _Packed], unpack: Callable[[_Packed], Tensor], *, compiled: bool = False
+) -> AbstractContextManager[Any]:
     """Return a context in which autograd hands each tensor that it saves to `pack`, and gets it back from `unpack`.
 
-    Only the innermost pair of such hooks runs. Source: `torch.autograd.graph.saved_tensors_hooks`.
+    Only the innermost pair of such hooks runs. With `compiled`, code that `torch.compile` made may run inside: it calls the
+    hooks too, and Dynamo would try to compile them. Source: `torch.autograd.graph.saved_tensors_hooks`.
     """
+    if compiled:
+        pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def dynamo_is_loaded() -> bool:
+    """Tell whether anything may have been compiled in this process. Loading Dynamo to ask it would take seconds."""
+    return "torch._dynamo" in sys.modules
+
+
+def backward_task() -> int:
+    """Return autograd's number of the backward that runs in this thread, -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback()` once the backward that runs in this thread is over, unless it fails.
+
+    Source: `torch.autograd.Variable._execution_engine.queue_callback`, which DistributedDataParallel uses.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def innermost_pack() -> Callable[[Tensor], object] | None:

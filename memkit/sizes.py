@@ -6,6 +6,7 @@ alive. Identity is the storage object, never `data_ptr`, because addresses are u
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -74,3 +75,40 @@ def format_mib(num_bytes: int) -> str:
         '1.50 MiB'
     """
     return f"{num_bytes / MIB:.2f} MiB"
+
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a positive number of bytes that was given as such, or as text with a unit.
+
+    Raises:
+        TypeError: it is neither an integer nor text.
+        ValueError: it is not positive, or the text is no number with a unit.
+
+    Example:
+        >>> parse_bytes("1.5 GiB") == 3 * 2**29
+        True
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(f'a size is a number of bytes, or text such as "8GiB"; found {size!r}')
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f'a size is a number of bytes, or text such as "8GiB" or "512 MiB"; found "{size}"')
+        size = round(float(match[1]) * _UNITS[match[2].upper()])
+    if size <= 0:
+        raise ValueError(f"a size must be positive; found {size}")
+    return size

@@ -143,8 +143,8 @@ class Device(ABC):
 
     # What a device cannot see by itself, and `ReferenceDevice` checks. Real devices have nothing to do here.
 
-    def note_written(self, storage: torch.UntypedStorage) -> None:  # noqa: B027
-        """Say that work on the current stream has made, or written to, `storage`."""
+    def note_written(self, storage: torch.UntypedStorage, version: int) -> None:  # noqa: B027
+        """Say that work on the current stream has made `storage`, or written to it if the version is another than last time."""
 
     def note_read(self, storage: torch.UntypedStorage) -> None:  # noqa: B027
         """Say that work on the current stream is about to read `storage`."""

@@ -100,6 +100,12 @@ class CudaDevice(Device):
         self._spare_events: list[CudaEvent] = []
         self._runtime: Any = torch.cuda.cudart()  # a module made in C++: torch has no types for it
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaDevice) and self.torch_device == other.torch_device
+
+    def __hash__(self) -> int:
+        return hash(self.torch_device)
+
     @property
     def name(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)

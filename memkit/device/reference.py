@@ -117,6 +117,7 @@ class _Storage:
     home: ReferenceStream
     num_bytes: int
     accesses: _Accesses
+    version: int | None = None
 
 
 @dataclass(slots=True)
@@ -199,7 +200,7 @@ class ReferenceDevice(Device):
         >>> lane = device.new_stream("lane")
         >>> source, host = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
         >>> device.pin(host)
-        >>> device.note_written(source.untyped_storage())
+        >>> device.note_written(source.untyped_storage(), source._version)
         >>> device.wait_event(lane, device.record_event())
         >>> device.copy(host, source, lane)
         >>> host.tolist()
@@ -322,15 +323,15 @@ class ReferenceDevice(Device):
     def is_capturing(self) -> bool:
         return False
 
-    def note_written(self, storage: torch.UntypedStorage) -> None:
+    def note_written(self, storage: torch.UntypedStorage, version: int) -> None:
         with self._lock:
-            known = self._storages.get(storage_key(storage))
+            known, stream = self._storages.get(storage_key(storage)), self.current_stream()
             if known is None:
-                self._know(storage)
-            else:
-                stream = self.current_stream()
+                known = self._know(storage)
+            elif known.version != version:
                 known.accesses.check(stream, is_write=True, what="a storage")
                 known.accesses.note(stream.tick(), is_write=True)
+            known.version = version
 
     def note_read(self, storage: torch.UntypedStorage) -> None:
         with self._lock:
@@ -374,13 +375,14 @@ class ReferenceDevice(Device):
 
     # Who touched what
 
-    def _know(self, storage: torch.UntypedStorage) -> None:
+    def _know(self, storage: torch.UntypedStorage) -> _Storage:
         """Keep book of a storage until it dies: it was handed to, or made by, work on the current stream."""
         home, key = self.current_stream(), storage_key(storage)
-        self._storages[key] = _Storage(home, storage.nbytes(), _Accesses(home.tick()))
+        known = self._storages[key] = _Storage(home, storage.nbytes(), _Accesses(home.tick()))
         self._allocated_bytes += storage.nbytes()
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
         weakref.finalize(storage, self._forget, key).atexit = False
+        return known
 
     def _forget(self, key: int) -> None:
         known = self._storages.pop(key)

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from memkit.device import Device
 from memkit.errors import DataDependentError, ProfileError
@@ -57,7 +56,7 @@ def save_times_pass(step: Step, tree: ModuleTree, device: Device) -> SaveTimes:
     """Run the step with an event at each save and use of a saved tensor, and nothing else."""
     device.synchronize()
     times = SaveTimes(device)
-    packing = _packing(times.pack, times.unpack, compiled=tree.has_compiled)
+    packing = saved_tensor_hooks(times.pack, times.unpack, compiled=tree.has_compiled)
     step.run(CallStack(tree, NoGauge()), packing=packing, forward_done=times.start_backward)
     device.synchronize()
     return times
@@ -75,7 +74,7 @@ def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
     # The operations of compiled code cannot be watched: under a dispatch mode it would run eagerly.
     below = nullcontext() if tree.has_compiled else OpWatch(*live, *watch.observers)
     with below:
-        found = watch.run(packing=_packing(watch.saves.pack, watch.saves.unpack, compiled=tree.has_compiled))
+        found = watch.run(packing=saved_tensor_hooks(watch.saves.pack, watch.saves.unpack, compiled=tree.has_compiled))
     device.synchronize()
     return found
 
@@ -166,12 +165,6 @@ class _Watch:
     def _forward_done(self) -> None:
         self._forward_peak_bytes = self._gauge.take_highest()
         self.saves.start_backward()
-
-
-def _packing(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], *, compiled: bool) -> AbstractContextManager[Any]:
-    if compiled:  # Dynamo would try to compile the hooks that compiled code calls
-        pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
-    return saved_tensor_hooks(pack, unpack)
 
 
 def _without_data(step: Step) -> Step:

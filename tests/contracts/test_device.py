@@ -33,7 +33,7 @@ def host(device: Device) -> Iterator[Tensor]:
 def _filled(device: Device, value: int, num_bytes: int = 4 * MIB) -> torch.UntypedStorage:
     storage = device.allocate(num_bytes)
     byte_view(storage).fill_(value)
-    device.note_written(storage)
+    device.note_written(storage, 0)
     return storage
 
 
@@ -50,7 +50,7 @@ def test_bytes_go_out_and_come_back(device: Device, host: Tensor) -> None:
 
     _delay(device, compute)
     byte_view(source).add_(1)
-    device.note_written(source)
+    device.note_written(source, 1)
     device.wait_event(out, device.record_event(timed=False))
     device.copy(host, byte_view(source), out)
     left = device.record_event(out, timed=False)

@@ -1,0 +1,57 @@
+"""Which saved tensors may be moved, as far as a tensor itself can tell."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_VIEW_NAMES = (
+    "T",
+    "Transpose",
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Permute",
+    "Expand",
+    "Slice",
+    "Select",
+    "Unsqueeze",
+    "Squeeze",
+    "AsStrided",
+    "Alias",
+)
+_VIEWS = frozenset(f"{name}Backward0" for name in _VIEW_NAMES)
+_MAX_VIEWS = 8
+
+
+def is_from_leaf(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a parameter or another leaf that requires grad, a view of one, or a cast of one.
+
+    A linear layer saves `weight.t()`, which is no parameter; autocast saves `weight.to(dtype).t()`. Their owner keeps the first
+    anyway, and autocast's cache the second, so to move them frees nothing.
+    """
+    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        return True
+    if not tensor.requires_grad:
+        return False
+    if tensor.is_leaf:
+        return True
+    node = tensor.grad_fn
+    for _ in range(_MAX_VIEWS):
+        name = type(node).__name__
+        if name == "AccumulateGrad":
+            return True
+        if name == "ToCopyBackward0":
+            return _is_leaf(_first_input(node))
+        if name not in _VIEWS:
+            return False
+        node = _first_input(node)
+    return False
+
+
+def _first_input(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.Node | None:
+    return node.next_functions[0][0] if node is not None and node.next_functions else None
+
+
+def _is_leaf(node: torch.autograd.graph.Node | None) -> bool:
+    return type(node).__name__ == "AccumulateGrad"

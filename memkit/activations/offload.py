@@ -1,0 +1,475 @@
+"""`CPUOffload`: the context that moves a share of what autograd saves to host memory, and its everyday companions."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memkit.activations.eligibility import is_from_leaf
+from memkit.activations.ledger import KeptHandle
+from memkit.activations.passes import Pass
+from memkit.activations.stats import IterationCounts, OffloadStats
+from memkit.activations.window import OffloadWindow
+from memkit.device import Device, open_device
+from memkit.hooks import HookSet, backward_task, dynamo_is_loaded, in_checkpoint, saved_tensor_hooks
+from memkit.plan import auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
+from memkit.profile import MemoryReport, find_report
+from memkit.profile.registry import forget_report
+from memkit.profile.tree import ModuleTree
+from memkit.sizes import storage_key, unique_storages
+from memkit.transfer.link import measure_link
+
+Ratio = float | str | Callable[..., float]
+
+_MAX_RATIOS = 10_000
+
+
+class _Flattened:
+    """A saved tensor that wraps others (a DTensor): the inner ones are saved in its place."""
+
+    __slots__ = ("_context", "_inner", "_size", "_stride", "_type")
+
+    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], KeptHandle | _Flattened]) -> None:
+        names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrapper subclasses only
+        self._inner = {name: pack(getattr(tensor, name)) for name in names if isinstance(getattr(tensor, name), Tensor)}
+        self._size, self._stride, self._type = tensor.size(), tensor.stride(), type(tensor)
+
+    def unpack(self) -> Tensor:
+        inner = {name: handle.unpack() for name, handle in self._inner.items()}
+        make: Any = self._type  # `__tensor_unflatten__` is a protocol without a type
+        tensor: Tensor = make.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+        return tensor
+
+
+class _TagState:
+    """What is remembered under a tag from one iteration to the next."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        self.lock = threading.RLock()
+        self.num_iterations = 0
+        self.ratios: deque[float] = deque(maxlen=_MAX_RATIOS)
+        self.counts = IterationCounts(0.0)
+        self.report: MemoryReport | None = None
+        self.auto: tuple[MemoryReport, float] | None = None
+        self.has_warned_of_cpu = False
+        self._windows: dict[Device, OffloadWindow] = {}
+
+    def window(self, device: Device, min_bytes: int) -> OffloadWindow:
+        """Return the window of a device, planned by the report if there is one."""
+        with self.lock:
+            window = self._windows.get(device)
+            if window is None:
+                window = self._windows[device] = OffloadWindow(device, self.tag)
+            if self.report is not None and not len(window.traces):
+                window.foretell(self.report, min_bytes)
+            return window
+
+    def windows(self) -> list[OffloadWindow]:
+        with self.lock:
+            return list(self._windows.values())
+
+
+_states: dict[str, _TagState] = {}
+_states_lock = threading.Lock()
+
+
+class _Paused(threading.local):
+    """How many `no_offload` regions a thread is in."""
+
+    depth = 0
+
+
+_paused = _Paused()
+
+
+class _Entry:
+    """One time in the context: from `with` to its end."""
+
+    def __init__(
+        self, state: _TagState, options: CPUOffload, ratio: float, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]
+    ) -> None:
+        self._state = state
+        self._options = options
+        self._resident = resident
+        self.counts = IterationCounts(ratio)
+        self._passes: dict[Device, tuple[OffloadWindow, Pass]] = {}
+        self._devices: dict[torch.device, Device | None] = {}
+        self._saw_cpu = False
+        self._hooks = saved_tensor_hooks(self.pack, _unpack, compiled=dynamo_is_loaded())
+
+    def begin(self) -> None:
+        if self._options.device is not None:  # pin ahead of the first save
+            self._pass_on(self._options.device)
+        else:
+            for window in self._state.windows():
+                self._pass_on(window.device)
+        self._hooks.__enter__()
+
+    def end(self, *, has_failed: bool) -> None:
+        self._hooks.__exit__(None, None, None)
+        for window, run in self._passes.values():
+            window.end_forward(run, learn=not has_failed)
+        if self._saw_cpu and not self._passes and not self._state.has_warned_of_cpu:
+            self._state.has_warned_of_cpu = True
+            warnings.warn(
+                f'CPUOffload (tag "{self._state.tag}") saw only tensors on the CPU, where there is nothing to move: it does '
+                "nothing. Move the model to a GPU, or pass device=memkit.device.ReferenceDevice() to try it out.",
+                stacklevel=3,
+            )
+
+    def pack(self, tensor: Tensor) -> KeptHandle | _Flattened:
+        """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
+        if backward_task() != -1 or _paused.depth > 0:
+            return KeptHandle(tensor)
+        if type(tensor) is not Tensor:
+            if not isinstance(tensor, nn.Parameter) and not tensor.is_nested and is_traceable_wrapper_subclass(tensor):
+                return KeptHandle(tensor) if is_from_leaf(tensor) else _Flattened(tensor, self.pack)
+            return KeptHandle(tensor)
+        if tensor.layout != torch.strided:
+            return KeptHandle(tensor)
+        device = self._device_of(tensor)
+        if device is None:
+            return KeptHandle(tensor)
+        self.counts.seen_bytes += tensor.nbytes
+        storage = tensor.untyped_storage()
+        if (
+            storage.nbytes() < self._options.min_bytes
+            or storage.nbytes() == 0
+            or is_from_leaf(tensor)
+            or self._is_resident(storage)
+            or device.is_capturing()
+        ):
+            return KeptHandle(tensor)
+        window, run = self._pass_on(device)
+        return window.pack(run, tensor, storage)
+
+    def _is_resident(self, storage: torch.UntypedStorage) -> bool:
+        reference = self._resident.get(storage_key(storage))
+        return reference is not None and reference() is storage
+
+    def _device_of(self, tensor: Tensor) -> Device | None:
+        """Return where a tensor is, None if nothing is moved from there."""
+        if tensor.device not in self._devices:
+            self._devices[tensor.device] = self._open(tensor.device)
+        return self._devices[tensor.device]
+
+    def _open(self, torch_device: torch.device) -> Device | None:
+        asked = self._options.device
+        if asked is not None:
+            return asked if torch_device == asked.torch_device else None
+        if torch_device.type != "cuda":
+            self._saw_cpu = self._saw_cpu or torch_device.type == "cpu"
+            return None
+        return open_device(torch_device)
+
+    def _pass_on(self, device: Device) -> tuple[OffloadWindow, Pass]:
+        """Return the pass that saves on a device belong to: a new one if a backward has begun since the last save."""
+        found = self._passes.get(device)
+        if found is None or not found[1].is_forward:
+            options = self._options
+            window = self._state.window(device, options.min_bytes)
+            window.arena.limit_bytes = options.host_limit_bytes
+            run = Pass(window.traces, ratio=self.counts.ratio, window_bytes=options.window_bytes, counts=self.counts)
+            window.open_pass(run)
+            found = self._passes[device] = (window, run)
+        return found
+
+
+def _unpack(packed: KeptHandle | _Flattened) -> Tensor:
+    return packed.unpack()
+
+
+class CPUOffload:
+    """Move a share of what autograd saves in this context to pinned host memory, and have it back when the backward asks.
+
+    Gradients are those of the plain run, bit for bit. Copies run beside the computation, on streams of their own. The storages
+    saved earliest leave: they are needed last. On CPU tensors the context does nothing, and says so once.
+
+    Everything that is learned from one iteration to the next (the order of saves and of the backward, the host memory) is kept
+    under the tag, so to make a new context for each iteration is cheap. The same object may be entered again, but not twice at
+    once. Of nested contexts the innermost decides. With grad mode off it does nothing.
+
+    Args:
+        offload_ratio: share of the bytes of distinct saved storages that leaves, 0 to 1; or a schedule, called at each entry as
+            `ratio(iteration, last_peak_bytes)` or `ratio(iteration)` (see `memkit.schedules`; to know the peak of an iteration,
+            the allocator's peak is reset at each entry); or "auto", the most that hides behind the computation, by the times in
+            a report under the tag.
+        tag: which memory to use: one per model, or per kind of step.
+        min_bytes: storages smaller than this stay.
+        window_bytes: bytes of saved tensors that the device may hold beside what the ratio keeps; by default twice the largest
+            saved storage. Smaller saves memory, larger overlaps better.
+        host_limit_bytes: most bytes of host memory to use; what does not fit stays on the device, with one warning.
+        profile: a report to plan the first iteration by, instead of the one that `profile_memory` filed under the tag.
+        device: where to offload from; by default every CUDA device that holds saved tensors.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument is out of range, the object is entered twice at once, or it is entered inside a function that
+            `torch.utils.checkpoint` is checkpointing (which would undo the checkpoint).
+
+    Example:
+        >>> import torch, memkit
+        >>> device = memkit.device.ReferenceDevice()  # on a GPU, leave it away
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64), torch.nn.GELU())
+        >>> with memkit.CPUOffload(offload_ratio=0.5, tag="example", min_bytes=0, window_bytes=0, device=device):
+        ...     loss = model(torch.randn(32, 64)).sum()
+        >>> loss.backward()
+        >>> memkit.offload_stats("example").ratio_reached
+        0.5
+    """
+
+    def __init__(
+        self,
+        offload_ratio: Ratio,
+        tag: str = "default",
+        *,
+        min_bytes: int = 2**20,
+        window_bytes: int | None = None,
+        host_limit_bytes: int | None = None,
+        profile: MemoryReport | None = None,
+        device: Device | None = None,
+    ) -> None:
+        if isinstance(offload_ratio, str):
+            if offload_ratio != "auto":
+                raise ValueError(f'offload_ratio is a number from 0 to 1, a schedule, or "auto"; found "{offload_ratio}"')
+        elif not callable(offload_ratio):
+            offload_ratio = check_ratio(offload_ratio, where="offload_ratio")
+        if not isinstance(tag, str):
+            raise TypeError(f"tag is a string; found {type(tag).__name__}")
+        if profile is not None and not isinstance(profile, MemoryReport):
+            raise TypeError(f"profile is a MemoryReport, as profile_memory returns; found {type(profile).__name__}")
+        if device is not None and not isinstance(device, Device):
+            raise TypeError(f"device is a memkit.device.Device; found {type(device).__name__}. For CUDA, leave it away")
+        self.offload_ratio = offload_ratio
+        self.tag = tag
+        self.min_bytes = _bytes("min_bytes", min_bytes)
+        self.window_bytes = None if window_bytes is None else _bytes("window_bytes", window_bytes)
+        self.host_limit_bytes = None if host_limit_bytes is None else _bytes("host_limit_bytes", host_limit_bytes)
+        self.profile = profile
+        self.device = device
+        self._entry: _Entry | None = None
+        self._is_entered = False
+
+    def __enter__(self) -> CPUOffload:
+        return self._enter({})
+
+    def _enter(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> CPUOffload:
+        """Enter; the storages in `resident`, by their keys, are known to be held by somebody else."""
+        if self._is_entered:
+            raise ValueError(f'this CPUOffload (tag "{self.tag}") is entered already; make a second one for a nested context')
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            if in_checkpoint():
+                raise ValueError(
+                    f'CPUOffload (tag "{self.tag}") was entered inside a checkpointed function, which would undo the '
+                    "checkpoint. Put the context around the checkpoint: then what the checkpoint saves is offloaded"
+                )
+            state = _state_of(self.tag)
+            with state.lock:
+                state.report = self.profile or find_report(self.tag)
+                ratio = self._ratio_of(state)
+                state.num_iterations += 1
+                state.ratios.append(ratio)
+                self._entry = _Entry(state, self, ratio, resident)
+                state.counts = self._entry.counts
+            self._entry.begin()
+        self._is_entered = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        entry, self._entry, self._is_entered = self._entry, None, False
+        if entry is not None:
+            entry.end(has_failed=kind is not None)
+
+    def _ratio_of(self, state: _TagState) -> float:
+        """Return the ratio for the iteration that begins."""
+        asked = self.offload_ratio
+        if isinstance(asked, str):
+            return self._auto_ratio(state)
+        if not callable(asked):
+            return asked
+        last_peak_bytes = self._last_peak_bytes(state) if takes_peak(asked) else None
+        return call_schedule(asked, state.num_iterations, last_peak_bytes)
+
+    def _last_peak_bytes(self, state: _TagState) -> int | None:
+        """Return the allocator's peak since the iteration before, and start it again."""
+        device = next((window.device for window in state.windows()), self.device)
+        counter = None if device is None else device.memory_counter()
+        if counter is None:
+            return None
+        peak_bytes = counter.peak_bytes() if state.num_iterations else None
+        counter.reset_peak()
+        return peak_bytes
+
+    def _auto_ratio(self, state: _TagState) -> float:
+        """Return the largest ratio whose copies hide behind the computation, by the times of the report."""
+        report = state.report
+        if report is None or report.forward_s is None or report.backward_s is None:
+            raise ValueError(
+                'offload_ratio="auto" needs a report with times: call memkit.profile_memory(model, ..., '
+                f'backward=True, tag="{self.tag}") on the GPU first, or pass profile='
+            )
+        if state.auto is None or state.auto[0] is not report:
+            device = self.device or open_device(torch.device(report.run.device))
+            ratio = auto_ratio(
+                timed_saves(report, self.min_bytes),
+                forward_s=report.forward_s,
+                backward_s=report.backward_s,
+                link=measure_link(device),
+                window_bytes=self.window_bytes,
+            )
+            state.auto = (report, ratio)
+        return state.auto[1]
+
+
+def _bytes(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is a number of bytes (an int); found {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} is a number of bytes, 0 or more; found {value}")
+    return value
+
+
+def _state_of(tag: str) -> _TagState:
+    with _states_lock:
+        return _states.setdefault(tag, _TagState(tag))
+
+
+def reset(tag: str) -> None:
+    """Forget what is kept under a tag: plans, counts, and the host memory once no graph needs it. Unknown tags are fine."""
+    with _states_lock:
+        state = _states.pop(tag, None)
+    for window in state.windows() if state is not None else ():
+        window.retire()
+
+
+@contextmanager
+def no_offload() -> Iterator[None]:
+    """Return a context, for inside of `CPUOffload`, in which nothing leaves. Saved tensors are still checked for writes."""
+    _paused.depth += 1
+    try:
+        yield
+    finally:
+        _paused.depth -= 1
+
+
+class AttachedOffload:
+    """What `attach` returns: an offload that is on whenever the model runs, until `remove()`."""
+
+    def __init__(self, model: nn.Module, make: Callable[[], CPUOffload]) -> None:
+        self._make = make
+        self._running = threading.local()
+        self._hooks = HookSet()
+        self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Let the model run without the offload again. Graphs that are alive keep working."""
+        self._hooks.remove()
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        running: list[CPUOffload | None] = self._running.__dict__.setdefault("contexts", [])
+        running.append(None)  # the other hook runs even if entering raises
+        known = [*model.parameters(), *model.buffers()]
+        known += [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        context = self._make()
+        context._enter({key: weakref.ref(storage) for key, storage in unique_storages(known).items()})
+        running[-1] = context
+
+    def _after(self, *_: Any) -> None:
+        context = self._running.__dict__["contexts"].pop()
+        if context is not None:
+            context.__exit__(*sys.exc_info())
+
+
+def attach(model: nn.Module, offload_ratio: Ratio, tag: str = "default", **options: Any) -> AttachedOffload:
+    """Offload whenever the model runs, without a change to the training loop.
+
+    Since it knows the model, it knows which storages are parameters, buffers and inputs before the first iteration. A report
+    under the tag that was made of another model is not used, with a warning.
+
+    Args:
+        model: whose forward to wrap. It is left as it is; hooks are registered on it.
+        offload_ratio, tag, options: as for `CPUOffload`.
+
+    Returns:
+        A handle whose `remove()` takes the hooks off again.
+
+    Raises:
+        TypeError: `model` is no module, or see `CPUOffload`.
+        ValueError: see `CPUOffload`.
+
+    Example:
+        >>> import torch, memkit
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+        >>> handle = memkit.attach(model, 1.0, "attached", min_bytes=0, device=memkit.device.ReferenceDevice())
+        >>> model(torch.randn(32, 64)).sum().backward()
+        >>> handle.remove()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach needs a torch.nn.Module; found {type(model).__name__}")
+    report = CPUOffload(offload_ratio, tag, **options).profile or find_report(tag)
+    if report is not None and report.run.fingerprint != ModuleTree(model).fingerprint():
+        warnings.warn(
+            f'the report under the tag "{tag}" is of another model ({report.run.model}): it is not used. Profile this one, or '
+            "use another tag.",
+            stacklevel=2,
+        )
+        options["profile"] = None
+        forget_report(tag)
+    return AttachedOffload(model, lambda: CPUOffload(offload_ratio, tag, **options))
+
+
+def offload_stats(tag: str = "default") -> OffloadStats:
+    """Return what `CPUOffload` did under a tag. Seconds cover the copies that are done by now; nothing is waited for.
+
+    Raises:
+        ValueError: no context with that tag was entered with grad mode on, since it was reset.
+    """
+    with _states_lock:
+        state = _states.get(tag)
+    if state is None:
+        raise ValueError(f'no CPUOffload was entered under the tag "{tag}"; known tags: {sorted(_states) or "none"}')
+    windows = state.windows()
+    for window in windows:
+        window.settle()
+    counts = state.counts
+    counters = [counter for counter in (window.device.memory_counter() for window in windows) if counter is not None]
+    reserved = [peak for peak in (counter.peak_reserved_bytes() for counter in counters) if peak is not None]
+    return OffloadStats(
+        tag=tag,
+        num_iterations=state.num_iterations,
+        ratios=tuple(state.ratios),
+        seen_bytes=counts.seen_bytes,
+        unique_bytes=counts.unique_bytes,
+        kept_bytes=counts.kept_bytes,
+        moved_out_bytes=counts.moved_out_bytes,
+        moved_in_bytes=counts.moved_in_bytes,
+        served_bytes=counts.served_bytes,
+        wasted_bytes=counts.wasted_bytes,
+        num_copies_out=counts.num_copies_out,
+        num_copies_in=counts.num_copies_in,
+        stall_out_s=counts.stall_out.total_s(),
+        stall_in_s=counts.stall_in.total_s(),
+        d2h_bytes_per_s=counts.busy_out.rate(counts.moved_out_bytes),
+        h2d_bytes_per_s=counts.busy_in.rate(counts.moved_in_bytes),
+        host_in_use_bytes=sum(window.arena.in_use_bytes for window in windows),
+        host_held_bytes=sum(window.arena.held_bytes for window in windows),
+        num_pins=sum(window.arena.num_pins for window in windows),
+        live_records=sum(window.ledger.num_records for window in windows),
+        live_bytes=sum(window.ledger.live_bytes for window in windows),
+        peak_live_bytes=sum(window.ledger.peak_live_bytes for window in windows),
+        peak_allocated_bytes=sum(counter.peak_bytes() for counter in counters) if counters else None,
+        peak_reserved_bytes=sum(reserved) if reserved else None,
+    )

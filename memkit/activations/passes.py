@@ -1,0 +1,314 @@
+"""Which saves follow which, forward and backward: what one pass has seen, and what earlier ones have taught.
+
+A *trace* is the sequence of saves of one forward, with what was learned about it: which storages somebody else keeps alive, in
+which order the backward asks for them, and how much else is on the device at each such moment. A *pass* is one forward under a
+context, from its first save to the backward (the *turn*). It follows the trace that has begun alike, and decides by its plan;
+where none has, it keeps the ratio as it goes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from memkit.activations.ledger import Record
+from memkit.activations.stats import IterationCounts
+from memkit.plan import Action, Plan, plan_ratio
+from memkit.profile import MemoryReport, SavedCategory
+from memkit.sizes import storage_key
+
+_MAX_TRACES = 16
+_MAX_STRANGERS = 8
+
+
+class SaveKey(NamedTuple):
+    """What the first save of a storage looks like: saves with equal keys in equal places are taken for the same."""
+
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(eq=False, slots=True)
+class Trace:
+    """A sequence of first saves, and what is known about it."""
+
+    keys: tuple[SaveKey, ...]
+    held: set[int] = field(default_factory=set)
+    """Saves whose storage somebody else keeps alive: to move them frees nothing."""
+    order: tuple[int, ...] | None = None
+    """In which order the backward asks for them first; None until a whole backward was seen."""
+    working_bytes: tuple[int, ...] = ()
+    """For each place in that order, what else was allocated on the device at that moment."""
+    _plans: dict[tuple[float, int | None, int], Plan] = field(default_factory=dict)
+    is_report: bool = False
+    """Made from a report, which does not know all that a context sees (large buffers, frozen casts): strangers are let pass."""
+
+    def plan(self, ratio: float, window_bytes: int | None) -> Plan:
+        """Return what to keep and what to move. A window of None is twice the largest storage."""
+        asked = (ratio, window_bytes, len(self.held))  # `held` only grows
+        if asked not in self._plans:
+            sizes = [key.num_bytes for key in self.keys]
+            largest = max((size for index, size in enumerate(sizes) if index not in self.held), default=0)
+            window = 2 * largest if window_bytes is None else window_bytes
+            self._plans.clear()  # a schedule may ask for another ratio each time
+            self._plans[asked] = plan_ratio(sizes, ratio, window_bytes=window, held=frozenset(self.held))
+        return self._plans[asked]
+
+
+def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
+    """Return the trace that a profile foretells."""
+    saved = [
+        record
+        for record in report.saved
+        if record.storage_bytes >= min_bytes and record.category is not SavedCategory.PARAM_CAST
+    ]
+    asked = [index for index, record in enumerate(saved) if record.needed_position is not None]
+    order = sorted(asked, key=lambda index: saved[index].needed_position or 0)
+    return Trace(
+        keys=tuple(SaveKey(record.storage_bytes, record.shapes[0], record.dtype) for record in saved),
+        held={index for index, record in enumerate(saved) if record.category is SavedCategory.INPUT},
+        order=tuple(order) if len(order) == len(saved) else None,
+        is_report=True,
+    )
+
+
+class Traces:
+    """The traces of one tag on one device, the last one followed first."""
+
+    def __init__(self) -> None:
+        self._known: list[Trace] = []
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __iter__(self) -> Iterator[Trace]:
+        return iter(self._known)
+
+    def has_report(self) -> bool:
+        """Tell whether there is a trace that was only foretold."""
+        return any(trace.is_report for trace in self._known)
+
+    def add(self, trace: Trace) -> None:
+        """Put a trace first; forget the one that was not followed for the longest time if there are many."""
+        if trace in self._known:
+            self._known.remove(trace)
+        self._known.insert(0, trace)
+        del self._known[_MAX_TRACES:]
+
+    def drop_report(self) -> None:
+        """Forget what was only foretold."""
+        self._known = [trace for trace in self._known if not trace.is_report]
+
+    def beginning_with(self, keys: Sequence[SaveKey]) -> Trace | None:
+        """Return the trace that was followed last among those that begin like this."""
+        return next((trace for trace in self._known if trace.keys[: len(keys)] == tuple(keys)), None)
+
+
+class Pass:
+    """One forward: what it saved, what its trace says about each save, and how far its backward has come."""
+
+    def __init__(self, traces: Traces, *, ratio: float, window_bytes: int | None, counts: IterationCounts) -> None:
+        self.counts = counts
+        self.ratio = ratio
+        self.is_forward = True
+        self.refused_bytes = 0
+        """What was to leave and found no room in host memory."""
+        self._traces = traces
+        self._window_bytes = window_bytes
+        self._keys: list[SaveKey] = []
+        self._records: list[weakref.ref[Record] | None] = []
+        """For each key its record, or None where the save was left alone."""
+        self._by_storage: dict[tuple[int, int], weakref.ref[Record]] = {}
+        self._held: set[int] = set()
+        self._largest_bytes = 0
+        self._seen_bytes = 0
+        self._moved_bytes = 0
+        self._trace: Trace | None = None
+        self._plan: Plan | None = None
+        self._place = 0
+        self._num_strangers = 0
+        self._take(traces.beginning_with(()), place=0)
+        self.task = -1
+        """Autograd's number of the backward that asks for records now; -1 before the first."""
+        self._order: tuple[int, ...] = ()
+        self._places: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+        """What this backward has asked for, in the order of first requests, and the working bytes then."""
+        self._cursor = 0
+
+    # Forward
+
+    def find(self, storage: torch.UntypedStorage, version: int) -> Record | None:
+        """Return the record of a storage version that this pass has saved already."""
+        reference = self._by_storage.get((storage_key(storage), version))
+        record = None if reference is None else reference()
+        return record if record is not None and record.original() is storage and record.num_handles > 0 else None
+
+    def decide(self, key: SaveKey) -> Action | None:
+        """Return what to do with the next first save; None to leave it alone, because to move it would free nothing."""
+        index, place = len(self._keys), self._follow(key)
+        self._keys.append(key)
+        self._records.append(None)
+        if place is _STRANGER or (self._trace is not None and place in self._trace.held):
+            self._held.add(index)
+            return None
+        self._seen_bytes += key.num_bytes
+        self._largest_bytes = max(self._largest_bytes, key.num_bytes)
+        if self._plan is not None and place is not None:
+            action = self._plan.actions[place]
+        else:
+            action = Action.OFFLOAD if self._moved_bytes < self.ratio * self._seen_bytes else Action.KEEP
+        if action is Action.OFFLOAD:
+            self._moved_bytes += key.num_bytes
+        return action
+
+    def _follow(self, key: SaveKey) -> int | None:
+        """Return the place of a save in the trace that is followed; None without one, `_STRANGER` if it is not in there."""
+        trace = self._trace
+        if trace is None and self._keys:
+            return None
+        if trace is None or self._place == len(trace.keys) or trace.keys[self._place] != key:
+            other = self._traces.beginning_with((*self._keys, key))
+            if other is not None:
+                self._take(other, place=len(self._keys))
+            elif (
+                trace is not None and trace.is_report and self._place < len(trace.keys) and self._num_strangers < _MAX_STRANGERS
+            ):
+                self._num_strangers += 1
+                return _STRANGER
+            else:
+                self._take(None, place=0)
+                return None
+        self._place += 1
+        return self._place - 1
+
+    def _take(self, trace: Trace | None, *, place: int) -> None:
+        self._trace, self._place, self._num_strangers = trace, place, 0
+        self._plan = None if trace is None else trace.plan(self.ratio, self._window_bytes)
+
+    def note_record(self, record: Record, storage: torch.UntypedStorage, version: int) -> None:
+        """Remember the record of the last first save."""
+        reference = weakref.ref(record)
+        self._records[-1] = reference
+        self._by_storage[storage_key(storage), version] = reference
+
+    @property
+    def num_saves(self) -> int:
+        """How many first saves the pass has seen."""
+        return len(self._keys)
+
+    @property
+    def window_bytes(self) -> int:
+        """The window: as asked for, or twice the largest storage, of the plan or of what was seen."""
+        if self._window_bytes is not None:
+            return self._window_bytes
+        return self._plan.window_bytes if self._plan is not None else 2 * self._largest_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """What stays on the device: by plan, or so far."""
+        kept_bytes = self._plan.kept_bytes if self._plan is not None else self._seen_bytes - self._moved_bytes
+        return kept_bytes + self.refused_bytes
+
+    @property
+    def offload_bytes(self) -> int:
+        """What leaves: by plan, or so far."""
+        return self._plan.offload_bytes if self._plan is not None else self._moved_bytes
+
+    def finish_forward(self, *, learn: bool) -> bool:
+        """End the forward; file what it saved as a trace, unless it broke off. Tells whether a report was of no use."""
+        assert self.is_forward
+        self.is_forward = False
+        if not learn or not self._keys:
+            return False
+        trace = self._trace
+        is_whole = trace is not None and self._place == len(trace.keys)
+        was_misled = not (is_whole and trace is not None) and self._traces.has_report()
+        if trace is None or not is_whole or trace.is_report:
+            order = trace.order if trace is not None and is_whole and self._num_strangers == 0 else None
+            trace = Trace(keys=tuple(self._keys), held=set(self._held), order=order)
+        self._trace = trace
+        self._traces.drop_report()
+        self._traces.add(trace)
+        return was_misled
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records that a graph may still ask for."""
+        for reference in self._records:
+            record = None if reference is None else reference()
+            if record is not None and record.num_handles > 0:
+                yield record
+
+    def note_held(self, record: Record) -> None:
+        """Learn that somebody else keeps a storage alive: from the next pass on it is left alone."""
+        if self._trace is not None:
+            self._trace.held.add(record.index)
+
+    # Backward
+
+    def begin_backward(self, task: int) -> None:
+        """Start over: another backward asks, whose order is the last one seen, or the reverse of the saves."""
+        self.task = task
+        order = None if self._trace is None or len(self._trace.keys) != len(self._keys) else self._trace.order
+        self._order = tuple(range(len(self._keys)))[::-1] if order is None else order
+        self._places = {index: place for place, index in enumerate(self._order)}
+        self._used = {}
+        self._cursor = 0
+
+    def note_use(self, record: Record, working_bytes: int) -> bool:
+        """Note that the backward asks for a record; tells whether it is the first time."""
+        if record.index in self._used:
+            return False
+        self._used[record.index] = working_bytes
+        return True
+
+    def place_of(self, record: Record) -> int:
+        """Return the place of a record in the order of the backward."""
+        return self._places.get(record.index, len(self._order))
+
+    def upcoming(self) -> Iterator[Record]:
+        """Yield the records that the backward will ask for next; `advance` says that one needs no more thought."""
+        while self._cursor < len(self._order):
+            reference = self._records[self._order[self._cursor]]
+            record = None if reference is None else reference()
+            if record is None or record.num_handles == 0 or record.index in self._used:
+                self._cursor += 1
+            else:
+                yield record
+
+    def advance(self) -> None:
+        """Go on behind the record that `upcoming` yielded last."""
+        self._cursor += 1
+
+    def working_bytes_until(self, record: Record) -> int:
+        """Return the most that will be on the device beside the records, from now until a record is asked for.
+
+        Known from the backward before; 0 if there was none like it.
+        """
+        working = self._trace.working_bytes if self._trace is not None else ()
+        return max(working[len(self._used) : self.place_of(record) + 1], default=0)
+
+    def promised_bytes(self) -> int | None:
+        """Return the peak that the backward may reach: what is kept, or what any one step of it needs, and the window."""
+        trace = self._trace
+        if trace is None or not trace.working_bytes or trace.order is None:
+            return None
+        sizes = [trace.keys[index].num_bytes for index in trace.order]
+        needed_bytes = max(size + working for size, working in zip(sizes, trace.working_bytes, strict=True))
+        return max(self.kept_bytes + trace.working_bytes[0], needed_bytes) + self.window_bytes
+
+    def end_backward(self) -> None:
+        """Learn the order of a whole backward."""
+        trace = self._trace
+        if trace is not None and len(trace.keys) == len(self._keys) and self._used:
+            asked = {index for index, reference in enumerate(self._records) if reference is not None}
+            if asked == set(self._used):
+                trace.order, trace.working_bytes = tuple(self._used), tuple(self._used.values())
+
+
+_STRANGER = -1

@@ -1,0 +1,281 @@
+"""The byte window: who leaves, when the device's bytes are let go, and what is fetched ahead.
+
+The device may hold `limit_bytes` of saved tensors: what the plan keeps, or the window if that is more. A record that leaves is
+copied at once, and stays on the device for as long as there is room; then the oldest copy is waited for and its bytes go. In
+the backward, whatever falls free is filled with what is needed next.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+import weakref
+
+import torch
+from torch import Tensor
+
+from memkit.activations.ledger import Handle, KeptHandle, Ledger, Record, Residency
+from memkit.activations.passes import Pass, SaveKey, Traces, trace_of
+from memkit.device.base import Device
+from memkit.errors import HostMemoryError, note_on
+from memkit.hooks import after_backward, backward_task
+from memkit.plan import Action
+from memkit.profile import MemoryReport
+from memkit.sizes import format_mib
+from memkit.transfer.arena import Arena
+from memkit.transfer.lanes import lanes_of
+
+_log = logging.getLogger("memkit.activations")
+
+_PASSED_OVER = 8
+"""A fetched record that so many others have overtaken is given back: the backward goes another way."""
+
+_DTYPE_NAMES: dict[torch.dtype, str] = {}
+
+
+class OffloadWindow:
+    """The saved tensors of one tag on one device: what every pack and unpack does. May be used from several threads."""
+
+    def __init__(self, device: Device, tag: str) -> None:
+        self.device = device
+        self.arena = Arena(device)
+        self.traces = Traces()
+        self._tag = tag
+        self._lock = threading.RLock()
+        self._ledger = Ledger(device, lanes_of(device), self.arena)
+        self._passes: list[weakref.ref[Pass]] = []
+        self._counter = device.memory_counter()
+        self._most_passes = 1
+        self._has_warned = False
+        self._is_retired = False
+
+    @property
+    def ledger(self) -> Ledger:
+        """The records, for whoever reads figures from them."""
+        return self._ledger
+
+    @property
+    def limit_bytes(self) -> int:
+        """The bytes of records that the device may hold."""
+        passes = self._live_passes()
+        kept_bytes = sum(run.kept_bytes for run in passes)
+        window_bytes = max((run.window_bytes for run in passes), default=0)
+        return max(kept_bytes, window_bytes) if len(passes) <= 1 else kept_bytes + window_bytes
+
+    def _live_passes(self) -> list[Pass]:
+        passes = [run for run in (reference() for reference in self._passes) if run is not None]
+        if len(passes) < len(self._passes):
+            self._passes = [weakref.ref(run) for run in passes]
+        return passes
+
+    def open_pass(self, run: Pass) -> None:
+        """Begin a forward: free what is done with, and pin ahead what its plan will need."""
+        with self._lock:
+            self._ledger.sweep()
+            self._ledger.release_dead(wait=False)
+            self._passes.append(weakref.ref(run))
+            self._most_passes = max(self._most_passes, len(self._live_passes()))
+            self._size_arena(run)
+
+    def _size_arena(self, run: Pass) -> None:
+        needed_bytes = max((trace.plan(run.ratio, run.window_bytes).offload_bytes for trace in self.traces), default=0)
+        if not needed_bytes and run.ratio > 0:
+            return  # nothing is known yet
+        if self.arena.in_use_bytes == 0:
+            self.arena.trim(needed_bytes * self._most_passes)
+        self.arena.reserve(needed_bytes)
+
+    def foretell(self, report: MemoryReport, min_bytes: int) -> None:
+        """Plan the first pass by a report."""
+        with self._lock:
+            self.traces.add(trace_of(report, min_bytes))
+
+    # Saving
+
+    def pack(self, run: Pass, tensor: Tensor, storage: torch.UntypedStorage) -> KeptHandle:
+        """Return the handle of a tensor that may leave."""
+        with self._lock:
+            self._ledger.sweep()
+            record = run.find(storage, tensor._version)
+            if record is None:
+                action = run.decide(SaveKey(storage.nbytes(), tuple(tensor.shape), _dtype_name(tensor.dtype)))
+                if action is None:
+                    return KeptHandle(tensor)
+                record = self._ledger.open_record(
+                    storage, tensor._version, owner=run, index=run.num_saves - 1, counts=run.counts
+                )
+                run.note_record(record, storage, tensor._version)
+                run.counts.unique_bytes += record.num_bytes
+                handle = self._ledger.add_handle(record, tensor, self)
+                if action is Action.KEEP or not self._leave(run, record, storage):
+                    run.counts.kept_bytes += record.num_bytes
+                self._make_room()
+            else:
+                handle = self._ledger.add_handle(record, tensor, self)
+            return handle
+
+    def _leave(self, run: Pass, record: Record, storage: torch.UntypedStorage) -> bool:
+        try:
+            self._ledger.leave(record, storage)
+        except HostMemoryError as error:
+            run.refused_bytes += record.num_bytes
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f'CPUOffload (tag "{self._tag}") leaves {format_mib(record.num_bytes)} on the device: {error}', stacklevel=2
+                )
+            return False
+        return True
+
+    def _make_room(self) -> None:
+        limit_bytes = self.limit_bytes
+        while self._ledger.live_bytes > limit_bytes and self._ledger.backlog:
+            self._ledger.release_oldest()
+
+    def end_forward(self, run: Pass, *, learn: bool) -> None:
+        """The context has been left, or the backward has begun: no more saves belong to the pass."""
+        with self._lock:
+            if run.is_forward and run.finish_forward(learn=learn):
+                warnings.warn(
+                    f'the report under the tag "{self._tag}" is of another model, or of other shapes: what was saved does not '
+                    "follow it. This pass is taken as the new measure. Profile again, or use another tag.",
+                    stacklevel=2,
+                )
+
+    # Giving back
+
+    def unpack(self, handle: Handle) -> Tensor:
+        """Return a saved tensor, for work on the current stream; fetch what is needed after it."""
+        with self._lock:
+            self._ledger.sweep()
+            record = handle.record
+            run = record.owner
+            assert isinstance(run, Pass)
+            if self._follow_backward(run):
+                self._note_use(run, record)
+            in_place = self._in_place(handle)
+            if in_place is None:
+                self._fetch_now(record)
+            if run.task != -1:
+                self._fetch_ahead(run)
+            return self._ledger.hand_out(handle) if in_place is None else in_place
+
+    def _follow_backward(self, run: Pass) -> bool:
+        """Notice that a backward has begun, for the first time or again; tell whether one is running at all."""
+        task = backward_task()
+        if task == -1:
+            return False
+        if run.task != task:
+            if run.task == -1:
+                self.end_forward(run, learn=True)
+                self._judge_waste(run)
+            self._take_back(run, until=None)
+            run.begin_backward(task)
+            after_backward(lambda: self._end_backward(run, task))
+        return True
+
+    def _judge_waste(self, run: Pass) -> None:
+        """The forward's frame is gone: what is still alive after we let go is held by somebody else."""
+        for record in run.records():
+            if record.residency is Residency.HOST and record.original() is not None:
+                run.counts.wasted_bytes += record.num_bytes
+                run.note_held(record)
+
+    def _note_use(self, run: Pass, record: Record) -> None:
+        working_bytes = 0 if self._counter is None else self._counter.allocated_bytes() - self._ledger.live_bytes
+        if run.note_use(record, working_bytes):
+            if record.left is not None and (record.residency is Residency.LEAVING or record.original() is not None):
+                run.counts.served_bytes += record.num_bytes
+            place = run.place_of(record)
+            self._take_back(run, until=place - _PASSED_OVER)
+
+    def _in_place(self, handle: Handle) -> Tensor | None:
+        """Return the tensor from the storage that it was saved from, if that is still there."""
+        if handle.geometry is None:
+            return handle.alias
+        original = handle.record.original()
+        return None if original is None else handle.geometry.over(original)
+
+    def _fetch_now(self, record: Record) -> None:
+        """Make a fetched copy of the record available to the current stream, whatever room there is."""
+        ledger = self._ledger
+        if record.residency in (Residency.COMING, Residency.BACK):
+            if ledger.fetched_copy(record) is not None and record.fetched_on == self.device.current_stream():
+                return
+            if record.residency is Residency.COMING:
+                ledger.take_back(record)
+        try:
+            ledger.fetch(record)
+        except torch.OutOfMemoryError:
+            self._drop_fetched()
+            try:
+                ledger.fetch(record)
+            except torch.OutOfMemoryError as error:
+                note_on(
+                    error,
+                    f'memkit: no room on the device for {format_mib(record.num_bytes)} that CPUOffload (tag "{self._tag}") '
+                    "had moved to the host, also after all that was fetched ahead was dropped. Use a higher offload_ratio.",
+                )
+                raise
+
+    def _drop_fetched(self) -> None:
+        """Give up all that was fetched ahead, to make room for what cannot wait."""
+        for run in self._live_passes():
+            self._take_back(run, until=None)
+        self._ledger.release_dead(wait=True)
+        self._ledger.settle_all()
+
+    def _take_back(self, run: Pass, *, until: int | None) -> None:
+        """Drop what was fetched for places before `until` (None: any) and not asked for."""
+        for record in list(self._ledger.coming):
+            if record.owner is run and (until is None or run.place_of(record) < until):
+                self._ledger.take_back(record)
+
+    def _fetch_ahead(self, run: Pass) -> None:
+        """Fetch what the backward needs next, while there is room for it all the way to its use."""
+        ledger = self._ledger
+        limit_bytes, promised_bytes = self.limit_bytes, run.promised_bytes()
+        for record in run.upcoming():
+            if record.residency is Residency.HOST and record.original() is None:
+                if ledger.live_bytes + record.num_bytes > limit_bytes:
+                    ledger.release_dead(wait=True)
+                if ledger.live_bytes + record.num_bytes > limit_bytes:
+                    return
+                then_bytes = ledger.live_bytes + record.num_bytes + run.working_bytes_until(record)
+                if promised_bytes is not None and then_bytes > promised_bytes:
+                    return
+                try:
+                    ledger.fetch(record)
+                except torch.OutOfMemoryError:
+                    return  # it may be needed less soon than what took the room
+            run.advance()
+
+    def _end_backward(self, run: Pass, task: int) -> None:
+        """A backward has ended well."""
+        with self._lock:
+            self._ledger.sweep()
+            if run.task == task:
+                self._take_back(run, until=None)
+                run.end_backward()
+            self.settle()
+
+    def settle(self) -> None:
+        """Take up what has died, and free what waited for copies that are done."""
+        with self._lock:
+            self._ledger.sweep()
+            self._ledger.release_dead(wait=False)
+            if self._is_retired and self.arena.in_use_bytes == 0:
+                self.arena.close()
+
+    def retire(self) -> None:
+        """Give the host memory back, at once or when the last graph that needs it is gone."""
+        self._is_retired = True
+        self.settle()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    name = _DTYPE_NAMES.get(dtype)
+    if name is None:
+        name = _DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
+    return name

@@ -1,0 +1,62 @@
+"""What is to happen to each saved storage: the frozen answer of every planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tabulate import tabulate
+
+from memkit.sizes import format_mib
+
+
+class Action(str, Enum):
+    """What to do with one saved storage."""
+
+    KEEP = "keep"
+    """Leave it on the device."""
+    OFFLOAD = "offload"
+    """Copy it to host memory, let go of it, and have it back for the backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One action for each storage that a forward saves, in the order of first saves."""
+
+    sizes_bytes: tuple[int, ...]
+    actions: tuple[Action, ...]
+    ratio: float
+    """The share that was asked for."""
+    window_bytes: int
+    held: frozenset[int]
+    """Storages, by index, that somebody else keeps alive: they stay, and no total counts them."""
+    seen_bytes: int
+    """Bytes of all storages that are not held."""
+    offload_bytes: int
+    """Of these, the bytes that leave."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes that stay."""
+        return self.seen_bytes - self.offload_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """The most bytes of these storages that the device holds at once."""
+        return max(self.kept_bytes, self.window_bytes)
+
+    def explain(self) -> str:
+        """Return the plan as a table, one line per storage, with the totals in the last three."""
+        rows = [
+            (index, format_mib(size), "held" if index in self.held else action.value)
+            for index, (size, action) in enumerate(zip(self.sizes_bytes, self.actions, strict=True))
+        ]
+        table = tabulate(rows, headers=("save", "size", "action"), colalign=("right", "right", "left"), disable_numparse=True)
+        return "\n".join(
+            (
+                table,
+                f"saved: {format_mib(self.seen_bytes)}",
+                f"kept: {format_mib(self.kept_bytes)}",
+                f"offloaded: {format_mib(self.offload_bytes)}",
+            )
+        )

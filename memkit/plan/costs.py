@@ -1,0 +1,190 @@
+"""What a plan costs: seconds of copies, and how long a step takes with them.
+
+A step can be no faster than its *roofline*: the forward or the copies out, whichever takes longer, then the backward or the
+copies back. The *lane simulation* adds the order of things: no copy begins before its tensor exists, none ends after its first
+use, and the device holds no more than it may.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from memkit.plan.actions import Action
+from memkit.plan.ratio import plan_ratio
+from memkit.profile import MemoryReport, SavedCategory
+from memkit.transfer import Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedSave:
+    """One saved storage and its moments."""
+
+    num_bytes: int
+    saved_at_s: float
+    """Seconds from the start of the forward to its first save."""
+    needed_at_s: float
+    """Seconds from the start of the backward to its first use."""
+    is_held: bool = False
+    """Whether somebody else keeps it alive, so that to move it would free nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of one step."""
+
+    forward_s: float
+    backward_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Forward and backward together."""
+        return self.forward_s + self.backward_s
+
+
+def timed_saves(report: MemoryReport, min_bytes: int) -> list[TimedSave]:
+    """Return the storages of a report that `CPUOffload` would count, with their times.
+
+    Raises:
+        ValueError: the report has no times (it is of the meta device, or has no backward).
+    """
+    saves = []
+    for record in report.saved:
+        if record.storage_bytes < min_bytes or record.category is SavedCategory.PARAM_CAST:
+            continue
+        if record.saved_at_s is None:
+            raise ValueError(
+                "the report has no times: profile on a GPU, with backward=True, to know how long the step takes there"
+            )
+        needed_at_s = report.backward_s if record.needed_at_s is None else record.needed_at_s
+        if needed_at_s is None:
+            raise ValueError("the report has no backward: profile with backward=True")
+        is_held = record.category is SavedCategory.INPUT
+        saves.append(
+            TimedSave(num_bytes=record.storage_bytes, saved_at_s=record.saved_at_s, needed_at_s=needed_at_s, is_held=is_held)
+        )
+    return saves
+
+
+def roofline_s(*, forward_s: float, backward_s: float, out_bytes: int, back_bytes: int, link: Link) -> float:
+    """Return the least seconds of a step that moves so many bytes out in its forward and back in its backward."""
+    return max(forward_s, out_bytes / link.d2h_bytes_per_s) + max(backward_s, back_bytes / link.h2d_bytes_per_s)
+
+
+def simulate_lanes(
+    saves: Sequence[TimedSave],
+    offloaded: Collection[int],
+    *,
+    forward_s: float,
+    backward_s: float,
+    link: Link,
+    limit_bytes: int | None = None,
+) -> StepTime:
+    """Return how long a step takes that moves some of its saved storages.
+
+    Args:
+        saves: all saved storages, in the order of first saves.
+        offloaded: indices of those that leave.
+        forward_s, backward_s: seconds without any copies.
+        link: how fast copies are; each also takes its latency.
+        limit_bytes: the most bytes of `saves` that the device may hold. None sets no limit: then nothing waits for room, and
+            the forward is over when the last copy is.
+    """
+    out = [index for index in range(len(saves)) if index in offloaded and not saves[index].is_held]
+    late_s, resident, live_bytes = _simulate_forward(saves, frozenset(out), forward_s=forward_s, link=link, limit=limit_bytes)
+    stall_s = _simulate_backward(saves, out, resident, live_bytes=live_bytes, link=link, limit=limit_bytes)
+    return StepTime(forward_s=forward_s + late_s, backward_s=backward_s + stall_s)
+
+
+def _simulate_forward(
+    saves: Sequence[TimedSave], out: frozenset[int], *, forward_s: float, link: Link, limit: int | None
+) -> tuple[float, set[int], int]:
+    """Return the seconds that the forward waits, which of `out` are still on the device at its end, and the bytes on it."""
+    late_s = lane_free_s = 0.0
+    backlog: deque[tuple[int, float]] = deque()
+    live_bytes = 0
+    for index, save in enumerate(saves):
+        if save.is_held:
+            continue
+        live_bytes += save.num_bytes
+        now_s = save.saved_at_s + late_s
+        if index in out:
+            lane_free_s = max(lane_free_s, now_s) + link.latency_s + save.num_bytes / link.d2h_bytes_per_s
+            backlog.append((index, lane_free_s))
+        while limit is not None and live_bytes > limit and backlog:
+            oldest, done_s = backlog.popleft()
+            now_s = max(now_s, done_s)
+            live_bytes -= saves[oldest].num_bytes
+        late_s = now_s - save.saved_at_s
+    if limit is None:
+        return max(late_s, lane_free_s - forward_s, 0.0), set(), live_bytes
+    return late_s, {index for index, _ in backlog}, live_bytes
+
+
+def _simulate_backward(
+    saves: Sequence[TimedSave], out: Sequence[int], resident: set[int], *, live_bytes: int, link: Link, limit: int | None
+) -> float:
+    """Return the seconds that the backward waits for what comes back."""
+    order = sorted((index for index, save in enumerate(saves) if not save.is_held), key=lambda index: saves[index].needed_at_s)
+    to_fetch = deque(index for index in order if index in set(out) - resident)
+    done_s: dict[int, float] = {}
+    stall_s = lane_free_s = 0.0
+
+    def fetch(now_s: float) -> None:
+        nonlocal lane_free_s, live_bytes
+        index = to_fetch.popleft()
+        lane_free_s = max(lane_free_s, now_s) + link.latency_s + saves[index].num_bytes / link.h2d_bytes_per_s
+        done_s[index] = lane_free_s
+        live_bytes += saves[index].num_bytes
+
+    used_bytes = 0
+    for index in order:
+        now_s = saves[index].needed_at_s + stall_s
+        live_bytes -= used_bytes  # what was used last falls free by now
+        while to_fetch and (limit is None or live_bytes + saves[to_fetch[0]].num_bytes <= limit):
+            fetch(0.0 if limit is None else now_s)
+        if to_fetch and to_fetch[0] == index:
+            fetch(now_s)
+        stall_s += max(0.0, done_s.get(index, 0.0) - now_s)
+        used_bytes = saves[index].num_bytes
+    return stall_s
+
+
+def auto_ratio(
+    saves: Sequence[TimedSave],
+    *,
+    forward_s: float,
+    backward_s: float,
+    link: Link,
+    window_bytes: int | None = None,
+    tolerance: float = 0.01,
+) -> float:
+    """Return the largest ratio whose copies hide behind the computation.
+
+    Args:
+        saves: the saved storages, in the order of first saves.
+        forward_s, backward_s: seconds without any copies.
+        link: how fast copies are.
+        window_bytes: bytes that the device may hold in any case; by default twice the largest of `saves`.
+        tolerance: by what share of its plain time the step may take longer.
+    """
+    sizes = [save.num_bytes for save in saves]
+    held = frozenset(index for index, save in enumerate(saves) if save.is_held)
+    movable = [size for index, size in enumerate(sizes) if index not in held]
+    if not movable:
+        return 0.0
+    window = 2 * max(movable) if window_bytes is None else window_bytes
+    best, chosen_bytes = 0.0, 0
+    for size in movable:  # the plan changes where one more storage is chosen
+        chosen_bytes += size
+        ratio = chosen_bytes / sum(movable)
+        plan = plan_ratio(sizes, ratio, window_bytes=window, held=held)
+        offloaded = {index for index, action in enumerate(plan.actions) if action is Action.OFFLOAD}
+        time = simulate_lanes(
+            saves, offloaded, forward_s=forward_s, backward_s=backward_s, link=link, limit_bytes=plan.limit_bytes
+        )
+        if time.step_s > (1 + tolerance) * (forward_s + backward_s):
+            break
+        best = ratio
+    return best

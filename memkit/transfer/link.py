@@ -1,0 +1,65 @@
+"""How fast bytes go between a device and the host."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from memkit.device.base import Device
+from memkit.transfer.arena import Arena
+from memkit.transfer.lanes import Lanes
+
+_SMALL_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Speed of the link in each direction, while the other is idle: both at once are slower.
+
+    A copy of n bytes takes about `latency_s + n / bytes_per_s`.
+    """
+
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.d2h_bytes_per_s / 1e9:.1f} GB/s to the host, {self.h2d_bytes_per_s / 1e9:.1f} GB/s back, "
+            f"{self.latency_s * 1e6:.0f} us each"
+        )
+
+
+def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int = 5) -> Link:
+    """Return the speed of copies between a device and pinned host memory, one at a time: the median of several.
+
+    Raises:
+        HostMemoryError: there is no room in host memory for `num_bytes`.
+        torch.OutOfMemoryError: there is none on the device.
+    """
+    arena = Arena(device)
+    try:
+        big_out_s, big_back_s = _seconds(device, arena, num_bytes, repeats)
+        small_out_s, small_back_s = _seconds(device, arena, _SMALL_BYTES, repeats)
+    finally:
+        arena.close()
+    return Link(
+        d2h_bytes_per_s=num_bytes / max(big_out_s, 1e-9),
+        h2d_bytes_per_s=num_bytes / max(big_back_s, 1e-9),
+        latency_s=max(small_out_s, small_back_s),
+    )
+
+
+def _seconds(device: Device, arena: Arena, num_bytes: int, repeats: int) -> tuple[float, float]:
+    """Return the median seconds of a copy out and of a copy back."""
+    lanes, storage, span = Lanes(device), device.allocate(num_bytes), arena.take(num_bytes)
+    out_s, back_s = [], []
+    for _ in range(1 + repeats):  # the first is to warm up
+        out = lanes.copy_out(storage, span, after=device.record_event())
+        device.synchronize()
+        back = lanes.copy_back(span, storage, after=(out.done,))
+        device.synchronize()
+        out_s.append(out.started.elapsed_s(out.done))
+        back_s.append(back.started.elapsed_s(back.done))
+    arena.give(span)
+    return statistics.median(out_s[1:]), statistics.median(back_s[1:])

@@ -1,0 +1,56 @@
+"""Devices to offload from: the reference device in three moods, and CUDA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import memkit
+from memkit.activations import offload
+from memkit.device import CudaDevice, Device, ReferenceDevice
+
+Offload = Callable[..., memkit.CPUOffload]
+
+
+def open_test_device(name: str) -> Device:
+    if name == "cuda":
+        return CudaDevice(torch.device("cuda"))
+    return ReferenceDevice(seed=None if name == "late" else int(name.split()[1]))
+
+
+DEVICES = ["late", "seed 0", "seed 1", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = open_test_device(request.param)
+    yield device
+    device.synchronize()  # raises what finalizers have found
+
+
+@pytest.fixture
+def offloading(device: Device) -> Offload:
+    """Return `CPUOffload` for the device, with no storage too small."""
+    return functools.partial(memkit.CPUOffload, device=device, min_bytes=0)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_tags() -> Iterator[None]:
+    yield
+    for tag in list(offload._states):
+        memkit.reset(tag)
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two runs of the same computation give the same bits."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
