@@ -1,9 +1,7 @@
 """Host memory for bytes that leave a device: pinned, of the exact size, and used again in the same places.
 
 One range of addresses is set aside once; addresses cost nothing. Memory is committed (touched and pinned) from its low end
-upwards, many pieces side by side, which is several times faster than pinning them one after the other, and nothing is rounded
-up to a power of two. Spans are handed out at the lowest address where they fit, so that the same sequence of spans lands in the
-same places in every step: then nothing is pinned any more, and nothing is fragmented.
+upwards, many segments side by side, which is several times faster than one after the other, and in exactly the size needed.
 """
 
 from __future__ import annotations
@@ -12,11 +10,14 @@ import contextlib
 import itertools
 import mmap
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,18 +32,25 @@ PAGE_BYTES = 2 * 2**20
 """Size of a huge page: segments begin and end at multiples of it."""
 SMALLEST_SEGMENT_BYTES = 32 * 2**20
 LARGEST_SEGMENT_BYTES = 512 * 2**20
+LOOSE_BYTES = 2**30
+"""Up to here an arena rather grows than cut a span into more pieces; above, it does so within `_SLACK`."""
+_SLACK = 1.05
 _NUM_THREADS = 8
-_MAP_NORESERVE = 0x4000 if hasattr(mmap, "MAP_ANONYMOUS") and os.uname().sysname == "Linux" else 0
-_SPARE_BYTES = 2**30
-"""Memory of the machine that is left for others."""
+# Linux's MAP_NORESERVE, MADV_HUGEPAGE and MADV_WIPEONFORK: else a fork copies pinned memory at once, not only when somebody
+# writes to it, which costs each worker of a data loader seconds and gigabytes. With it the child finds zeros.
+_MAP_NORESERVE, _ADVICE = (0x4000, (14, 18)) if sys.platform == "linux" else (0, ())
 
-MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+_Extent = tuple[int, int]
+"""Where bytes start and end in the arena's addresses."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span:
-    """A stretch of host memory.
+    """Host memory that was taken: `num_bytes` at `offset`, or scattered over several `extents` of which that is the first.
 
     `pieces` are its bytes, in order: tensors of dtype uint8, cut where pinned segments meet, since one copy must not cross such
     an edge. Work that writes to the span waits for `free_events` first: copies that may still read what was there before.
@@ -52,11 +60,12 @@ class Span:
     num_bytes: int
     pieces: tuple[Tensor, ...]
     free_events: tuple[Event, ...]
+    extents: tuple[_Extent, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Segment:
-    """Memory that was committed as one. `pinned` is done once it is touched and pinned."""
+    """Memory that was committed as one. `pinned` is done once it is touched and pinned, or could not be."""
 
     start: int
     end: int
@@ -64,217 +73,243 @@ class _Segment:
     pinned: Future[None]
 
 
-@dataclass(slots=True)
-class _Gap:
-    """Committed memory that nobody uses, with the last uses of its parts: (start, end, event)."""
-
-    start: int
-    end: int
-    last_uses: list[tuple[int, int, Event]] = field(default_factory=list)
-
-
 class Arena:
-    """Pinned host memory for one device. Its methods may be called from several threads.
+    """Pinned host memory for one device. Its methods may be called from several threads, but not from finalizers.
 
-    From the second of two equal sequences of spans on, nothing is pinned. What is held beyond the most that was ever in use is
-    less than a page (2 MiB), plus the gaps that a change of the sequence leaves: at most the size of one span for each change
-    of order, none where spans are given back in the reverse order, or all before the next is taken.
+    A span goes to the lowest gap that it fits into, or else the arena grows by what is missing. So the same sequence of spans
+    finds the same places again, and pins nothing from the second time on.
+
+    What is held stays within 1.05 times the most that was ever in use, or 1 GiB if that is more; only `reserve` goes beyond.
+    Spans that are given back in reverse order leave one gap. Another order may leave gaps that are each too small for the next
+    span: rather than grow past the bound or fail at a limit, the arena then scatters the span over the largest of them. Its
+    copies have more pieces, and the next equal sequence may still grow, within the bound.
 
     Args:
         device: whose copies use the memory.
-        limit_bytes: the most to hold. The limit of the container, and what the machine has available, are respected as well.
+        limit_bytes: the most to hold. The limits of the container, and what the machine has available, are respected as well.
     """
 
     def __init__(self, device: Device, *, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.peak_in_use_bytes = 0
         self.num_pins = 0
-        """How many segments were pinned so far."""
+        """How many segments were given to `Device.pin` so far."""
         self._device = device
-        self._lock = threading.RLock()
-        self._range: _AddressRange | None = None
+        self._lock = threading.RLock()  # the threads that pin never take it: whoever holds it may wait for them
+        self._addresses: _Addresses | None = None
         self._segments: list[_Segment] = []
-        self._end = 0
-        """Where the committed addresses end."""
-        self._gaps: list[_Gap] = []
+        self._gaps: list[_Extent] = []
+        """Committed memory that nobody uses, lowest first; no two touch."""
+        self._last_uses: deque[tuple[_Extent, Event]] = deque()
+        """What was given back before its last use was reached, oldest first; also while somebody has taken it again."""
         self._spans: dict[int, Span] = {}
         self._in_use_bytes = 0
-        weakref.finalize(self, _unpin_all, device, self._segments).atexit = False
+        weakref.finalize(self, _unpin, device, self._segments).atexit = False
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of the spans that are taken."""
+        """Bytes of the spans that are taken, each rounded up to 512."""
         return self._in_use_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are pinned, or being pinned."""
-        return sum(segment.end - segment.start for segment in self._segments)
+        """Bytes that are pinned, or being pinned. Those that could not be pinned count until `take` or `trim` meets them."""
+        return sum(segment.end - segment.start for segment in tuple(self._segments))
 
     def take(self, num_bytes: int) -> Span:
         """Return a span of at least one byte.
 
         Raises:
-            HostMemoryError: a limit is met, or the system does not pin as much.
+            HostMemoryError: a limit is met, or the system does not pin as much. The arena stays usable.
         """
         assert num_bytes > 0
         size = _rounded(num_bytes, ALIGNMENT_BYTES)
         with self._lock:
-            gap = next((gap for gap in self._gaps if gap.end - gap.start >= size), None) or self._grow(size)
-            start, end = gap.start, gap.start + size
-            self._await_pins(start, end)
-            last_uses = [event for first, last, event in gap.last_uses if first < end and start < last]
-            gap.start = end
-            gap.last_uses = [use for use in gap.last_uses if use[1] > end]
-            if gap.start == gap.end:
-                self._gaps.remove(gap)
-            free_events = tuple(dict.fromkeys(event for event in last_uses if not event.is_reached()))
-            span = Span(start, num_bytes, tuple(self._pieces(start, start + num_bytes)), free_events)
-            self._spans[start] = span
+            extents = self._find(size)
+            self._await_pins([segment for extent in extents for segment in self._segments_under(extent)])
+            for extent in extents:
+                self._cut(extent)
+            span = Span(
+                offset=extents[0][0],
+                num_bytes=num_bytes,
+                pieces=self._pieces(extents, num_bytes),
+                free_events=self._pending_on(extents),
+                extents=extents,
+            )
+            self._spans[span.offset] = span
             self._in_use_bytes += size
             self.peak_in_use_bytes = max(self.peak_in_use_bytes, self._in_use_bytes)
-        self._poison(span)
-        return span
+            if not span.free_events:
+                self._note_free(span)
+            return span
 
     def give(self, span: Span, last_use: Event | None = None) -> None:
-        """Take a span back. Its bytes mean nothing any more.
+        """Take a span back. Its bytes mean nothing any more, once `last_use` is reached.
+
+        `Device.note_host_free` hears of it now, or when the bytes are taken again after that. It never hears of bytes that a
+        copy may still read: who takes those is told by `Span.free_events`.
 
         Args:
             span: one that `take` returned, not given back before.
             last_use: the event behind the last work that uses the span; None if there is none under way.
         """
         with self._lock:
-            assert self._spans.pop(span.offset, None) is span, "a span was given back twice, or to another arena"
-            self._poison(span)
-            size = _rounded(span.num_bytes, ALIGNMENT_BYTES)
-            self._in_use_bytes -= size
-            start, end = span.offset, span.offset + size
-            events = [*span.free_events, *([] if last_use is None else [last_use])]
-            self._free(_Gap(start, end, [(start, end, event) for event in events if not event.is_reached()]))
+            assert self._spans.get(span.offset) is span, "a span was given back twice, or to another arena"
+            del self._spans[span.offset]
+            self._in_use_bytes -= _rounded(span.num_bytes, ALIGNMENT_BYTES)
+            if last_use is not None:
+                self._last_uses.extend((extent, last_use) for extent in span.extents)
+            if not self._pending_on(span.extents):
+                self._note_free(span)
+            for extent in span.extents:
+                self._free(extent)
 
     def reserve(self, num_bytes: int) -> None:
-        """Begin to commit memory, so that so many bytes are held in all. Does not wait for it, and takes what limits allow."""
+        """Begin to commit memory in the background, so that so many bytes are held in all, or what `limit_bytes` allows.
+
+        Does not wait, and raises nothing: `take` raises when it meets what failed.
+        """
         with self._lock, contextlib.suppress(HostMemoryError):
-            missing = num_bytes - self._end
-            if missing > 0:
-                self._commit(missing, wait=False)
+            if self.limit_bytes is not None:
+                num_bytes = min(num_bytes, self.limit_bytes // PAGE_BYTES * PAGE_BYTES)
+            self._commit(num_bytes - self.held_bytes)
 
     def trim(self, num_bytes: int = 0) -> None:
-        """Give free memory back to the system, from the high end down to `num_bytes`, in whole segments."""
+        """Give free memory back to the system: whole segments, from the high end down to `num_bytes`.
+
+        Stops at the first one that is in use, or that a copy may still read.
+        """
         with self._lock:
-            while self._segments and self._segments[-1].start >= num_bytes and self._is_free(self._segments[-1]):
-                segment = self._segments.pop()
-                self._cut_gaps(segment)
-                if segment.pinned.exception() is None:
-                    self._device.unpin(segment.bytes)
-                if self._range is not None:
-                    self._range.forget(segment.start, segment.end)
-                self._end = segment.start
+            while self._segments and (last := self._segments[-1]).start >= num_bytes:
+                is_gap = any(start <= last.start and last.end <= end for start, end in self._gaps)
+                if not is_gap or self._pending_on([(last.start, last.end)]):
+                    break
+                self._drop(last)
 
     def close(self) -> None:
-        """Give all memory back. No span may be in use."""
-        assert not self._spans, "an arena was closed while spans of it were in use"
-        self.trim()
+        """Give all memory back. No span may be in use.
 
-    # Gaps
+        Does not wait: what a copy may still read goes back with the next call, or with the arena itself.
+        """
+        with self._lock:
+            assert not self._spans, "an arena was closed while spans of it were in use"
+            self.trim()
 
-    def _free(self, freed: _Gap) -> None:
+    # Free memory
+
+    def _find(self, size: int) -> tuple[_Extent, ...]:
+        """Return free extents for so many bytes; grow if there are none."""
+        if not any(end - start >= size for start, end in self._gaps):
+            is_tail_free = self._gaps and self._gaps[-1][1] == self._segments[-1].end
+            tail_bytes = self._gaps[-1][1] - self._gaps[-1][0] if is_tail_free else 0
+            whole_bytes = _rounded(size - tail_bytes, PAGE_BYTES)
+            least_bytes = _rounded(size - sum(end - start for start, end in self._gaps), PAGE_BYTES)
+            most_in_use_bytes = max(self.peak_in_use_bytes, self._in_use_bytes + size)
+            is_bounded = self.held_bytes + whole_bytes <= max(_SLACK * most_in_use_bytes, LOOSE_BYTES)
+            try:
+                self._await_pins(self._commit(whole_bytes if is_bounded else least_bytes), all_or_none=True)
+            except HostMemoryError:
+                if not is_bounded or whole_bytes == least_bytes:
+                    raise
+                self._await_pins(self._commit(least_bytes), all_or_none=True)
+        fitting = next((gap for gap in self._gaps if gap[1] - gap[0] >= size), None)
+        extents = []
+        for start, end in [fitting] if fitting else sorted(self._gaps, key=lambda gap: gap[0] - gap[1]):
+            end = min(end, start + size)
+            size -= end - start
+            extents += [(start, end)] if start < end else []
+        return tuple(sorted(extents))
+
+    def _free(self, extent: _Extent) -> None:
         """Add a gap, as one with those that touch it."""
-        for gap in [gap for gap in self._gaps if gap.end == freed.start or gap.start == freed.end]:
-            freed.start, freed.end = min(freed.start, gap.start), max(freed.end, gap.end)
-            freed.last_uses += [use for use in gap.last_uses if not use[2].is_reached()]
-            self._gaps.remove(gap)
-        self._gaps.append(freed)
-        self._gaps.sort(key=lambda gap: gap.start)
+        start, end = extent
+        at = bisect_left(self._gaps, extent)
+        if at < len(self._gaps) and self._gaps[at][0] == end:
+            end = self._gaps.pop(at)[1]
+        if at > 0 and self._gaps[at - 1][1] == start:
+            at -= 1
+            start = self._gaps.pop(at)[0]
+        self._gaps.insert(at, (start, end))
 
-    def _is_free(self, segment: _Segment) -> bool:
-        """Tell whether nobody uses a segment, and no copy does."""
-        gap = next((gap for gap in self._gaps if gap.start <= segment.start and segment.end <= gap.end), None)
-        if gap is None:
-            return segment.pinned.done() and segment.pinned.exception() is not None
-        return all(event.is_reached() for start, end, event in gap.last_uses if start < segment.end and segment.start < end)
+    def _cut(self, extent: _Extent) -> None:
+        """Leave no gap within an extent."""
+        start, end = extent
+        parts = (part for gap in self._gaps for part in ((gap[0], min(gap[1], start)), (max(gap[0], end), gap[1])))
+        self._gaps = [part for part in parts if part[0] < part[1]]
 
-    def _cut_gaps(self, segment: _Segment) -> None:
-        """Take a segment out of the gaps."""
-        for gap in list(self._gaps):
-            if gap.start < segment.end and segment.start < gap.end:
-                self._gaps.remove(gap)
-                for start, end in ((gap.start, segment.start), (segment.end, gap.end)):
-                    if start < end:
-                        self._free(_Gap(start, end, [use for use in gap.last_uses if use[0] < end and start < use[1]]))
+    def _pending_on(self, extents: Iterable[_Extent]) -> tuple[Event, ...]:
+        """Return the last uses of these bytes that are not reached, each once."""
+        while self._last_uses and self._last_uses[0][1].is_reached():
+            self._last_uses.popleft()
+        events = dict.fromkeys(
+            event for (first, last), event in self._last_uses if any(first < end and start < last for start, end in extents)
+        )
+        return tuple(event for event in events if not event.is_reached())
 
-    # Memory
-
-    def _grow(self, size: int) -> _Gap:
-        """Commit what is missing for a span of so many bytes; return the gap at the end that then holds it."""
-        last = self._gaps[-1] if self._gaps and self._gaps[-1].end == self._end else None
-        self._commit(size - (0 if last is None else last.end - last.start), wait=True)
-        return next(gap for gap in self._gaps if gap.end == self._end)
-
-    def _commit(self, num_bytes: int, *, wait: bool) -> None:
-        """Touch and pin memory behind what is committed: at once, or in the background."""
-        num_bytes = _rounded(num_bytes, PAGE_BYTES)
-        self._check_limits(num_bytes)
-        if self._range is None:
-            self._range = _AddressRange()
-        if self._end + num_bytes > self._range.num_bytes:
-            raise HostMemoryError(f"the system gives no more than {format_mib(self._range.num_bytes)} of addresses at once")
-        share = min(max(num_bytes // _NUM_THREADS, SMALLEST_SEGMENT_BYTES), LARGEST_SEGMENT_BYTES)
-        edges = [*range(self._end, self._end + num_bytes, _rounded(share, PAGE_BYTES)), self._end + num_bytes]
-        added = []
-        with contextlib.ExitStack() as stack:
-            threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="memkit-pin")
-            stack.callback(threads.shutdown, wait=False)
-            for start, end in itertools.pairwise(edges):
-                piece = self._range.bytes[start:end]
-                added.append(_Segment(start, end, piece, threads.submit(_touch_and_pin, self._device, piece)))
-        failure = next(filter(None, (segment.pinned.exception() for segment in added)), None) if wait else None
-        if failure is not None:
-            for segment in added:
-                if segment.pinned.exception() is None:
-                    self._device.unpin(segment.bytes)
-            raise failure
-        self._segments += added
-        self.num_pins += len(added)
-        self._free(_Gap(self._end, self._end + num_bytes))
-        self._end += num_bytes
-
-    def _await_pins(self, start: int, end: int) -> None:
-        """Wait until the segments of a range are pinned. Those that could not be are never handed out."""
-        failure = None
-        for segment in self._segments:
-            if segment.start < end and start < segment.end and segment.pinned.exception() is not None:
-                failure = segment.pinned.exception()
-                self._cut_gaps(segment)
-        if failure is not None:
-            raise failure
-
-    def _pieces(self, start: int, end: int) -> Iterator[Tensor]:
-        for segment in self._segments:
-            first, last = max(start, segment.start), min(end, segment.end)
-            if first < last:
-                yield segment.bytes[first - segment.start : last - segment.start]
-
-    def _check_limits(self, num_bytes: int) -> None:
-        limits = {"host_limit_bytes": None if self.limit_bytes is None else self.limit_bytes - self.held_bytes}
-        limits["the container's memory limit"] = container_room_bytes()
-        limits["the machine's available memory"] = available_bytes()
-        for name, room_bytes in limits.items():
-            if room_bytes is not None and num_bytes > room_bytes:
-                raise HostMemoryError(
-                    f"{format_mib(num_bytes)} more of host memory is needed; {name} leaves {format_mib(max(room_bytes, 0))}. "
-                    "Offload less, or raise the limit."
-                )
-
-    def _poison(self, span: Span) -> None:
+    def _note_free(self, span: Span) -> None:
         for piece in span.pieces:
             self._device.note_host_free(piece)
 
+    # Committed memory
 
-class _AddressRange:
-    """Addresses without memory behind them, until they are touched."""
+    def _commit(self, num_bytes: int) -> list[_Segment]:
+        """Begin to touch and pin memory behind what is committed. It is a gap at once: who takes it waits for the pins."""
+        if num_bytes <= 0:
+            return []
+        num_bytes, start = _rounded(num_bytes, PAGE_BYTES), self._segments[-1].end if self._segments else 0
+        if self.limit_bytes is not None and self.held_bytes + num_bytes > self.limit_bytes:
+            raise _no_room(num_bytes, self.limit_bytes - self.held_bytes, "host_limit_bytes")
+        self._addresses = self._addresses or _Addresses()
+        if start + num_bytes > self._addresses.num_bytes:
+            raise _no_room(num_bytes, self._addresses.num_bytes - start, "the system's limit on addresses")
+        share = min(max(num_bytes // _NUM_THREADS, SMALLEST_SEGMENT_BYTES), LARGEST_SEGMENT_BYTES)
+        edges = [*range(start, start + num_bytes, _rounded(share, PAGE_BYTES)), start + num_bytes]
+        threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="memkit-pin")
+        added = []
+        for first, last in itertools.pairwise(edges):
+            piece = self._addresses.bytes[first:last]
+            added.append(_Segment(first, last, piece, threads.submit(self._addresses.commit, self._device, first, last)))
+        threads.shutdown(wait=False)
+        self._segments += added
+        self.num_pins += len(added)
+        self._free((start, start + num_bytes))
+        return added
+
+    def _await_pins(self, segments: list[_Segment], *, all_or_none: bool = False) -> None:
+        """Wait until free segments are pinned. Drop those that could not be, so that nobody meets them again, and raise why."""
+        failed = [segment for segment in segments if segment.pinned.exception() is not None]
+        if failed:
+            for segment in segments if all_or_none else failed:
+                self._drop(segment)
+            failed[0].pinned.result()
+
+    def _drop(self, segment: _Segment) -> None:
+        """Give a segment that nobody uses back to the system."""
+        self._segments.remove(segment)
+        self._cut((segment.start, segment.end))
+        _unpin(self._device, [segment])
+        assert self._addresses is not None
+        self._addresses.forget(segment.start, segment.end)
+
+    def _segments_under(self, extent: _Extent) -> Iterable[_Segment]:
+        at = bisect_right(self._segments, extent[0], key=lambda segment: segment.start) - 1
+        return itertools.takewhile(lambda segment: segment.start < extent[1], itertools.islice(self._segments, at, None))
+
+    def _pieces(self, extents: tuple[_Extent, ...], num_bytes: int) -> tuple[Tensor, ...]:
+        pieces = []
+        for start, end in extents:
+            end = min(end, start + num_bytes)  # the last one is not rounded up
+            num_bytes -= end - start
+            for segment in self._segments_under((start, end)):
+                pieces.append(segment.bytes[max(start - segment.start, 0) : end - segment.start])
+        return tuple(pieces)
+
+
+class _Addresses:
+    """A range of addresses, without memory behind them until they are touched."""
 
     def __init__(self) -> None:
+        # Some virtual machines grow while their memory is used, so that what they have now says little.
         num_bytes = max(4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 64 * 2**30)
         while True:
             try:
@@ -284,13 +319,42 @@ class _AddressRange:
                 num_bytes //= 2
                 if num_bytes < PAGE_BYTES:
                     raise HostMemoryError(f"the system gives no addresses for host memory: {error}") from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # the kernel may have been built without
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._skipped = -whole.data_ptr() % PAGE_BYTES
+        for advice in _ADVICE:
+            with contextlib.suppress(OSError):  # the kernel may be too old, or built without
+                self._map.madvise(advice)
+        self._skipped = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % PAGE_BYTES
         self.num_bytes = num_bytes
-        self.bytes = whole[self._skipped : self._skipped + num_bytes]
+        # Nobody closes the map: it lives until the last tensor on it dies. What is skipped is not in the storage either, since
+        # torch tells by the first byte of its storage whether a tensor is pinned.
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes, offset=self._skipped)
+        self._touching_bytes = 0
+        self._has_touched = threading.Condition()
+
+    def commit(self, device: Device, start: int, end: int) -> None:
+        """Touch and pin memory; many threads do so side by side.
+
+        Raises:
+            HostMemoryError: the machine or the container has no room, or the system does not pin it.
+        """
+        num_bytes = end - start
+        with self._has_touched:
+            # Memory that other threads are touching only partly counts as used yet: without room beside it, look again later.
+            while (refusal := _refusal(num_bytes, self._touching_bytes)) and self._touching_bytes:
+                self._has_touched.wait()
+            if refusal:
+                raise refusal
+            self._touching_bytes += num_bytes
+        try:
+            self.bytes[start : end : mmap.PAGESIZE].zero_()  # without the GIL
+        finally:
+            with self._has_touched:
+                self._touching_bytes -= num_bytes
+                self._has_touched.notify_all()
+        try:
+            device.pin(self.bytes[start:end])
+        except BaseException:
+            self.forget(start, end)  # at once: nobody may ever ask for it
+            raise
 
     def forget(self, start: int, end: int) -> None:
         """Give the memory behind some addresses back to the system."""
@@ -298,40 +362,65 @@ class _AddressRange:
             self._map.madvise(mmap.MADV_DONTNEED, self._skipped + start, end - start)
 
 
-def _touch_and_pin(device: Device, piece: Tensor) -> None:
-    piece[:: mmap.PAGESIZE].zero_()  # without the GIL, so that threads do it side by side
-    device.pin(piece)
-
-
-def _unpin_all(device: Device, segments: list[_Segment]) -> None:
+def _unpin(device: Device, segments: list[_Segment]) -> None:
     for segment in segments:
         if segment.pinned.exception() is None:
             device.unpin(segment.bytes)
-    segments.clear()
 
 
 def _rounded(num_bytes: int, to: int) -> int:
     return -(-num_bytes // to) * to
 
 
-def container_room_bytes() -> int | None:
-    """Return how much more memory the container may use; None if there is no limit to be found (cgroups version 2, then 1)."""
-    for limit, used in (
-        (CGROUP / "memory.max", CGROUP / "memory.current"),
-        (CGROUP / "memory" / "memory.limit_in_bytes", CGROUP / "memory" / "memory.usage_in_bytes"),
-    ):
-        try:
-            return int(limit.read_text()) - int(used.read_text())
-        except (OSError, ValueError):  # not there, or "max"
-            continue
+def _no_room(num_bytes: int, room_bytes: int, limit: str) -> HostMemoryError:
+    return HostMemoryError(
+        f"{format_mib(num_bytes)} more of host memory is needed; {limit} leaves {format_mib(max(room_bytes, 0))}. "
+        "Offload less, or raise the limit."
+    )
+
+
+def _refusal(num_bytes: int, promised_bytes: int) -> HostMemoryError | None:
+    """Return what to raise if the machine or the container has no room for more bytes beside those promised to others."""
+    limits = {"the container's memory limit": container_room_bytes(), "the machine's available memory": available_bytes()}
+    for limit, room_bytes in limits.items():
+        if room_bytes is not None and num_bytes + promised_bytes > room_bytes:
+            return _no_room(num_bytes, room_bytes - promised_bytes, limit)
     return None
 
 
+def container_room_bytes() -> int | None:
+    """Return how many more bytes the control groups of this process (version 2 or 1) allow; None if they set no limit.
+
+    Files that are cached and not in use count as room: the kernel drops them first.
+    """
+    rooms = []
+    for line in _lines(OWN_CGROUPS):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, names, cache = CGROUP, ("memory.max", "memory.current"), "inactive_file "
+        elif "memory" in controllers.split(","):
+            root, names, cache = CGROUP / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file "
+        else:
+            continue
+        own = root / path.lstrip("/")
+        for group in (own, *own.parents):  # each group above may set a limit; a container may see its own as the root
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                limit_bytes, used_bytes = (int((group / name).read_text()) for name in names)
+                cached_bytes = sum(int(stat.split()[1]) for stat in _lines(group / "memory.stat") if stat.startswith(cache))
+                rooms.append(limit_bytes - used_bytes + cached_bytes)
+    return min(rooms, default=None)
+
+
 def available_bytes() -> int | None:
-    """Return how much memory the machine can give without swapping, less what is left for others; None where unknown."""
-    try:
-        lines = MEMINFO.read_text().splitlines()
-    except OSError:
+    """Return how many bytes the machine can give without swapping, less 5 % of all (at least 1 GiB); None where unknown."""
+    found = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in _lines(MEMINFO))}
+    if "MemAvailable" not in found:
         return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] - _SPARE_BYTES if found else None
+    return found["MemAvailable"] - max(2**30, found.get("MemTotal", 0) // 20)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -33,10 +33,17 @@ class Link:
 def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int = 5) -> Link:
     """Return the speed of copies between a device and pinned host memory, one at a time: the median of several.
 
+    Args:
+        num_bytes: size of the copies that tell the bandwidth. Much smaller ones tell the latency.
+        repeats: how many copies of each size and direction are timed, after one that is not.
+
     Raises:
+        ValueError: an argument is not positive.
         HostMemoryError: there is no room in host memory for `num_bytes`.
         torch.OutOfMemoryError: there is none on the device.
     """
+    if num_bytes <= 0 or repeats <= 0:
+        raise ValueError(f"num_bytes and repeats must be positive; found {num_bytes} and {repeats}")
     arena = Arena(device)
     try:
         big_out_s, big_back_s = _seconds(device, arena, num_bytes, repeats)
@@ -54,12 +61,14 @@ def _seconds(device: Device, arena: Arena, num_bytes: int, repeats: int) -> tupl
     """Return the median seconds of a copy out and of a copy back."""
     lanes, storage, span = Lanes(device), device.allocate(num_bytes), arena.take(num_bytes)
     out_s, back_s = [], []
-    for _ in range(1 + repeats):  # the first is to warm up
-        out = lanes.copy_out(storage, span, after=device.record_event())
-        device.synchronize()
-        back = lanes.copy_back(span, storage, after=(out.done,))
-        device.synchronize()
-        out_s.append(out.started.elapsed_s(out.done))
-        back_s.append(back.started.elapsed_s(back.done))
-    arena.give(span)
+    try:
+        for _ in range(1 + repeats):  # the first is to warm up
+            out = lanes.copy_out(storage, span, after=device.record_event())
+            device.synchronize()
+            back = lanes.copy_back(span, storage, after=(out.done,))
+            device.synchronize()
+            out_s.append(out.started.elapsed_s(out.done))
+            back_s.append(back.started.elapsed_s(back.done))
+    finally:
+        arena.give(span)
     return statistics.median(out_s[1:]), statistics.median(back_s[1:])
