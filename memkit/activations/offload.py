@@ -451,6 +451,7 @@ def offload_stats(tag: str = "default") -> OffloadStats:
         tag=tag,
         num_iterations=state.num_iterations,
         ratios=tuple(state.ratios),
+        window_bytes=counts.window_bytes,
         seen_bytes=counts.seen_bytes,
         unique_bytes=counts.unique_bytes,
         kept_bytes=counts.kept_bytes,

@@ -224,6 +224,7 @@ class Pass:
         """End the forward; file what it saved as a trace, unless it broke off. Tells whether a report was of no use."""
         assert self.is_forward
         self.is_forward = False
+        self.counts.window_bytes = max(self.counts.window_bytes, self.window_bytes)
         if not learn or not self._keys:
             return False
         trace = self._trace

@@ -40,6 +40,7 @@ class IterationCounts:
     """What one iteration has moved so far."""
 
     ratio: float
+    window_bytes: int = 0
     seen_bytes: int = 0
     unique_bytes: int = 0
     kept_bytes: int = 0
@@ -84,6 +85,8 @@ class OffloadStats:
     """Entries with grad mode on, since the tag was new or reset."""
     ratios: tuple[float, ...]
     """The ratio asked for in each iteration (the last 10,000)."""
+    window_bytes: int
+    """Bytes of saved tensors that the device may hold beside what the ratio keeps."""
     seen_bytes: int
     """Bytes of all tensors that autograd saved while the context was on, each save counted."""
     unique_bytes: int

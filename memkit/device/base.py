@@ -138,6 +138,10 @@ class Device(ABC):
         """Return the allocator's own counter, or None where the allocator keeps none (the CPU's)."""
 
     @abstractmethod
+    def empty_cache(self) -> None:
+        """Give memory that the allocator holds, and no tensor uses, back to the device. Source: `torch.cuda.empty_cache`."""
+
+    @abstractmethod
     def is_capturing(self) -> bool:
         """Tell whether the work of the current stream is being captured into a graph instead of run."""
 

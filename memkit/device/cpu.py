@@ -83,5 +83,8 @@ class CpuDevice(Device):
     def memory_counter(self) -> None:
         return None
 
+    def empty_cache(self) -> None:
+        pass
+
     def is_capturing(self) -> bool:
         return False

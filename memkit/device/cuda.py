@@ -164,6 +164,9 @@ class CudaDevice(Device):
         with suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
 
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
     def is_capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
 

@@ -320,6 +320,9 @@ class ReferenceDevice(Device):
     def memory_counter(self) -> MemoryCounter:
         return _Counter(self)
 
+    def empty_cache(self) -> None:
+        pass
+
     def is_capturing(self) -> bool:
         return False
 

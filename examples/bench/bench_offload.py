@@ -1,0 +1,388 @@
+"""How close is `CPUOffload` to what the link allows, and what do others take? Prints one JSON line per question.
+
+    python examples/bench/bench_offload.py                                  # all on this machine's GPU
+    python examples/bench/bench_offload.py --only resnet50 --ratios 0.1 1   # a part
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python examples/bench/bench_offload.py --only resnet50 llama
+
+All seconds are medians; every line names its plain step of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from peers import add_wheels
+from torch import Tensor, nn
+
+import memkit
+from memkit.bench import OffloadBench, Workload, bench_offload, measure
+from memkit.bench.engines import plain, save_on_cpu
+from memkit.device import Device, open_device
+from memkit.plan import Action, plan_ratio, simulate_lanes, timed_saves
+from memkit.transfer import measure_link
+
+MIN_BYTES = 2**20
+
+
+def _scalar(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def resnet50() -> Workload:
+    """Torchvision's ResNet-50, batch 256, TF32; cross entropy outside of the context."""
+    model = torchvision.models.resnet50()
+    images, labels = torch.empty(256, 3, 224, 224).normal_(), torch.randint(1000, (256,))
+    return Workload(
+        name="resnet50_b256",
+        model=model,
+        forward=lambda: model(images),
+        loss=lambda output: nn.functional.cross_entropy(output, labels),
+    )
+
+
+def llama() -> Workload:
+    """A Llama of 0.95 billion parameters, bfloat16, batch 8 x 2048; its body in the context, head and loss outside."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    tokens = torch.randint(32000, (8, 2048))
+
+    def loss(hidden: Tensor) -> Tensor:
+        logits = model.lm_head(hidden)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    return Workload(name="llama_0.95b", model=model, forward=lambda: model.model(input_ids=tokens)[0], loss=loss)
+
+
+def llama_checkpointed() -> Workload:
+    """The same with a checkpoint around each layer, as transformers does it."""
+    workload = llama()
+    workload.model.train()
+    workload.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # of transformers
+    return Workload(name="llama_0.95b_checkpointed", model=workload.model, forward=workload.forward, loss=workload.loss)
+
+
+def vit_large() -> Workload:
+    """Timm's ViT-L/16, bfloat16, batch 128."""
+    import timm
+
+    model, images = timm.create_model("vit_large_patch16_224").bfloat16(), torch.empty(128, 3, 224, 224).normal_().bfloat16()
+    return Workload(name="timm_vit_l_b128", model=model, forward=lambda: model(images), loss=_scalar)
+
+
+class StackOfLSTMs(nn.Module):
+    """Eight LSTMs of one layer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(1024, 1024, batch_first=True) for _ in range(8))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """Take and return [batch, seq, 1024]."""
+        for layer in self.layers:
+            batch = layer(batch)[0]
+        return batch
+
+
+def lstms() -> Workload:
+    """Eight one-layer LSTMs of width 1024, batch 128 x 512."""
+    model, batch = StackOfLSTMs(), torch.empty(128, 512, 1024).normal_()
+    return Workload(name="lstm_8x1024", model=model, forward=lambda: model(batch), loss=_scalar)
+
+
+class UNet(nn.Module):
+    """Four levels down and up again, with skip connections."""
+
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(depth + 1)]
+        self.stem = self._block(3, width)
+        self.down = nn.ModuleList(self._block(widths[i], widths[i + 1]) for i in range(depth))
+        self.up = nn.ModuleList(self._block(widths[i + 1] + widths[i], widths[i]) for i in reversed(range(depth)))
+        self.head = nn.Conv2d(width, 3, 1)
+
+    def _block(self, width: int, new_width: int) -> nn.Module:
+        def half(first: int) -> tuple[nn.Module, ...]:
+            return nn.Conv2d(first, new_width, 3, padding=1), nn.GroupNorm(8, new_width), nn.SiLU()
+
+        return nn.Sequential(*half(width), *half(new_width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Take and return [batch, 3, height, width]."""
+        skips = [self.stem(images)]
+        for block in self.down:
+            skips.append(block(nn.functional.max_pool2d(skips[-1], 2)))
+        out = skips.pop()
+        for block in self.up:
+            skip = skips.pop()
+            out = block(torch.cat([nn.functional.interpolate(out, size=skip.shape[-2:]), skip], dim=1))
+        return self.head(out)
+
+
+def unet() -> Workload:
+    """A U-Net, batch 16 x 256 x 256, float32."""
+    model, images = UNet(), torch.empty(16, 3, 256, 256).normal_()
+    return Workload(name="unet_b16", model=model, forward=lambda: model(images), loss=_scalar)
+
+
+def against_roofline(make: Callable[[], Workload], options: argparse.Namespace, device: Device) -> list[dict[str, Any]]:
+    """Every ratio, synchronous copies of as many bytes, and the peers."""
+    workload = make()
+    result = bench_offload(
+        workload,
+        options.ratios,
+        device,
+        num_steps=options.steps,
+        with_synchronous=not options.fast,
+        with_peers=options.peers,
+    )
+    print(result.to_text(), file=sys.stderr)
+    return [json.loads(result.to_json()), _close_to_plain(workload, options, device, result)]
+
+
+def _close_to_plain(workload: Workload, options: argparse.Namespace, device: Device, result: OffloadBench) -> dict[str, Any]:
+    """Ratios 0 and 0.1 in turn with no context, since their differences are about as small as the drift."""
+    seconds: dict[str, list[float]] = {"plain": [], "0": [], "0.1": []}
+    for _ in range(3):
+        for name, times in seconds.items():
+            engine = plain if name == "plain" else partial(memkit.CPUOffload, float(name), "turns", min_bytes=MIN_BYTES)
+            times.append(measure(workload, engine, device, num_steps=options.steps, num_warmup=3).step_s)
+    memkit.reset("turns")
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    return {
+        "bench": "offload_close_to_plain",
+        "name": workload.name,
+        "plain_s": seconds["plain"],
+        "ratio_0_to_plain": medians["0"] / medians["plain"],
+        "ratio_0.1_to_plain": medians["0.1"] / medians["plain"],
+    }
+
+
+def against_checkpointing(options: argparse.Namespace, device: Device) -> list[dict[str, Any]]:
+    """What the offload of a checkpointed Llama's saves adds to checkpointing alone."""
+    workload = llama_checkpointed()
+    offloaded = partial(memkit.CPUOffload, 1.0, "checkpointed", min_bytes=MIN_BYTES)
+    runs: dict[str, list[Any]] = {"alone": [], "offloaded": []}
+    for _ in range(3):
+        for name, engine in (("alone", plain), ("offloaded", offloaded)):
+            runs[name].append(measure(workload, engine, device, num_steps=options.steps, num_warmup=3))
+    stats = memkit.offload_stats("checkpointed")
+    memkit.reset("checkpointed")
+    slow = measure(workload, save_on_cpu, device, num_steps=options.steps, num_warmup=3)
+    seconds = {name: statistics.median(run.step_s for run in found) for name, found in runs.items()}
+    return [
+        {
+            "bench": "offload_over_checkpointing",
+            "name": workload.name,
+            "alone_s": seconds["alone"],
+            "offloaded_s": seconds["offloaded"],
+            "ratio": seconds["offloaded"] / seconds["alone"],
+            "alone_peak_bytes": runs["alone"][-1].peak_allocated_bytes,
+            "offloaded_peak_bytes": runs["offloaded"][-1].peak_allocated_bytes,
+            "save_on_cpu_peak_bytes": slow.peak_allocated_bytes,
+            "save_on_cpu_s": slow.step_s,
+            "window_bytes": stats.window_bytes,
+            "moved_bytes": stats.moved_out_bytes,
+            "unique_bytes": stats.unique_bytes,
+        }
+    ]
+
+
+class _Around(nn.Module):
+    """A workload's forward as a module, for the profile."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.model = workload.model
+        self._forward = workload.forward
+
+    def forward(self) -> Any:
+        """Run the forward."""
+        return self._forward()
+
+
+def against_simulation(make: Callable[[], Workload], options: argparse.Namespace, device: Device) -> list[dict[str, Any]]:
+    """Half of the bytes, against a simulation of the two lanes from a profile's times."""
+    workload = make()
+    report = memkit.profile_memory(_Around(workload), loss_fn=workload.loss, backward=True, print_table=False, tag="simulated")
+    link = measure_link(device)
+    alone = measure(workload, plain, device, num_steps=options.steps, num_warmup=4)
+    saves = timed_saves(report, MIN_BYTES)
+    # The profile's run is slower than the plain one, by what looking costs: its times are shrunk to the plain run's.
+    forward_scale = alone.forward_s / max(report.forward_s or 0, max(save.saved_at_s for save in saves))
+    backward_scale = alone.backward_s / (report.backward_s or 1)
+    saves = [
+        type(save)(
+            num_bytes=save.num_bytes,
+            saved_at_s=save.saved_at_s * forward_scale,
+            needed_at_s=save.needed_at_s * backward_scale,
+            is_held=save.is_held,
+        )
+        for save in saves
+    ]
+    sizes, held = [save.num_bytes for save in saves], frozenset(i for i, save in enumerate(saves) if save.is_held)
+    window = 2 * max(size for index, size in enumerate(sizes) if index not in held)
+    plan = plan_ratio(sizes, 0.5, window_bytes=window, held=held)
+    chosen = {index for index, action in enumerate(plan.actions) if action is Action.OFFLOAD}
+    times = {
+        name: simulate_lanes(
+            saves, chosen, forward_s=alone.forward_s, backward_s=alone.backward_s, link=link, limit_bytes=limit
+        ).step_s
+        for name, limit in (("simulated_s", None), ("simulated_with_limit_s", plan.limit_bytes))
+    }
+    engine = partial(memkit.CPUOffload, 0.5, "half", min_bytes=MIN_BYTES)
+    fast = measure(workload, engine, device, num_steps=options.steps, num_warmup=4)
+    stats = memkit.offload_stats("half")
+    memkit.reset("half")
+    return [
+        {
+            "bench": "offload_against_simulation",
+            "name": workload.name,
+            "plain_s": alone.step_s,
+            "plain_forward_s": alone.forward_s,
+            "plain_backward_s": alone.backward_s,
+            "plain_peak_bytes": alone.peak_allocated_bytes,
+            "memkit_s": fast.step_s,
+            "memkit_forward_s": fast.forward_s,
+            "memkit_backward_s": fast.backward_s,
+            "memkit_peak_bytes": fast.peak_allocated_bytes,
+            **times,
+            "to_simulation": fast.step_s / times["simulated_s"],
+            "to_simulation_with_limit": fast.step_s / times["simulated_with_limit_s"],
+            "num_saves": len(saves),
+            "planned_bytes": plan.offload_bytes,
+            "moved_out_bytes": stats.moved_out_bytes,
+            "moved_in_bytes": stats.moved_in_bytes,
+            "unique_bytes": stats.unique_bytes,
+            "wasted_bytes": stats.wasted_bytes,
+        }
+    ]
+
+
+def first_step(options: argparse.Namespace, device: Device) -> list[dict[str, Any]]:
+    """The first step with everything offloaded and a report under the tag, after a plain step."""
+    workload = resnet50()
+
+    def step(engine: Callable[[], Any]) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with engine():
+            result = workload.forward()
+        workload.loss(result).backward()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    plain_s = [step(nullcontext) for _ in range(2)]
+    workload.model.zero_grad(set_to_none=True)
+    report = memkit.profile_memory(_Around(workload), loss_fn=workload.loss, backward=True, print_table=False, tag="first")
+    steps_s = [step(lambda: memkit.CPUOffload(1.0, "first")) for _ in range(4)]
+    stats = memkit.offload_stats("first")
+    return [
+        {
+            "bench": "offload_first_step",
+            "name": workload.name,
+            "plain_s": plain_s,
+            "steps_s": steps_s,
+            "saved_bytes": report.activation_bytes,
+            "host_held_bytes": stats.host_held_bytes,
+            "num_pins": stats.num_pins,
+        }
+    ]
+
+
+def two_hundred_steps(options: argparse.Namespace, device: Device) -> list[dict[str, Any]]:
+    """Peaks, host bytes and records after 3 steps and after 200."""
+    workload, figures = resnet50(), {}
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(1, 201):
+        workload.model.zero_grad(set_to_none=True)
+        with memkit.CPUOffload(0.3, "many", min_bytes=MIN_BYTES):
+            result = workload.forward()
+        workload.loss(result).backward()
+        del result
+        if step in (3, 200):
+            torch.cuda.synchronize()
+            gc.collect()
+            stats = memkit.offload_stats("many")
+            figures[f"after_{step}"] = {
+                "peak_allocated_bytes": stats.peak_allocated_bytes,
+                "peak_reserved_bytes": stats.peak_reserved_bytes,
+                "allocated_bytes": torch.cuda.memory_allocated(),
+                "host_held_bytes": stats.host_held_bytes,
+                "num_pins": stats.num_pins,
+                "live_records": stats.live_records,
+            }
+            torch.cuda.reset_peak_memory_stats()
+    memkit.reset("many")
+    return [{"bench": "offload_200_steps", "name": workload.name, **figures}]
+
+
+BENCHES: dict[str, Callable[[argparse.Namespace, Device], list[dict[str, Any]]]] = {
+    "first_step": first_step,
+    "resnet50": partial(against_roofline, resnet50),
+    "llama": partial(against_roofline, llama),
+    "llama_checkpointed": against_checkpointing,
+    "vit_large": partial(against_simulation, vit_large),
+    "lstms": partial(against_simulation, lstms),
+    "unet": partial(against_simulation, unet),
+    "two_hundred_steps": two_hundred_steps,
+}
+
+
+def main() -> None:
+    """Run each bench in a process of its own, so that none finds what another has left reserved or pinned."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(BENCHES), choices=list(BENCHES))
+    parser.add_argument("--ratios", nargs="*", type=float, default=[0.1, 0.3, 0.5, 1.0])
+    parser.add_argument("--steps", type=int, default=12, help="steps that count, for each median")
+    parser.add_argument("--peers", action="store_true", help="time others' packages as well")
+    parser.add_argument("--fast", action="store_true", help="without synchronous copies")
+    parser.add_argument("--wheels", type=Path, help="folder with wheels of TRL and torchtune (see peers.py)")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.here:
+        for name in options.only:
+            arguments = [argument for argument in sys.argv[1:] if argument not in BENCHES and argument != "--only"]
+            subprocess.run([sys.executable, __file__, *arguments, "--here", "--only", name], check=False)
+        return
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    if options.wheels is not None:
+        add_wheels(options.wheels)
+    torch.set_default_device("cuda")
+    device = open_device(torch.device("cuda"))
+    for name in options.only:
+        for line in BENCHES[name](options, device):
+            line |= {
+                "device": device.name,
+                "torch": torch.__version__,
+                "memkit": memkit.__version__,
+                "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),
+                "steps": options.steps,
+            }
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""What memkit is compared with: plain PyTorch's own means, and others' packages if they are installed."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from memkit.activations.eligibility import is_from_leaf
+from memkit.bench.measure import Engine
+from memkit.device import cuda_is_available
+
+_log = logging.getLogger("memkit.bench")
+
+
+def plain() -> AbstractContextManager[Any]:
+    """Nothing."""
+    return nullcontext()
+
+
+def save_on_cpu() -> AbstractContextManager[Any]:
+    """Every saved tensor to pinned memory and back, one at a time. Source: `torch.autograd.graph.save_on_cpu`."""
+    return torch.autograd.graph.save_on_cpu(pin_memory=cuda_is_available())
+
+
+def synchronous(num_bytes: int, *, min_bytes: int) -> AbstractContextManager[Any]:
+    """The same for the tensors saved first, until so many bytes have left: what a share costs without streams.
+
+    Args:
+        num_bytes: bytes to move.
+        min_bytes: smaller tensors stay.
+    """
+    moved_bytes = 0
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        nonlocal moved_bytes
+        if moved_bytes >= num_bytes or tensor.nbytes < min_bytes or is_from_leaf(tensor):
+            return tensor
+        moved_bytes += tensor.nbytes
+        host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
+        host.copy_(tensor)
+        return tensor.device, host
+
+    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[1].to(packed[0], non_blocking=True)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+@contextmanager
+def checkpointed(model: nn.Module) -> Iterator[None]:
+    """Every block of the model checkpointed (without re-entry) for as long as the context is on.
+
+    The forward that is wrapped must not run the blocks' backward inside the context.
+    """
+    blocks = blocks_of(model)
+    originals = [block.forward for block in blocks]
+    for block, forward in zip(blocks, originals, strict=True):
+        block.forward = partial(checkpoint, forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a model: the children of its lists whose members are all of one class, and no leaves."""
+    blocks = []
+    for child in model.children():
+        members = list(child.children())
+        is_list = isinstance(child, (nn.ModuleList, nn.Sequential)) and len({type(member) for member in members}) == 1
+        if is_list and next(members[0].children(), None) is not None:
+            blocks += members
+        else:
+            blocks += blocks_of(child)
+    return blocks
+
+
+def peers(model: nn.Module) -> dict[str, Engine]:
+    """Return the engines of other packages that are installed, by name, and checkpointing where the model has blocks."""
+    found: dict[str, Engine] = {"torch save_on_cpu": save_on_cpu}
+    if blocks_of(model):
+        found["checkpoint per block"] = partial(checkpointed, model)
+    for name, make in (("TRL", _trl), ("torchtune", _torchtune)):
+        try:
+            found[f"{name} OffloadActivations"] = make(model)
+        except ImportError as error:
+            _log.info("%s is left out: %s", name, error)
+            warnings.warn(f"{name} is left out: {error}", stacklevel=2)
+    return found
+
+
+def _trl(model: nn.Module) -> Engine:
+    engine = importlib.import_module("trl.models.activation_offloading").OffloadActivations(
+        use_pin_memory=True, use_streams=True
+    )
+    engine.update_model_params(model)
+    return _again(engine)
+
+
+def _torchtune(model: nn.Module) -> Engine:
+    module = importlib.import_module("torchtune.training._activation_offloading")
+    return _again(module.OffloadActivations(use_pin_memory=True, use_streams=True))
+
+
+def _again(engine: AbstractContextManager[Any]) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: engine

@@ -1,0 +1,86 @@
+"""Seconds and peaks of a training step: several runs, and the median of what they took."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from memkit.device import Device
+
+Engine = Callable[[], AbstractContextManager[Any]]
+"""Makes the context that a step's forward runs in: one for each step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One training step without its optimizer, cut where a context begins and ends."""
+
+    name: str
+    model: nn.Module
+    forward: Callable[[], Any]
+    """What runs inside the context."""
+    loss: Callable[[Any], Tensor]
+    """Makes a number of what `forward` returned, outside of the context; the backward starts from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Medians of several steps; peaks are the largest."""
+
+    num_steps: int
+    step_s: float
+    forward_s: float
+    """From the entry into the context to the start of the backward, so the loss is in it."""
+    backward_s: float
+    peak_allocated_bytes: int | None
+    """None where the allocator does not count."""
+    peak_reserved_bytes: int | None
+    """Includes what the warm-up has left reserved: this is what the user sees as used."""
+
+
+def measure(workload: Workload, engine: Engine, device: Device, *, num_steps: int, num_warmup: int) -> Measurement:
+    """Return what a step takes in an engine's context. Gradients are dropped before each step, and after the last.
+
+    Args:
+        num_steps: steps that count.
+        num_warmup: steps ahead of them that do not.
+    """
+    workload.model.zero_grad(set_to_none=True)
+    gc.collect()
+    device.empty_cache()
+    counter = device.memory_counter()
+    forward_s, backward_s, step_s = [], [], []
+    for step in range(num_warmup + num_steps):
+        workload.model.zero_grad(set_to_none=True)
+        device.synchronize()
+        if counter is not None and step == num_warmup:
+            counter.reset_peak()
+        start = device.record_event()
+        with engine():
+            result = workload.forward()
+        loss = workload.loss(result)
+        del result
+        turn = device.record_event()
+        loss.backward()
+        del loss
+        end = device.record_event()
+        device.synchronize()
+        if step >= num_warmup:
+            forward_s.append(start.elapsed_s(turn))
+            backward_s.append(turn.elapsed_s(end))
+            step_s.append(start.elapsed_s(end))
+    workload.model.zero_grad(set_to_none=True)
+    return Measurement(
+        num_steps=num_steps,
+        step_s=statistics.median(step_s),
+        forward_s=statistics.median(forward_s),
+        backward_s=statistics.median(backward_s),
+        peak_allocated_bytes=None if counter is None else counter.peak_bytes(),
+        peak_reserved_bytes=None if counter is None else counter.peak_reserved_bytes(),
+    )

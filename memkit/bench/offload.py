@@ -1,0 +1,314 @@
+"""`memkit bench offload`: time and peak of a training step against the share of saved bytes that leaves the device."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from memkit._version import __version__
+from memkit.activations import CPUOffload, offload_stats, reset
+from memkit.bench import engines
+from memkit.bench.measure import Engine, Measurement, Workload, measure
+from memkit.device import Device
+from memkit.plan import Action, check_ratio, plan_ratio, roofline_s, simulate_lanes, timed_saves
+from memkit.profile import MemoryReport
+from memkit.sizes import format_mib
+from memkit.transfer import Link, measure_link
+
+_log = logging.getLogger("memkit.bench")
+
+_TAG = "memkit bench"
+MIN_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadRow:
+    """One ratio. Seconds are of a whole step."""
+
+    ratio: float
+    moved_bytes: int
+    """Bytes that leave and come back in a step."""
+    window_bytes: int
+    memkit_s: float
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    plain_s: float
+    synchronous_s: float | None
+    """With synchronous copies of as many bytes; with `torch.autograd.graph.save_on_cpu` at ratio 1. None if nothing moves."""
+    synchronous_allocated_bytes: int | None
+    roofline_s: float
+    """What moving these bytes takes at least, from the plain forward, the plain backward and the link of the same run."""
+
+    @property
+    def speed_up(self) -> float | None:
+        """How many times as fast as the synchronous copies."""
+        return None if self.synchronous_s is None else self.synchronous_s / self.memkit_s
+
+    @property
+    def to_roofline(self) -> float:
+        """The step's seconds over the roofline."""
+        return self.memkit_s / self.roofline_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadBench:
+    """What a bench has measured, or predicted."""
+
+    name: str
+    where: str
+    """The device; or what the prediction is made from."""
+    plain: Measurement
+    link: Link
+    saved_bytes: int
+    """Bytes of the distinct storages that may leave."""
+    rows: tuple[OffloadRow, ...]
+    peers: Mapping[str, Measurement]
+
+    def to_text(self) -> str:
+        """Return the tables, for reading."""
+        plain = self.plain
+        lines = [
+            f"{self.name} on {self.where}: step {_ms(plain.step_s)} ms (forward {_ms(plain.forward_s)}, backward "
+            f"{_ms(plain.backward_s)}), peak {_mib(plain.peak_allocated_bytes)} MiB allocated, "
+            f"{_mib(plain.peak_reserved_bytes)} reserved; {_mib(self.saved_bytes)} MiB may leave; {self.link}",
+            "",
+            tabulate(
+                [
+                    (
+                        f"{row.ratio:g}",
+                        _mib(row.moved_bytes),
+                        _mib(row.peak_allocated_bytes),
+                        _mib(row.peak_reserved_bytes),
+                        _ms(row.plain_s),
+                        _ms(row.synchronous_s),
+                        _ms(row.memkit_s),
+                        "-" if row.speed_up is None else f"{row.speed_up:.2f}",
+                        _ms(row.roofline_s),
+                        f"{row.to_roofline:.3f}",
+                    )
+                    for row in self.rows
+                ],
+                headers=(
+                    "ratio",
+                    "moved\n(MiB)",
+                    "allocated\n(MiB)",
+                    "reserved\n(MiB)",
+                    "plain\n(ms)",
+                    "synchronous\n(ms)",
+                    "memkit\n(ms)",
+                    "speed-up",
+                    "roofline\n(ms)",
+                    "memkit /\nroofline",
+                ),
+                disable_numparse=True,
+                colalign=("right",) * 10,
+            ),
+        ]
+        if self.peers:
+            rows = [
+                (name, _mib(peer.peak_allocated_bytes), _mib(peer.peak_reserved_bytes), _ms(peer.step_s))
+                for name, peer in self.peers.items()
+            ]
+            headers = ("others", "allocated\n(MiB)", "reserved\n(MiB)", "time\n(ms)")
+            lines += ["", tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "right", "right", "right"))]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return everything as one line of JSON, with the versions that were used."""
+        figures = {
+            "bench": "offload",
+            "name": self.name,
+            "where": self.where,
+            "memkit": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "plain": asdict(self.plain),
+            "link": asdict(self.link),
+            "saved_bytes": self.saved_bytes,
+            "rows": [{**asdict(row), "to_roofline": row.to_roofline, "speed_up": row.speed_up} for row in self.rows],
+            "peers": {name: asdict(peer) for name, peer in self.peers.items()},
+        }
+        return json.dumps(figures)
+
+    def plot(self, path: Path) -> None:
+        """Write a picture of time against peak. Its kind follows from the file's name.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
+        gib = 2**30
+        points = [(row.peak_allocated_bytes, row) for row in self.rows if row.peak_allocated_bytes is not None]
+        peaks = [peak / gib for peak, _ in points]
+        axes.plot(peaks, [row.memkit_s * 1e3 for _, row in points], "o-", label="memkit")
+        axes.plot(peaks, [row.roofline_s * 1e3 for _, row in points], "k--", linewidth=1, label="roofline")
+        for (_, row), peak in zip(points, peaks, strict=True):
+            axes.annotate(f"{row.ratio:g}", (peak, row.memkit_s * 1e3), textcoords="offset points", xytext=(4, 6), fontsize=8)
+        slow = [
+            (row.synchronous_allocated_bytes, row.synchronous_s)
+            for row in self.rows
+            if row.synchronous_s is not None and row.synchronous_allocated_bytes is not None
+        ]
+        if slow:
+            axes.plot([peak / gib for peak, _ in slow], [time * 1e3 for _, time in slow], "s:", label="synchronous copies")
+        for name, peer in {"no saving": self.plain, **self.peers}.items():
+            if peer.peak_allocated_bytes is not None:
+                axes.plot([peer.peak_allocated_bytes / gib], [peer.step_s * 1e3], "D", label=name)
+        axes.set(xlabel="peak allocated (GiB)", ylabel="step (ms)", title=f"{self.name} on {self.where}")
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8)
+        figure.savefig(path)
+
+
+def bench_offload(
+    workload: Workload,
+    ratios: Sequence[float],
+    device: Device,
+    *,
+    num_steps: int = 20,
+    num_warmup: int = 4,
+    with_synchronous: bool = True,
+    with_peers: bool = False,
+) -> OffloadBench:
+    """Measure a training step with no saving, at each ratio, and with others' means; all in one run.
+
+    Args:
+        workload: the step.
+        ratios: what to give `CPUOffload`.
+        device: where the model is. The bench times with its events.
+        num_steps, num_warmup: steps that count, and steps ahead of them that do not, for each line.
+        with_synchronous: whether to time synchronous copies of the same bytes as well.
+        with_peers: whether to time what `memkit.bench.engines.peers` finds as well.
+
+    Raises:
+        ValueError: a ratio is not from 0 to 1.
+    """
+    ratios = [check_ratio(ratio, where="a ratio") for ratio in ratios]
+    _log.info("measuring the link")
+    link = measure_link(device)
+
+    def timed(what: str, engine: Engine) -> Measurement:
+        _log.info("%s: %s", workload.name, what)
+        return measure(workload, engine, device, num_steps=num_steps, num_warmup=num_warmup)
+
+    plain = timed("no saving", engines.plain)
+    rows, saved_bytes = [], 0
+    for ratio in ratios:
+        reset(_TAG)
+        fast = timed(f"ratio {ratio:g}", partial(CPUOffload, ratio, _TAG, min_bytes=MIN_BYTES, device=device))
+        stats = offload_stats(_TAG)
+        reset(_TAG)
+        saved_bytes = stats.unique_bytes
+        slow = None
+        if with_synchronous and stats.moved_out_bytes:
+            copies = partial(engines.synchronous, stats.moved_out_bytes, min_bytes=MIN_BYTES)
+            slow = timed(f"ratio {ratio:g}, synchronous copies", engines.save_on_cpu if ratio == 1 else copies)
+        rows.append(
+            OffloadRow(
+                ratio=ratio,
+                moved_bytes=stats.moved_out_bytes,
+                window_bytes=stats.window_bytes,
+                memkit_s=fast.step_s,
+                peak_allocated_bytes=fast.peak_allocated_bytes,
+                peak_reserved_bytes=fast.peak_reserved_bytes,
+                plain_s=plain.step_s,
+                synchronous_s=None if slow is None else slow.step_s,
+                synchronous_allocated_bytes=None if slow is None else slow.peak_allocated_bytes,
+                roofline_s=roofline_s(
+                    forward_s=plain.forward_s,
+                    backward_s=plain.backward_s,
+                    out_bytes=stats.moved_out_bytes,
+                    back_bytes=stats.moved_in_bytes,
+                    link=link,
+                ),
+            )
+        )
+    others = {name: timed(name, engine) for name, engine in engines.peers(workload.model).items()} if with_peers else {}
+    return OffloadBench(
+        name=workload.name,
+        where=f"{device.name}, torch {torch.__version__}",
+        plain=plain,
+        link=link,
+        saved_bytes=saved_bytes,
+        rows=tuple(rows),
+        peers=others,
+    )
+
+
+def predict_offload(report: MemoryReport, ratios: Sequence[float], link: Link) -> OffloadBench:
+    """Return what `bench_offload` would find, from a report with times and the speed of a link. Measures nothing.
+
+    The time is that of a simulation of the two lanes, the peak is the report's less the bytes that leave.
+
+    Raises:
+        ValueError: the report has no times, or a ratio is not from 0 to 1.
+    """
+    saves = timed_saves(report, MIN_BYTES)
+    forward_s, backward_s = report.forward_s, report.backward_s
+    if forward_s is None or backward_s is None:
+        raise ValueError("the report has no times: profile on a GPU, with backward=True")
+    sizes = [save.num_bytes for save in saves]
+    held = frozenset(index for index, save in enumerate(saves) if save.is_held)
+    window_bytes = 2 * max((size for index, size in enumerate(sizes) if index not in held), default=0)
+    peaks = [peak for peak in (report.forward_peak_bytes, report.backward_peak_bytes) if peak is not None]
+    plain = Measurement(
+        num_steps=1,
+        step_s=forward_s + backward_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        peak_allocated_bytes=max(peaks, default=None),
+        peak_reserved_bytes=report.reserved_peak_bytes,
+    )
+    rows, saved_bytes = [], 0
+    for ratio in ratios:
+        plan = plan_ratio(sizes, check_ratio(ratio, where="a ratio"), window_bytes=window_bytes, held=held)
+        offloaded = {index for index, action in enumerate(plan.actions) if action is Action.OFFLOAD}
+        time = simulate_lanes(
+            saves, offloaded, forward_s=forward_s, backward_s=backward_s, link=link, limit_bytes=plan.limit_bytes
+        )
+        moved_bytes, saved_bytes = plan.offload_bytes, plan.seen_bytes
+        both_ways_s = moved_bytes / link.d2h_bytes_per_s + moved_bytes / link.h2d_bytes_per_s
+        rows.append(
+            OffloadRow(
+                ratio=ratio,
+                moved_bytes=moved_bytes,
+                window_bytes=window_bytes,
+                memkit_s=time.step_s,
+                peak_allocated_bytes=None if plain.peak_allocated_bytes is None else plain.peak_allocated_bytes - moved_bytes,
+                peak_reserved_bytes=None,
+                plain_s=plain.step_s,
+                synchronous_s=plain.step_s + both_ways_s if moved_bytes else None,
+                synchronous_allocated_bytes=None,
+                roofline_s=roofline_s(
+                    forward_s=forward_s, backward_s=backward_s, out_bytes=moved_bytes, back_bytes=moved_bytes, link=link
+                ),
+            )
+        )
+    return OffloadBench(
+        name=report.run.model,
+        where=f"a prediction from a report of {report.run.device}",
+        plain=plain,
+        link=link,
+        saved_bytes=saved_bytes,
+        rows=tuple(rows),
+        peers={},
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def _mib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else format_mib(num_bytes).removesuffix(" MiB")
