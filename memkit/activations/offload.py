@@ -120,9 +120,11 @@ class _Entry:
 
     def end(self, *, has_failed: bool) -> None:
         self._hooks.__exit__(None, None, None)
+        saw_device = bool(self._passes)
         for window, run in self._passes.values():
             window.end_forward(run, learn=not has_failed)
-        if self._saw_cpu and not self._passes and not self._state.has_warned_of_cpu:
+        self._passes.clear()  # from here on the graph alone keeps a pass alive: it counts in the limit for as long as it lives
+        if self._saw_cpu and not saw_device and not self._state.has_warned_of_cpu:
             self._state.has_warned_of_cpu = True
             warnings.warn(
                 f'CPUOffload (tag "{self._state.tag}") saw only tensors on the CPU, where there is nothing to move: it does '

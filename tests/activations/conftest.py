@@ -50,7 +50,7 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)
+    torch.use_deterministic_algorithms(torch.cuda.is_available())
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_computations(name: str, ratio: float, window_bytes: int | None, device:
     assert memkit.offload_stats("computation").live_records == 0
 
 
-def _step(model: nn.Module, inputs: list[Tensor], context: object) -> list[Tensor]:
+def _step(model: nn.Module, inputs: list[Tensor], context: AbstractContextManager[object]) -> list[Tensor]:
     model.zero_grad()
     torch.manual_seed(3)
     with context:
@@ -41,17 +41,29 @@ def _step(model: nn.Module, inputs: list[Tensor], context: object) -> list[Tenso
     return [output.detach(), *[param.grad for param in model.parameters() if param.grad is not None]]
 
 
+@pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize("name", CASES)
 def test_models(name: str, device: Device, offloading: Offload) -> None:
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)  # some have operators that are not
     case = CASES[name]
     model, inputs = case.model().to(device.torch_device), [x.to(device.torch_device) for x in case.inputs()]
-    plain = [_step(model, inputs, nullcontext()) for _ in range(3)][-1]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
+    def run(context: AbstractContextManager[object]) -> list[Tensor]:
+        model.load_state_dict(buffers, strict=False)
+        return _step(model, inputs, context)
+
+    plain = [run(nullcontext()) for _ in range(5)]
+    noise = [max(float((run[index] - plain[0][index]).abs().max()) for run in plain) for index in range(len(plain[0]))]
     for _ in range(3):
-        found = _step(model, inputs, offloading(0.7, "model"))
+        found = run(offloading(0.7, "model"))
 
-        assert_same_bits(found, plain)
+        if any(noise):  # the plain runs differ among themselves, as is known of some operators on CUDA
+            assert device.torch_device.type == "cuda"
+            for one, other, bound in zip(found, plain[0], noise, strict=True):
+                assert float((one - other).abs().max()) <= 2 * bound
+        else:
+            assert_same_bits(found, plain[0])
 
 
 def test_backward_inside_the_context(device: Device, offloading: Offload) -> None:

@@ -1,0 +1,41 @@
+"""A pass lives as long as its graph, and no longer."""
+
+from __future__ import annotations
+
+import gc
+
+import memkit
+from memkit.activations.offload import _states
+from memkit.device import Device
+from tests.activations.cases import inputs_on, mlp
+from tests.activations.conftest import Offload
+
+
+def _live_passes(tag: str) -> int:
+    return sum(len(window._live_passes()) for window in _states[tag].windows())
+
+
+def test_pass_ends_with_its_backward_without_the_garbage_collector(device: Device, offloading: Offload) -> None:
+    x, w = inputs_on(device.torch_device)
+    gc.disable()
+    try:
+        for _ in range(3):
+            with offloading(1.0, "ended", window_bytes=0):
+                loss = mlp(x, w).sum()
+            assert _live_passes("ended") == 1
+            loss.backward()
+            assert _live_passes("ended") == 0
+    finally:
+        gc.enable()
+
+    assert memkit.offload_stats("ended").moved_in_bytes > 0
+
+
+def test_pass_ends_with_a_graph_that_is_dropped(device: Device, offloading: Offload) -> None:
+    x, w = inputs_on(device.torch_device)
+    with offloading(1.0, "dropped", window_bytes=0):
+        loss = mlp(x, w).sum()
+
+    del loss
+    memkit.offload_stats("dropped")
+    assert _live_passes("dropped") == 0
