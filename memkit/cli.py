@@ -3,57 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
+import importlib.util
 import logging
 import os
 import sys
-import threading
-import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
 
 from memkit._version import __version__
+from memkit.bench import OffloadBench, Workload, bench_offload, predict_offload, sum_of_outputs
 from memkit.device import cuda_is_available, open_device
 from memkit.errors import MemkitError
 from memkit.profile import MemoryReport, profile_memory
 from memkit.profile.report import SORT_KEYS
 from memkit.profile.simulate import TARGETS
 from memkit.profile.step import NEEDS_NONE, is_out_of_memory
-
-DTYPES = {
-    **dict.fromkeys(("float32", "fp32", "f32", "float"), torch.float32),
-    **dict.fromkeys(("float64", "fp64", "f64", "double"), torch.float64),
-    **dict.fromkeys(("float16", "fp16", "f16", "half"), torch.float16),
-    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
-    **dict.fromkeys(("int64", "i64", "long"), torch.int64),
-    **dict.fromkeys(("int32", "i32", "int"), torch.int32),
-    **dict.fromkeys(("int16", "i16", "short"), torch.int16),
-    **dict.fromkeys(("int8", "i8"), torch.int8),
-    **dict.fromkeys(("uint8", "u8"), torch.uint8),
-    "bool": torch.bool,
-    **dict.fromkeys(("complex64", "c64"), torch.complex64),
-}
+from memkit.progress import progress
+from memkit.specs import UsageError, build_model, input_shape, make_input
+from memkit.transfer import Link
 
 _logger = logging.getLogger("memkit.cli")
-
-
-class UsageError(MemkitError):
-    """Raised when the command line asks for something that is not there."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the `memkit` command and return its exit status: 0, or 2 after one line on standard error."""
     options = _parser().parse_args(arguments)
     try:
-        with _progress():
+        with progress():
             options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
@@ -102,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="inputs",
         action="append",
         required=True,
-        type=_input_shape,
+        type=input_shape,
         metavar="SHAPE[:DTYPE]",
         help="one of the model's inputs, such as 256x3x224x224 or 8x2048:int64; repeat for more",
     )
@@ -125,7 +104,36 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("report", type=Path, metavar="FILE", help="the JSON file")
     _add_view(show)
     show.set_defaults(run=_show)
+
+    bench = commands.add_parser("bench", help="time a training step with and without memkit", allow_abbrev=False)
+    benches = bench.add_subparsers(title="benches", required=True, metavar="BENCH")
+    _add_bench_offload(benches.add_parser("offload", **_BENCH_OFFLOAD))
     return parser
+
+
+_BENCH_OFFLOAD: dict[str, Any] = {
+    "help": "time and peak memory against the share that CPUOffload moves",
+    "description": "Time a training step, and take its peak memory, at several offload ratios, beside plain PyTorch.",
+    "epilog": "example: memkit bench offload torchvision:resnet50 --input 256x3x224x224 --ratios 0,0.1,0.3,0.5,1",
+    "allow_abbrev": False,
+}
+
+
+def _add_bench_offload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help="as for `memkit profile`; with --predict, a report that it wrote")
+    parser.add_argument(
+        "--input", dest="inputs", action="append", type=input_shape, metavar="SHAPE[:DTYPE]", help="as for `memkit profile`"
+    )
+    parser.add_argument(
+        "--ratios", type=_ratios, default=[0.0, 0.1, 0.3, 0.5, 1.0], metavar="R,R,...", help="default: 0,0.1,0.3,0.5,1"
+    )
+    parser.add_argument("--iters", type=_positive, default=20, metavar="N", help="steps that count in each median; default: 20")
+    parser.add_argument("--peers", action="store_true", help="time checkpointing, and TRL and torchtune if installed, as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against peak memory into FILE (.png, .svg)")
+    parser.add_argument("--predict", action="store_true", help="measure nothing; compute from a report with times")
+    parser.add_argument("--link-gbps", type=_speed, metavar="G", help="with --predict: speed of the link in GB/s each way")
+    parser.set_defaults(run=_bench_offload)
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
@@ -149,7 +157,7 @@ def _profile(options: argparse.Namespace) -> None:
     _logger.info("building %s", options.spec)
     try:
         model = build_model(options.spec, device).train()
-        inputs = [_make_input(shape, dtype, device) for shape, dtype in options.inputs]
+        inputs = [make_input(shape, dtype, device) for shape, dtype in options.inputs]
     except Exception as error:
         if is_out_of_memory(error):
             raise UsageError(f"out of memory while building model and inputs; {NEEDS_NONE}") from error
@@ -174,6 +182,47 @@ def _show(options: argparse.Namespace) -> None:
     _print_view(MemoryReport.from_json(options.report), options)
 
 
+def _bench_offload(options: argparse.Namespace) -> None:
+    for path in (options.json, options.plot):
+        if path is not None:
+            _check_writable(path)
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError('--plot needs matplotlib; install it with pip install "memkit[plot]"')
+    result = _predicted(options) if options.predict else _measured(options)
+    print(result.to_text())
+    if options.json is not None:
+        options.json.write_text(result.to_json() + "\n", encoding="utf-8")
+    if options.plot is not None:
+        result.plot(options.plot)
+
+
+def _predicted(options: argparse.Namespace) -> OffloadBench:
+    if options.link_gbps is None:
+        raise UsageError("--predict needs --link-gbps, the speed of the link in GB/s (about 25 for PCIe 4 x16, 55 for PCIe 5)")
+    if options.inputs or options.peers:
+        raise UsageError("--predict runs no model: leave away --input and --peers")
+    bytes_per_s = options.link_gbps * 1e9
+    report = MemoryReport.from_json(Path(options.spec))
+    return predict_offload(report, options.ratios, Link(d2h_bytes_per_s=bytes_per_s, h2d_bytes_per_s=bytes_per_s))
+
+
+def _measured(options: argparse.Namespace) -> OffloadBench:
+    if options.link_gbps is not None:
+        raise UsageError("--link-gbps is for --predict; without it the link is measured")
+    if not options.inputs:
+        raise UsageError("--input is needed, such as --input 256x3x224x224")
+    if not cuda_is_available():
+        raise UsageError(
+            "nothing was measured: there is no CUDA device here, and without one there is nothing to offload from. "
+            "With a report from `memkit profile --backward --json FILE` on a GPU, --predict --link-gbps N computes the table"
+        )
+    device = open_device(torch.device("cuda"))
+    model = build_model(options.spec, device.torch_device).train()
+    inputs = [make_input(shape, dtype, device.torch_device) for shape, dtype in options.inputs]
+    workload = Workload(name=options.spec, model=model, forward=lambda: model(*inputs), loss=sum_of_outputs)
+    return bench_offload(workload, options.ratios, device, num_steps=options.iters, with_peers=options.peers)
+
+
 def _print_view(report: MemoryReport, options: argparse.Namespace) -> None:
     print(report.to_text(depth=options.depth, sort_by=options.sort, top=options.top, full=options.full))
 
@@ -186,151 +235,36 @@ def _check_writable(path: Path) -> None:
         path.unlink()
 
 
+def _ratios(text: str) -> list[float]:
+    try:
+        ratios = [float(part) for part in text.split(",")]
+    except ValueError:
+        ratios = []
+    if not ratios or not all(0 <= ratio <= 1 for ratio in ratios):
+        raise argparse.ArgumentTypeError(f"needs numbers from 0 to 1 joined by commas, such as 0,0.5,1; found {text!r}")
+    return ratios
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"needs a whole number, 1 or more; found {text!r}")
+    return int(text)
+
+
+def _speed(text: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if not 0 < speed < float("inf"):
+        raise argparse.ArgumentTypeError(f"needs a positive number of GB/s; found {text!r}")
+    return speed
+
+
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"needs a whole number, 0 or more; found {text!r}")
     return int(text)
-
-
-def _input_shape(text: str) -> tuple[tuple[int, ...], torch.dtype]:
-    shape_text, colon, dtype_text = text.partition(":")
-    sizes = shape_text.split("x")
-    if not all(size.isdecimal() for size in sizes):
-        raise argparse.ArgumentTypeError(f"needs sizes of 0 or more joined by x, such as 256x3x224x224; found {shape_text!r}")
-    if colon and dtype_text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"knows no dtype {dtype_text!r}; it knows {', '.join(DTYPES)}")
-    return tuple(map(int, sizes)), DTYPES[dtype_text] if colon else torch.float32
-
-
-def _make_input(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type == "meta":
-        return torch.empty(shape, dtype=dtype, device=device)
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=dtype, device=device)
-    # 0 is a valid index into anything that has elements; a mask of ones hides nothing.
-    return torch.full(shape, dtype == torch.bool, dtype=dtype, device=device)
-
-
-def build_model(spec: str, device: torch.device) -> nn.Module:
-    """Return the model that SPEC names, with random weights, on `device`.
-
-    Args:
-        spec: "torchvision:NAME", or "package.module:factory" for something that returns a module when called without
-            arguments, or that is a module. The current folder is searched, too.
-
-    Raises:
-        UsageError: there is no such package, module or attribute, or it gives no `nn.Module`.
-    """
-    place, colon, name = spec.partition(":")
-    if not colon or not place or not name:
-        raise UsageError(f"SPEC must be torchvision:NAME or package.module:factory; found {spec!r}")
-    factory = _torchvision_factory(name) if place == "torchvision" else _factory(place, name)
-    if device.type == "meta" and not isinstance(factory, nn.Module):
-        try:
-            with torch.device(device):
-                return _built(factory, spec)
-        except UsageError:
-            raise
-        except Exception as error:  # it reads values while it builds; with data it can
-            _logger.debug("%s cannot be built on meta: %s", spec, error)
-    return _built(factory, spec).to(device) if device.type != "meta" else _built(factory, spec)
-
-
-def _built(factory: Any, spec: str) -> nn.Module:
-    model = factory if isinstance(factory, nn.Module) else factory()
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"{spec} gives {type(model).__name__}, not a torch.nn.Module")
-    return model
-
-
-def _factory(place: str, name: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    found = _import(place)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise UsageError(f"{place} has no {name!r}")
-        found = getattr(found, part)
-    if not isinstance(found, nn.Module) and not callable(found):
-        raise UsageError(f"{place}:{name} is {type(found).__name__}; it must be a function, a class or a torch.nn.Module")
-    return found
-
-
-def _torchvision_factory(name: str) -> Callable[[], Any]:
-    _import("torchvision", hint='; install it with pip install "memkit[vision]"')
-    *packages, builder_name = name.split(".")
-    where = ".".join(["torchvision.models", *packages])
-    builder = getattr(_import(where), builder_name, None)
-    if not inspect.isfunction(builder):
-        raise UsageError(f"{where} has no model {builder_name!r}")
-    parameters = inspect.signature(builder).parameters
-    # Without these the builder would download weights, or spend minutes on an initialization that is not looked at.
-    options = {"weights": None, "weights_backbone": None, "init_weights": False}
-    return lambda: builder(**{option: value for option, value in options.items() if option in parameters})
-
-
-def _import(name: str, *, hint: str = "") -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise
-        raise UsageError(f"there is no module {error.name!r}{hint}") from error
-
-
-@contextmanager
-def _progress() -> Iterator[None]:
-    """Show on standard error what takes longer than a second: the last line that memkit logged, and for how long."""
-    progress = _Progress()
-    logger = logging.getLogger("memkit")
-    level = logger.level
-    logger.setLevel(min(level or logging.INFO, logging.INFO))
-    logger.addHandler(progress)
-    try:
-        with warnings.catch_warnings(), progress:
-            warnings.simplefilter("ignore" if not sys.warnoptions else "default")
-            yield
-    finally:
-        logger.removeHandler(progress)
-        logger.setLevel(level)
-
-
-class _Progress(logging.Handler):
-    """A log handler with a thread that looks once in a while whether the last line is old."""
-
-    PATIENCE_S = 1.0
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self._done = threading.Event()
-        self._phase = ""
-        self._since_s = time.monotonic()
-        self._shown = ""
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._phase, self._since_s = record.getMessage(), time.monotonic()
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._done.set()
-        self._thread.join()
-        if self._shown and sys.stderr.isatty():
-            print(file=sys.stderr)
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.1):
-            seconds = time.monotonic() - self._since_s
-            if not self._phase or seconds < self.PATIENCE_S:
-                continue
-            if sys.stderr.isatty():
-                print(f"\r\033[Kmemkit: {self._phase} ({seconds:.0f} s)", end="", file=sys.stderr, flush=True)
-                self._shown = self._phase
-            elif self._shown != self._phase:
-                print(f"memkit: {self._phase} ...", file=sys.stderr, flush=True)
-                self._shown = self._phase
 
 
 if __name__ == "__main__":

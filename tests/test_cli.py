@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memkit import MemoryReport, __version__, cli
+from memkit import MemoryReport, __version__, cli, progress
 
 RESNET = ["profile", "torchvision:resnet18", "--input", "2x3x64x64", "--device", "meta"]
 
@@ -207,7 +207,7 @@ def test_interrupt_ends_quietly(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_what_takes_long_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli._Progress, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(progress._Progress, "PATIENCE_S", 0.05)
     monkeypatch.setattr(cli, "build_model", lambda *_: time.sleep(0.4) or torch.nn.ReLU())
 
     _, _, err = _run(capsys, "profile", "my:model", "--input", "2", "--device", "meta")

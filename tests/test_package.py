@@ -24,6 +24,8 @@ RANKS = {
     "activations": 5,
     "weights": 5,
     "distributed": 5,
+    "specs": 6,
+    "progress": 6,
     "bench": 6,
     "cli": 7,
     "__init__": 8,

@@ -147,9 +147,14 @@ def unet() -> Workload:
     return Workload(name="unet_b16", model=model, forward=lambda: model(images), loss=_scalar)
 
 
+def _on_gpu(make: Callable[[], Workload]) -> Workload:
+    with torch.device("cuda"):
+        return make()
+
+
 def against_roofline(make: Callable[[], Workload], options: argparse.Namespace, device: Device) -> list[dict[str, Any]]:
     """Every ratio, synchronous copies of as many bytes, and the peers."""
-    workload = make()
+    workload = _on_gpu(make)
     result = bench_offload(
         workload,
         options.ratios,
@@ -182,7 +187,7 @@ def _close_to_plain(workload: Workload, options: argparse.Namespace, device: Dev
 
 def against_checkpointing(options: argparse.Namespace, device: Device) -> list[dict[str, Any]]:
     """What the offload of a checkpointed Llama's saves adds to checkpointing alone."""
-    workload = llama_checkpointed()
+    workload = _on_gpu(llama_checkpointed)
     offloaded = partial(memkit.CPUOffload, 1.0, "checkpointed", min_bytes=MIN_BYTES)
     runs: dict[str, list[Any]] = {"alone": [], "offloaded": []}
     for _ in range(3):
@@ -225,7 +230,7 @@ class _Around(nn.Module):
 
 def against_simulation(make: Callable[[], Workload], options: argparse.Namespace, device: Device) -> list[dict[str, Any]]:
     """Half of the bytes, against a simulation of the two lanes from a profile's times."""
-    workload = make()
+    workload = _on_gpu(make)
     report = memkit.profile_memory(_Around(workload), loss_fn=workload.loss, backward=True, print_table=False, tag="simulated")
     link = measure_link(device)
     alone = measure(workload, plain, device, num_steps=options.steps, num_warmup=4)
@@ -283,7 +288,7 @@ def against_simulation(make: Callable[[], Workload], options: argparse.Namespace
 
 def first_step(options: argparse.Namespace, device: Device) -> list[dict[str, Any]]:
     """The first step with everything offloaded and a report under the tag, after a plain step."""
-    workload = resnet50()
+    workload = _on_gpu(resnet50)
 
     def step(engine: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
@@ -314,7 +319,7 @@ def first_step(options: argparse.Namespace, device: Device) -> list[dict[str, An
 
 def two_hundred_steps(options: argparse.Namespace, device: Device) -> list[dict[str, Any]]:
     """Peaks, host bytes and records after 3 steps and after 200."""
-    workload, figures = resnet50(), {}
+    workload, figures = _on_gpu(resnet50), {}
     torch.cuda.reset_peak_memory_stats()
     for step in range(1, 201):
         workload.model.zero_grad(set_to_none=True)
@@ -370,7 +375,6 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     if options.wheels is not None:
         add_wheels(options.wheels)
-    torch.set_default_device("cuda")
     device = open_device(torch.device("cuda"))
     for name in options.only:
         for line in BENCHES[name](options, device):

@@ -183,7 +183,7 @@ class Record:
     ) -> None:
         self.ledger = ledger
         self.owner = owner
-        """Who made the record: kept alive with it."""
+        """Who made the record: kept alive for as long as a graph may ask for it."""
         self.index = index
         """Its number among its owner's records."""
         self.counts = counts
@@ -393,6 +393,7 @@ class Ledger:
             record.num_awaiting -= 1
         if record.num_handles == 0:
             self.num_records -= 1
+            record.owner = None  # it may wait in the backlog for long: a pass must not count in the limit for that
             if record.residency is not Residency.LEAVING:
                 self._close(record)
         elif record.num_awaiting == 0 and record.residency is Residency.BACK:

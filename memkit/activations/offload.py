@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memkit.activations.eligibility import is_from_leaf
 from memkit.activations.ledger import KeptHandle
 from memkit.activations.passes import Pass
-from memkit.activations.stats import IterationCounts, OffloadStats
+from memkit.activations.stats import IterationCounts, OffloadStats, fragmentation_hint
 from memkit.activations.window import OffloadWindow
 from memkit.device import Device, open_device
 from memkit.hooks import HookSet, backward_task, dynamo_is_loaded, in_checkpoint, saved_tensor_hooks
@@ -272,12 +272,12 @@ class CPUOffload:
         """Enter; the storages in `resident`, by their keys, are known to be held by somebody else."""
         if self._is_entered:
             raise ValueError(f'this CPUOffload (tag "{self.tag}") is entered already; make a second one for a nested context')
+        if in_checkpoint():  # also with grad mode off: the reentrant kind turns it off for the forward
+            raise ValueError(
+                f'CPUOffload (tag "{self.tag}") was entered inside a checkpointed function, which would undo the '
+                "checkpoint. Put the context around the checkpoint: then what the checkpoint saves is offloaded"
+            )
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            if in_checkpoint():
-                raise ValueError(
-                    f'CPUOffload (tag "{self.tag}") was entered inside a checkpointed function, which would undo the '
-                    "checkpoint. Put the context around the checkpoint: then what the checkpoint saves is offloaded"
-                )
             state = _state_of(self.tag)
             with state.lock:
                 state.report = self.profile or find_report(self.tag)
@@ -448,6 +448,7 @@ def offload_stats(tag: str = "default") -> OffloadStats:
         window.settle()
     counts = state.counts
     counters = [counter for counter in (window.device.memory_counter() for window in windows) if counter is not None]
+    allocated_bytes = sum(counter.peak_bytes() for counter in counters) if counters else None
     reserved = [peak for peak in (counter.peak_reserved_bytes() for counter in counters) if peak is not None]
     return OffloadStats(
         tag=tag,
@@ -473,6 +474,7 @@ def offload_stats(tag: str = "default") -> OffloadStats:
         live_records=sum(window.ledger.num_records for window in windows),
         live_bytes=sum(window.ledger.live_bytes for window in windows),
         peak_live_bytes=sum(window.ledger.peak_live_bytes for window in windows),
-        peak_allocated_bytes=sum(counter.peak_bytes() for counter in counters) if counters else None,
+        peak_allocated_bytes=allocated_bytes,
         peak_reserved_bytes=sum(reserved) if reserved else None,
+        hint=fragmentation_hint(allocated_bytes, sum(reserved)),
     )

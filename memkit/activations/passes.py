@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import torch
 
+from memkit.activations.forecast import Forecast
 from memkit.activations.ledger import Record
 from memkit.activations.stats import IterationCounts
-from memkit.plan import Action, Plan, plan_ratio
+from memkit.plan import Action, Plan, limit_of, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.sizes import storage_key
 
@@ -140,6 +141,7 @@ class Pass:
         self._used: dict[int, int] = {}
         """What this backward has asked for, in the order of first requests, and the working bytes then."""
         self._cursor = 0
+        self._forecast: Forecast | None = None
 
     # Forward
 
@@ -216,6 +218,13 @@ class Pass:
         return kept_bytes + self.refused_bytes
 
     @property
+    def limit_bytes(self) -> int:
+        """What the device may hold if no other pass is alive."""
+        if self._plan is not None:
+            return self._plan.limit_bytes + self.refused_bytes
+        return limit_of(self._seen_bytes, self.ratio, self.window_bytes) + self.refused_bytes
+
+    @property
     def offload_bytes(self) -> int:
         """What leaves: by plan, or so far."""
         return self._plan.offload_bytes if self._plan is not None else self._moved_bytes
@@ -260,13 +269,19 @@ class Pass:
         self._places = {index: place for place, index in enumerate(self._order)}
         self._used = {}
         self._cursor = 0
+        self._forecast = self._foresee()
 
-    def note_use(self, record: Record, working_bytes: int) -> bool:
-        """Note that the backward asks for a record; tells whether it is the first time."""
-        if record.index in self._used:
-            return False
+    def is_used(self, record: Record) -> bool:
+        """Tell whether this backward has asked for a record already."""
+        return record.index in self._used
+
+    def note_use(self, record: Record, working_bytes: int) -> None:
+        """Note that the backward asks for a record for the first time.
+
+        Args:
+            working_bytes: what is allocated beside the records.
+        """
         self._used[record.index] = working_bytes
-        return True
 
     def place_of(self, record: Record) -> int:
         """Return the place of a record in the order of the backward."""
@@ -286,30 +301,29 @@ class Pass:
         """Go on behind the record that `upcoming` yielded last."""
         self._cursor += 1
 
-    def working_bytes_until(self, record: Record) -> int:
-        """Return the most that will be on the device beside the records, from now until a record is asked for.
+    @property
+    def num_used(self) -> int:
+        """How many records this backward has asked for."""
+        return len(self._used)
 
-        Known from the backward before; 0 if there was none like it.
-        """
-        working = self._trace.working_bytes if self._trace is not None else ()
-        return max(working[len(self._used) : self.place_of(record) + 1], default=0)
+    @property
+    def forecast(self) -> Forecast | None:
+        """How full the device will be in this backward; None unless one like it was seen."""
+        return self._forecast
 
-    def promised_bytes(self) -> int | None:
-        """Return the peak that the backward may reach: what is kept, or what any one step of it needs, and the window."""
+    def _foresee(self) -> Forecast | None:
         trace = self._trace
-        if trace is None or not trace.working_bytes or trace.order is None:
+        if trace is None or trace.order is None or not trace.working_bytes or len(trace.keys) != len(self._keys):
             return None
         sizes = [trace.keys[index].num_bytes for index in trace.order]
-        needed_bytes = max(size + working for size, working in zip(sizes, trace.working_bytes, strict=True))
-        return max(self.kept_bytes + trace.working_bytes[0], needed_bytes) + self.window_bytes
+        stays = [self._plan is not None and self._plan.actions[index] is Action.KEEP for index in trace.order]
+        return Forecast(sizes, trace.working_bytes, stays, limit_bytes=self.limit_bytes, slack_bytes=self.window_bytes // 4)
 
     def end_backward(self) -> None:
         """Learn the order of a whole backward."""
         trace = self._trace
-        if trace is not None and len(trace.keys) == len(self._keys) and self._used:
-            asked = {index for index, reference in enumerate(self._records) if reference is not None}
-            if asked == set(self._used):
-                trace.order, trace.working_bytes = tuple(self._used), tuple(self._used.values())
+        if trace is not None and len(trace.keys) == len(self._keys) and self._used and next(self.records(), None) is None:
+            trace.order, trace.working_bytes = tuple(self._used), tuple(self._used.values())
 
 
 _STRANGER = -1

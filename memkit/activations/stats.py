@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from dataclasses import dataclass, field, fields
 
@@ -125,6 +126,8 @@ class OffloadStats:
     peak_allocated_bytes: int | None
     """The allocator's peak since it was last reset; None without an allocator that counts."""
     peak_reserved_bytes: int | None
+    hint: str = ""
+    """What would help, if anything is known to."""
 
     @property
     def ratio(self) -> float:
@@ -146,7 +149,7 @@ class OffloadStats:
         for name in (item.name for item in fields(self)):
             value = getattr(self, name)
             label = name.replace("num_", "#").replace("_bytes", "").replace("_", " ").removesuffix(" s").removesuffix(" per")
-            if name in ("tag", "num_iterations", "ratios"):
+            if name in ("tag", "num_iterations", "ratios", "hint"):
                 continue
             if name.endswith("_per_s"):
                 rows.append((name.split("_")[0].upper(), "-" if value is None else f"{value / 1e9:.1f} GB/s"))
@@ -156,4 +159,25 @@ class OffloadStats:
                 rows.append((label, f"{value * 1e3:.1f} ms"))
             else:
                 rows.append((label, f"{value}"))
-        return tabulate(rows, tablefmt="plain", colalign=("left", "right"), disable_numparse=True)
+        table = tabulate(rows, tablefmt="plain", colalign=("left", "right"), disable_numparse=True)
+        return f"{table}\n{self.hint}" if self.hint else table
+
+
+_FRAGMENTED = 1.35
+
+
+def fragmentation_hint(allocated_bytes: int | None, reserved_bytes: int | None) -> str:
+    """Return advice if the allocator holds far more than it has handed out and was not told to avoid that; else nothing.
+
+    Source: `expandable_segments` of PyTorch's CUDA caching allocator.
+    """
+    if not allocated_bytes or not reserved_bytes or reserved_bytes <= _FRAGMENTED * allocated_bytes:
+        return ""
+    if any(
+        "expandable_segments:True" in os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    ):
+        return ""
+    return (
+        f"The allocator has reserved {reserved_bytes / allocated_bytes:.2f} times what was in use at the peak: set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment to need less."
+    )

@@ -1,7 +1,7 @@
 """The byte window: who leaves, when the device's bytes are let go, and what is fetched ahead.
 
-The device may hold `limit_bytes` of saved tensors: what the plan keeps, or the window if that is more. A record that leaves is
-copied at once, and stays on the device for as long as there is room; then the oldest copy is waited for and its bytes go. In
+The device may hold `limit_bytes` of saved tensors: what the ratio keeps and a little more, or the window. A record that leaves
+is copied at once, and stays on the device for as long as there is room; then the oldest copy is waited for and its bytes go. In
 the backward, whatever falls free is filled with what is needed next.
 """
 
@@ -59,9 +59,9 @@ class OffloadWindow:
     def limit_bytes(self) -> int:
         """The bytes of records that the device may hold."""
         passes = self._live_passes()
-        kept_bytes = sum(run.kept_bytes for run in passes)
-        window_bytes = max((run.window_bytes for run in passes), default=0)
-        return max(kept_bytes, window_bytes) if len(passes) <= 1 else kept_bytes + window_bytes
+        if len(passes) == 1:
+            return passes[0].limit_bytes
+        return sum(run.kept_bytes for run in passes) + max((run.window_bytes for run in passes), default=0)
 
     def _live_passes(self) -> list[Pass]:
         passes = [run for run in (reference() for reference in self._passes) if run is not None]
@@ -183,12 +183,12 @@ class OffloadWindow:
                 run.note_held(record)
 
     def _note_use(self, run: Pass, record: Record) -> None:
-        working_bytes = 0 if self._counter is None else self._counter.allocated_bytes() - self._ledger.live_bytes
-        if run.note_use(record, working_bytes):
-            if record.left is not None and (record.residency is Residency.LEAVING or record.original() is not None):
-                run.counts.served_bytes += record.num_bytes
-            place = run.place_of(record)
-            self._take_back(run, until=place - _PASSED_OVER)
+        if run.is_used(record):
+            return
+        run.note_use(record, 0 if self._counter is None else self._counter.allocated_bytes() - self._ledger.live_bytes)
+        if record.left is not None and (record.residency is Residency.LEAVING or record.original() is not None):
+            run.counts.served_bytes += record.num_bytes
+        self._take_back(run, until=run.place_of(record) - _PASSED_OVER)
 
     def _in_place(self, handle: Handle) -> Tensor | None:
         """Return the tensor from the storage that it was saved from, if that is still there."""
@@ -235,21 +235,31 @@ class OffloadWindow:
     def _fetch_ahead(self, run: Pass) -> None:
         """Fetch what the backward needs next, while there is room for it all the way to its use."""
         ledger = self._ledger
-        limit_bytes, promised_bytes = self.limit_bytes, run.promised_bytes()
         for record in run.upcoming():
             if record.residency is Residency.HOST and record.original() is None:
-                if ledger.live_bytes + record.num_bytes > limit_bytes:
+                if not self._has_room(run, record):
                     ledger.release_dead(wait=True)
-                if ledger.live_bytes + record.num_bytes > limit_bytes:
-                    return
-                then_bytes = ledger.live_bytes + record.num_bytes + run.working_bytes_until(record)
-                if promised_bytes is not None and then_bytes > promised_bytes:
-                    return
+                    if not self._has_room(run, record):
+                        return
                 try:
                     ledger.fetch(record)
                 except torch.OutOfMemoryError:
                     return  # it may be needed less soon than what took the room
             run.advance()
+
+    def _has_room(self, run: Pass, record: Record) -> bool:
+        """Tell whether a record may be fetched ahead of its use.
+
+        Where the levels of the backward are known, it may if that does not raise the step's peak, and then a window more may be
+        on the device than in the forward.
+        """
+        live_bytes, limit_bytes = self._ledger.live_bytes + record.num_bytes, self.limit_bytes
+        forecast = run.forecast if self._counter is not None and len(self._live_passes()) == 1 else None
+        if forecast is None:
+            return live_bytes <= limit_bytes
+        if live_bytes > limit_bytes + run.window_bytes:
+            return False
+        return forecast.level_bytes(run.num_used - 1, run.place_of(record), live_bytes) <= forecast.peak_bytes
 
     def _end_backward(self, run: Pass, task: int) -> None:
         """A backward has ended well."""

@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from memkit.device import Device
 
@@ -42,6 +44,18 @@ class Measurement:
     """None where the allocator does not count."""
     peak_reserved_bytes: int | None
     """Includes what the warm-up has left reserved: this is what the user sees as used."""
+
+
+def sum_of_outputs(result: Any) -> Tensor:
+    """Return the sum of all that a backward can start from, in what a model returned: tensors, also in tuples and dicts.
+
+    Raises:
+        ValueError: there is nothing of the kind.
+    """
+    roots = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not roots:
+        raise ValueError(f"nothing that the model returned requires grad; it returned {type(result).__name__}")
+    return torch.stack([root.float().sum() for root in roots]).sum()
 
 
 def measure(workload: Workload, engine: Engine, device: Device, *, num_steps: int, num_warmup: int) -> Measurement:

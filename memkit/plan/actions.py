@@ -19,6 +19,12 @@ class Action(str, Enum):
     """Copy it to host memory, let go of it, and have it back for the backward."""
 
 
+def limit_of(seen_bytes: int, ratio: float, window_bytes: int) -> int:
+    """Return the most bytes of saved tensors that the device may hold: what the ratio keeps and a quarter of the window beside
+    it, so that the last copies of a forward need not be over when it ends; or the whole window if that is more."""
+    return max(round((1 - ratio) * seen_bytes) + window_bytes // 4, window_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One action for each storage that a forward saves, in the order of first saves."""
@@ -42,8 +48,8 @@ class Plan:
 
     @property
     def limit_bytes(self) -> int:
-        """The most bytes of these storages that the device holds at once."""
-        return max(self.kept_bytes, self.window_bytes)
+        """The most bytes of these storages that the device holds at once: see `limit_of`."""
+        return limit_of(self.seen_bytes, self.ratio, self.window_bytes)
 
     def explain(self) -> str:
         """Return the plan as a table, one line per storage, with the totals in the last three."""

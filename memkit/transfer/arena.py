@@ -31,7 +31,7 @@ ALIGNMENT_BYTES = 512
 PAGE_BYTES = 2 * 2**20
 """Size of a huge page: segments begin and end at multiples of it."""
 SMALLEST_SEGMENT_BYTES = 32 * 2**20
-LARGEST_SEGMENT_BYTES = 512 * 2**20
+LARGEST_SEGMENT_BYTES = 256 * 2**20
 LOOSE_BYTES = 2**30
 """Up to here an arena rather grows than cut a span into more pieces; above, it does so within `_SLACK`."""
 _SLACK = 1.05

@@ -10,6 +10,7 @@ from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import Lanes
 
 _SMALL_BYTES = 4096
+_NUM_SMALL = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +47,8 @@ def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int =
         raise ValueError(f"num_bytes and repeats must be positive; found {num_bytes} and {repeats}")
     arena = Arena(device)
     try:
-        big_out_s, big_back_s = _seconds(device, arena, num_bytes, repeats)
-        small_out_s, small_back_s = _seconds(device, arena, _SMALL_BYTES, repeats)
+        big_out_s, big_back_s = _seconds(device, arena, num_bytes, repeats, num_copies=1)
+        small_out_s, small_back_s = _seconds(device, arena, _SMALL_BYTES, repeats, num_copies=_NUM_SMALL)
     finally:
         arena.close()
     return Link(
@@ -57,18 +58,19 @@ def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int =
     )
 
 
-def _seconds(device: Device, arena: Arena, num_bytes: int, repeats: int) -> tuple[float, float]:
-    """Return the median seconds of a copy out and of a copy back."""
+def _seconds(device: Device, arena: Arena, num_bytes: int, repeats: int, *, num_copies: int) -> tuple[float, float]:
+    """Return the median seconds of a copy out and of a copy back, of several that stand in line behind a first one."""
     lanes, storage, span = Lanes(device), device.allocate(num_bytes), arena.take(num_bytes)
     out_s, back_s = [], []
     try:
         for _ in range(1 + repeats):  # the first is to warm up
-            out = lanes.copy_out(storage, span, after=device.record_event())
+            ready = device.record_event()
+            out = [lanes.copy_out(storage, span, after=ready) for _ in range(num_copies)]
             device.synchronize()
-            back = lanes.copy_back(span, storage, after=(out.done,))
+            back = [lanes.copy_back(span, storage, after=(out[-1].done,)) for _ in range(num_copies)]
             device.synchronize()
-            out_s.append(out.started.elapsed_s(out.done))
-            back_s.append(back.started.elapsed_s(back.done))
+            out_s.append(out[0].started.elapsed_s(out[-1].done) / num_copies)
+            back_s.append(back[0].started.elapsed_s(back[-1].done) / num_copies)
     finally:
         arena.give(span)
     return statistics.median(out_s[1:]), statistics.median(back_s[1:])

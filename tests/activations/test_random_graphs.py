@@ -51,6 +51,11 @@ def _apply(step: Step, tensors: list[Tensor]) -> None:
         {"add_": lambda: a.add_(b.detach()), "mul_": lambda: a.mul_(0.5), "relu_": lambda: a.relu_()}[name]()
 
 
+def _kind(error: RuntimeError) -> str:
+    """Return the error's beginning; for writes in place what they have in common, as autograd words them in several ways."""
+    return "modified in place" if "inplace" in str(error) else str(error)[:60]
+
+
 def _outcome(graph: list[Step], parts: list[int], context: AbstractContextManager[object]) -> tuple[list[Tensor], list[str]]:
     """Return the gradients after each of several backwards, and the kinds of errors in their places."""
     generator = torch.Generator().manual_seed(0)
@@ -61,14 +66,14 @@ def _outcome(graph: list[Step], parts: list[int], context: AbstractContextManage
             try:
                 _apply(step, tensors)
             except RuntimeError as error:
-                errors.append(str(error)[:40])
+                errors.append(_kind(error))
     for number, part in enumerate(parts):
         chosen = tensors[part % len(tensors)]
         if chosen.requires_grad:
             try:
                 chosen.square().sum().backward(retain_graph=number + 1 < len(parts))
             except RuntimeError as error:
-                errors.append(str(error)[:60])
+                errors.append(_kind(error))
         results += [torch.zeros(4, 4) if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
     return results, errors
 

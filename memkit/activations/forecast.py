@@ -1,0 +1,54 @@
+"""How full a device will be: what a backward has on it at each place of its order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+
+class Forecast:
+    """The bytes on a device during a backward that goes as an earlier one did.
+
+    What was allocated is known for the moments at which a record was asked for. The operator that asked then makes more: the
+    gradient of what it was given, which is as large. Its scratch memory is not known.
+
+    Args:
+        sizes_bytes: bytes of each record, in the order in which the backward asks for them. Each is free once the one after it
+            is asked for, at the latest.
+        working_bytes: for each, what was allocated beside the records when it was asked for.
+        stays: for each, whether it is on the device from the start.
+        limit_bytes: what of the records may be on the device when the backward begins.
+        slack_bytes: by how much fetching ahead may raise the peak above what the operators alone need.
+    """
+
+    def __init__(
+        self,
+        sizes_bytes: Sequence[int],
+        working_bytes: Sequence[int],
+        stays: Sequence[bool],
+        *,
+        limit_bytes: int,
+        slack_bytes: int,
+    ) -> None:
+        self._used_bytes = tuple(itertools.accumulate(sizes_bytes, initial=0))
+        self._working_bytes = tuple(working + size for size, working in zip(sizes_bytes, working_bytes, strict=True))
+        waiting_bytes = sum(size for size, stay in zip(sizes_bytes, stays, strict=True) if stay)
+        needed_bytes = 0
+        for size, working, stay in zip(sizes_bytes, self._working_bytes, stays, strict=True):
+            needed_bytes = max(needed_bytes, working + waiting_bytes + (0 if stay else size))
+            waiting_bytes -= size if stay else 0
+        self.peak_bytes = max(limit_bytes + working_bytes[0], needed_bytes + slack_bytes)
+        """What the backward may reach: what it begins with, or what it needs even if nothing is fetched before it is asked for,
+        and the slack."""
+
+    def level_bytes(self, now: int, until: int, live_bytes: int) -> int:
+        """Return the most from now until a later place is passed, if nothing else is fetched on the way.
+
+        Args:
+            now: the place that was asked for last.
+            until: the later place.
+            live_bytes: bytes of the records that are on the device now, among them all those in between.
+        """
+        used, working = self._used_bytes, self._working_bytes
+        places = range(now + 1, min(until + 1, len(working)))
+        return max((live_bytes + used[now] - used[place - 1] + working[place] for place in places), default=live_bytes)
