@@ -85,6 +85,11 @@ def dynamo_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def node_number() -> int:
+    """Return a number that is the same for all tensors that one graph node saves in this thread, and another for each node."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
 def backward_task() -> int:
     """Return autograd's number of the backward that runs in this thread, -1 outside of one."""
     return int(torch._C._current_graph_task_id())

@@ -7,11 +7,12 @@ alive. Identity is the storage object, never `data_ptr`, because addresses are u
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 MIB = 1024**2
 
@@ -64,7 +65,22 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def byte_view(storage: torch.UntypedStorage) -> Tensor:
     """Return all bytes of a storage as a tensor of dtype uint8, which shares them."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return tensor_over(storage, torch.uint8, offset=0, size=(storage.nbytes(),), stride=(1,))
+
+
+def tensor_over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    *,
+    offset: int | torch.SymInt,
+    size: Sequence[int],
+    stride: Sequence[int],
+) -> Tensor:
+    """Return a tensor that lies so in a storage. No dispatch mode sees how: nothing is read or written."""
+    # `set_` says that it writes. CUDA's stream sanitizer, such a mode, would take it for a write to the bytes.
+    has_modes = torch._C._len_torch_dispatch_stack() > 0
+    with _disable_current_modes() if has_modes else nullcontext():
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
 def format_mib(num_bytes: int) -> str:

@@ -21,10 +21,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
     torch.manual_seed(0)
+    num_modes = torch._C._len_torch_dispatch_stack()  # CUDA's stream sanitizer is one
     yield
     for tag in list(registry._reports):
         registry.forget_report(tag)
     assert torch.is_grad_enabled()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._len_torch_dispatch_stack() == num_modes
     assert torch._C._len_torch_function_stack() == 0

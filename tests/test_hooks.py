@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memkit.hooks import HookSet, in_checkpoint, innermost_pack, saved_tensor_hooks
+from memkit.hooks import HookSet, in_checkpoint, innermost_pack, node_number, saved_tensor_hooks
 
 
 def test_hooks_run_around_the_users_own() -> None:
@@ -84,6 +86,26 @@ def test_innermost_pack_is_the_last_pair_set() -> None:
     with saved_tensor_hooks(pack, pack):
         assert innermost_pack() is pack
     assert innermost_pack() is None
+
+
+def test_node_number_tells_the_saves_of_nodes_apart() -> None:
+    class SavesThree(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x, 2 * x, 3 * x)
+            return x.clone()
+
+    numbers: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        numbers.append(node_number())
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    with saved_tensor_hooks(pack, pack):
+        SavesThree.apply(SavesThree.apply(x).sin())
+
+    assert [numbers.count(number) for number in dict.fromkeys(numbers)] == [3, 1, 3]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

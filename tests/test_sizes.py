@@ -1,10 +1,22 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from memkit.sizes import format_mib, storage_bytes, storage_key, storages_of, unique_storages
+from memkit.sizes import (
+    byte_view,
+    format_mib,
+    parse_bytes,
+    storage_bytes,
+    storage_key,
+    storages_of,
+    tensor_over,
+    unique_storages,
+)
 
 
 def test_views_share_one_storage() -> None:
@@ -59,3 +71,92 @@ def test_key_is_of_the_storage_not_of_the_address() -> None:
 
 def test_mib_are_binary() -> None:
     assert format_mib(20974 * 1024**2) == "20974.00 MiB"
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [
+        (1, 1),
+        (8 * 2**30, 8 * 2**30),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("3kB", 3000),
+        ("2 MB", 2 * 10**6),
+        ("8GB", 8 * 10**9),
+        ("0.5TB", 5 * 10**11),
+        ("1KiB", 1024),
+        ("512 MiB", 2**29),
+        ("1.5 gib", 3 * 2**29),
+        ("  2TiB ", 2**41),
+        ("0.7B", 1),
+    ],
+)
+def test_sizes_are_bytes_or_text_with_a_unit(size: int | str, num_bytes: int) -> None:
+    assert parse_bytes(size) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "size", ["", "GiB", "8 G", "8GiBs", "-1GiB", "+1GiB", "1e9", "1,5GiB", ".5GiB", "1.GiB", "8 GiB 2", "8GiB\nx"]
+)
+def test_text_that_is_no_size_is_refused(size: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_bytes(size)
+
+    assert str(error.value) == f'a size is a number of bytes, or text such as "8GiB" or "512 MiB"; found "{size}"'
+
+
+@pytest.mark.parametrize(("size", "found"), [(0, 0), (-5, -5), ("0", 0), ("0.0 GiB", 0), ("0.1B", 0)])
+def test_size_that_is_not_positive_is_refused(size: int | str, found: int) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_bytes(size)
+
+    assert str(error.value) == f"a size must be positive; found {found}"
+
+
+@pytest.mark.parametrize("size", [True, 8e9, None, b"8GiB", [8]])
+def test_size_of_another_type_is_refused(size: object) -> None:
+    with pytest.raises(TypeError) as error:
+        parse_bytes(size)  # type: ignore[arg-type]
+
+    assert str(error.value) == f'a size is a number of bytes, or text such as "8GiB"; found {size!r}'
+
+
+def test_byte_view_has_all_bytes_of_the_storage() -> None:
+    base = torch.arange(10, dtype=torch.int16)
+
+    seen = byte_view(base[4:6].untyped_storage())
+
+    assert (seen.dtype, tuple(seen.shape)) == (torch.uint8, (20,))
+    assert torch.equal(seen.view(torch.int16), base)
+
+
+def test_byte_view_shares_the_bytes() -> None:
+    base = torch.zeros(4, dtype=torch.float64)
+
+    byte_view(base.untyped_storage()).fill_(0x3F)
+
+    assert storage_key(byte_view(base.untyped_storage()).untyped_storage()) == storage_key(base.untyped_storage())
+    assert base.view(torch.uint8).unique().tolist() == [0x3F]
+
+
+@pytest.mark.parametrize(("base", "num_bytes"), [(torch.empty(0), 0), (torch.empty(3, 5, device="meta"), 60)])
+def test_byte_view_of_no_bytes(base: torch.Tensor, num_bytes: int) -> None:
+    seen = byte_view(base.untyped_storage())
+
+    assert (seen.device, seen.numel()) == (base.device, num_bytes)
+
+
+def test_no_mode_sees_how_a_tensor_is_laid_over_a_storage() -> None:
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    storage = torch.arange(6, dtype=torch.float32).untyped_storage()
+
+    with Watch():
+        found = tensor_over(storage, torch.float32, offset=1, size=(2, 2), stride=(2, 1))
+
+    assert seen == []
+    assert found.tolist() == [[1.0, 2.0], [3.0, 4.0]]

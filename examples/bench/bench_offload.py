@@ -33,7 +33,7 @@ from memkit.bench import OffloadBench, Workload, bench_offload, measure
 from memkit.bench.engines import plain, save_on_cpu
 from memkit.device import Device, open_device
 from memkit.plan import Action, plan_ratio, simulate_lanes, timed_saves
-from memkit.transfer import measure_link
+from memkit.transfer import Arena, Lanes, measure_link
 
 MIN_BYTES = 2**20
 
@@ -95,21 +95,27 @@ def vit_large() -> Workload:
 class StackOfLSTMs(nn.Module):
     """Eight LSTMs of one layer each."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(1024, 1024, batch_first=True) for _ in range(8))
+        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(8))
 
     def forward(self, batch: Tensor) -> Tensor:
-        """Take and return [batch, seq, 1024]."""
+        """Take and return [batch, seq, width]."""
         for layer in self.layers:
             batch = layer(batch)[0]
         return batch
 
 
 def lstms() -> Workload:
-    """Eight one-layer LSTMs of width 1024, batch 128 x 512."""
-    model, batch = StackOfLSTMs(), torch.empty(128, 512, 1024).normal_()
-    return Workload(name="lstm_8x1024", model=model, forward=lambda: model(batch), loss=_scalar)
+    """Eight one-layer LSTMs of width 2048, batch 256 x 128."""
+    model, batch = StackOfLSTMs(2048), torch.empty(256, 128, 2048).normal_()
+    return Workload(name="lstm_8x2048_b256", model=model, forward=lambda: model(batch), loss=_scalar)
+
+
+def narrow_lstms() -> Workload:
+    """Eight one-layer LSTMs of width 1024, batch 128 x 512: so many small kernels that launching them is what takes time."""
+    model, batch = StackOfLSTMs(1024), torch.empty(128, 512, 1024).normal_()
+    return Workload(name="lstm_8x1024_b128", model=model, forward=lambda: model(batch), loss=_scalar)
 
 
 class UNet(nn.Module):
@@ -215,6 +221,24 @@ def against_checkpointing(options: argparse.Namespace, device: Device) -> list[d
     ]
 
 
+def beside_copies(workload: Workload, device: Device) -> float:
+    """Return the seconds of the plain backward while a lane copies to the device all along."""
+    lanes, arena, num_bytes = Lanes(device), Arena(device), 256 * 2**20
+    span, storage = arena.take(num_bytes), device.allocate(num_bytes)
+    count = int(1.5 * 0.3 / (num_bytes / 50e9))  # copies for longer than any forward or backward here
+
+    def loss(result: Any) -> Tensor:
+        found, ready = workload.loss(result), device.record_event()
+        for _ in range(count):
+            lanes.copy_back(span, storage, after=(ready,))
+        return found
+
+    loaded = Workload(name=workload.name, model=workload.model, forward=workload.forward, loss=loss)
+    found = measure(loaded, plain, device, num_steps=3, num_warmup=1)
+    arena.give(span)
+    return found.backward_s
+
+
 class _Around(nn.Module):
     """A workload's forward as a module, for the profile."""
 
@@ -269,6 +293,7 @@ def against_simulation(make: Callable[[], Workload], options: argparse.Namespace
             "plain_forward_s": alone.forward_s,
             "plain_backward_s": alone.backward_s,
             "plain_peak_bytes": alone.peak_allocated_bytes,
+            "plain_backward_beside_copies_s": beside_copies(workload, device),
             "memkit_s": fast.step_s,
             "memkit_forward_s": fast.forward_s,
             "memkit_backward_s": fast.backward_s,
@@ -276,6 +301,7 @@ def against_simulation(make: Callable[[], Workload], options: argparse.Namespace
             **times,
             "to_simulation": fast.step_s / times["simulated_s"],
             "to_simulation_with_limit": fast.step_s / times["simulated_with_limit_s"],
+            "link": str(link),
             "num_saves": len(saves),
             "planned_bytes": plan.offload_bytes,
             "moved_out_bytes": stats.moved_out_bytes,
@@ -351,6 +377,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Device], list[dict[str, Any]]]]
     "llama_checkpointed": against_checkpointing,
     "vit_large": partial(against_simulation, vit_large),
     "lstms": partial(against_simulation, lstms),
+    "narrow_lstms": partial(against_simulation, narrow_lstms),
     "unet": partial(against_simulation, unet),
     "two_hundred_steps": two_hundred_steps,
 }

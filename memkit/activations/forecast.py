@@ -18,7 +18,7 @@ class Forecast:
         working_bytes: for each, what was allocated beside the records when it was asked for.
         stays: for each, whether it is on the device from the start.
         limit_bytes: what of the records may be on the device when the backward begins.
-        slack_bytes: by how much fetching ahead may raise the peak above what the operators alone need.
+        slack_bytes: by how much fetching ahead may raise what the backward needs without it.
     """
 
     def __init__(
@@ -38,8 +38,7 @@ class Forecast:
             needed_bytes = max(needed_bytes, working + waiting_bytes + (0 if stay else size))
             waiting_bytes -= size if stay else 0
         self.peak_bytes = max(limit_bytes + working_bytes[0], needed_bytes + slack_bytes)
-        """What the backward may reach: what it begins with, or what it needs even if nothing is fetched before it is asked for,
-        and the slack."""
+        """What the backward may reach: at its begin, or when it needs the most."""
 
     def level_bytes(self, now: int, until: int, live_bytes: int) -> int:
         """Return the most from now until a later place is passed, if nothing else is fetched on the way.

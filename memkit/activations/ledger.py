@@ -18,6 +18,7 @@ from torch import Tensor
 
 from memkit.activations.stats import IterationCounts
 from memkit.device.base import Device, Event, Stream
+from memkit.sizes import tensor_over
 from memkit.transfer.arena import Arena, Span
 from memkit.transfer.lanes import Lanes, Passage
 
@@ -59,7 +60,7 @@ class Geometry(NamedTuple):
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor with this geometry over a storage."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.size, self.stride)
+        tensor = tensor_over(storage, self.dtype, offset=self.offset, size=self.size, stride=self.stride)
         if self.is_conj:
             torch._C._set_conj(tensor, True)
         if self.is_neg:

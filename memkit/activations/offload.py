@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -23,7 +23,7 @@ from memkit.activations.passes import Pass
 from memkit.activations.stats import IterationCounts, OffloadStats, fragmentation_hint
 from memkit.activations.window import OffloadWindow
 from memkit.device import Device, open_device
-from memkit.hooks import HookSet, backward_task, dynamo_is_loaded, in_checkpoint, saved_tensor_hooks
+from memkit.hooks import HookSet, backward_task, dynamo_is_loaded, in_checkpoint, node_number, saved_tensor_hooks
 from memkit.plan import auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
 from memkit.profile.registry import forget_report
@@ -34,6 +34,8 @@ from memkit.transfer.link import measure_link
 Ratio = float | str | Callable[..., float]
 
 _MAX_RATIOS = 10_000
+_MANY_SAVES, _MOST = 9, 0.75
+"""No operator saves so many tensors by itself; and how much of all is too much to be saved at once."""
 
 
 class _Flattened:
@@ -43,11 +45,14 @@ class _Flattened:
 
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], KeptHandle | _Flattened]) -> None:
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrapper subclasses only
-        self._inner = {name: pack(getattr(tensor, name)) for name in names if isinstance(getattr(tensor, name), Tensor)}
+        parts = {name: getattr(tensor, name) for name in names}  # tensors, and in newer DTensors a mesh
+        self._inner = {name: pack(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
         self._size, self._stride, self._type = tensor.size(), tensor.stride(), type(tensor)
 
     def unpack(self) -> Tensor:
-        inner = {name: handle.unpack() for name, handle in self._inner.items()}
+        inner = {
+            name: _unpack(part) if isinstance(part, KeptHandle | _Flattened) else part for name, part in self._inner.items()
+        }
         make: Any = self._type  # `__tensor_unflatten__` is a protocol without a type
         tensor: Tensor = make.__tensor_unflatten__(inner, self._context, self._size, self._stride)
         return tensor
@@ -65,6 +70,7 @@ class _TagState:
         self.report: MemoryReport | None = None
         self.auto: tuple[MemoryReport, float] | None = None
         self.has_warned_of_cpu = False
+        self.has_warned_of_whole_model = False
         self._windows: dict[Device, OffloadWindow] = {}
 
     def window(self, device: Device, min_bytes: int) -> OffloadWindow:
@@ -108,7 +114,10 @@ class _Entry:
         self._passes: dict[Device, tuple[OffloadWindow, Pass]] = {}
         self._devices: dict[torch.device, Device | None] = {}
         self._saw_cpu = False
-        self._hooks = saved_tensor_hooks(self.pack, _unpack, compiled=dynamo_is_loaded())
+        self._may_be_compiled = dynamo_is_loaded()
+        self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
+        """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
+        self._hooks = saved_tensor_hooks(self.pack, _unpack, compiled=self._may_be_compiled)
 
     def begin(self) -> None:
         if self._options.device is not None:  # pin ahead of the first save
@@ -120,9 +129,11 @@ class _Entry:
 
     def end(self, *, has_failed: bool) -> None:
         self._hooks.__exit__(None, None, None)
+        del self._hooks  # they hold `pack`, and so the entry
         saw_device = bool(self._passes)
         for window, run in self._passes.values():
             window.end_forward(run, learn=not has_failed)
+        self._warn_of_whole_model()
         self._passes.clear()  # from here on the graph alone keeps a pass alive: it counts in the limit for as long as it lives
         if self._saw_cpu and not saw_device and not self._state.has_warned_of_cpu:
             self._state.has_warned_of_cpu = True
@@ -131,6 +142,20 @@ class _Entry:
                 "nothing. Move the model to a GPU, or pass device=memkit.device.ReferenceDevice() to try it out.",
                 stacklevel=3,
             )
+
+    def _warn_of_whole_model(self) -> None:
+        """A model that is compiled as one graph is one node, which saves its tensors when all of them have been made."""
+        sizes_bytes = max(self._saves_of_nodes.values(), key=sum, default=[])
+        share = sum(sizes_bytes) / max(1, sum(map(sum, self._saves_of_nodes.values())))
+        if len(sizes_bytes) < _MANY_SAVES or share < _MOST or self.counts.ratio == 0 or self._state.has_warned_of_whole_model:
+            return
+        self._state.has_warned_of_whole_model = True
+        warnings.warn(
+            f'CPUOffload (tag "{self._state.tag}"): one node of the graph saved {len(sizes_bytes)} tensors at once, '
+            f"{share:.0%} of all bytes, as it is when a model is compiled as a whole. Nothing can leave before its end, so "
+            "that the peak of the forward is that of no offload. Compile each block of the model by itself (block.compile()).",
+            stacklevel=4,
+        )
 
     def pack(self, tensor: Tensor) -> KeptHandle | _Flattened:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
@@ -147,14 +172,16 @@ class _Entry:
             return KeptHandle(tensor)
         self.counts.seen_bytes += tensor.nbytes
         storage = tensor.untyped_storage()
-        if (
-            storage.nbytes() < self._options.min_bytes
-            or storage.nbytes() == 0
-            or is_from_leaf(tensor)
-            or self._is_resident(storage)
-            or device.is_capturing()
-        ):
+        if storage.nbytes() < self._options.min_bytes or storage.nbytes() == 0 or device.is_capturing():
             return KeptHandle(tensor)
+        if is_from_leaf(tensor) or self._is_resident(storage):
+            if self._state.report is not None and not isinstance(tensor, nn.Parameter):
+                window, run = self._pass_on(device)
+                if run.follows_report:
+                    window.pass_over(run, tensor, storage)
+            return KeptHandle(tensor)
+        if self._may_be_compiled:
+            self._saves_of_nodes[node_number()].append(storage.nbytes())
         window, run = self._pass_on(device)
         return window.pack(run, tensor, storage)
 

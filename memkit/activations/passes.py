@@ -109,6 +109,10 @@ class Traces:
         """Return the trace that was followed last among those that begin like this."""
         return next((trace for trace in self._known if trace.keys[: len(keys)] == tuple(keys)), None)
 
+    def learned(self, keys: Sequence[SaveKey]) -> Trace | None:
+        """Return the trace of exactly these saves that an earlier pass has left."""
+        return next((trace for trace in self._known if trace.keys == tuple(keys) and not trace.is_report), None)
+
 
 class Pass:
     """One forward: what it saved, what its trace says about each save, and how far its backward has come."""
@@ -133,6 +137,7 @@ class Pass:
         self._plan: Plan | None = None
         self._place = 0
         self._num_strangers = 0
+        self._has_changed_trace = False
         self._take(traces.beginning_with(()), place=0)
         self.task = -1
         """Autograd's number of the backward that asks for records now; -1 before the first."""
@@ -163,11 +168,24 @@ class Pass:
         self._largest_bytes = max(self._largest_bytes, key.num_bytes)
         if self._plan is not None and place is not None:
             action = self._plan.actions[place]
+            if self._has_changed_trace:  # more or less has left than this plan would have let: end with its share
+                action = Action.OFFLOAD if self._moved_bytes < self._plan.offload_bytes else Action.KEEP
         else:
             action = Action.OFFLOAD if self._moved_bytes < self.ratio * self._seen_bytes else Action.KEEP
         if action is Action.OFFLOAD:
             self._moved_bytes += key.num_bytes
         return action
+
+    def pass_over(self, key: SaveKey) -> None:
+        """Take note of a save that is left alone because of whose storage it is, which a report may have foretold."""
+        trace = self._trace
+        if trace is not None and self.follows_report and self._place in trace.held and trace.keys[self._place] == key:
+            self._place += 1
+
+    @property
+    def follows_report(self) -> bool:
+        """Whether a report foretells what is saved next."""
+        return self._trace is not None and self._trace.is_report
 
     def _follow(self, key: SaveKey) -> int | None:
         """Return the place of a save in the trace that is followed; None without one, `_STRANGER` if it is not in there."""
@@ -177,6 +195,7 @@ class Pass:
         if trace is None or self._place == len(trace.keys) or trace.keys[self._place] != key:
             other = self._traces.beginning_with((*self._keys, key))
             if other is not None:
+                self._has_changed_trace = bool(self._keys)
                 self._take(other, place=len(self._keys))
             elif (
                 trace is not None and trace.is_report and self._place < len(trace.keys) and self._num_strangers < _MAX_STRANGERS
@@ -240,8 +259,10 @@ class Pass:
         is_whole = trace is not None and self._place == len(trace.keys)
         was_misled = not (is_whole and trace is not None) and self._traces.has_report()
         if trace is None or not is_whole or trace.is_report:
-            order = trace.order if trace is not None and is_whole and self._num_strangers == 0 else None
-            trace = Trace(keys=tuple(self._keys), held=set(self._held), order=order)
+            is_same = trace is not None and is_whole and self._num_strangers == 0 and len(trace.keys) == len(self._keys)
+            order = trace.order if trace is not None and is_same else None
+            held = set() if was_misled else set(self._held)  # a report of something else knows nothing about what is held
+            trace = self._traces.learned(self._keys) or Trace(keys=tuple(self._keys), held=held, order=order)
         self._trace = trace
         self._traces.drop_report()
         self._traces.add(trace)
@@ -317,7 +338,7 @@ class Pass:
             return None
         sizes = [trace.keys[index].num_bytes for index in trace.order]
         stays = [self._plan is not None and self._plan.actions[index] is Action.KEEP for index in trace.order]
-        return Forecast(sizes, trace.working_bytes, stays, limit_bytes=self.limit_bytes, slack_bytes=self.window_bytes // 4)
+        return Forecast(sizes, trace.working_bytes, stays, limit_bytes=self.limit_bytes, slack_bytes=self.window_bytes // 8)
 
     def end_backward(self) -> None:
         """Learn the order of a whole backward."""

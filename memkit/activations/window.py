@@ -47,6 +47,8 @@ class OffloadWindow:
         self._passes: list[weakref.ref[Pass]] = []
         self._counter = device.memory_counter()
         self._most_passes = 1
+        self._needed_bytes = 0
+        """Host memory that the plans needed when the arena was made to fit last."""
         self._has_warned = False
         self._is_retired = False
 
@@ -82,7 +84,8 @@ class OffloadWindow:
         needed_bytes = max((trace.plan(run.ratio, run.window_bytes).offload_bytes for trace in self.traces), default=0)
         if not needed_bytes and run.ratio > 0:
             return  # nothing is known yet
-        if self.arena.in_use_bytes == 0:
+        if needed_bytes != self._needed_bytes and self.arena.in_use_bytes == 0:
+            self._needed_bytes = needed_bytes
             self.arena.trim(needed_bytes * self._most_passes)
         self.arena.reserve(needed_bytes)
 
@@ -99,7 +102,7 @@ class OffloadWindow:
             self._ledger.sweep()
             record = run.find(storage, tensor._version)
             if record is None:
-                action = run.decide(SaveKey(storage.nbytes(), tuple(tensor.shape), _dtype_name(tensor.dtype)))
+                action = run.decide(_key_of(tensor, storage))
                 if action is None:
                     return KeptHandle(tensor)
                 record = self._ledger.open_record(
@@ -114,6 +117,11 @@ class OffloadWindow:
             else:
                 handle = self._ledger.add_handle(record, tensor, self)
             return handle
+
+    def pass_over(self, run: Pass, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        """Take note of a tensor that is known to be the caller's."""
+        with self._lock:
+            run.pass_over(_key_of(tensor, storage))
 
     def _leave(self, run: Pass, record: Record, storage: torch.UntypedStorage) -> bool:
         try:
@@ -268,6 +276,7 @@ class OffloadWindow:
             if run.task == task:
                 self._take_back(run, until=None)
                 run.end_backward()
+                self._ledger.release_dead(wait=True)  # what was served: its copy was made in the forward, and is long done
             self.settle()
 
     def settle(self) -> None:
@@ -282,6 +291,10 @@ class OffloadWindow:
         """Give the host memory back, at once or when the last graph that needs it is gone."""
         self._is_retired = True
         self.settle()
+
+
+def _key_of(tensor: Tensor, storage: torch.UntypedStorage) -> SaveKey:
+    return SaveKey(storage.nbytes(), tuple(tensor.shape), _dtype_name(tensor.dtype))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -127,7 +127,8 @@ def _simulate_backward(
 ) -> float:
     """Return the seconds that the backward waits for what comes back."""
     order = sorted((index for index, save in enumerate(saves) if not save.is_held), key=lambda index: saves[index].needed_at_s)
-    to_fetch = deque(index for index in order if index in set(out) - resident)
+    away = set(out) - resident
+    to_fetch = deque(index for index in order if index in away)
     done_s: dict[int, float] = {}
     stall_s = lane_free_s = 0.0
 
@@ -172,7 +173,7 @@ def auto_ratio(
     sizes = [save.num_bytes for save in saves]
     held = frozenset(index for index, save in enumerate(saves) if save.is_held)
     movable = [size for index, size in enumerate(sizes) if index not in held]
-    if not movable:
+    if not any(movable):
         return 0.0
     window = 2 * max(movable) if window_bytes is None else window_bytes
     best, chosen_bytes = 0.0, 0

@@ -51,19 +51,21 @@ class _Piecewise:
 
 
 _MAX_STEP = 0.1
-_TOLERANCE = 0.01
+_MIN_STEP = 0.02
 
 
 @dataclass(slots=True)
 class _FitMemory:
-    """Comes down from 1 while the peak fits, in steps no longer than the slope seen so far allows, then halves the gap between
-    what fitted and what did not; then stays, and moves only up."""
+    """Comes down from 1 while the peak fits, in steps that the steepest slope seen so far allows, or the shortest: what was
+    steep may be flat from here on, so that only a peak that does not fit, or 0, is the end. Then halves the gap between what
+    fitted and what did not; then stays, and moves only up."""
 
     target_bytes: int
     ratio: float = 1.0
     _fitting: list[tuple[float, int]] = field(default_factory=list)
     _too_low: float | None = None
     _is_settled: bool = False
+    _has_warned: bool = False
 
     def __call__(self, iteration: int, last_peak_bytes: int | None) -> float:
         if last_peak_bytes is not None:
@@ -78,21 +80,18 @@ class _FitMemory:
         self._fitting.append((self.ratio, peak_bytes))
         if self._too_low is not None:
             return self._between(self._too_low, self.ratio)
-        step = min(_MAX_STEP, self._step_to_target(), self.ratio)
-        if step < _TOLERANCE:
-            self._is_settled = True
-            return self.ratio
-        return self.ratio - step
+        self._is_settled = self.ratio == 0
+        return self.ratio - min(max(_MIN_STEP, min(_MAX_STEP, self._step_to_target())), self.ratio)
 
     def _after_too_much(self, peak_bytes: int) -> float:
         if self.ratio >= 1.0:
-            if not self._is_settled:
+            if not self._has_warned:
                 warnings.warn(
                     f"fit_memory: the peak is {format_mib(peak_bytes)} even with everything offloaded; the target was "
                     f"{format_mib(self.target_bytes)}. Use a smaller batch, or checkpointing beside the offload",
                     stacklevel=2,
                 )
-            self._is_settled = True
+            self._has_warned = self._is_settled = True
             return 1.0
         if self._is_settled:  # something else has changed
             self._fitting.clear()
@@ -102,7 +101,7 @@ class _FitMemory:
 
     def _between(self, too_low: float, fitting: float) -> float:
         """Return the middle of the gap, or what fitted if the gap is small enough."""
-        if fitting - too_low <= 2 * _TOLERANCE:
+        if fitting - too_low < 1.5 * _MIN_STEP:
             self._is_settled = True
             return fitting
         return (too_low + fitting) / 2
@@ -115,9 +114,7 @@ class _FitMemory:
             if earlier[0] > later[0]
         ]
         steepest = max(slopes, default=0.0)
-        if steepest <= 0:
-            return _MAX_STEP if self._fitting[-1][1] < self.target_bytes else 0.0
-        return (self.target_bytes - self._fitting[-1][1]) / steepest
+        return (self.target_bytes - self._fitting[-1][1]) / steepest if steepest > 0 else _MAX_STEP
 
 
 def constant(ratio: float) -> Schedule:

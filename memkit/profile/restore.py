@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from memkit.sizes import unique_storages
+from memkit.sizes import byte_view, unique_storages
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, conte
             # The bytes will be what they were, so that graphs which the user holds are as good as before.
             after.enter_context(torch.autograd.grad_mode._unsafe_preserve_version_counter(versioned))
             for storage in unique_storages(tensors).values():
-                after.callback(_put_back_bytes, storage, _bytes_of(storage).to("cpu", copy=True))
+                after.callback(_put_back_bytes, storage, byte_view(storage).to("cpu", copy=True))
         for state in states:
             after.callback(state.put_back)
         numpy_random = sys.modules.get("numpy.random")
@@ -65,13 +65,9 @@ def grads_set_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
             tensor.grad = grad
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
 def _put_back_bytes(storage: torch.UntypedStorage, kept: Tensor) -> None:
     if storage.nbytes() == kept.nbytes:
-        _bytes_of(storage).copy_(kept)
+        byte_view(storage).copy_(kept)
 
 
 class _ModuleState:

@@ -1,0 +1,75 @@
+"""Chains of sines, whose saved storages are known in size and order: what an offload does to them can be counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from memkit.plan import limit_of
+
+UNIT_NUMEL = 256
+UNIT_BYTES = 4 * UNIT_NUMEL
+
+Context = Callable[[], AbstractContextManager[object]]
+
+
+def leaf_on(torch_device: torch.device) -> Tensor:
+    """Return a leaf of one unit."""
+    return torch.randn(UNIT_NUMEL, generator=torch.Generator().manual_seed(0)).to(torch_device).requires_grad_()
+
+
+def chain(x: Tensor, units: Sequence[int]) -> Tensor:
+    """Let autograd save one storage of so many units for each number, in that order. Nobody else holds them."""
+    for num_units in units:
+        x = x.repeat(num_units)[: num_units * UNIT_NUMEL].clone().sin()
+    return x
+
+
+def step(x: Tensor, units: Sequence[int], context: Context = nullcontext) -> list[Tensor]:
+    """Return the output and the gradient of a chain whose forward runs in a context."""
+    x.grad = None
+    with context():
+        y = chain(x, units)
+    y.sum().backward()
+    return [y.detach(), x.grad]
+
+
+def units_that_stay(units: Sequence[int], window_units: int) -> int:
+    """Return what is on the device when a forward ends of which everything was to leave: the latest, as many as fit."""
+    room_bytes, num_units = limit_of(sum(units) * UNIT_BYTES, 1.0, window_units * UNIT_BYTES), 0
+    for size in reversed(units):
+        if (num_units + size) * UNIT_BYTES > room_bytes:
+            break
+        num_units += size
+    return num_units
+
+
+def three_backwards(
+    x: Tensor, length: int, context: Context = nullcontext, before_sine: Callable[[], None] = int
+) -> list[Tensor]:
+    """Two branches; backward through the top of the second, then through the first, then through the rest of the second.
+
+    What the first branch asks for is not foreseen: what the second still needs was saved after it. There, `before_sine` is
+    called ahead of each request.
+    """
+    with context():
+        trunk = chain(x, [1] * 2)
+        first, middle = chain(trunk, [1] * length), chain(trunk, [1] * length)
+        second = chain(middle, [1] * length)
+    (of_middle,) = torch.autograd.grad(second.sum(), middle)
+
+    def pre_hook(_: tuple[Tensor, ...]) -> None:
+        before_sine()
+
+    node = first.grad_fn
+    while node is not trunk.grad_fn:
+        if type(node).__name__ == "SinBackward0":
+            node.register_prehook(pre_hook)
+        node = node.next_functions[0][0]
+    (of_first,) = torch.autograd.grad(first.sum(), trunk)
+    (of_trunk,) = torch.autograd.grad(middle, trunk, of_middle)
+    trunk.backward(of_first + of_trunk)
+    return [of_middle, of_first, of_trunk, x.grad]

@@ -1,0 +1,360 @@
+"""Contexts in every combination: schedules, regions without offload, resets, nesting, grad mode off, CPU tensors."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit import schedules
+from memkit.activations.offload import _states
+from memkit.device import CudaDevice, Device, ReferenceDevice
+from memkit.hooks import innermost_pack
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
+from tests.activations.conftest import Offload
+
+
+def _moved(tag: str) -> int:
+    return memkit.offload_stats(tag).moved_out_bytes // UNIT_BYTES
+
+
+# Schedules
+
+
+def test_schedule_of_the_iteration(device: Device, offloading: Offload) -> None:
+    x, asked, moved = leaf_on(device.torch_device), [], []
+
+    def schedule(iteration: int) -> float:
+        asked.append(iteration)
+        return [0.0, 0.5, 1.0, 0.25][iteration]
+
+    for _ in range(4):  # a new object each iteration
+        step(x, [1] * 8, lambda: offloading(schedule, "schedule", window_bytes=0))
+        moved.append(_moved("schedule"))
+
+    assert asked == [0, 1, 2, 3]
+    assert moved == [0, 4, 8, 2]
+    assert memkit.offload_stats("schedule").ratios == (0.0, 0.5, 1.0, 0.25)
+
+
+def test_schedule_of_the_iteration_and_the_last_peak(device: Device, offloading: Offload) -> None:
+    x, asked = leaf_on(device.torch_device), []
+
+    def schedule(iteration: int, last_peak_bytes: int | None) -> float:
+        asked.append((iteration, last_peak_bytes))
+        return 1.0 if iteration % 2 else 0.0
+
+    context = offloading(schedule, "peak", window_bytes=0)
+    for _ in range(5):
+        step(x, [1] * 8, lambda: context)
+
+    assert [iteration for iteration, _ in asked] == [0, 1, 2, 3, 4]
+    assert asked[0][1] is None
+    if isinstance(device, ReferenceDevice):  # which counts nothing but what was saved
+        assert [peak // UNIT_BYTES for _, peak in asked[1:]] == [8, 1, 8, 1]
+    assert asked[1][1] > asked[2][1]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: schedules.linear(0, 1, num_iterations=4), lambda: schedules.piecewise({0: 0.0, 2: 1.0})]
+)
+def test_ready_made_schedules(make: object, device: Device, offloading: Offload) -> None:
+    x, schedule = leaf_on(device.torch_device), make()
+    for _ in range(6):
+        step(x, [1] * 8, lambda: offloading(schedule, "made", window_bytes=0))
+
+    assert memkit.offload_stats("made").ratios == tuple(schedule(iteration) for iteration in range(6))
+
+
+def test_fit_memory_finds_the_ratio(offloading: Offload, device: Device) -> None:
+    if not isinstance(device, ReferenceDevice):
+        pytest.skip("the allocator of a GPU counts more than what is saved")
+    x, schedule = leaf_on(device.torch_device), schedules.fit_memory(12 * UNIT_BYTES)
+    for _ in range(40):
+        found = step(x, [1] * 20, lambda: offloading(schedule, "fit", window_bytes=0))
+
+    stats = memkit.offload_stats("fit")
+    assert stats.ratios[0] == 1.0
+    assert len(set(stats.ratios[-10:])) == 1
+    assert 0.4 <= stats.ratio <= 0.6
+    assert stats.peak_allocated_bytes <= 12 * UNIT_BYTES
+    assert_same_bits(found, step(x, [1] * 20))
+
+
+# Grad mode off
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_a_context_costs_nothing(mode: type, device: Device, offloading: Offload) -> None:
+    def schedule(iteration: int) -> float:
+        asked.append(iteration)
+        return 1.0
+
+    x, asked = leaf_on(device.torch_device), []
+    context = offloading(schedule, "mode", window_bytes=0)
+    with mode(), context:
+        assert innermost_pack() is None
+        chain(x, [1, 1])
+    assert "mode" not in _states
+    step(x, [1], lambda: context)
+    with mode(), context:
+        chain(x, [1, 1])
+    step(x, [1], lambda: context)
+
+    assert asked == [0, 1]
+    assert memkit.offload_stats("mode").num_iterations == 2
+
+
+def test_grad_mode_may_change_inside(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    with offloading(1.0, "inside", window_bytes=0):
+        with torch.no_grad():
+            chain(x, [1] * 3)
+        y = chain(x, [1] * 2)
+    y.sum().backward()
+    assert _moved("inside") == 2
+
+    with torch.no_grad(), offloading(1.0, "inside", window_bytes=0), torch.enable_grad():
+        y = chain(x, [1] * 2)
+    y.sum().backward()
+    assert memkit.offload_stats("inside").num_iterations == 1
+
+
+# Regions without offload
+
+
+def test_no_offload_keeps_what_is_saved_in_it(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    for _ in range(2):
+        x.grad = None
+        with offloading(1.0, "region", window_bytes=0):
+            y = chain(x, [1] * 3)
+            with memkit.no_offload():
+                y = chain(y, [1] * 4)
+                with memkit.no_offload():
+                    y = chain(y, [1])
+                y = chain(y, [1])
+            y = chain(y, [1] * 2)
+        y.sum().backward()
+
+        assert _moved("region") == 5
+        assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 11))
+
+
+def test_no_offload_ends_with_an_error(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    with pytest.raises(KeyError), memkit.no_offload():
+        raise KeyError
+    step(x, [1] * 3, lambda: offloading(1.0, "error", window_bytes=0))
+
+    assert _moved("error") == 3
+
+
+def test_no_offload_still_checks_for_writes(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    with offloading(1.0, "written"), memkit.no_offload():
+        y = x.clone()
+        z = y.sin()
+    y.detach().mul_(2)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+# Nesting and tags
+
+
+def test_innermost_context_decides(device: Device, offloading: Offload) -> None:
+    def run(outer: Context, inner: Context) -> list[Tensor]:
+        x = leaf_on(device.torch_device)
+        with outer():
+            y = chain(x, [1] * 3)
+            with inner():
+                y = chain(y, [1] * 4)
+            y = chain(y, [1] * 5)
+        y.sum().backward()
+        return [y.detach(), x.grad]
+
+    for _ in range(2):
+        found = run(lambda: offloading(1.0, "outer", window_bytes=0), lambda: offloading(0.5, "inner", window_bytes=0))
+
+        assert (_moved("outer"), _moved("inner")) == (8, 2)
+        assert_same_bits(found, run(nullcontext, nullcontext))
+
+
+def test_same_tag_nested(device: Device, offloading: Offload) -> None:
+    for _ in range(3):
+        x = leaf_on(device.torch_device)
+        with offloading(1.0, "same", window_bytes=0):
+            y = chain(x, [1] * 3)
+            with offloading(0.0, "same", window_bytes=0):
+                y = chain(y, [1] * 4)
+            y = chain(y, [1] * 2)
+        y.sum().backward()
+
+        assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 9))
+    assert memkit.offload_stats("same").ratios == (1.0, 0.0) * 3
+
+
+def test_two_models_take_turns(device: Device, offloading: Offload) -> None:
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 6)
+    for _ in range(3):
+        for tag, ratio in (("a", 0.5), ("b", 1.0)):
+            found = step(x, [1] * 6, lambda: offloading(ratio, tag, window_bytes=0))  # noqa: B023
+
+            assert_same_bits(found, plain)
+    assert (_moved("a"), _moved("b")) == (3, 6)
+
+
+def test_users_hooks_inside_are_respected(device: Device, offloading: Offload) -> None:
+    x, packed = leaf_on(device.torch_device), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with offloading(1.0, "users", window_bytes=0):
+        y = chain(x, [1] * 2)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = chain(y, [1] * 3)
+    y.sum().backward()
+
+    assert (_moved("users"), len(packed)) == (2, 3)
+    assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 5))
+
+
+# Reset
+
+
+def test_reset_of_an_unknown_tag_does_nothing() -> None:
+    memkit.reset("never used")
+    memkit.reset("never used")
+
+
+def test_reset_forgets_plans_counts_and_host_memory(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    step(x, [1] * 4, lambda: offloading(0.5, "reset", window_bytes=0))
+    device.synchronize()
+    (window,) = _states["reset"].windows()
+    assert window.arena.held_bytes > 0
+
+    memkit.reset("reset")
+
+    assert window.arena.held_bytes == 0
+    with pytest.raises(ValueError, match="no CPUOffload was entered"):
+        memkit.offload_stats("reset")
+    step(x, [1] * 4, lambda: offloading(0.5, "reset", window_bytes=0))
+    assert memkit.offload_stats("reset").num_iterations == 1
+
+
+def test_reset_while_a_graph_is_alive(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    with offloading(1.0, "alive", window_bytes=0):
+        y = chain(x, [1] * 6)
+    (window,) = _states["alive"].windows()
+    memkit.reset("alive")
+    assert window.arena.in_use_bytes == 6 * UNIT_BYTES
+    other = step(leaf_on(device.torch_device), [1] * 6, lambda: offloading(1.0, "alive", window_bytes=0))
+    y.sum().backward()
+
+    plain = step(leaf_on(device.torch_device), [1] * 6)
+    assert_same_bits([y.detach(), x.grad], plain)
+    assert_same_bits(other, plain)
+    device.synchronize()
+    del y
+    window.settle()
+    assert (window.arena.in_use_bytes, window.arena.held_bytes) == (0, 0)
+
+
+def test_reset_inside_a_context(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    with offloading(1.0, "within", window_bytes=0):
+        y = chain(x, [1] * 3)
+        memkit.reset("within")
+        y = chain(y, [1] * 3)
+    y.sum().backward()
+
+    assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 6))
+    step(x, [1] * 3, lambda: offloading(1.0, "within", window_bytes=0))
+    assert _moved("within") == 3
+
+
+# CPU tensors
+
+
+def test_cpu_tensors_are_left_alone_with_one_warning() -> None:
+    x = leaf_on(torch.device("cpu"))
+    plain = step(x, [1] * 4)
+    with pytest.warns(UserWarning, match=r"\(tag \"cpu\"\) saw only tensors on the CPU.*ReferenceDevice") as caught:
+        found = step(x, [1] * 4, lambda: memkit.CPUOffload(1.0, "cpu", min_bytes=0))
+    assert caught[0].filename == inspect.getsourcefile(step)  # it points to the with statement
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = step(x, [1] * 4, lambda: memkit.CPUOffload(1.0, "cpu", min_bytes=0))
+
+    assert_same_bits(found, plain)
+    assert_same_bits(again, plain)
+    stats = memkit.offload_stats("cpu")
+    assert (stats.num_iterations, stats.seen_bytes, stats.moved_out_bytes, stats.host_held_bytes) == (2, 0, 0, 0)
+
+
+def test_no_warning_where_nothing_is_saved() -> None:
+    with memkit.CPUOffload(1.0, "empty"):
+        torch.zeros(3).sin()
+
+
+@pytest.mark.gpu
+def test_cpu_tensors_beside_those_on_the_device_are_left_alone() -> None:
+    on_cpu, on_gpu = leaf_on(torch.device("cpu")), leaf_on(torch.device("cuda"))
+    with memkit.CPUOffload(1.0, "both", min_bytes=0, window_bytes=0):
+        loss = chain(on_cpu, [1] * 3).sum() + chain(on_gpu, [1] * 3).sum().cpu()
+    loss.backward()
+
+    assert _moved("both") == 3
+    assert CudaDevice(torch.device("cuda")) is not None
+
+
+# Nothing is left behind
+
+
+def test_nothing_is_left_on_modules_and_tensors(device: Device, offloading: Offload) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.BatchNorm1d(16), nn.Linear(16, 4)).to(device.torch_device)
+    x = torch.randn(8, 16, device=device.torch_device, requires_grad=True)
+    kept: list[Tensor] = []
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    with offloading(1.0, "left", window_bytes=0):
+        y = model[:2](x)
+        kept.append(y)
+        loss = model[2:](y).sum()
+    loss.backward()
+
+    assert innermost_pack() is None
+    for name, module in model.named_modules():
+        assert set(module.__dict__) == set(before[name])
+        assert not any(value for key, value in module.__dict__.items() if key.endswith("_hooks"))
+    for tensor in (x, *kept, loss, *model.parameters(), *model.buffers()):
+        assert tensor.__dict__ == {}
+        assert not tensor._backward_hooks
+        assert type(tensor) in (Tensor, nn.Parameter)
+
+
+@pytest.mark.usefixtures("only_new_objects")
+def test_nothing_refers_to_the_graph_once_it_is_gone(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    for _ in range(3):
+        step(x, [1] * 4, lambda: offloading(0.5, "gone", window_bytes=0))
+    gc.collect()
+    device.synchronize()
+    before = sum(type(thing) is Tensor for thing in gc.get_objects())
+    for _ in range(5):
+        step(x, [1] * 4, lambda: offloading(0.5, "gone", window_bytes=0))
+    gc.collect()
+
+    assert sum(type(thing) is Tensor for thing in gc.get_objects()) <= before

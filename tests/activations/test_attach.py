@@ -1,0 +1,254 @@
+"""`attach`: the same offload without a change to the loop."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit import schedules
+from memkit.device import Device
+from memkit.hooks import innermost_pack
+from memkit.plan import plan_ratio
+from tests.activations.cases import assert_same_bits
+from tests.activations.conftest import Offload
+
+Attach = Callable[..., memkit.AttachedOffload]
+
+
+class Net(nn.Module):
+    """Saves its input, a buffer and each hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 8)
+        self.register_buffer("scale", torch.linspace(0.5, 2, 32).repeat(16, 1))
+
+    def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:
+        hidden = self.first(x).sin()
+        return self.last((hidden * self.scale).cos() * shift)
+
+
+HIDDEN_BYTES = 16 * 32 * 4
+
+
+@pytest.fixture
+def attaching(device: Device) -> Attach:
+    """Return `attach` for the device, with no storage too small and no window."""
+    return functools.partial(memkit.attach, device=device, min_bytes=0, window_bytes=0)
+
+
+def _net(device: Device) -> tuple[Net, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = Net().to(device.torch_device)
+    x, shift = torch.randn(16, 32), torch.randn(16, 32)
+    return model, x.to(device.torch_device), shift.to(device.torch_device)
+
+
+def _train(model: nn.Module, x: Tensor, shift: Tensor) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x, shift=shift).square().mean()
+        loss.backward()
+        optimizer.step()
+    return [loss.detach(), *[param.detach().clone() for param in model.parameters()]]
+
+
+def _hooks(model: nn.Module) -> int:
+    return sum(len(value) for module in model.modules() for key, value in module.__dict__.items() if key.endswith("_hooks"))
+
+
+def test_trains_to_the_same_bits(device: Device, attaching: Attach) -> None:
+    model, x, shift = _net(device)
+    handle = attaching(model, 1.0, "attached")
+    found = _train(model, x, shift)
+    handle.remove()
+
+    assert_same_bits(found, _train(*_net(device)))
+    stats = memkit.offload_stats("attached")
+    assert stats.num_iterations == 3
+    assert stats.live_records == 0
+
+
+def test_parameters_buffers_and_inputs_stay_from_the_first_step_on(device: Device, attaching: Attach) -> None:
+    """What moves: what the sine, the cosine and the last layer are given."""
+    model, x, shift = _net(device)
+    attaching(model, 1.0, "known")
+    for _ in range(2):
+        model(x, shift=shift).sum().backward()
+        stats = memkit.offload_stats("known")
+
+        assert stats.unique_bytes == stats.moved_out_bytes == 3 * HIDDEN_BYTES
+        assert stats.wasted_bytes == 0
+
+
+def test_remove_takes_the_hooks_off(device: Device, attaching: Attach) -> None:
+    model, x, shift = _net(device)
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    handle = attaching(model, 1.0, "removed")
+    assert _hooks(model) > 0
+    loss = model(x, shift=shift).sum()
+    handle.remove()
+    handle.remove()
+    loss.backward()
+    model(x, shift=shift).sum().backward()
+
+    assert _hooks(model) == 0
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+    assert memkit.offload_stats("removed").num_iterations == 1
+
+
+def test_forward_that_raises_ends_the_context(device: Device, attaching: Attach) -> None:
+    model, x, shift = _net(device)
+    attaching(model, 1.0, "raises")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            model(x, shift=shift[:, :5])
+        assert innermost_pack() is None
+
+    assert_same_bits(_train(model, x, shift), _train(*_net(device)))
+    device.synchronize()
+    assert memkit.offload_stats("raises").host_in_use_bytes == 0
+
+
+def test_without_grad_nothing_is_counted(device: Device, attaching: Attach) -> None:
+    model, x, shift = _net(device)
+    attaching(model, schedules.linear(0, 1, num_iterations=2), "eval")
+    for _ in range(3):
+        with torch.no_grad():
+            model(x, shift=shift)
+        with torch.inference_mode():
+            model(x, shift=shift)
+        model(x, shift=shift).sum().backward()
+
+    assert memkit.offload_stats("eval").ratios == (0.0, 0.5, 1.0)
+
+
+def test_entering_that_raises_leaves_the_model_usable(device: Device, attaching: Attach) -> None:
+    model, x, shift = _net(device)
+    ratios = [2.0]
+    attaching(model, lambda iteration: ratios[0], "schedule")
+    with pytest.raises(ValueError, match="for iteration 0 must be from 0"):
+        model(x, shift=shift)
+    assert innermost_pack() is None
+
+    ratios[0] = 1.0
+    assert_same_bits(_train(model, x, shift), _train(*_net(device)))
+
+
+def test_inner_model_decides_for_itself(device: Device, attaching: Attach) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)]).to(device.torch_device)
+    x = torch.randn(16, 32, device=device.torch_device)
+    model(x).sum().backward()
+    plain = [param.grad.clone() for param in model.parameters()]
+    attaching(model, 1.0, "outer")
+    attaching(model[1], 0.0, "inner")
+    model.zero_grad()
+    model(x).sum().backward()
+
+    assert_same_bits([param.grad for param in model.parameters()], plain)
+    assert memkit.offload_stats("inner").moved_out_bytes == 0
+    # each GELU saves its input, which the linear layer made; each linear layer but the first its own
+    assert memkit.offload_stats("outer").moved_out_bytes == 3 * HIDDEN_BYTES
+
+
+def test_module_that_is_called_twice(device: Device, attaching: Attach) -> None:
+    def run(block: nn.Module) -> list[Tensor]:
+        block.zero_grad()
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).to(device.torch_device)
+        block(block(x).tanh()).sum().backward()
+        return [param.grad.clone() for param in block.parameters()]
+
+    block = nn.Sequential(nn.Linear(32, 32), nn.GELU()).to(device.torch_device)
+    plain = run(block)
+    attaching(block, 1.0, "twice")
+
+    for count in (1, 2):
+        assert_same_bits(run(block), plain)
+        assert memkit.offload_stats("twice").num_iterations == 2 * count
+
+
+def test_module_that_calls_itself(device: Device, attaching: Attach) -> None:
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor, depth: int) -> Tensor:
+            x = self.linear(x).sin()
+            return self(x, depth - 1).cos() if depth else x
+
+    torch.manual_seed(0)
+    model = Recursive().to(device.torch_device)
+    x = torch.randn(16, 32, device=device.torch_device)
+    model(x, 3).sum().backward()
+    plain = [param.grad.clone() for param in model.parameters()]
+    attaching(model, 1.0, "recursive")
+    for _ in range(2):
+        model.zero_grad()
+        model(x, 3).sum().backward()
+
+        assert_same_bits([param.grad for param in model.parameters()], plain)
+    assert innermost_pack() is None
+    assert memkit.offload_stats("recursive").num_iterations == 8
+
+
+def _report_and_plan(device: Device, tag: str, widths: tuple[int, ...] = (32, 64, 16)) -> tuple[nn.Module, Tensor, int]:
+    """Return a model that was profiled, its input, and the bytes of the half of what it saves."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(*pair, bias=False), nn.Tanh()) for pair in itertools.pairwise(widths)]
+    model, x = nn.Sequential(*layers).to(device.torch_device), torch.randn(16, widths[0], device=device.torch_device)
+    memkit.profile_memory(model, x, backward=True, tag=tag, print_table=False)
+    sizes = [4 * 16 * width for width in widths]  # the input, and what each tanh gave
+    return model, x, plan_ratio(sizes, 0.5, window_bytes=0, held=frozenset({0})).offload_bytes
+
+
+@pytest.mark.parametrize("widths", [(32, 64, 16), (16,) * 8])
+def test_report_of_the_model_plans_the_first_step(widths: tuple[int, ...], device: Device, attaching: Attach) -> None:
+    model, x, half_bytes = _report_and_plan(device, "report", widths)
+    attaching(model, 0.5, "report")
+    for _ in range(2):
+        model(x).sum().backward()
+
+        assert memkit.offload_stats("report").moved_out_bytes == half_bytes
+
+
+def test_report_of_another_model_warns_and_is_not_used(device: Device, attaching: Attach) -> None:
+    model, x, shift = _net(device)
+    _report_and_plan(device, "other")
+    with pytest.warns(UserWarning, match=r"\"other\" is of another model \(Sequential\): it is not used. Profile this one"):
+        attaching(model, 1.0, "other")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = _train(model, x, shift)
+
+    assert memkit.find_report("other") is None
+    assert_same_bits(found, _train(*_net(device)))
+
+
+def test_report_that_is_passed_in_of_another_model_warns(device: Device, attaching: Attach) -> None:
+    model, x, shift = _net(device)
+    _report_and_plan(device, "elsewhere")
+    with pytest.warns(UserWarning, match="is of another model"):
+        attaching(model, 1.0, "passed", profile=memkit.find_report("elsewhere"))
+
+    assert_same_bits(_train(model, x, shift), _train(*_net(device)))
+
+
+def test_beside_a_context_the_attached_one_decides(device: Device, attaching: Attach, offloading: Offload) -> None:
+    model, x, shift = _net(device)
+    attaching(model, 1.0, "attached")
+    with offloading(1.0, "around", window_bytes=0):
+        loss = model(x, shift=shift).square().sin().sum()
+    loss.backward()
+
+    assert memkit.offload_stats("attached").num_copies_out == 3
+    assert memkit.offload_stats("around").num_copies_out == 2

@@ -1,0 +1,186 @@
+"""Wrong arguments and wrong use raise at once, say what was found and what to do, and leave nothing behind."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memkit
+from memkit.device import Device
+from memkit.hooks import innermost_pack
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import chain, leaf_on, step
+from tests.activations.conftest import Offload
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"offload_ratio": -0.1}, ValueError, "offload_ratio must be from 0 .* to 1 .*; found -0.1"),
+        ({"offload_ratio": 1.5}, ValueError, "offload_ratio must be from 0 .*; found 1.5"),
+        ({"offload_ratio": math.nan}, ValueError, "offload_ratio must be .*; found nan"),
+        ({"offload_ratio": math.inf}, ValueError, "offload_ratio must be .*; found inf"),
+        ({"offload_ratio": "fast"}, ValueError, 'a number from 0 to 1, a schedule, or "auto"; found "fast"'),
+        ({"offload_ratio": True}, TypeError, r"a number from 0 to 1; found True \(bool\)"),
+        ({"offload_ratio": None}, TypeError, r"a number from 0 to 1; found None \(NoneType\)"),
+        ({"offload_ratio": [0.5]}, TypeError, r"found \[0.5\] \(list\)"),
+        ({"offload_ratio": 0.5j}, TypeError, r"found 0.5j \(complex\)"),
+        ({"tag": 3}, TypeError, "tag is a string; found int"),
+        ({"tag": None}, TypeError, "tag is a string; found NoneType"),
+        ({"min_bytes": -1}, ValueError, "min_bytes is a number of bytes, 0 or more; found -1"),
+        ({"min_bytes": 1.5}, TypeError, r"min_bytes is a number of bytes \(an int\); found 1.5"),
+        ({"min_bytes": None}, TypeError, "min_bytes is .*; found None"),
+        ({"window_bytes": -2}, ValueError, "window_bytes is a number of bytes, 0 or more; found -2"),
+        ({"window_bytes": True}, TypeError, "window_bytes is .*; found True"),
+        ({"host_limit_bytes": -3}, ValueError, "host_limit_bytes is .*; found -3"),
+        ({"host_limit_bytes": "8GiB"}, TypeError, "host_limit_bytes is .*; found '8GiB'"),
+        ({"profile": {"saved": []}}, TypeError, "profile is a MemoryReport, as profile_memory returns; found dict"),
+        ({"device": "cuda"}, TypeError, "device is a memkit.device.Device; found str. For CUDA, leave it away"),
+        ({"device": torch.device("cpu")}, TypeError, "device is a memkit.device.Device; found device"),
+    ],
+)
+def test_argument(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        memkit.CPUOffload(**{"offload_ratio": 0.5, **options})
+    with pytest.raises(error, match=message):
+        memkit.attach(nn.Linear(2, 2), **{"offload_ratio": 0.5, **options})
+
+
+def test_any_real_number_is_a_ratio() -> None:
+    assert [memkit.CPUOffload(ratio).offload_ratio for ratio in (0, 1, Fraction(1, 2), 0.25)] == [0.0, 1.0, 0.5, 0.25]
+
+
+def test_attach_needs_a_module() -> None:
+    with pytest.raises(TypeError, match=r"attach needs a torch.nn.Module; found function"):
+        memkit.attach(step, 0.5)
+
+
+def test_attach_that_raises_leaves_no_hook() -> None:
+    model = nn.Linear(2, 2)
+
+    with pytest.raises(TypeError):
+        memkit.attach(model, 0.5, widow_bytes=3)
+    with pytest.raises(ValueError):
+        memkit.attach(model, 2)
+
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_stats_of_an_unknown_tag(device: Device, offloading: Offload) -> None:
+    step(leaf_on(device.torch_device), [1], lambda: offloading(0.5, "known"))
+
+    with pytest.raises(ValueError, match=r"no CPUOffload was entered under the tag \"unknown\"; known tags: \['known'\]"):
+        memkit.offload_stats("unknown")
+
+
+def test_stats_without_any_tag() -> None:
+    with pytest.raises(ValueError, match="known tags: none"):
+        memkit.offload_stats()
+
+
+@pytest.mark.parametrize("wrong", [math.nan, 2, -1e-3, None, "half", True])
+def test_schedule_that_gives_no_ratio(wrong: object, device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    ratios: list[object] = [0.5, wrong, 1.0]
+    context = offloading(lambda iteration: ratios[iteration], "schedule", window_bytes=0)
+    step(x, [1] * 4, lambda: context)
+
+    with (
+        pytest.raises((ValueError, TypeError), match=r"the ratio that the schedule gives for iteration 1 must be .*; found "),
+        context,
+    ):
+        pytest.fail("entered with a wrong ratio")
+    assert innermost_pack() is None
+    assert memkit.offload_stats("schedule").num_iterations == 1
+
+    ratios[1] = 0.25
+    found = step(x, [1] * 4, lambda: context)
+    assert_same_bits(found, step(x, [1] * 4))
+    assert memkit.offload_stats("schedule").ratios == (0.5, 0.25)
+
+
+def test_schedule_that_raises_keeps_its_error(device: Device, offloading: Offload) -> None:
+    def schedule(iteration: int) -> float:
+        raise KeyError("mine")
+
+    context = offloading(schedule, "raises")
+    with pytest.raises(KeyError, match="mine"), context:
+        pytest.fail("entered without a ratio")
+
+    assert innermost_pack() is None
+    context.offload_ratio = 1.0
+    with context:
+        pass
+
+
+def test_same_object_twice_at_once(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    context = offloading(1.0, "twice", window_bytes=0)
+    with context:
+        y = chain(x, [1] * 3)
+        with pytest.raises(ValueError, match=r"\(tag \"twice\"\) is entered already; make a second one"), context:
+            pytest.fail("entered twice")
+        y = chain(y, [1] * 3)
+    y.sum().backward()
+
+    assert innermost_pack() is None
+    assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 6))
+    assert memkit.offload_stats("twice").num_copies_out == 6
+
+
+def test_same_object_twice_at_once_without_grad(offloading: Offload) -> None:
+    context = offloading(1.0, "twice")
+    with torch.no_grad(), context, pytest.raises(ValueError, match="entered already"), context:
+        pytest.fail("entered twice")
+    with context:
+        assert innermost_pack() is not None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_inside_a_checkpointed_function(is_attached: bool, use_reentrant: bool, device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    block = nn.Linear(256, 256).to(device.torch_device)
+
+    def function(x: Tensor) -> Tensor:
+        if is_attached:
+            return block(x)
+        with offloading(1.0, "inside"):
+            return block(x)
+
+    if is_attached:
+        memkit.attach(block, 1.0, "inside", min_bytes=0, device=device)
+    with pytest.raises(ValueError, match=r"\(tag \"inside\"\) was entered inside a checkpointed function.*[Pp]ut the context"):
+        checkpoint(function, x, use_reentrant=use_reentrant)
+
+    assert innermost_pack() is None
+    with pytest.raises(ValueError, match="known tags: none"):
+        memkit.offload_stats("inside")
+
+
+@pytest.mark.parametrize("with_report", [False, True])
+def test_auto_without_times(with_report: bool, device: Device, offloading: Offload) -> None:
+    if with_report:
+        memkit.profile_memory(nn.Linear(4, 4), torch.randn(2, 4), tag="auto", print_table=False)
+
+    with (
+        pytest.raises(ValueError, match=r'"auto" needs a report with times: call memkit.profile_memory\(.*tag="auto"\)'),
+        offloading("auto", "auto"),
+    ):
+        pytest.fail("entered without a ratio")
+    assert innermost_pack() is None
+
+
+def test_report_without_data_has_no_times_for_auto(device: Device, offloading: Offload) -> None:
+    report = memkit.profile_memory(
+        nn.Linear(4, 4, device="meta"), torch.randn(2, 4, device="meta"), backward=True, tag="meta", print_table=False
+    )
+
+    with pytest.raises(ValueError, match='"auto" needs a report with times'), offloading("auto", "other", profile=report):
+        pytest.fail("entered without a ratio")

@@ -1,0 +1,157 @@
+"""Under data parallelism and sharding: gradients are those of the same parallel run without the offload, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import memkit
+from memkit.device import Device, ReferenceDevice
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import Context
+from tests.activations.conftest import Offload
+
+
+def _model(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32)) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Dropout(0.1), nn.Linear(32, 8)).to(device)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _train(model: nn.Module, x: Tensor, context: Context = nullcontext) -> list[Tensor]:
+    """Return the losses of three steps with two micro-batches each, and the parameters after them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number in range(3):
+        for micro in range(2):
+            torch.manual_seed(2 * number + micro)
+            with context():
+                loss = model(x + micro).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [_whole(tensor).clone() for tensor in (*losses, *[param.detach() for param in model.parameters()])]
+
+
+# Two processes
+
+
+def _two_processes(rank: int, folder: str, failures: mp.SimpleQueue) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    try:
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
+        for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}):
+            plain = _train(DistributedDataParallel(_model(torch.device("cpu")), **options), x)
+            for seed in (None, 0):
+                device = ReferenceDevice(seed=seed)
+                context = functools.partial(memkit.CPUOffload, 0.7, "ddp", min_bytes=0, window_bytes=4096, device=device)
+                found = _train(DistributedDataParallel(_model(torch.device("cpu")), **options), x, context)
+                device.synchronize()
+                stats = memkit.offload_stats("ddp")
+                memkit.reset("ddp")
+
+                assert_same_bits(found, plain)
+                assert stats.moved_out_bytes > 0
+                assert stats.live_records == 0
+    except BaseException as error:
+        failures.put(f"rank {rank}: {error!r}")
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def test_distributed_data_parallel_in_two_processes(tmp_path: Path) -> None:
+    failures = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_two_processes, (str(tmp_path), failures), nprocs=2)
+
+    assert failures.empty()
+
+
+# One process that takes itself for one of several
+
+
+@pytest.fixture
+def fake_group(device: Device) -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh(device.torch_device.type, (2,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def fake_group_of_one(device: Device) -> Iterator[DeviceMesh]:
+    """Return the mesh of a group in which no shard is missing: older versions leave what others would send undefined."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield init_device_mesh(device.torch_device.type, (1,))
+    dist.destroy_process_group()
+
+
+def _sharded(device: Device, mesh: DeviceMesh, *, reshard: bool, low: bool) -> nn.Module:
+    model = _model(device.torch_device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+    for block in model:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy) if list(block.parameters()) else None
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("window_bytes", [0, None])
+def test_fully_shard(
+    window_bytes: int | None, low: bool, reshard: bool, device: Device, offloading: Offload, request: pytest.FixtureRequest
+) -> None:
+    is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+    mesh = request.getfixturevalue("fake_group" if is_new else "fake_group_of_one")
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).to(device.torch_device)
+    plain = _train(_sharded(device, mesh, reshard=reshard, low=low), x)
+    found = _train(
+        _sharded(device, mesh, reshard=reshard, low=low), x, lambda: offloading(1.0, "fsdp", window_bytes=window_bytes)
+    )
+
+    assert_same_bits(found, plain)
+    stats = memkit.offload_stats("fsdp")
+    assert stats.moved_out_bytes > 0
+    assert stats.live_records == 0
+
+
+def _tensor_parallel(x: Tensor, w: Tensor, context: Context) -> list[Tensor]:
+    x.grad = w.grad = None
+    with context():
+        y = x
+        for _ in range(3):
+            y = torch.nn.functional.linear(y, w).sin()
+    y.sum().backward()
+    return [part.to_local() for part in (y.detach(), x.grad, w.grad)]
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_distributed_tensors(placement: object, device: Device, offloading: Offload, fake_group: DeviceMesh) -> None:
+    x = distribute_tensor(torch.randn(16, 32, device=device.torch_device), fake_group, [placement]).requires_grad_()
+    w = distribute_tensor(torch.randn(32, 32, device=device.torch_device), fake_group, [Replicate()]).requires_grad_()
+    plain = _tensor_parallel(x, w, nullcontext)
+    for _ in range(3):
+        found = _tensor_parallel(x, w, lambda: offloading(1.0, "dtensor", window_bytes=0))
+
+        assert_same_bits(found, plain)
+    stats = memkit.offload_stats("dtensor")
+    hidden_bytes = 4 * 16 * 32 // (2 if isinstance(placement, Shard) else 1)
+    assert stats.moved_out_bytes == stats.moved_in_bytes == 5 * hidden_bytes  # before each sine, and between the layers
+    assert stats.live_records == 0

@@ -1,0 +1,330 @@
+"""What goes wrong around an offload stays what it was, nothing is lost, and the next step works."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memkit
+from memkit.activations.offload import _states
+from memkit.device import Device, ReferenceDevice
+from memkit.hooks import innermost_pack
+from memkit.transfer.arena import PAGE_BYTES
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step, three_backwards
+from tests.activations.conftest import Offload
+
+pytestmark = pytest.mark.usefixtures("only_new_objects")
+
+MIB_NUMEL = 2**18
+
+
+class Fails(torch.autograd.Function):
+    """Saves its input and raises in the direction that it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: BaseException, is_forward: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.error = error
+        if is_forward:
+            raise error
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        assert len(ctx.saved_tensors) == 1
+        raise ctx.error
+
+
+def _assert_nothing_is_left(tag: str, device: Device) -> None:
+    gc.collect()
+    device.synchronize()
+    stats = memkit.offload_stats(tag)
+
+    assert innermost_pack() is None
+    assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
+    for window in _states[tag].windows():
+        assert not window.ledger.backlog
+        assert not window.ledger.coming
+
+
+ERRORS = [ValueError("mine"), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("window_units", [0, 3])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_error_in_the_forward(error: BaseException, window_units: int, device: Device, offloading: Offload) -> None:
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 8)
+    context = offloading(0.75, "forward", window_bytes=window_units * UNIT_BYTES)
+    for _ in range(3):
+
+        def fail() -> None:
+            with context:
+                y = chain(x, [1] * 6)
+                Fails.apply(y, error, True)
+
+        with pytest.raises(type(error)) as caught:
+            fail()
+        assert caught.value is error
+        del caught
+        error.__traceback__ = None
+        assert innermost_pack() is None
+
+        assert_same_bits(step(x, [1] * 8, lambda: context), plain)
+    _assert_nothing_is_left("forward", device)
+
+
+def test_forward_that_broke_off_is_no_measure(device: Device, offloading: Offload) -> None:
+    """The steps after it follow the plan of a whole forward."""
+    x, moved = leaf_on(device.torch_device), []
+    for is_broken in (False, True, False):
+        with pytest.raises(KeyError) if is_broken else nullcontext(), offloading(0.5, "measure", window_bytes=0):
+            chain(x, [4, 1, 1, 1] if is_broken else [4, 1, 1, 1, 1, 8, 1, 1])
+            if is_broken:
+                raise KeyError
+        moved.append(memkit.offload_stats("measure").moved_out_bytes // UNIT_BYTES)
+
+    assert len(_states["measure"].windows()[0].traces) == 1
+    assert moved[2] == 16
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("window_units", [0, 3])
+def test_error_in_the_backward(window_units: int, error: BaseException, device: Device, offloading: Offload) -> None:
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 8)
+    context = offloading(1.0, "backward", window_bytes=window_units * UNIT_BYTES)
+    for _ in range(3):
+        with context:
+            y = chain(Fails.apply(chain(x, [1] * 5), error, False), [1] * 5)
+        with pytest.raises(type(error)):
+            y.sum().backward()
+        error.__traceback__ = None
+        del y
+
+        assert_same_bits(step(x, [1] * 8, lambda: context), plain)
+    _assert_nothing_is_left("backward", device)
+
+
+def test_error_in_a_tensor_hook(device: Device, offloading: Offload) -> None:
+    def fail(grad: Tensor) -> None:
+        raise ValueError("mine")
+
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 8)
+    context = offloading(1.0, "hook", window_bytes=2 * UNIT_BYTES)
+    for _ in range(3):
+        with context:
+            middle = chain(x, [1] * 5)
+            y = chain(middle, [1] * 5)
+        handle = middle.register_hook(fail)
+        with pytest.raises(ValueError, match="mine"):
+            y.sum().backward(retain_graph=True)
+        handle.remove()
+        x.grad = None
+        y.sum().backward()
+        assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 10))
+        del y, middle
+
+        assert_same_bits(step(x, [1] * 8, lambda: context), plain)
+    _assert_nothing_is_left("hook", device)
+
+
+def test_error_in_a_hook_of_the_users_pack(device: Device, offloading: Offload) -> None:
+    def fail(tensor: Tensor) -> Tensor:
+        raise ValueError("mine")
+
+    x = leaf_on(device.torch_device)
+    context = offloading(1.0, "pack", window_bytes=0)
+    with context:
+        y = chain(x, [1] * 3)
+        with torch.autograd.graph.saved_tensors_hooks(fail, fail), pytest.raises(ValueError, match="mine"):
+            y.sin()
+    del y
+
+    assert_same_bits(step(x, [1] * 8, lambda: context), step(leaf_on(device.torch_device), [1] * 8))
+    _assert_nothing_is_left("pack", device)
+
+
+# Host memory
+
+
+def _big_step(device: Device, context: Callable[[], object] = nullcontext) -> list[Tensor]:
+    """Eight storages of a mebibyte."""
+    x = torch.randn(MIB_NUMEL, generator=torch.Generator().manual_seed(0)).to(device.torch_device).requires_grad_()
+    with context():
+        y = x.clone()
+        for _ in range(8):
+            y = y.sin()
+    y.sum().backward()
+    return [y.detach(), x.grad]
+
+
+@pytest.mark.parametrize("limit_bytes", [0, PAGE_BYTES, 2 * PAGE_BYTES])
+def test_host_limit_leaves_the_rest_on_the_device_with_one_warning(
+    limit_bytes: int, device: Device, offloading: Offload
+) -> None:
+    plain = _big_step(device)
+    context = offloading(1.0, "limit", window_bytes=0, host_limit_bytes=limit_bytes)
+    with pytest.warns(UserWarning, match=r"\"limit\"\) leaves 1.00 MiB on the device: .*host_limit_bytes") as caught:
+        found = _big_step(device, lambda: context)
+    assert len(caught) == 1
+    assert_same_bits(found, plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            assert_same_bits(_big_step(device, lambda: context), plain)
+
+            stats = memkit.offload_stats("limit")
+            assert (stats.moved_out_bytes, stats.kept_bytes) == (limit_bytes, 8 * 2**20 - limit_bytes)
+            assert stats.host_held_bytes <= limit_bytes
+
+
+class Unpinnable(ReferenceDevice):
+    """Refuses to pin while `refuses` is set."""
+
+    refuses = True
+
+    def pin(self, host: Tensor) -> None:
+        if self.refuses:
+            raise memkit.HostMemoryError("injected: the system locks no more memory")
+        super().pin(host)
+
+
+def test_memory_that_is_not_pinned_leaves_all_on_the_device_with_one_warning() -> None:
+    device = Unpinnable()
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 8)
+    context = memkit.CPUOffload(1.0, "pin", min_bytes=0, window_bytes=0, device=device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert_same_bits(step(x, [1] * 8, lambda: context), plain)
+            stats = memkit.offload_stats("pin")
+            assert (stats.moved_out_bytes, stats.kept_bytes, stats.host_held_bytes) == (0, 8 * UNIT_BYTES, 0)
+    (warning,) = caught
+    assert "leaves 0.00 MiB on the device: injected" in str(warning.message)
+
+    device.refuses = False
+    assert_same_bits(step(x, [1] * 8, lambda: context), plain)
+    assert memkit.offload_stats("pin").moved_out_bytes == 8 * UNIT_BYTES
+    device.synchronize()
+
+
+# Device memory
+
+
+class Full(ReferenceDevice):
+    """Has no room for so many allocations, from the one with a number on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: Iterator[bool] = iter(())
+        self.num_refused = 0
+        self.before_allocation: Callable[[], object] = int
+
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        self.before_allocation()
+        if next(self.refused, False):
+            self.num_refused += 1
+            raise torch.OutOfMemoryError("injected: out of memory")
+        return super().allocate(num_bytes)
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("window_units", [0, 4])
+def test_device_without_room_once(window_units: int, number: int) -> None:
+    """Whether it was for what is needed now, or for what is fetched ahead."""
+    device = Full()
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 12)
+    for _ in range(3):
+        device.refused = iter([False] * number + [True])
+        context = memkit.CPUOffload(1.0, "once", min_bytes=0, window_bytes=window_units * UNIT_BYTES, device=device)
+        assert_same_bits(step(x, [1] * 12, lambda: context), plain)  # noqa: B023
+    assert device.num_refused == 3
+    _assert_nothing_is_left("once", device)
+
+
+def test_room_is_made_by_dropping_what_was_fetched_ahead() -> None:
+    device, num_coming, sines = Full(), [], []
+
+    def count() -> None:
+        (window,) = _states["dropped"].windows()
+        num_coming.append(len(window.ledger.coming))
+
+    def refuse_at_the_third() -> None:
+        sines.append(1)
+        if len(sines) == 3:
+            device.refused, device.before_allocation = iter([True]), count
+
+    found = three_backwards(
+        leaf_on(device.torch_device),
+        8,
+        lambda: memkit.CPUOffload(1.0, "dropped", min_bytes=0, window_bytes=8 * UNIT_BYTES, device=device),
+        refuse_at_the_third,
+    )
+
+    assert device.num_refused == 1
+    assert num_coming[0] > 0 == num_coming[1]
+    assert_same_bits(found, three_backwards(leaf_on(device.torch_device), 8))
+    _assert_nothing_is_left("dropped", device)
+
+
+@pytest.mark.parametrize("window_units", [0, 4])
+def test_device_without_any_room_raises_the_original_error_with_a_hint(window_units: int) -> None:
+    device = Full()
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 12)
+    context = memkit.CPUOffload(1.0, "full", min_bytes=0, window_bytes=window_units * UNIT_BYTES, device=device)
+    with context:
+        y = chain(x, [1] * 12)
+    device.refused = iter([True] * 100)
+    with pytest.raises(torch.OutOfMemoryError, match="injected: out of memory") as caught:
+        y.sum().backward(retain_graph=True)
+
+    (note,) = caught.value.__notes__
+    assert 'no room on the device for 0.00 MiB that CPUOffload (tag "full") had moved to the host' in note
+    del caught
+    device.refused = iter(())
+    y.sum().backward()
+    assert_same_bits([y.detach(), x.grad], plain)
+    del y
+    assert_same_bits(step(x, [1] * 12, lambda: context), plain)
+    _assert_nothing_is_left("full", device)
+
+
+# The end of the process
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "loss.backward(retain_graph=True); sys.exit(0)",
+        "import threading; threading.Thread(target=loss.backward).start()",
+    ],
+)
+def test_interpreter_shutdown_with_graphs_alive(end: str) -> None:
+    program = """
+        import sys, torch, memkit
+        device = memkit.device.ReferenceDevice()
+        x = torch.randn(256, requires_grad=True)
+        for window_bytes in (0, 4096):
+            with memkit.CPUOffload(1.0, "end", min_bytes=0, window_bytes=window_bytes, device=device):
+                y = x.clone()
+                for _ in range(8):
+                    y = y.sin()
+            globals()[f"alive{window_bytes}"] = loss = y.sum()
+        handle = memkit.attach(torch.nn.Linear(4, 4), 1.0, "attached", device=device)
+    """
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", f"{textwrap.dedent(program)}\n{end}"], capture_output=True, text=True, timeout=120
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

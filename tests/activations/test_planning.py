@@ -1,0 +1,297 @@
+"""What leaves follows the plan: from the first step on with a report, from the second without, for every shape by itself."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import Device
+from memkit.plan import Plan, plan_ratio
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
+from tests.activations.conftest import Offload
+
+UNITS = (3, 1, 2, 5, 1, 1, 4, 2, 3, 1)
+
+
+class Tower(nn.Module):
+    """Linear layers and sines without a bias: each layer saves its input, each sine too."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(*pair, bias=False) for pair in itertools.pairwise(widths)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).sin()
+        return x
+
+
+WIDTHS = (16, 64, 32, 128, 8, 64)
+
+
+def _tower_plan(widths: Sequence[int], batch: int, ratio: float, window_bytes: int) -> Plan:
+    """Each width is saved twice, before the sine and behind it; the input is the caller's, the output nobody's."""
+    numels = [batch * widths[0]]
+    for width in widths[1:]:
+        numels += [batch * width] * 2
+    return plan_ratio([4 * numel for numel in numels[:-1]], ratio, window_bytes=window_bytes, held=frozenset({0}))
+
+
+def _train(model: nn.Module, x: Tensor, context: Context = nullcontext) -> list[Tensor]:
+    model.zero_grad()
+    with context():
+        y = model(x)
+    y.sum().backward()
+    return [y.detach(), *[param.grad for param in model.parameters()]]
+
+
+def _moved(tag: str) -> int:
+    return memkit.offload_stats(tag).moved_out_bytes
+
+
+@pytest.mark.parametrize("window_units", [0, 4])
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.5, 1.0])
+def test_second_step_follows_the_plan(ratio: float, window_units: int, device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    plan = plan_ratio([units * UNIT_BYTES for units in UNITS], ratio, window_bytes=window_units * UNIT_BYTES)
+    context = functools.partial(offloading, ratio, "plan", window_bytes=window_units * UNIT_BYTES)
+    step(x, UNITS, context)
+    for _ in range(3):
+        step(x, UNITS, context)
+
+        stats = memkit.offload_stats("plan")
+        assert stats.moved_out_bytes == plan.offload_bytes
+        assert stats.kept_bytes == plan.kept_bytes
+        assert stats.num_copies_out == sum(action.value == "offload" for action in plan.actions)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3, 0.5, 0.9, 1.0])
+def test_first_step_without_a_report_keeps_the_ratio_as_it_goes(ratio: float, device: Device, offloading: Offload) -> None:
+    for units in ([1] * 20, UNITS):
+        with offloading(ratio, "first", window_bytes=0):
+            chain(leaf_on(device.torch_device), units)
+        stats = memkit.offload_stats("first")
+        memkit.reset("first")
+
+        assert stats.unique_bytes == sum(units) * UNIT_BYTES
+        assert ratio * stats.unique_bytes <= stats.moved_out_bytes + 1e-6
+        assert stats.moved_out_bytes < ratio * stats.unique_bytes + max(units) * UNIT_BYTES
+        assert stats.kept_bytes == stats.unique_bytes - stats.moved_out_bytes
+
+
+def test_new_ratio_cuts_the_plan_anew_at_once(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    step(x, UNITS, lambda: offloading(0.0, "ratios", window_bytes=0))
+    for ratio in (0.5, 1.0, 0.2, 0.0, 0.7):
+        found = step(x, UNITS, lambda: offloading(ratio, "ratios", window_bytes=0))  # noqa: B023
+
+        assert _moved("ratios") == plan_ratio([units * UNIT_BYTES for units in UNITS], ratio, window_bytes=0).offload_bytes
+        assert_same_bits(found, step(x, UNITS))
+
+
+def test_new_window_cuts_the_plan_anew_at_once(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    for window_units in (0, 7, 3, None, 100):
+        window_bytes = None if window_units is None else window_units * UNIT_BYTES
+        step(x, UNITS, lambda: offloading(1.0, "windows", window_bytes=window_bytes))  # noqa: B023
+        asked_bytes = 2 * max(UNITS) * UNIT_BYTES if window_bytes is None else window_bytes
+
+        wanted = plan_ratio([units * UNIT_BYTES for units in UNITS], 1.0, window_bytes=asked_bytes)
+        assert _moved("windows") == wanted.offload_bytes
+        assert memkit.offload_stats("windows").window_bytes == asked_bytes
+
+
+def test_several_shapes_each_keep_their_plan(device: Device, offloading: Offload) -> None:
+    """Training batches, a smaller last one, an evaluation with gradients."""
+    x, sizes = leaf_on(device.torch_device), [UNITS, [2 * units for units in UNITS], (4, *UNITS), (1, 1)]
+    plain = [step(x, units) for units in sizes]
+    for count, number in enumerate([0, 1, 2, 3, *random.Random(0).choices(range(4), k=16)]):
+        found = step(x, sizes[number], lambda: offloading(0.5, "shapes", window_bytes=0))
+
+        assert_same_bits(found, plain[number])
+        if count >= 4:
+            plan = plan_ratio([units * UNIT_BYTES for units in sizes[number]], 0.5, window_bytes=0)
+            assert _moved("shapes") == plan.offload_bytes
+
+
+def test_shapes_that_begin_alike_move_no_less_than_their_plan(device: Device, offloading: Offload) -> None:
+    """Which one it is shows late: then what was kept too long is made up for."""
+    x, sizes = leaf_on(device.torch_device), [UNITS, (*UNITS, 7, 7), (*UNITS[:4], 9, *UNITS), UNITS[:5]]
+    plain = [step(x, units) for units in sizes]
+    plans = [plan_ratio([units * UNIT_BYTES for units in shape], 0.5, window_bytes=0) for shape in sizes]
+    for count, number in enumerate([0, 1, 2, 3, *random.Random(0).choices(range(4), k=30)]):
+        found = step(x, sizes[number], lambda: offloading(0.5, "alike", window_bytes=0))
+
+        assert_same_bits(found, plain[number])
+        if count >= 4:
+            most_bytes = max(plan.offload_bytes for plan in plans) + 9 * UNIT_BYTES
+            assert plans[number].offload_bytes <= _moved("alike") <= most_bytes
+
+
+def test_shape_that_is_the_beginning_of_another_is_remembered_once(device: Device, offloading: Offload) -> None:
+    x, context = leaf_on(device.torch_device), lambda: offloading(0.5, "beginning", window_bytes=0)
+    step(x, (4, *UNITS), context)
+    for _ in range(20):
+        step(x, UNITS, context)
+        step(x, UNITS[:6], context)
+
+    step(x, (4, *UNITS), context)
+    plan = plan_ratio([units * UNIT_BYTES for units in (4, *UNITS)], 0.5, window_bytes=0)
+    assert _moved("beginning") == plan.offload_bytes
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.6])
+def test_steps_that_take_another_path_each_time(ratio: float, device: Device, offloading: Offload) -> None:
+    """A supernet: each step draws its layers anew. Exact, and about the ratio all the same."""
+    x, generator = leaf_on(device.torch_device), random.Random(0)
+    for _ in range(30):
+        units = [generator.choice([1, 2, 4]) for _ in range(generator.randint(12, 24))]
+        found = step(x, units, lambda: offloading(ratio, "supernet", window_bytes=0))
+
+        assert_same_bits(found, step(x, units))
+        stats = memkit.offload_stats("supernet")
+        assert stats.unique_bytes == sum(units) * UNIT_BYTES
+        assert abs(stats.moved_out_bytes - ratio * stats.unique_bytes) <= 4 * UNIT_BYTES
+    assert stats.live_records == 0
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize("widths", [WIDTHS, (32,) * 6])  # the second: what is saved looks all the same, also the weights
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_first_step_follows_a_report(
+    has_grad: bool, widths: tuple[int, ...], ratio: float, device: Device, offloading: Offload
+) -> None:
+    model, x = Tower(widths).to(device.torch_device), torch.randn(32, widths[0], device=device.torch_device)
+    x.requires_grad_(has_grad)
+    memkit.profile_memory(model, x, backward=True, tag="report", print_table=False)
+    context, plan = functools.partial(offloading, ratio, "report", window_bytes=512), _tower_plan(widths, 32, ratio, 512)
+    for _ in range(3):
+        found = _train(model, x, context)
+
+        stats = memkit.offload_stats("report")
+        assert (stats.moved_out_bytes, stats.kept_bytes) == (plan.offload_bytes, plan.kept_bytes)
+        assert stats.wasted_bytes == 0
+        assert_same_bits(found, _train(model, x))
+
+
+def test_first_step_follows_a_report_that_is_passed_in(device: Device, offloading: Offload) -> None:
+    model, x = Tower(WIDTHS).to(device.torch_device), torch.randn(6, WIDTHS[0], device=device.torch_device)
+    report = memkit.profile_memory(model, x, backward=True, tag="elsewhere", print_table=False)
+    _train(model, x, lambda: offloading(0.5, "passed in", window_bytes=0, profile=report))
+
+    assert _moved("passed in") == _tower_plan(WIDTHS, 6, 0.5, 0).offload_bytes
+
+
+def test_first_step_with_a_report_finds_its_host_memory_pinned(device: Device, offloading: Offload) -> None:
+    model, x = Tower(WIDTHS).to(device.torch_device), torch.randn(6, WIDTHS[0], device=device.torch_device)
+    memkit.profile_memory(model, x, backward=True, tag="pinned", print_table=False)
+    with offloading(1.0, "pinned", window_bytes=0):
+        stats = memkit.offload_stats("pinned")
+        assert stats.host_held_bytes >= _tower_plan(WIDTHS, 6, 1.0, 0).offload_bytes
+        model(x)
+
+    assert memkit.offload_stats("pinned").num_pins == stats.num_pins > 0
+
+
+def test_report_of_another_model_warns_and_plans_anew(device: Device, offloading: Offload) -> None:
+    model, x = Tower(WIDTHS).to(device.torch_device), torch.randn(6, WIDTHS[0], device=device.torch_device)
+    other = Tower((16, 32, 32)).to(device.torch_device)
+    memkit.profile_memory(other, x, backward=True, tag="other", print_table=False)
+    context = functools.partial(offloading, 0.5, "other", window_bytes=0)
+
+    with pytest.warns(
+        UserWarning, match=r"report under the tag \"other\" is of another model, or of other shapes.*Profile again"
+    ):
+        found = _train(model, x, context)
+    assert_same_bits(found, _train(model, x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):  # in the first it turns out whose the input is
+            assert_same_bits(_train(model, x, context), _train(model, x))
+    assert _moved("other") == _tower_plan(WIDTHS, 6, 0.5, 0).offload_bytes
+
+
+def test_report_of_another_batch_warns_and_plans_anew(device: Device, offloading: Offload) -> None:
+    model, x = Tower(WIDTHS).to(device.torch_device), torch.randn(6, WIDTHS[0], device=device.torch_device)
+    memkit.profile_memory(model, x, backward=True, tag="batch", print_table=False)
+    context = functools.partial(offloading, 0.5, "batch", window_bytes=0)
+
+    with pytest.warns(UserWarning, match="other shapes"):
+        _train(model, x[:4], context)
+    for _ in range(2):
+        _train(model, x[:4], context)
+    assert _moved("batch") == _tower_plan(WIDTHS, 4, 0.5, 0).offload_bytes
+
+
+def test_small_storages_stay_and_are_not_counted(device: Device) -> None:
+    x = leaf_on(device.torch_device)
+    for _ in range(2):
+        step(
+            x, [1, 3, 1, 3, 1], lambda: memkit.CPUOffload(1.0, "small", min_bytes=3 * UNIT_BYTES, window_bytes=0, device=device)
+        )
+        stats = memkit.offload_stats("small")
+
+        assert (stats.seen_bytes, stats.unique_bytes) == (9 * UNIT_BYTES, 6 * UNIT_BYTES)
+        assert (stats.moved_out_bytes, stats.num_copies_out) == (6 * UNIT_BYTES, 2)
+
+
+def test_default_min_bytes_is_a_mebibyte(device: Device) -> None:
+    x = torch.randn(2**18, device=device.torch_device, requires_grad=True)
+    with memkit.CPUOffload(1.0, "default", window_bytes=0, device=device):
+        y = x.clone().sin()
+        y = y[: 2**18 - 1].clone().sin()
+    stats = memkit.offload_stats("default")
+
+    assert (stats.unique_bytes, stats.seen_bytes) == (2**20, 2**21 - 4)
+    y.sum().backward()
+
+
+def test_one_storage_saved_by_many_is_moved_once(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+
+    def run(context: Context) -> list[Tensor]:
+        x.grad = None
+        with context():
+            y = x.clone()
+            y = y.sin() + y.cos() + y[:100].exp().sum() + y.view(16, 16).t().sinh().sum()
+        y.sum().backward()
+        return [y.detach(), x.grad]
+
+    found = run(lambda: offloading(1.0, "many", window_bytes=0))
+
+    stats = memkit.offload_stats("many")
+    exp_bytes = 400  # exp saves its result
+    assert stats.moved_out_bytes == stats.unique_bytes == UNIT_BYTES + exp_bytes
+    assert stats.seen_bytes == 3 * UNIT_BYTES + exp_bytes
+    assert stats.num_copies_out == 2
+    assert_same_bits(found, run(nullcontext))
+
+
+def test_versions_of_one_storage_are_moved_apart(device: Device, offloading: Offload) -> None:
+    def run(context: Context) -> list[Tensor]:
+        x = leaf_on(device.torch_device)
+        with context():
+            y = x.clone()
+            y.sin()  # saves it, and is dropped
+            y.mul_(2)
+            z = y.cos()
+            del y
+        z.sum().backward()
+        return [z.detach(), x.grad]
+
+    for _ in range(2):
+        found = run(lambda: offloading(1.0, "versions", window_bytes=0))
+
+        stats = memkit.offload_stats("versions")
+        assert (stats.unique_bytes, stats.moved_out_bytes, stats.moved_in_bytes) == (2 * UNIT_BYTES, 2 * UNIT_BYTES, UNIT_BYTES)
+        assert_same_bits(found, run(nullcontext))

@@ -1,0 +1,241 @@
+"""Every figure of the stats, against what was counted by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+import memkit
+from memkit.activations.stats import EventPairs, OffloadStats, fragmentation_hint
+from memkit.device import Device, ReferenceDevice
+from memkit.transfer.arena import PAGE_BYTES
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step, units_that_stay
+from tests.activations.conftest import Offload
+
+GIVEN = OffloadStats(
+    tag="resnet",
+    num_iterations=3,
+    ratios=(0.0, 0.3, 0.5),
+    window_bytes=3 * 2**20,
+    seen_bytes=40 * 2**20,
+    unique_bytes=20 * 2**20,
+    kept_bytes=10 * 2**20,
+    moved_out_bytes=9 * 2**20,
+    moved_in_bytes=8 * 2**20,
+    served_bytes=2**20,
+    wasted_bytes=2**19,
+    num_copies_out=9,
+    num_copies_in=8,
+    stall_out_s=0.0012,
+    stall_in_s=0.25,
+    d2h_bytes_per_s=55.26e9,
+    h2d_bytes_per_s=None,
+    host_in_use_bytes=0,
+    host_held_bytes=16 * 2**20,
+    num_pins=1,
+    live_records=0,
+    live_bytes=0,
+    peak_live_bytes=11 * 2**20,
+    peak_allocated_bytes=100 * 2**20,
+    peak_reserved_bytes=None,
+)
+
+TABLE = """\
+tag                           resnet
+iterations                         3
+ratio asked / reached  0.500 / 0.450
+window                      3.00 MiB
+seen                       40.00 MiB
+unique                     20.00 MiB
+kept                       10.00 MiB
+moved out                   9.00 MiB
+moved in                    8.00 MiB
+served                      1.00 MiB
+wasted                      0.50 MiB
+#copies out                        9
+#copies in                         8
+stall out                     1.2 ms
+stall in                    250.0 ms
+D2H                        55.3 GB/s
+H2D                                -
+host in use                 0.00 MiB
+host held                  16.00 MiB
+#pins                              1
+live records                       0
+live                        0.00 MiB
+peak live                  11.00 MiB
+peak allocated            100.00 MiB
+peak reserved                      -"""
+
+
+def test_figures_of_a_small_chain(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    step(x, [1] * 4, lambda: offloading(0.25, "chain", window_bytes=0))
+    with offloading(0.5, "chain", window_bytes=0):
+        loss = chain(x, [1] * 4).sum()
+    between = memkit.offload_stats("chain")
+    loss.backward()
+    device.synchronize()
+    after = memkit.offload_stats("chain")
+
+    assert (between.num_iterations, between.ratios, between.ratio) == (2, (0.25, 0.5), 0.5)
+    assert (between.window_bytes, between.seen_bytes, between.unique_bytes) == (0, 4 * UNIT_BYTES, 4 * UNIT_BYTES)
+    assert (between.kept_bytes, between.moved_out_bytes, between.num_copies_out) == (2 * UNIT_BYTES, 2 * UNIT_BYTES, 2)
+    assert (between.moved_in_bytes, between.num_copies_in) == (0, 0)
+    assert between.ratio_reached == 0.5
+    assert (between.live_records, between.live_bytes) == (4, 2 * UNIT_BYTES)
+    assert (between.host_in_use_bytes, between.host_held_bytes) == (2 * UNIT_BYTES, PAGE_BYTES)
+    assert (after.moved_out_bytes, after.moved_in_bytes, after.num_copies_in) == (2 * UNIT_BYTES, 2 * UNIT_BYTES, 2)
+    assert (after.served_bytes, after.wasted_bytes) == (0, 0)
+    assert (after.live_records, after.live_bytes, after.host_in_use_bytes) == (0, 0, 0)
+    assert (after.host_held_bytes, after.num_pins) == (PAGE_BYTES, 1)
+    assert after.peak_live_bytes in (3 * UNIT_BYTES, 4 * UNIT_BYTES)
+    assert after.stall_out_s >= 0 <= after.stall_in_s
+    assert after.d2h_bytes_per_s > 0 < after.h2d_bytes_per_s
+    if isinstance(device, ReferenceDevice):
+        assert (after.peak_allocated_bytes, after.peak_reserved_bytes) == (after.peak_live_bytes, None)
+
+
+def test_seen_bytes_count_every_save(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    with offloading(1.0, "seen"):
+        y = x.sin()  # a leaf: seen, and not moved
+        y = y.sin() + y.cos() + y[:10].sin().sum()
+    stats = memkit.offload_stats("seen")
+
+    assert stats.seen_bytes == 3 * UNIT_BYTES + 40
+    assert stats.unique_bytes == UNIT_BYTES
+    y.sum().backward()
+
+
+def test_served_bytes_are_those_still_on_the_device(device: Device, offloading: Offload) -> None:
+    x, units, window_units = leaf_on(device.torch_device), [1, 2, 3, 2, 1], 6
+    stays = units_that_stay(units, window_units)
+    moved = []
+    for _ in range(2):
+        step(x, units, lambda: offloading(1.0, "served", window_bytes=window_units * UNIT_BYTES))
+        stats = memkit.offload_stats("served")
+        figures = (stats.moved_out_bytes, stats.kept_bytes, stats.served_bytes, stats.moved_in_bytes)
+        moved.append([num_bytes // UNIT_BYTES for num_bytes in figures])
+
+    assert 0 < stays < sum(units)
+    assert moved == [[9, 0, stays, 9 - stays], [9 - stays, stays, 0, 9 - stays]]
+
+
+def _hidden_states(x: Tensor, held: list[Tensor]) -> Tensor:
+    """Save six storages, of which the caller holds every third."""
+    for index in range(6):
+        x = x.clone()
+        if index % 3 == 0:
+            held.append(x)
+        x = x.sin()
+    return x
+
+
+def test_what_the_caller_holds_is_wasted_once_and_then_kept(device: Device, offloading: Offload) -> None:
+    for iteration in range(3):
+        x, held = leaf_on(device.torch_device), []
+        with offloading(1.0, "held", window_bytes=0):
+            y = _hidden_states(x, held)
+        y.sum().backward()
+        stats = memkit.offload_stats("held")
+
+        assert stats.wasted_bytes == (2 * UNIT_BYTES if iteration == 0 else 0)
+        assert stats.unique_bytes == stats.moved_out_bytes == (6 if iteration == 0 else 4) * UNIT_BYTES
+        assert stats.moved_in_bytes == 4 * UNIT_BYTES
+        assert stats.served_bytes == (2 * UNIT_BYTES if iteration == 0 else 0)
+    plain = leaf_on(device.torch_device)
+    _hidden_states(plain, []).sum().backward()
+    assert_same_bits([x.grad], [plain.grad])
+
+
+def test_what_the_forwards_frame_holds_is_not_wasted(device: Device, offloading: Offload) -> None:
+    def forward(x: Tensor) -> Tensor:
+        a = x.clone()
+        b = a.sin().clone()
+        c = b.sin().clone()
+        return c.sin()  # the frame holds all of them until here
+
+    for _ in range(2):
+        x = leaf_on(device.torch_device)
+        with offloading(1.0, "frame", window_bytes=0):
+            y = forward(x)
+        y.sum().backward()
+
+        stats = memkit.offload_stats("frame")
+        assert (stats.wasted_bytes, stats.moved_in_bytes) == (0, 3 * UNIT_BYTES)
+
+
+def test_figures_are_of_the_last_iteration(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    for length in (8, 2, 5):
+        step(x, [1] * length, lambda: offloading(1.0, "last", window_bytes=0))
+        stats = memkit.offload_stats("last")
+
+        assert stats.seen_bytes == stats.moved_out_bytes == stats.moved_in_bytes == length * UNIT_BYTES
+        assert stats.num_copies_out == stats.num_copies_in == length
+
+
+def test_tag_with_nothing_saved(device: Device, offloading: Offload) -> None:
+    with offloading(0.5, "nothing"):
+        torch.zeros(UNIT_NUMEL, device=device.torch_device).sin()
+    stats = memkit.offload_stats("nothing")
+
+    assert (stats.seen_bytes, stats.unique_bytes, stats.ratio_reached, stats.d2h_bytes_per_s) == (0, 0, 0.0, None)
+    assert (stats.host_held_bytes, stats.num_pins) == (0, 0)
+    assert "ratio asked / reached  0.500 / 0.000" in str(stats)
+
+
+def test_stats_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GIVEN.num_iterations = 4  # type: ignore[misc]
+
+
+def test_text() -> None:
+    assert str(GIVEN) == TABLE
+    assert str(dataclasses.replace(GIVEN, hint="Do this.")) == f"{TABLE}\nDo this."
+
+
+@pytest.mark.parametrize(
+    ("allocated", "reserved", "is_hinted"),
+    [(None, None, False), (0, 0, False), (100, 0, False), (100, 135, False), (100, 136, True), (100, 300, True)],
+)
+def test_hint_when_the_allocator_is_fragmented(
+    allocated: int | None, reserved: int | None, is_hinted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+
+    hint = fragmentation_hint(allocated, reserved)
+
+    assert bool(hint) == is_hinted
+    assert not is_hinted or (f"reserved {reserved / 100:.2f} times" in hint and "expandable_segments:True" in hint)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_no_hint_where_the_setting_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
+
+    assert fragmentation_hint(100, 300) == ""
+
+
+def test_event_pairs_count_what_is_reached() -> None:
+    device = ReferenceDevice()
+    lane, pairs = device.new_stream("lane"), EventPairs()
+    host, source = torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8)
+    device.pin(host)
+    device.note_written(source.untyped_storage(), source._version)
+    device.wait_event(lane, device.record_event())
+    start = device.record_event(lane)
+    device.copy(host, source, lane)
+    end = device.record_event(lane)
+    pairs.add(start, end)
+
+    assert (pairs.total_s(), pairs.rate(8)) == (0.0, None)
+    device.synchronize()
+    assert pairs.total_s() == end.at_s - start.at_s > 0
+    assert pairs.rate(8) == 8 / pairs.total_s()

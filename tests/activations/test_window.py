@@ -1,0 +1,242 @@
+"""How many bytes the device holds: never more than the ratio keeps, or the window, and the one storage at hand."""
+
+from __future__ import annotations
+
+import math
+import random
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+from torch import Tensor
+
+import memkit
+from memkit.activations.ledger import Record, Residency
+from memkit.activations.offload import _states
+from memkit.device import Device, ReferenceDevice
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step, three_backwards, units_that_stay
+from tests.activations.conftest import Offload
+
+DEPTH = 20
+RATIOS = [0.0, 0.1, 0.3, 0.5, 1.0]
+
+
+def _kept_units(ratio: float) -> int:
+    return DEPTH - math.ceil(ratio * DEPTH - 1e-9)
+
+
+def _limit_units(kept_units: float, window_units: float) -> float:
+    return max(kept_units + window_units / 4, window_units)
+
+
+def _coming(tag: str) -> set[int]:
+    return {record.index for window in _states[tag].windows() for record in window.ledger.coming} if tag in _states else set()
+
+
+def _records(tag: str) -> list[Record]:
+    (window,) = _states[tag].windows()
+    return [record for run in window._live_passes() for record in run.records()]
+
+
+@pytest.mark.parametrize("window_units", [0, 2, 4, None])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_peak_of_a_deep_chain(ratio: float, window_units: int | None, device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    window_bytes = None if window_units is None else window_units * UNIT_BYTES
+    limit_units = _limit_units(_kept_units(ratio), 2 if window_units is None else window_units)
+
+    for _ in range(4):
+        step(x, [1] * DEPTH, lambda: offloading(ratio, "peak", window_bytes=window_bytes))
+        stats = memkit.offload_stats("peak")
+
+        assert stats.peak_live_bytes <= (limit_units + 1) * UNIT_BYTES
+        assert stats.peak_live_bytes >= _kept_units(ratio) * UNIT_BYTES
+    if isinstance(device, ReferenceDevice):
+        assert stats.peak_allocated_bytes == stats.peak_live_bytes
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_peak_of_uneven_storages(ratio: float, seed: int, device: Device, offloading: Offload) -> None:
+    generator = random.Random(seed)
+    units = [generator.randint(1, 6) for _ in range(DEPTH)]
+    window_units = generator.choice([0, 3, 12, 20])
+    num_left = next(number for number in range(DEPTH + 1) if sum(units[:number]) >= ratio * sum(units) - 1e-6)
+    limit_units = _limit_units((1 - ratio) * sum(units), window_units)
+
+    for _ in range(4):
+        step(
+            x := leaf_on(device.torch_device),
+            units,
+            lambda: offloading(ratio, "uneven", window_bytes=window_units * UNIT_BYTES),
+        )
+        stats = memkit.offload_stats("uneven")
+
+        assert stats.peak_live_bytes <= (limit_units + max(units)) * UNIT_BYTES
+        assert stats.moved_out_bytes <= (sum(units[:num_left]) + max(units)) * UNIT_BYTES
+        assert x.grad is not None
+
+
+@pytest.mark.parametrize("window_units", [0, 2, 6])
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_peak_of_two_passes(ratio: float, window_units: int, device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    context = offloading(ratio, "two", window_bytes=window_units * UNIT_BYTES)
+
+    for _ in range(3):
+        losses = []
+        for _ in range(2):
+            with context:
+                losses.append(chain(x, [1] * DEPTH).sum())
+        losses[1].backward()
+        losses[0].backward()
+
+        kept_units = max(_kept_units(ratio), window_units)  # the latest stay in any case, as many as the window holds
+        assert memkit.offload_stats("two").peak_live_bytes <= (2 * kept_units + window_units + 1) * UNIT_BYTES
+
+
+@pytest.mark.parametrize("window_units", [0, 3])
+def test_peak_of_one_forward_one_backward_in_turn(window_units: int, device: Device, offloading: Offload) -> None:
+    def run(context: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
+        x, alive = leaf_on(device.torch_device), []
+        for number in range(9):
+            with context():
+                alive.append(chain(x * (number + 1), [1] * DEPTH).sum())
+            if len(alive) == 3:
+                alive.pop(0).backward()
+        for loss in alive:
+            loss.backward()
+        return [x.grad]
+
+    found = run(lambda: offloading(0.5, "pipeline", window_bytes=window_units * UNIT_BYTES))
+
+    assert_same_bits(found, run(nullcontext))
+    device.synchronize()  # what was served in place may be on its way to the host still
+    stats = memkit.offload_stats("pipeline")
+    assert stats.peak_live_bytes <= (3 * DEPTH / 2 + window_units + 1) * UNIT_BYTES
+    assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
+
+
+def test_copies_that_nobody_waits_for_do_not_add_up(offloading: Offload, device: Device) -> None:
+    """What is served from the device may be on its way to the host still when the graph is long gone."""
+    x = leaf_on(device.torch_device)
+    for _ in range(3):
+        step(x, [1] * DEPTH, lambda: offloading(0.5, "served", window_bytes=4 * UNIT_BYTES))
+    peak_bytes = memkit.offload_stats("served").peak_live_bytes
+    for _ in range(10):
+        step(x, [1] * DEPTH, lambda: offloading(0.5, "served", window_bytes=4 * UNIT_BYTES))
+
+    assert memkit.offload_stats("served").peak_live_bytes == peak_bytes
+
+
+def test_those_saved_earliest_leave(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    storages = []
+    for ratio in (0.0, 0.3, 0.5, 1.0, 0.1):
+        storages.clear()
+        with offloading(ratio, "earliest", window_bytes=0):
+            y = x.clone()
+            for _ in range(10):
+                y = y.clone()
+                storages.append(weakref.ref(y.untyped_storage()))
+                y = y.sin()
+        alive = [storage() is not None for storage in storages]
+
+        if len(set(memkit.offload_stats("earliest").ratios)) > 1:  # the first one keeps the ratio as it goes
+            assert alive == [index >= round(10 * ratio) for index in range(10)]
+        y.sum().backward()
+
+
+def test_no_window_and_all_leaves_holds_one_storage_at_a_time(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    for _ in range(3):
+        step(x, [1] * DEPTH, lambda: offloading(1.0, "one", window_bytes=0))
+
+    assert memkit.offload_stats("one").peak_live_bytes == UNIT_BYTES
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_late_lanes_move_the_same_bytes(seed: int) -> None:
+    figures = []
+    for device in (ReferenceDevice(), ReferenceDevice(seed=seed)):
+        memkit.reset("late")
+        x = leaf_on(device.torch_device)
+        for ratio in (0.3, 0.3, 1.0, 1.0):
+            step(
+                x,
+                [1, 3, 2, 1] * 4,
+                lambda: memkit.CPUOffload(ratio, "late", min_bytes=0, window_bytes=5 * UNIT_BYTES, device=device),  # noqa: B023
+            )
+            stats = memkit.offload_stats("late")
+            figures.append((stats.moved_out_bytes, stats.moved_in_bytes, stats.served_bytes, stats.peak_live_bytes))
+
+    assert figures[:4] == figures[4:]
+
+
+def test_fetched_records_that_are_passed_over_make_room(device: Device, offloading: Offload) -> None:
+    """The backward of the first branch goes another way than foreseen: what was fetched of the second must not block it."""
+    coming: list[set[int]] = []
+    found = three_backwards(
+        leaf_on(device.torch_device),
+        DEPTH,
+        lambda: offloading(1.0, "branches", window_bytes=5 * UNIT_BYTES),
+        lambda: coming.append(_coming("branches")),
+    )
+
+    first_of_second = 2 + DEPTH  # records are numbered as they are saved
+    assert len(coming) == DEPTH
+    assert any(max(indices, default=0) >= first_of_second for indices in coming)
+    assert all(indices and max(indices) < first_of_second for indices in coming[-8:-1])
+    assert memkit.offload_stats("branches").peak_live_bytes <= 6 * UNIT_BYTES
+    assert_same_bits(found, three_backwards(leaf_on(device.torch_device), DEPTH))
+
+
+@pytest.mark.parametrize("window_units", [0, 4])
+def test_copies_for_a_retained_graph_are_let_go(window_units: int, device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    with offloading(1.0, "retained", window_bytes=window_units * UNIT_BYTES):
+        loss = chain(x, [1] * DEPTH).sum()
+    moved = []
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+        stats = memkit.offload_stats("retained")
+        moved.append(stats.moved_in_bytes // UNIT_BYTES)
+
+        assert stats.live_records == DEPTH
+        assert stats.live_bytes <= window_units * UNIT_BYTES
+        assert stats.peak_live_bytes <= (window_units + 1) * UNIT_BYTES
+    assert stats.num_copies_out == DEPTH
+
+    assert moved == [number * (DEPTH - units_that_stay([1] * DEPTH, window_units)) for number in (1, 2, 3)]
+
+
+def test_what_fits_stays_when_the_forward_ends(device: Device, offloading: Offload) -> None:
+    x, stays = leaf_on(device.torch_device), units_that_stay([1] * DEPTH, 6)
+    with offloading(1.0, "turn", window_bytes=6 * UNIT_BYTES):
+        loss = chain(x, [1] * DEPTH).sum()
+
+    residencies = [record.residency for record in _records("turn")]
+    assert residencies == [Residency.HOST] * (DEPTH - stays) + [Residency.LEAVING] * stays
+
+    loss.backward()
+    stats = memkit.offload_stats("turn")
+    assert (stats.served_bytes, stats.moved_in_bytes) == (stays * UNIT_BYTES, (DEPTH - stays) * UNIT_BYTES)
+
+
+def test_order_of_the_backward_is_learned(device: Device, offloading: Offload) -> None:
+    """What is saved first is needed early, by a skip connection: foreseen from the second step on."""
+    coming: list[set[int]] = []
+    for _ in range(2):
+        x = leaf_on(device.torch_device)
+        with offloading(1.0, "order", window_bytes=6 * UNIT_BYTES):
+            skip = x.clone()
+            y = chain(skip.sin(), [1] * DEPTH)
+            product = y.exp() * skip
+            y = chain(product, [1] * 4)
+            product.grad_fn.register_prehook(lambda _: coming.append(_coming("order")))
+            del skip, product
+        y.sum().backward()
+
+    assert [0 in indices for indices in coming] == [False, True]

@@ -1,0 +1,144 @@
+"""What is timed, and with what it is compared."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import memkit
+from memkit.bench import Workload, engines, measure, sum_of_outputs
+from memkit.device import CpuDevice, ReferenceDevice
+
+
+def _workload(calls: list[str] | None = None) -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
+    batch = torch.randn(4, 16)
+
+    def forward() -> Tensor:
+        if calls is not None:
+            calls.append("forward")
+        return model(batch)
+
+    return Workload(name="small", model=model, forward=forward, loss=sum_of_outputs)
+
+
+def test_measures_so_many_steps_after_the_warm_up() -> None:
+    calls: list[str] = []
+
+    found = measure(_workload(calls), engines.plain, CpuDevice(), num_steps=3, num_warmup=2)
+
+    assert len(calls) == 5
+    assert found.num_steps == 3
+    assert found.forward_s > 0
+    assert found.backward_s > 0
+    assert found.step_s >= max(found.forward_s, found.backward_s)
+    assert found.peak_allocated_bytes is None
+
+
+def test_leaves_no_gradients() -> None:
+    workload = _workload()
+
+    measure(workload, engines.plain, CpuDevice(), num_steps=1, num_warmup=0)
+
+    assert all(param.grad is None for param in workload.model.parameters())
+
+
+def test_makes_a_context_for_each_step() -> None:
+    made: list[int] = []
+
+    def engine() -> nullcontext[None]:
+        made.append(1)
+        return nullcontext()
+
+    measure(_workload(), engine, ReferenceDevice(), num_steps=2, num_warmup=1)
+
+    assert len(made) == 3
+
+
+def test_sum_of_outputs_takes_all_that_requires_grad() -> None:
+    one, two = torch.ones(2, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+
+    assert sum_of_outputs({"a": one, "b": (two, torch.ones(5), "text")}).item() == 8.0
+
+
+def test_sum_of_outputs_refuses_what_needs_no_backward() -> None:
+    with pytest.raises(ValueError, match="nothing that the model returned requires grad; it returned Tensor"):
+        sum_of_outputs(torch.ones(2))
+
+
+def _gradients(workload: Workload, context: object) -> list[Tensor]:
+    workload.model.zero_grad()
+    with context:
+        result = workload.forward()
+    workload.loss(result).backward()
+    return [param.grad.clone() for param in workload.model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["save_on_cpu", "synchronous", "checkpointed"])
+def test_engines_change_no_gradient(name: str) -> None:
+    workload = _workload()
+    made = {
+        "save_on_cpu": engines.save_on_cpu,
+        "synchronous": lambda: engines.synchronous(10**6, min_bytes=0),
+        "checkpointed": lambda: engines.checkpointed(workload.model),
+    }[name]()
+
+    found = _gradients(workload, made)
+
+    for one, other in zip(found, _gradients(workload, nullcontext()), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_synchronous_copies_move_the_tensors_saved_first() -> None:
+    x = torch.randn(8, requires_grad=True)
+    packed: list[object] = []
+    context = engines.synchronous(64, min_bytes=32)
+    pack = context.pack_hook
+    context.pack_hook = lambda tensor: packed.append(pack(tensor)) or packed[-1]
+
+    with context:
+        x.exp().exp().exp().exp()
+
+    assert [isinstance(item, tuple) for item in packed] == [True, True, False, False]
+
+
+def test_blocks_are_the_members_of_uniform_lists() -> None:
+    blocks = engines.blocks_of(torchvision.models.resnet18())
+
+    assert [type(block).__name__ for block in blocks] == ["BasicBlock"] * 8
+
+
+def test_checkpointing_is_taken_off_again() -> None:
+    model = torchvision.models.resnet18()
+
+    with engines.checkpointed(model):
+        assert "forward" in vars(engines.blocks_of(model)[0])
+
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_peers_that_are_not_installed_are_left_out_with_a_warning() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = engines.peers(torchvision.models.resnet18())
+
+    assert {"torch save_on_cpu", "checkpoint per block"} <= set(found)
+    missing = {"TRL", "torchtune"} - {name.split()[0] for name in found}
+    assert {str(warning.message).split()[0] for warning in caught} == missing
+
+
+def test_offload_is_an_engine() -> None:
+    device = ReferenceDevice()
+
+    measure(
+        _workload(), lambda: memkit.CPUOffload(1.0, "engine", min_bytes=0, device=device), device, num_steps=2, num_warmup=0
+    )
+
+    assert memkit.offload_stats("engine").num_iterations == 2
+    memkit.reset("engine")

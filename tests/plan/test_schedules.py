@@ -1,0 +1,441 @@
+"""`memkit.schedules`: the ratios they give, what may be a schedule, and that `fit_memory` finds what fits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+import re
+import warnings
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memkit import schedules
+from memkit.plan import call_schedule, takes_peak
+
+GIB = 2**30
+NUM_ITERATIONS = 200
+SETTLED_AFTER = 60
+
+Peak = Callable[[float], float]
+"""Bytes at the peak of an iteration, by its ratio."""
+
+
+class Halving:
+    def __call__(self, iteration: int, last_peak_bytes: int | None) -> float:
+        return 0.0 if last_peak_bytes is None else last_peak_bytes / 2
+
+
+class Unsigned:
+    """What `inspect.signature` cannot make sense of."""
+
+    __signature__ = "none"
+
+    def __call__(self, iteration: int) -> float:
+        return iteration / 10
+
+
+def run(schedule: schedules.Schedule, peak: Peak, num_iterations: int = NUM_ITERATIONS) -> tuple[list[float], list[int]]:
+    """Return the ratios of some iterations, and their peaks."""
+    ratios: list[float] = []
+    peaks: list[int] = []
+    for iteration in range(num_iterations):
+        ratios.append(schedule(iteration, peaks[-1] if peaks else None))
+        peaks.append(round(peak(ratios[-1])))
+    return ratios, peaks
+
+
+def smallest_that_fits(peak: Peak, target_bytes: int) -> float:
+    """Try every thousandth."""
+    return next(ratio for ratio in (step / 1000 for step in range(1001)) if round(peak(ratio)) <= target_bytes)
+
+
+def in_steps(num_saves: int) -> Peak:
+    return lambda ratio: 4 * GIB + 16 * GIB * (1 - math.ceil(ratio * num_saves - 1e-9) / num_saves)
+
+
+def cliff(at: float, slope: float) -> Peak:
+    """4 GiB at 1, and `slope` GiB more at 0; 10 GiB more below `at`."""
+    return lambda ratio: GIB * ((4 if ratio >= at else 14) + slope * (1 - ratio))
+
+
+PEAKS: dict[str, Peak] = {
+    "linear": lambda ratio: 4 * GIB + 16 * GIB * (1 - ratio),
+    "floor, then linear": lambda ratio: 4 * GIB + 16 * GIB * max(0.0, 0.8 - ratio),
+    "steep at the end": lambda ratio: 4 * GIB + 16 * GIB * max(0.0, 0.05 - ratio) * 20,
+    "7 saves": in_steps(7),
+    "25 saves": in_steps(25),
+    "106 saves": in_steps(106),
+    "cliff at 0.97": cliff(0.97, 5.0),
+    "cliff at 0.5": cliff(0.5, 5.0),
+    "cliff at 0.03": cliff(0.03, 5.0),
+    "steep, then flat": lambda ratio: 4 * GIB + 8 * GIB * min(1 - ratio, 0.1) / 0.1 + 2 * GIB * (1 - ratio),
+    "ever steeper": lambda ratio: 4 * GIB + 16 * GIB * (1 - ratio) ** 3,
+    "ever flatter": lambda ratio: 4 * GIB + 16 * GIB * (1 - ratio**3),
+}
+
+named_peaks = pytest.mark.parametrize("peak", PEAKS.values(), ids=PEAKS)
+targets = pytest.mark.parametrize("target", ["4.25GiB", "8GiB", "12.5GiB", "14GiB", "19GiB"])
+
+
+def test_constant_never_changes() -> None:
+    schedule = schedules.constant(0.3)
+
+    assert [schedule(iteration) for iteration in (0, 1, 10**6)] == [0.3] * 3
+
+
+def test_linear_goes_in_a_straight_line_and_stays() -> None:
+    schedule = schedules.linear(0.9, 0.1, num_iterations=8)
+
+    ratios = [schedule(iteration) for iteration in (0, 1, 2, 4, 7, 8, 9, 1000)]
+
+    assert ratios == pytest.approx([0.9, 0.8, 0.7, 0.5, 0.2, 0.1, 0.1, 0.1])
+    assert (ratios[0], ratios[5:]) == (0.9, [0.1] * 3)
+
+
+def test_cosine_is_slow_at_both_ends_and_stays() -> None:
+    schedule = schedules.cosine(0.2, 1, num_iterations=6)
+
+    ratios = [schedule(iteration) for iteration in (0, 1, 2, 3, 4, 5, 6, 1000)]
+
+    early, half = 0.2 + 0.8 * (1 - math.sqrt(3) / 2) / 2, 0.6
+    assert ratios == pytest.approx([0.2, early, 0.4, half, 0.8, 1.2 - early, 1.0, 1.0])
+    assert (ratios[0], ratios[6:]) == (0.2, [1.0, 1.0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([schedules.linear, schedules.cosine]), st.floats(0, 1), st.floats(0, 1), st.integers(1, 50))
+def test_ramps_never_turn_nor_leave_their_ends(
+    ramp: Callable[..., schedules.Schedule], start: float, end: float, num_iterations: int
+) -> None:
+    schedule = ramp(start, end, num_iterations=num_iterations)
+
+    ratios = [call_schedule(schedule, iteration, None) for iteration in range(num_iterations + 2)]
+
+    rounding = 1e-12
+    assert (ratios[0], ratios[num_iterations:]) == (start, [end, end])
+    assert all(min(start, end) - rounding <= ratio <= max(start, end) + rounding for ratio in ratios)
+    steps = [(later - earlier) * (1 if end >= start else -1) for earlier, later in itertools.pairwise(ratios)]
+    assert min(steps) >= -rounding
+
+
+def test_piecewise_holds_each_ratio_until_the_next() -> None:
+    schedule = schedules.piecewise({10: 0.5, 0: 0, 12: 1})
+
+    assert [schedule(iteration) for iteration in (0, 1, 9, 10, 11, 12, 13, 10**6)] == [0, 0, 0, 0.5, 0.5, 1, 1, 1]
+
+
+def test_piecewise_keeps_no_reference_to_its_argument() -> None:
+    ratios = {0: 0.25}
+    schedule = schedules.piecewise(ratios)
+
+    ratios[0] = 0.75
+
+    assert schedule(3) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schedules.constant(1.5), "ratio must be from 0 (move nothing) to 1 (move everything); found 1.5"),
+        (lambda: schedules.linear(-1, 1, num_iterations=2), "start must be from 0 (move nothing) to 1"),
+        (lambda: schedules.cosine(0, math.nan, num_iterations=2), "end must be from 0 (move nothing) to 1"),
+        (lambda: schedules.linear(0, 1, num_iterations=0), "num_iterations must be an integer of at least 1; found 0"),
+        (lambda: schedules.cosine(0, 1, num_iterations=True), "num_iterations must be an integer of at least 1; found True"),
+        (lambda: schedules.cosine(0, 1, num_iterations=2.0), "num_iterations must be an integer of at least 1; found 2.0"),  # type: ignore[arg-type]
+        (lambda: schedules.piecewise({}), "the first piece must begin at iteration 0; found []"),
+        (lambda: schedules.piecewise({7: 0.5, 2: 1}), "the first piece must begin at iteration 0; found [2, 7]"),
+        (lambda: schedules.piecewise({0: 0.5, -1: 1}), "the pieces begin at iterations, integers from 0 on; found -1"),
+        (lambda: schedules.piecewise({0: 0.5, 2.5: 1}), "the pieces begin at iterations, integers from 0 on; found 2.5"),  # type: ignore[dict-item]
+        (lambda: schedules.piecewise({False: 0.5}), "the pieces begin at iterations, integers from 0 on; found False"),
+        (lambda: schedules.piecewise({0: 0.5, 7: 2}), "the piece at 7 must be from 0 (move nothing) to 1"),
+        (lambda: schedules.fit_memory(0), "a size must be positive; found 0"),
+        (lambda: schedules.fit_memory(-GIB), f"a size must be positive; found {-GIB}"),
+        (
+            lambda: schedules.fit_memory("much"),
+            'a size is a number of bytes, or text such as "8GiB" or "512 MiB"; found "much"',
+        ),
+    ],
+)
+def test_values_out_of_range_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schedules.constant("0.5"), "ratio must be a number from 0 to 1; found '0.5' (str)"),  # type: ignore[arg-type]
+        (lambda: schedules.linear(True, 1, num_iterations=2), "start must be a number from 0 to 1; found True (bool)"),
+        (lambda: schedules.cosine(0, None, num_iterations=2), "end must be a number from 0 to 1; found None (NoneType)"),  # type: ignore[arg-type]
+        (lambda: schedules.piecewise({0: "all"}), "the piece at 0 must be a number from 0 to 1; found 'all' (str)"),  # type: ignore[dict-item]
+        (lambda: schedules.fit_memory(8e9), 'a size is a number of bytes, or text such as "8GiB"; found 8000000000.0'),  # type: ignore[arg-type]
+        (lambda: schedules.fit_memory(None), 'a size is a number of bytes, or text such as "8GiB"; found None'),  # type: ignore[arg-type]
+    ],
+)
+def test_values_of_another_type_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wants_peak"),
+    [
+        (lambda iteration: 0.5, False),
+        (lambda iteration, last_peak_bytes: 0.5, True),
+        (lambda iteration, /, last_peak_bytes=None: 0.5, True),
+        (lambda *args: 0.5, True),
+        (lambda iteration, *rest: 0.5, True),
+        (lambda iteration, *, rate=1.0: 0.5, False),
+        (lambda iteration, **options: 0.5, False),
+        (functools.partial(lambda rate, iteration: 0.5, 1.0), False),
+        (Halving(), True),
+        (Unsigned(), False),
+        (math.sqrt, False),
+        ([0.5].__getitem__, False),
+        (schedules.constant(0.5), False),
+        (schedules.linear(0, 1, num_iterations=3), False),
+        (schedules.piecewise({0: 0.5}), False),
+        (schedules.fit_memory(1), True),
+    ],
+)
+def test_peak_goes_to_those_that_take_a_second_argument(schedule: schedules.Schedule, wants_peak: bool) -> None:
+    assert takes_peak(schedule) is wants_peak
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ratio"),
+    [
+        (lambda iteration: iteration / 10, 0.4),
+        (lambda iteration, last_peak_bytes: iteration / 10 + last_peak_bytes / 2, 0.9),
+        (lambda *args: len(args) / 2, 1.0),
+        (Halving(), 0.5),
+        (Unsigned(), 0.4),
+        ([0.0, 0.1, 0.2, 0.3, 0.7].__getitem__, 0.7),
+        (functools.partial(lambda rate, iteration: rate * iteration, 0.1), 0.4),
+    ],
+)
+def test_schedule_is_called_with_what_it_takes(schedule: schedules.Schedule, ratio: float) -> None:
+    assert call_schedule(schedule, 4, 1) == ratio
+
+
+def test_ratio_of_a_schedule_is_a_float() -> None:
+    assert type(call_schedule(lambda iteration: iteration, 1, None)) is float
+
+
+@pytest.mark.parametrize("ratio", [math.nan, -0.25, 1.25])
+def test_bad_ratio_names_the_iteration(ratio: float) -> None:
+    with pytest.raises(ValueError) as error:
+        call_schedule(lambda iteration: ratio if iteration == 17 else 0.5, 17, None)
+
+    assert str(error.value) == (
+        "the ratio that the schedule gives for iteration 17 must be from 0 (move nothing) to 1 (move everything); "
+        f"found {ratio}"
+    )
+
+
+def test_no_ratio_at_all_names_the_iteration() -> None:
+    with pytest.raises(
+        TypeError, match=r"^the ratio that the schedule gives for iteration 3 must be .*found None \(NoneType\)"
+    ):
+        call_schedule(lambda iteration: None, 3, None)  # type: ignore[arg-type, return-value]
+
+
+def test_error_of_a_schedule_is_not_masked() -> None:
+    def fail(iteration: int) -> float:
+        raise KeyError(iteration)
+
+    with pytest.raises(KeyError, match="5"):
+        call_schedule(fail, 5, None)
+
+
+@named_peaks
+@targets
+def test_fit_memory_finds_the_smallest_ratio_that_fits(peak: Peak, target: str) -> None:
+    target_bytes = round(float(target.removesuffix("GiB")) * GIB)
+    smallest = smallest_that_fits(peak, target_bytes)
+
+    ratios, peaks = run(schedules.fit_memory(target), peak)
+
+    assert peaks[-1] <= target_bytes
+    assert ratios[-1] <= smallest + 0.05
+
+
+@named_peaks
+@targets
+def test_fit_memory_settles_and_stays(peak: Peak, target: str) -> None:
+    ratios, _ = run(schedules.fit_memory(target), peak)
+
+    assert len(set(ratios[SETTLED_AFTER:])) == 1
+
+
+@named_peaks
+@targets
+def test_fit_memory_comes_from_above(peak: Peak, target: str) -> None:
+    target_bytes = round(float(target.removesuffix("GiB")) * GIB)
+
+    ratios, peaks = run(schedules.fit_memory(target), peak)
+
+    assert ratios[0] == 1.0
+    assert max(earlier - later for earlier, later in itertools.pairwise(ratios)) <= 0.1 + 1e-9
+    over = [iteration for iteration, peak_bytes in enumerate(peaks) if peak_bytes > target_bytes]
+    assert len(over) <= 3  # halving a tenth
+    assert not over or over[-1] - over[0] <= 3
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    levels=st.lists(st.integers(1, 1000), min_size=2, max_size=12),
+    places=st.lists(st.integers(1, 999), max_size=10, unique=True),
+    target=st.integers(1, 1000),
+    is_in_steps=st.booleans(),
+)
+def test_fit_memory_finds_it_whatever_the_shape(levels: list[int], places: list[int], target: int, is_in_steps: bool) -> None:
+    heights = sorted(levels, reverse=True)
+    corners = [0.0, *(place / 1000 for place in sorted(places)[: len(heights) - 2]), 1.0]
+    heights = heights[: len(corners) - 1] + heights[-1:]
+
+    def peak(ratio: float) -> float:
+        piece = max(index for index, corner in enumerate(corners) if corner <= ratio)
+        if is_in_steps or piece == len(corners) - 1:
+            return GIB * heights[piece]
+        share = (ratio - corners[piece]) / (corners[piece + 1] - corners[piece])
+        return GIB * (heights[piece] + share * (heights[piece + 1] - heights[piece]))
+
+    target_bytes = GIB * max(target, heights[-1])
+
+    ratios, peaks = run(schedules.fit_memory(target_bytes), peak)
+
+    assert peaks[-1] <= target_bytes
+    assert ratios[-1] <= smallest_that_fits(peak, target_bytes) + 0.05
+    assert len(set(ratios[SETTLED_AFTER:])) == 1
+    assert sum(peak_bytes > target_bytes for peak_bytes in peaks) <= 3
+
+
+def test_fit_memory_is_quick_where_the_peak_is_linear() -> None:
+    ratios, peaks = run(schedules.fit_memory("10GiB"), PEAKS["linear"])
+
+    assert len(set(ratios[12:])) == 1
+    assert max(peaks) <= 10 * GIB + 16 * GIB * 0.025
+
+
+def test_fit_memory_moves_nothing_where_all_fits() -> None:
+    ratios, _ = run(schedules.fit_memory("20GiB"), PEAKS["linear"])
+
+    assert ratios[20:] == [0.0] * (NUM_ITERATIONS - 20)
+
+
+def test_fit_memory_is_not_misled_by_memory_that_comes_late() -> None:
+    """What an optimizer allocates in its first step is there from the second iteration on."""
+    late_bytes, target_bytes, num_calls = 6 * GIB, 18 * GIB, 0
+
+    def peak(ratio: float) -> float:
+        nonlocal num_calls
+        num_calls += 1
+        return PEAKS["linear"](ratio) + (late_bytes if num_calls > 1 else 0)
+
+    ratios, peaks = run(schedules.fit_memory(target_bytes), peak)
+
+    smallest = smallest_that_fits(PEAKS["linear"], target_bytes - late_bytes)
+    assert smallest <= ratios[-1] <= smallest + 0.05
+    assert peaks[-1] <= target_bytes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fit_memory_bears_noise(seed: int) -> None:
+    source, target_bytes = random.Random(seed), 10 * GIB
+
+    def peak(ratio: float) -> float:
+        return PEAKS["floor, then linear"](ratio) * source.uniform(0.995, 1.005)
+
+    ratios, peaks = run(schedules.fit_memory(target_bytes), peak, num_iterations=400)
+
+    smallest = smallest_that_fits(lambda ratio: PEAKS["floor, then linear"](ratio) * 0.995, target_bytes)
+    assert smallest <= ratios[-1] <= smallest + 0.1
+    assert len(set(ratios[200:])) == 1
+    assert sum(peak_bytes > target_bytes for peak_bytes in peaks) <= 5
+
+
+def test_fit_memory_waits_where_nothing_was_measured() -> None:
+    schedule = schedules.fit_memory("8GiB")
+
+    assert [schedule(iteration, None) for iteration in range(5)] == [1.0] * 5
+    assert schedule(5, GIB) == pytest.approx(0.9)
+    assert schedule(6, None) == pytest.approx(0.9)
+
+
+def test_fit_memory_goes_up_where_the_peak_grows() -> None:
+    target_bytes = 10 * GIB
+    schedule = schedules.fit_memory(target_bytes)
+    before, _ = run(schedule, PEAKS["linear"])
+
+    after, peaks = run(schedule, lambda ratio: PEAKS["linear"](ratio) + 4 * GIB)
+
+    smallest = smallest_that_fits(lambda ratio: PEAKS["linear"](ratio) + 4 * GIB, target_bytes)
+    assert after[0] == before[-1]
+    assert after == sorted(after)
+    assert smallest <= after[-1] <= smallest + 0.05
+    assert sum(peak_bytes > target_bytes for peak_bytes in peaks) <= math.ceil((smallest - before[-1]) / 0.05)
+
+
+def test_fit_memory_goes_up_from_0() -> None:
+    schedule = schedules.fit_memory("20GiB")
+    run(schedule, PEAKS["linear"])
+
+    ratios, _ = run(schedule, lambda ratio: PEAKS["linear"](ratio) + 1 * GIB)
+
+    assert ratios[:4] == pytest.approx([0.0, 0.05, 0.1, 0.1])
+
+
+def test_fit_memory_stays_up_where_the_peak_falls_again() -> None:
+    schedule = schedules.fit_memory("10GiB")
+    before, _ = run(schedule, PEAKS["linear"])
+
+    after, _ = run(schedule, PEAKS["floor, then linear"])
+
+    assert set(after) == {before[-1]}
+
+
+def test_fit_memory_warns_once_where_nothing_fits() -> None:
+    schedule = schedules.fit_memory("2GiB")
+
+    with pytest.warns(UserWarning, match="^fit_memory") as caught:
+        ratios, _ = run(schedule, PEAKS["linear"])
+
+    assert [str(warning.message) for warning in caught] == [
+        "fit_memory: the peak is 4096.00 MiB even with everything offloaded; the target was 2048.00 MiB. "
+        "Use a smaller batch, or checkpointing beside the offload"
+    ]
+    assert set(ratios) == {1.0}
+
+
+def test_fit_memory_warns_once_where_nothing_fits_any_more() -> None:
+    schedule = schedules.fit_memory("10GiB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(schedule, PEAKS["linear"])
+
+    with pytest.warns(UserWarning, match="the peak is 14336.00 MiB even with everything offloaded") as caught:
+        ratios, _ = run(schedule, lambda ratio: PEAKS["linear"](ratio) + 10 * GIB)
+
+    assert len(caught) == 1
+    assert ratios[-1] == 1.0
+
+
+def test_each_fit_memory_has_its_own_state() -> None:
+    first, second = schedules.fit_memory("10GiB"), schedules.fit_memory("10GiB")
+
+    run(first, PEAKS["linear"])
+
+    assert second(0, None) == 1.0
+
+
+@pytest.mark.parametrize("target", [10 * GIB, "10GiB", "10240 MiB", "10 gib"])
+def test_fit_memory_takes_sizes_as_text(target: int | str) -> None:
+    ratios, _ = run(schedules.fit_memory(target), PEAKS["linear"])
+
+    assert ratios == run(schedules.fit_memory(str(10 * GIB)), PEAKS["linear"])[0]
