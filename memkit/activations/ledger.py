@@ -239,8 +239,8 @@ class Ledger:
     ) -> Record:
         """Return a new record: DEVICE."""
         for older in self.backlog:
-            if older.storage is storage and older.version != version and older.left is not None:
-                # Written to while its last version is on its way: nobody can ask for that any more, but the lane reads it.
+            if older.storage is storage and older.left is not None:
+                # Written to while what was there is on its way, and the lane reads it.
                 self.device.wait_event(self.device.current_stream(), older.left.done)
         record = Record(self, storage, version, owner=owner, index=index, counts=counts, stream=self.device.current_stream())
         self.device.note_written(storage, version)

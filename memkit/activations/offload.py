@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
@@ -9,7 +10,8 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from memkit.activations.eligibility import is_from_leaf
 from memkit.activations.ledger import KeptHandle
 from memkit.activations.passes import Pass
 from memkit.activations.stats import IterationCounts, OffloadStats, fragmentation_hint
-from memkit.activations.window import OffloadWindow
+from memkit.activations.window import OffloadWindow, settle_retired
 from memkit.device import Device, open_device
 from memkit.hooks import HookSet, backward_task, dynamo_is_loaded, in_checkpoint, node_number, saved_tensor_hooks
 from memkit.plan import auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
@@ -382,6 +384,7 @@ def reset(tag: str) -> None:
         state = _states.pop(tag, None)
     for window in state.windows() if state is not None else ():
         window.retire()
+    settle_retired()
 
 
 @contextmanager
@@ -394,32 +397,77 @@ def no_offload() -> Iterator[None]:
         _paused.depth -= 1
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call of an attached model that is going on."""
+
+    frame: FrameType | None
+    """Where it is called from: once that is off the stack, the call is over, however it ended."""
+    handled: BaseException | None
+    """The exception that the caller was handling already."""
+    context: CPUOffload | None = None
+    """None where entering raised."""
+
+    def end(self, error: BaseException | None) -> None:
+        if self.context is not None:
+            failure = None if error is self.handled else error
+            self.context.__exit__(None if failure is None else type(failure), failure, None)
+
+
 class AttachedOffload:
-    """What `attach` returns: an offload that is on whenever the model runs, until `remove()`."""
+    """What `attach` returns: an offload that is on whenever the model runs, until `remove()`.
+
+    A copy of the model, made by `copy.deepcopy` or by pickling, is attached as well.
+    """
 
     def __init__(self, model: nn.Module, make: Callable[[], CPUOffload]) -> None:
+        self.__setstate__(make)
+        self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True)
+
+    def __getstate__(self) -> Callable[[], CPUOffload]:
+        return self._make
+
+    def __setstate__(self, make: Callable[[], CPUOffload]) -> None:
         self._make = make
         self._running = threading.local()
         self._hooks = HookSet()
-        self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> AttachedOffload:
+        copied = AttachedOffload.__new__(AttachedOffload)
+        copied.__setstate__(self._make)
+        return copied
 
     def remove(self) -> None:
         """Let the model run without the offload again. Graphs that are alive keep working."""
+        self._end_interrupted()
         self._hooks.remove()
 
+    def _calls(self) -> list[_Call]:
+        """Return this thread's calls that are going on, the innermost last."""
+        calls: list[_Call] = self._running.__dict__.setdefault("calls", [])
+        return calls
+
+    def _end_interrupted(self) -> None:
+        """End the calls that were left by an interrupt: torch runs hooks after exceptions, but not after those."""
+        calls, frame, stack = self._calls(), sys._getframe(), set[FrameType]()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            stack.add(frame)
+        while calls and calls[-1].frame not in stack:
+            calls.pop().end(KeyboardInterrupt())
+
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        running: list[CPUOffload | None] = self._running.__dict__.setdefault("contexts", [])
-        running.append(None)  # the other hook runs even if entering raises
+        self._end_interrupted()
+        call = _Call(sys._getframe(1), sys.exc_info()[1])
+        self._calls().append(call)  # first: the other hook runs even if entering raises
         known = [*model.parameters(), *model.buffers()]
         known += [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         context = self._make()
         context._enter({key: weakref.ref(storage) for key, storage in unique_storages(known).items()})
-        running[-1] = context
+        call.context = context
 
     def _after(self, *_: Any) -> None:
-        context = self._running.__dict__["contexts"].pop()
-        if context is not None:
-            context.__exit__(*sys.exc_info())
+        self._calls().pop().end(sys.exc_info()[1])
 
 
 def attach(model: nn.Module, offload_ratio: Ratio, tag: str = "default", **options: Any) -> AttachedOffload:
@@ -457,7 +505,7 @@ def attach(model: nn.Module, offload_ratio: Ratio, tag: str = "default", **optio
         )
         options["profile"] = None
         forget_report(tag)
-    return AttachedOffload(model, lambda: CPUOffload(offload_ratio, tag, **options))
+    return AttachedOffload(model, functools.partial(CPUOffload, offload_ratio, tag, **options))
 
 
 def offload_stats(tag: str = "default") -> OffloadStats:
@@ -496,6 +544,7 @@ def offload_stats(tag: str = "default") -> OffloadStats:
         d2h_bytes_per_s=counts.busy_out.rate(counts.moved_out_bytes),
         h2d_bytes_per_s=counts.busy_in.rate(counts.moved_in_bytes),
         host_in_use_bytes=sum(window.arena.in_use_bytes for window in windows),
+        host_peak_bytes=sum(window.arena.peak_in_use_bytes for window in windows),
         host_held_bytes=sum(window.arena.held_bytes for window in windows),
         num_pins=sum(window.arena.num_pins for window in windows),
         live_records=sum(window.ledger.num_records for window in windows),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from memkit.activations.forecast import Forecast
 from memkit.activations.ledger import Record
@@ -128,7 +129,7 @@ class Pass:
         self._keys: list[SaveKey] = []
         self._records: list[weakref.ref[Record] | None] = []
         """For each key its record, or None where the save was left alone."""
-        self._by_storage: dict[tuple[int, int], weakref.ref[Record]] = {}
+        self._by_storage: dict[tuple[int, int, int], tuple[weakref.ref[Tensor], weakref.ref[Record]]] = {}
         self._held: set[int] = set()
         self._largest_bytes = 0
         self._seen_bytes = 0
@@ -150,10 +151,13 @@ class Pass:
 
     # Forward
 
-    def find(self, storage: torch.UntypedStorage, version: int) -> Record | None:
-        """Return the record of a storage version that this pass has saved already."""
-        reference = self._by_storage.get((storage_key(storage), version))
-        record = None if reference is None else reference()
+    def find(self, storage: torch.UntypedStorage, tensor: Tensor) -> Record | None:
+        """Return the record of a tensor's storage at its version, if this pass has saved that already."""
+        root = _counted_by(tensor)
+        found = self._by_storage.get((storage_key(storage), id(root), tensor._version))
+        if found is None or found[0]() is not root:
+            return None
+        record = found[1]()
         return record if record is not None and record.original() is storage and record.num_handles > 0 else None
 
     def decide(self, key: SaveKey) -> Action | None:
@@ -212,11 +216,11 @@ class Pass:
         self._trace, self._place, self._num_strangers = trace, place, 0
         self._plan = None if trace is None else trace.plan(self.ratio, self._window_bytes)
 
-    def note_record(self, record: Record, storage: torch.UntypedStorage, version: int) -> None:
+    def note_record(self, record: Record, storage: torch.UntypedStorage, tensor: Tensor) -> None:
         """Remember the record of the last first save."""
-        reference = weakref.ref(record)
+        root, reference = _counted_by(tensor), weakref.ref(record)
         self._records[-1] = reference
-        self._by_storage[storage_key(storage), version] = reference
+        self._by_storage[storage_key(storage), id(root), tensor._version] = (weakref.ref(root), reference)
 
     @property
     def num_saves(self) -> int:
@@ -348,3 +352,9 @@ class Pass:
 
 
 _STRANGER = -1
+
+
+def _counted_by(tensor: Tensor) -> Tensor:
+    """Return the tensor whose version counter a tensor shares: the base of a view. One storage may have several counters, which
+    know nothing of each other's writes (`Tensor.data`, `Tensor.set_`)."""
+    return tensor if tensor._base is None else tensor._base

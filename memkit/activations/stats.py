@@ -113,6 +113,8 @@ class OffloadStats:
     h2d_bytes_per_s: float | None
     host_in_use_bytes: int
     """Host memory that holds saved tensors now."""
+    host_peak_bytes: int
+    """The most host memory that was in use at once, since the tag was new or reset."""
     host_held_bytes: int
     """Pinned host memory that is held for the tag now."""
     num_pins: int

@@ -7,7 +7,6 @@ the backward, whatever falls free is filled with what is needed next.
 
 from __future__ import annotations
 
-import logging
 import threading
 import warnings
 import weakref
@@ -25,8 +24,6 @@ from memkit.profile import MemoryReport
 from memkit.sizes import format_mib
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
-
-_log = logging.getLogger("memkit.activations")
 
 _PASSED_OVER = 8
 """A fetched record that so many others have overtaken is given back: the backward goes another way."""
@@ -50,7 +47,6 @@ class OffloadWindow:
         self._needed_bytes = 0
         """Host memory that the plans needed when the arena was made to fit last."""
         self._has_warned = False
-        self._is_retired = False
 
     @property
     def ledger(self) -> Ledger:
@@ -100,7 +96,7 @@ class OffloadWindow:
         """Return the handle of a tensor that may leave."""
         with self._lock:
             self._ledger.sweep()
-            record = run.find(storage, tensor._version)
+            record = run.find(storage, tensor)
             if record is None:
                 action = run.decide(_key_of(tensor, storage))
                 if action is None:
@@ -108,12 +104,16 @@ class OffloadWindow:
                 record = self._ledger.open_record(
                     storage, tensor._version, owner=run, index=run.num_saves - 1, counts=run.counts
                 )
-                run.note_record(record, storage, tensor._version)
+                run.note_record(record, storage, tensor)
                 run.counts.unique_bytes += record.num_bytes
                 handle = self._ledger.add_handle(record, tensor, self)
                 if action is Action.KEEP or not self._leave(run, record, storage):
                     run.counts.kept_bytes += record.num_bytes
                 self._make_room()
+            elif self.device.current_stream() != record.stream:
+                return KeptHandle(
+                    tensor
+                )  # the work to come reads it there, and nothing tells when: it stays until the backward
             else:
                 handle = self._ledger.add_handle(record, tensor, self)
             return handle
@@ -284,13 +284,29 @@ class OffloadWindow:
         with self._lock:
             self._ledger.sweep()
             self._ledger.release_dead(wait=False)
-            if self._is_retired and self.arena.in_use_bytes == 0:
+            if self in _retired and self.arena.in_use_bytes == 0:
                 self.arena.close()
+                if self.arena.held_bytes == 0:
+                    _retired.discard(self)
 
     def retire(self) -> None:
-        """Give the host memory back, at once or when the last graph that needs it is gone."""
-        self._is_retired = True
-        self.settle()
+        """Give the host memory back, at once or when the last graph and the last copy that need it are gone."""
+        with self._lock:
+            _retired.add(self)
+            self._ledger.sweep()
+            self._ledger.release_dead(wait=True)
+            self._ledger.settle_all()
+            self.settle()
+
+
+_retired: set[OffloadWindow] = set()
+"""Windows without a tag whose host memory somebody still uses, perhaps only a copy."""
+
+
+def settle_retired() -> None:
+    """Give back what has become free since."""
+    for window in tuple(_retired):
+        window.settle()
 
 
 def _key_of(tensor: Tensor, storage: torch.UntypedStorage) -> SaveKey:

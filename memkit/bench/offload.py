@@ -35,7 +35,7 @@ class OffloadRow:
 
     ratio: float
     moved_bytes: int
-    """Bytes that leave and come back in a step."""
+    """Bytes that leave in a step. Of these, what is still on the device when the backward begins is not fetched."""
     window_bytes: int
     memkit_s: float
     peak_allocated_bytes: int | None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memkit
-from memkit.activations import offload
+from memkit.activations import offload, window
 from memkit.device import CudaDevice, Device, ReferenceDevice
 
 Offload = Callable[..., memkit.CPUOffload]
@@ -51,6 +51,7 @@ def _fresh_tags() -> Iterator[None]:
     yield
     for tag in list(offload._states):
         memkit.reset(tag)
+    window._retired.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
+import pickle
 import warnings
 from collections.abc import Callable
 
@@ -252,3 +254,57 @@ def test_beside_a_context_the_attached_one_decides(device: Device, attaching: At
 
     assert memkit.offload_stats("attached").num_copies_out == 3
     assert memkit.offload_stats("around").num_copies_out == 2
+
+
+def test_interrupt_leaves_no_hook_once_the_handle_is_removed_or_the_model_runs_again(
+    device: Device, offloading: Offload
+) -> None:
+    class Interrupted(nn.Linear):
+        is_interrupted = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    model = Interrupted(8, 8).to(device.torch_device)
+    x = torch.randn(4, 8, device=device.torch_device)
+    handle = memkit.attach(model, 1.0, "interrupted", min_bytes=0, device=device)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+
+    model.is_interrupted = False
+    model(x).sum().backward()
+    assert innermost_pack() is None
+    model.is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    handle.remove()
+
+    assert innermost_pack() is None
+
+
+def test_attached_model_can_be_copied_and_pickled() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    memkit.attach(model, 0.5, "copied")
+
+    copied, restored = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+
+    for one in (model, copied, restored):
+        with pytest.warns(UserWarning, match="saw only tensors on the CPU"):
+            one(torch.randn(2, 8)).sum().backward()
+        memkit.reset("copied")
+
+
+def test_step_inside_an_except_block_counts_as_any_other(device: Device) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.GELU()).to(device.torch_device)
+    memkit.attach(model, 1.0, "except", min_bytes=0, device=device, window_bytes=0)
+    x = torch.randn(4, 8, device=device.torch_device, requires_grad=True)
+    try:
+        raise ValueError("out of something")
+    except ValueError:
+        model(x * 1).sum().backward()
+
+    (window,) = memkit.activations.offload._states["except"].windows()
+    assert len(window.traces) == 1

@@ -35,6 +35,7 @@ GIVEN = OffloadStats(
     d2h_bytes_per_s=55.26e9,
     h2d_bytes_per_s=None,
     host_in_use_bytes=0,
+    host_peak_bytes=9 * 2**20,
     host_held_bytes=16 * 2**20,
     num_pins=1,
     live_records=0,
@@ -63,6 +64,7 @@ stall in                    250.0 ms
 D2H                        55.3 GB/s
 H2D                                -
 host in use                 0.00 MiB
+host peak                   9.00 MiB
 host held                  16.00 MiB
 #pins                              1
 live records                       0
