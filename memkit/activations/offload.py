@@ -1,22 +1,18 @@
-"""`CPUOffload`: the context that moves a share of what autograd saves to host memory, and its everyday companions."""
+"""`CPUOffload`: the context that moves a share of what autograd saves to host memory, and what is kept under its tags."""
 
 from __future__ import annotations
 
-import functools
-import sys
 import threading
 import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memkit.activations.eligibility import is_from_leaf
@@ -25,15 +21,15 @@ from memkit.activations.passes import Pass
 from memkit.activations.stats import IterationCounts, OffloadStats, fragmentation_hint
 from memkit.activations.window import OffloadWindow, settle_retired
 from memkit.device import Device, open_device
-from memkit.hooks import HookSet, backward_task, dynamo_is_loaded, in_checkpoint, node_number, saved_tensor_hooks
+from memkit.hooks import backward_task, dynamo_is_loaded, in_checkpoint, node_number, saved_tensor_hooks
 from memkit.plan import auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
-from memkit.profile.registry import forget_report
-from memkit.profile.tree import ModuleTree
-from memkit.sizes import storage_key, unique_storages
+from memkit.sizes import storage_key
 from memkit.transfer.link import measure_link
 
 Ratio = float | str | Callable[..., float]
+
+_AutoKey = tuple[MemoryReport, int, int | None]
 
 _MAX_RATIOS = 10_000
 _MANY_SAVES, _MOST = 9, 0.75
@@ -70,7 +66,7 @@ class _TagState:
         self.ratios: deque[float] = deque(maxlen=_MAX_RATIOS)
         self.counts = IterationCounts(0.0)
         self.report: MemoryReport | None = None
-        self.auto: tuple[MemoryReport, float] | None = None
+        self.auto: tuple[_AutoKey, float] | None = None
         self.has_warned_of_cpu = False
         self.has_warned_of_whole_model = False
         self._windows: dict[Device, OffloadWindow] = {}
@@ -295,10 +291,10 @@ class CPUOffload:
         self._is_entered = False
 
     def __enter__(self) -> CPUOffload:
-        return self._enter({})
+        return self.enter_knowing({})
 
-    def _enter(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> CPUOffload:
-        """Enter; the storages in `resident`, by their keys, are known to be held by somebody else."""
+    def enter_knowing(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> CPUOffload:
+        """Enter; the storages in `resident`, by their keys (`sizes.storage_key`), are known to be held by somebody else."""
         if self._is_entered:
             raise ValueError(f'this CPUOffload (tag "{self.tag}") is entered already; make a second one for a nested context')
         if in_checkpoint():  # also with grad mode off: the reentrant kind turns it off for the forward
@@ -313,9 +309,10 @@ class CPUOffload:
                 ratio = self._ratio_of(state)
                 state.num_iterations += 1
                 state.ratios.append(ratio)
-                self._entry = _Entry(state, self, ratio, resident)
-                state.counts = self._entry.counts
-            self._entry.begin()
+                entry = _Entry(state, self, ratio, resident)
+                state.counts = entry.counts
+            entry.begin()
+            self._entry = entry
         self._is_entered = True
         return self
 
@@ -352,7 +349,8 @@ class CPUOffload:
                 'offload_ratio="auto" needs a report with times: call memkit.profile_memory(model, ..., '
                 f'backward=True, tag="{self.tag}") on the GPU first, or pass profile='
             )
-        if state.auto is None or state.auto[0] is not report:
+        key = (report, self.min_bytes, self.window_bytes)
+        if state.auto is None or state.auto[0] != key:
             device = self.device or open_device(torch.device(report.run.device))
             ratio = auto_ratio(
                 timed_saves(report, self.min_bytes),
@@ -361,7 +359,7 @@ class CPUOffload:
                 link=measure_link(device),
                 window_bytes=self.window_bytes,
             )
-            state.auto = (report, ratio)
+            state.auto = (key, ratio)
         return state.auto[1]
 
 
@@ -395,117 +393,6 @@ def no_offload() -> Iterator[None]:
         yield
     finally:
         _paused.depth -= 1
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A call of an attached model that is going on."""
-
-    frame: FrameType | None
-    """Where it is called from: once that is off the stack, the call is over, however it ended."""
-    handled: BaseException | None
-    """The exception that the caller was handling already."""
-    context: CPUOffload | None = None
-    """None where entering raised."""
-
-    def end(self, error: BaseException | None) -> None:
-        if self.context is not None:
-            failure = None if error is self.handled else error
-            self.context.__exit__(None if failure is None else type(failure), failure, None)
-
-
-class AttachedOffload:
-    """What `attach` returns: an offload that is on whenever the model runs, until `remove()`.
-
-    A copy of the model, made by `copy.deepcopy` or by pickling, is attached as well.
-    """
-
-    def __init__(self, model: nn.Module, make: Callable[[], CPUOffload]) -> None:
-        self.__setstate__(make)
-        self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True)
-
-    def __getstate__(self) -> Callable[[], CPUOffload]:
-        return self._make
-
-    def __setstate__(self, make: Callable[[], CPUOffload]) -> None:
-        self._make = make
-        self._running = threading.local()
-        self._hooks = HookSet()
-
-    def __deepcopy__(self, _: dict[int, Any]) -> AttachedOffload:
-        copied = AttachedOffload.__new__(AttachedOffload)
-        copied.__setstate__(self._make)
-        return copied
-
-    def remove(self) -> None:
-        """Let the model run without the offload again. Graphs that are alive keep working."""
-        self._end_interrupted()
-        self._hooks.remove()
-
-    def _calls(self) -> list[_Call]:
-        """Return this thread's calls that are going on, the innermost last."""
-        calls: list[_Call] = self._running.__dict__.setdefault("calls", [])
-        return calls
-
-    def _end_interrupted(self) -> None:
-        """End the calls that were left by an interrupt: torch runs hooks after exceptions, but not after those."""
-        calls, frame, stack = self._calls(), sys._getframe(), set[FrameType]()
-        while frame.f_back is not None:
-            frame = frame.f_back
-            stack.add(frame)
-        while calls and calls[-1].frame not in stack:
-            calls.pop().end(KeyboardInterrupt())
-
-    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._end_interrupted()
-        call = _Call(sys._getframe(1), sys.exc_info()[1])
-        self._calls().append(call)  # first: the other hook runs even if entering raises
-        known = [*model.parameters(), *model.buffers()]
-        known += [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        context = self._make()
-        context._enter({key: weakref.ref(storage) for key, storage in unique_storages(known).items()})
-        call.context = context
-
-    def _after(self, *_: Any) -> None:
-        self._calls().pop().end(sys.exc_info()[1])
-
-
-def attach(model: nn.Module, offload_ratio: Ratio, tag: str = "default", **options: Any) -> AttachedOffload:
-    """Offload whenever the model runs, without a change to the training loop.
-
-    Since it knows the model, it knows which storages are parameters, buffers and inputs before the first iteration. A report
-    under the tag that was made of another model is not used, with a warning.
-
-    Args:
-        model: whose forward to wrap. It is left as it is; hooks are registered on it.
-        offload_ratio, tag, options: as for `CPUOffload`.
-
-    Returns:
-        A handle whose `remove()` takes the hooks off again.
-
-    Raises:
-        TypeError: `model` is no module, or see `CPUOffload`.
-        ValueError: see `CPUOffload`.
-
-    Example:
-        >>> import torch, memkit
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
-        >>> handle = memkit.attach(model, 1.0, "attached", min_bytes=0, device=memkit.device.ReferenceDevice())
-        >>> model(torch.randn(32, 64)).sum().backward()
-        >>> handle.remove()
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"attach needs a torch.nn.Module; found {type(model).__name__}")
-    report = CPUOffload(offload_ratio, tag, **options).profile or find_report(tag)
-    if report is not None and report.run.fingerprint != ModuleTree(model).fingerprint():
-        warnings.warn(
-            f'the report under the tag "{tag}" is of another model ({report.run.model}): it is not used. Profile this one, or '
-            "use another tag.",
-            stacklevel=2,
-        )
-        options["profile"] = None
-        forget_report(tag)
-    return AttachedOffload(model, functools.partial(CPUOffload, offload_ratio, tag, **options))
 
 
 def offload_stats(tag: str = "default") -> OffloadStats:

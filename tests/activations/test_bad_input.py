@@ -184,3 +184,22 @@ def test_report_without_data_has_no_times_for_auto(device: Device, offloading: O
 
     with pytest.raises(ValueError, match='"auto" needs a report with times'), offloading("auto", "other", profile=report):
         pytest.fail("entered without a ratio")
+
+
+def test_new_window_or_min_bytes_is_a_new_question_to_auto(
+    device: Device, offloading: Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+
+    def answer(*_: object, window_bytes: int | None, **__: object) -> float:
+        asked.append(window_bytes)
+        return 0.5
+
+    model = nn.Linear(4, 4)
+    report = memkit.profile_memory(model, torch.randn(2, 4), backward=True, tag="asked", print_table=False)
+    monkeypatch.setattr(memkit.activations.offload, "auto_ratio", answer)
+    monkeypatch.setattr(memkit.activations.offload, "measure_link", lambda _: None)
+    for window_bytes in (64, 64, 128):
+        with offloading("auto", "asked", profile=report, window_bytes=window_bytes):
+            model(torch.randn(2, 4))
+    assert asked == [64, 128]
