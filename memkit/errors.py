@@ -6,6 +6,8 @@
     │   └── DataDependentError     a run without data met code that needs values
     ├── ReportFormatError          a file is no memkit report, or is newer than this memkit
     ├── HostMemoryError            host memory cannot be locked, or a limit on it is met
+    ├── BudgetInfeasible           no plan keeps to the budget that was asked for
+    ├── ReplayMismatchError        an op that was run again has made something else
     └── RaceError                  two streams touched the same bytes in no order (only `ReferenceDevice` can tell)
 
 Wrong arguments raise the built-in `ValueError` and `TypeError`. Exceptions of the user's own model keep their type: memkit
@@ -36,6 +38,22 @@ class ReportFormatError(MemkitError):
 class HostMemoryError(MemkitError):
     """Raised when the system does not lock more host memory, or a limit on it is met. `CPUOffload` then leaves tensors on
     the device."""
+
+
+class BudgetInfeasible(MemkitError):  # noqa: N818  # it names a fact, as in linear programming
+    """Raised when no plan keeps to a budget.
+
+    Attributes:
+        smallest_bytes: the smallest budget that can be kept to.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
+class ReplayMismatchError(MemkitError):
+    """Raised when `Rematerialize` has run an op again and it has made something else than in the forward."""
 
 
 class RaceError(MemkitError):

@@ -7,17 +7,16 @@ reverse order, on success and on error. The functions that look into torch's pri
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-
-# What a pack hook makes of a tensor is its own business: anything that the unpack hook takes back.
-_Packed = TypeVar("_Packed")
 
 
 class RemovableHandle(Protocol):
@@ -61,28 +60,122 @@ class HookSet:
 
         self._handles.append(node.register_prehook(pre_hook))
 
+    def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Call `before(module, args)` ahead of every module's forward, `after(module, args, output)` behind it, in all
+        threads."""
+        self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
+        self._handles.append(nn.modules.module.register_module_forward_hook(after, always_call=True))
+
     def remove(self) -> None:
         """Remove every hook, the last one first. Calling it again does nothing."""
         while self._handles:
             self._handles.pop().remove()
 
 
-def saved_tensor_hooks(
-    pack: Callable[[Tensor], _Packed], unpack: Callable[[_Packed], Tensor], *, compiled: bool = False
-) -> AbstractContextManager[Any]:
-    """Return a context in which autograd hands each tensor that it saves to `pack`, and gets it back from `unpack`.
+class SavedTensorHooks(AbstractContextManager[Any]):
+    """A context in which autograd hands each tensor that it saves to `pack`, and gets it back from `unpack`.
 
     Only the innermost pair of such hooks runs. With `compiled`, code that `torch.compile` made may run inside: it calls the
     hooks too, and Dynamo would try to compile them. Source: `torch.autograd.graph.saved_tensors_hooks`.
     """
-    if compiled:
-        pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def __init__(
+        self,
+        pack: Callable[[Tensor], Any],
+        unpack: Callable[[Any], Tensor],
+        *,
+        owner: object = None,
+        compiled: bool = False,
+    ) -> None:
+        if compiled:
+            pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
+        self.pack = pack
+        self.unpack = unpack
+        self.owner = owner
+        """Which of memkit's contexts these are the hooks of."""
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def __enter__(self) -> SavedTensorHooks:
+        self._hooks.__enter__()
+        _stacked.hooks.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _stacked.hooks.remove(self)
+        self._hooks.__exit__()
+
+
+class _Stacked(threading.local):
+    """The saved-tensor hooks that memkit's contexts have set in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.hooks: list[SavedTensorHooks] = []
+
+
+_stacked = _Stacked()
+
+
+def stacked_owners() -> list[object]:
+    """Return which of memkit's contexts this thread is in, the innermost last."""
+    return [hooks.owner for hooks in _stacked.hooks]
+
+
+def innermost_hooks() -> SavedTensorHooks | None:
+    """Return the hooks that a tensor saved now would be given to, if a context of memkit has set them."""
+    hooks = _stacked.hooks[-1] if _stacked.hooks else None
+    return hooks if hooks is not None and innermost_pack() is hooks.pack else None
+
+
+class Owner(Protocol):
+    """Who lends a storage out: its bytes are another's at times, so that nobody may hold a reference to it."""
+
+    can_lend: bool
+    """Whether it can give a tensor again later. If not, nothing may be made from what it owns."""
+
+    def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return what gives the tensor again at any later time, with the bytes that it has now.
+
+        That raises autograd's in-place error if they were changed meanwhile.
+        """
+
+
+_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
+
+
+def own(storage: torch.UntypedStorage, owner: Owner) -> None:
+    """Say who owns a storage whose bytes will be overwritten, for as long as the owner lives or until `disown`."""
+    _owners[int(storage._cdata)] = owner
+
+
+def disown(storage: torch.UntypedStorage) -> None:
+    """A storage is nobody's any more."""
+    _owners.pop(int(storage._cdata), None)
+
+
+def owners() -> list[Owner]:
+    """Return all who own a storage."""
+    return list(dict.fromkeys(_owners.values()))
+
+
+def owner_of(storage: torch.UntypedStorage) -> Owner | None:
+    """Return who owns a storage, None if nobody has said so."""
+    return _owners.get(int(storage._cdata)) if _owners else None
 
 
 def dynamo_is_loaded() -> bool:
     """Tell whether anything may have been compiled in this process. Loading Dynamo to ask it would take seconds."""
     return "torch._dynamo" in sys.modules
+
+
+def in_compiled_function() -> bool:
+    """Tell whether the caller runs inside a function that was to be compiled, and runs as plain Python instead.
+
+    That is what Dynamo does where it cannot compile, as under a dispatch mode: its callback stays set.
+    """
+    if not dynamo_is_loaded():
+        return False
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    return callback is not None and callback is not False
 
 
 def node_number() -> int:

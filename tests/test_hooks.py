@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memkit.hooks import HookSet, in_checkpoint, innermost_pack, node_number, saved_tensor_hooks
+from memkit.hooks import HookSet, SavedTensorHooks, in_checkpoint, innermost_pack, node_number
 
 
 def test_hooks_run_around_the_users_own() -> None:
@@ -83,7 +83,7 @@ def test_innermost_pack_is_the_last_pair_set() -> None:
         return tensor
 
     assert innermost_pack() is None
-    with saved_tensor_hooks(pack, pack):
+    with SavedTensorHooks(pack, pack):
         assert innermost_pack() is pack
     assert innermost_pack() is None
 
@@ -102,7 +102,7 @@ def test_node_number_tells_the_saves_of_nodes_apart() -> None:
         return tensor
 
     x = torch.ones(2, requires_grad=True)
-    with saved_tensor_hooks(pack, pack):
+    with SavedTensorHooks(pack, pack):
         SavesThree.apply(SavesThree.apply(x).sin())
 
     assert [numbers.count(number) for number in dict.fromkeys(numbers)] == [3, 1, 3]

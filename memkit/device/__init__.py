@@ -6,7 +6,7 @@ import torch
 
 from memkit.device.base import Device, Event, MemoryCounter, Stream
 from memkit.device.cpu import CpuDevice
-from memkit.device.cuda import CudaDevice, cuda_is_available
+from memkit.device.cuda import CudaDevice, cuda_generator, cuda_is_available, cuda_is_capturing
 from memkit.device.reference import ReferenceDevice
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "ReferenceDevice",
     "Stream",
     "cuda_is_available",
+    "default_generator",
+    "is_capturing",
     "open_device",
 ]
 
@@ -34,3 +36,13 @@ def open_device(torch_device: torch.device) -> Device:
     if torch_device.type == "cpu":
         return CpuDevice()
     raise ValueError(f'memkit runs on "cpu" and "cuda"; found "{torch_device.type}". Move the model to one of these.')
+
+
+def is_capturing() -> bool:
+    """Tell whether this thread's work is being captured into a graph instead of run."""
+    return cuda_is_capturing()
+
+
+def default_generator(torch_device: torch.device) -> torch.Generator:
+    """Return the random number generator that ops on a device draw from by default."""
+    return cuda_generator(torch_device) if torch_device.type == "cuda" else torch.default_generator

@@ -38,10 +38,10 @@ class CpuEvent(Event):
 
 
 class CpuDevice(Device):
-    """The host. See `Device`."""
+    """The host, where tensors without data (those of torch's "meta" device) are as well. See `Device`."""
 
-    def __init__(self) -> None:
-        self.torch_device = torch.device("cpu")
+    def __init__(self, torch_device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # immutable
+        self.torch_device = torch_device
 
     @property
     def name(self) -> str:

@@ -19,6 +19,18 @@ def cuda_is_available() -> bool:
     return torch.cuda.is_available()
 
 
+def cuda_is_capturing() -> bool:
+    """Tell whether the work of the current stream of the current device is being captured into a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def cuda_generator(torch_device: torch.device) -> torch.Generator:
+    """Return the random number generator that ops on a CUDA device draw from by default."""
+    index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
+    generator: torch.Generator = torch.cuda.default_generators[index]
+    return generator
+
+
 class CudaStream(Stream):
     """A CUDA stream. Source: `torch.cuda.Stream`."""
 

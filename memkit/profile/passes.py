@@ -6,21 +6,22 @@ Memory and time are never taken in the same run: watching what is saved costs ti
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from memkit.device import Device
 from memkit.errors import DataDependentError, ProfileError
-from memkit.hooks import HookSet, saved_tensor_hooks
+from memkit.hooks import HookSet, SavedTensorHooks
 from memkit.profile.calls import CallStack
 from memkit.profile.gauges import MemoryGauge, NoGauge, PeakGauge, TimeGauge
+from memkit.profile.restore import preserved
 from memkit.profile.rows import Found
 from memkit.profile.saves import SavedStorages, SaveTimes
 from memkit.profile.signatures import Signatures
-from memkit.profile.simulate import MetaTwins, MixedDevices, TargetKernels, TargetMode
+from memkit.profile.simulate import META, MetaTwins, MixedDevices, TargetKernels, TargetMode
 from memkit.profile.step import Step, say_where
 from memkit.profile.tree import ModuleTree
 from memkit.profile.watch import (
@@ -56,7 +57,7 @@ def save_times_pass(step: Step, tree: ModuleTree, device: Device) -> SaveTimes:
     """Run the step with an event at each save and use of a saved tensor, and nothing else."""
     device.synchronize()
     times = SaveTimes(device)
-    packing = saved_tensor_hooks(times.pack, times.unpack, compiled=tree.has_compiled)
+    packing = SavedTensorHooks(times.pack, times.unpack, compiled=tree.has_compiled)
     step.run(CallStack(tree, NoGauge()), packing=packing, forward_done=times.start_backward)
     device.synchronize()
     return times
@@ -74,7 +75,7 @@ def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
     # The operations of compiled code cannot be watched: under a dispatch mode it would run eagerly.
     below = nullcontext() if tree.has_compiled else OpWatch(*live, *watch.observers)
     with below:
-        found = watch.run(packing=saved_tensor_hooks(watch.saves.pack, watch.saves.unpack, compiled=tree.has_compiled))
+        found = watch.run(packing=SavedTensorHooks(watch.saves.pack, watch.saves.unpack, compiled=tree.has_compiled))
     device.synchronize()
     return found
 
@@ -89,21 +90,38 @@ def simulated_pass(step: Step, tree: ModuleTree, target: str) -> Found:
     step = _without_data(step)
     live = LiveStorages(step.storages(), rounding_bytes=CUDA_ROUNDING_BYTES if target == "cuda" else 1)
     watch = _Watch(step, tree, PeakGauge(live))
+    with _as_on_target(tree, target, watch.note_backend_dependent) as mode, OpWatch(live, *watch.observers):
+        packing = SavedTensorHooks(watch.saves.pack, watch.saves.unpack)
+        return watch.run(packing=packing, at_node=mode.resume, explain=_say_why_not_without_data)
+
+
+def run_without_data(step: Step, target: str, context: AbstractContextManager[Any]) -> None:
+    """Run a step on the meta device as `target` would, its forward in a context, and leave the model as it was.
+
+    Raises:
+        ProfileError, DataDependentError: as `profile_memory` with `device="meta"`.
+    """
+    tree = ModuleTree(step.model)
+    with preserved(step.modules(), META, contents=False), _as_on_target(tree, target, lambda: None) as mode:
+        stack = CallStack(tree, NoGauge())
+        _without_data(step).run(stack, packing=context, at_node=mode.resume, explain=_say_why_not_without_data)
+
+
+@contextmanager
+def _as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable[[], None]) -> Iterator[TargetMode]:
     # Compiled code has no operations to watch, and nothing to run on without data: it runs as it was written.
     eager = torch.compiler.set_stance("force_eager") if tree.has_compiled else nullcontext()
     with (
         eager,
-        closing(TargetMode(target, backend_dependent=watch.note_backend_dependent)) as mode,
+        closing(TargetMode(target, backend_dependent=note_backend_dependent)) as mode,
         mode,
         MixedDevices(),
         TargetKernels(target),
-        OpWatch(live, *watch.observers),
         warnings.catch_warnings(),
     ):
         # Autocast for CUDA turns itself off, with no more than a warning, on a machine without.
         warnings.filterwarnings("error", message=".*Disabling autocast")
-        packing = saved_tensor_hooks(watch.saves.pack, watch.saves.unpack)
-        return watch.run(packing=packing, at_node=mode.resume, explain=_say_why_not_without_data)
+        yield mode
 
 
 class _Watch:

@@ -1,0 +1,88 @@
+"""How fast a device computes at most: what an op takes at least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from memkit.device.base import Device
+
+_COPIED_BYTES = {"cuda": 2**28}
+_MATRIX_DIM = {"cuda": 4096}
+_LAUNCH_S = 4e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """The most that a device can do in a second."""
+
+    bytes_per_s: float
+    """Bytes that are read or written in its memory."""
+    flops_per_s: float
+    """Floating-point operations of a matrix product, in the precision that is set."""
+
+    def estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
+        """Return what an op takes at least: the bytes of its tensors or its FLOPs, and a launch.
+
+        Source: `torch.utils.flop_counter.flop_registry`.
+        """
+        num_bytes = _bytes_in(args) + _bytes_in(results)
+        count = flop_registry.get(getattr(func, "_overloadpacket", None))
+        flops = 0.0
+        if count is not None:
+            try:
+                flops = count(*args, out_val=results)
+            except Exception:  # an op that the registry knows with other arguments
+                flops = 0.0
+        return _LAUNCH_S + max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+GUESSED = Ceilings(bytes_per_s=1e12, flops_per_s=1e14)
+"""Those of some GPU: for plans that are made without one."""
+
+_measured: dict[Device, Ceilings] = {}
+
+
+def measure_ceilings(device: Device) -> Ceilings:
+    """Return what a device can do, measured once per process by a large copy and a large matrix product."""
+    found = _measured.get(device)
+    if found is None:
+        found = _measured[device] = _measure(device)
+    return found
+
+
+def _measure(device: Device) -> Ceilings:
+    where = device.torch_device
+    num_bytes, dim = _COPIED_BYTES.get(where.type, 2**22), _MATRIX_DIM.get(where.type, 256)
+    with torch.no_grad():
+        source = torch.zeros(num_bytes // 4, device=where)
+        copied_s = _fastest_s(device, lambda: source.clone())
+        matrix = torch.zeros(dim, dim, device=where)
+        multiplied_s = _fastest_s(device, lambda: matrix @ matrix)
+    return Ceilings(bytes_per_s=2 * num_bytes / copied_s, flops_per_s=2 * dim**3 / multiplied_s)
+
+
+def _fastest_s(device: Device, run: Any) -> float:
+    fastest_s = math.inf
+    for _ in range(4):
+        start = device.record_event()
+        result = run()
+        end = device.record_event()
+        device.synchronize()
+        del result
+        fastest_s = min(fastest_s, start.elapsed_s(end))
+    return max(fastest_s, 1e-9)
+
+
+def _bytes_in(argument: Any) -> int:
+    if isinstance(argument, Tensor):
+        return argument.nbytes
+    if isinstance(argument, list | tuple):
+        return sum(map(_bytes_in, argument))
+    return 0
