@@ -2,20 +2,35 @@
 
 from memkit.plan.actions import Action, Plan, limit_of
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes, timed_saves
+from memkit.plan.eviction import DTRScore, Residents
+from memkit.plan.lineage import NO_OP, Lineage, Step
 from memkit.plan.ratio import check_ratio, plan_ratio
+from memkit.plan.remat import Outcome, PlannedValue, RematPlan, RematPlanner, drop_order, roots_of, simulate
 from memkit.plan.schedules import call_schedule, takes_peak
 
 __all__ = [
+    "NO_OP",
     "Action",
+    "DTRScore",
+    "Lineage",
+    "Outcome",
     "Plan",
+    "PlannedValue",
+    "RematPlan",
+    "RematPlanner",
+    "Residents",
+    "Step",
     "StepTime",
     "TimedSave",
     "auto_ratio",
     "call_schedule",
     "check_ratio",
+    "drop_order",
     "limit_of",
     "plan_ratio",
     "roofline_s",
+    "roots_of",
+    "simulate",
     "simulate_lanes",
     "takes_peak",
     "timed_saves",

@@ -17,6 +17,8 @@ class Action(str, Enum):
     """Leave it on the device."""
     OFFLOAD = "offload"
     """Copy it to host memory, let go of it, and have it back for the backward."""
+    RECOMPUTE = "recompute"
+    """Let go of it, and run the ops that made it again for the backward."""
 
 
 def limit_of(seen_bytes: int, ratio: float, window_bytes: int) -> int:

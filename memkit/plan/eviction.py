@@ -1,0 +1,344 @@
+"""Who goes when room is needed, and how what has gone is made again: one walk for the plan's simulation and for the real step.
+
+The choice is that of dynamic tensor rematerialization (Kirisame et al., arXiv 2006.09616): what is cheap to make again, large,
+and not needed for long goes first. Its cost is that of its own op and of all ancestors that are missing as well.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Container
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from memkit.plan.lineage import NO_OP, Lineage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DTRScore:
+    """What makes one saved value a better choice to drop than another.
+
+        score = (own cost + cost of missing ancestors)^alpha * delta^replays / (bytes^gamma * distance^beta)
+
+    The value with the lowest score goes. MegEngine adds the free bytes beside a value to its bytes: PyTorch does not tell where
+    its allocator has put what, see `docs/rematerialize.md`. Source: arXiv 2006.09616, section 4; MegEngine 1.4.
+
+    Args:
+        alpha, beta, gamma: exponents of cost, distance and bytes, 0 or more.
+        distance: "next_use", how many requests of the backward away the next use is, in the order that is known or else in the
+            reverse of the forward; or "staleness", as in the paper, how many saves and requests ago the last use was.
+        delta: at least 1; how much each replay raises the score, against thrashing.
+        max_replays: after so many replays in one step a value stays.
+        sampled: look at about sqrt(N) values, drawn at random, instead of all.
+        small_share: values with fewer bytes than this share of the mean are never dropped, unless nothing else is left.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    alpha: float = 1.0
+    beta: float = 1.0
+    gamma: float = 1.0
+    distance: str = "next_use"
+    delta: float = 1.05
+    max_replays: int = 64
+    sampled: bool = False
+    small_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "gamma", "small_share"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"DTRScore: {name} must be a number from 0 on; found {getattr(self, name)}")
+        if not 1 <= self.delta < math.inf:
+            raise ValueError(f"DTRScore: delta must be at least 1; found {self.delta}")
+        if self.distance not in ("next_use", "staleness"):
+            raise ValueError(f'DTRScore: distance must be "next_use" or "staleness"; found {self.distance!r}')
+        if self.max_replays < 1:
+            raise ValueError(f"DTRScore: max_replays must be at least 1; found {self.max_replays}")
+
+    def weight(self, cost_s: float, num_bytes: int, num_replays: int) -> float:
+        """Return the score at distance 1."""
+        cost, size = cost_s + _LEAST_COST_S, num_bytes + 1
+        if self.alpha != 1:
+            cost **= self.alpha
+        if self.gamma != 1:
+            size **= self.gamma
+        return cost * self.delta**num_replays / size
+
+
+_MIN_SAMPLED = 32
+_RANKED_FOR = 64
+"""The ranking of N values holds for N over this many saves and requests: so little does a distance change that matters."""
+_LEAST_COST_S = 1e-9
+_ROOT_GONE = "a root that is needed for a replay is gone"
+
+
+class Residents(ABC):
+    """The saved values that are on the device, against a limit in bytes.
+
+    Subclasses say what it means to drop a value and to run an op. All sizes are bytes of storages.
+    """
+
+    def __init__(self, lineage: Lineage, score: DTRScore, limit_bytes: float) -> None:
+        self.lineage = lineage
+        self.score = score
+        self.limit_bytes = limit_bytes
+        self.num_replays: dict[int, int] = {}
+        """How often each value has been made again."""
+        self.replayed_s = 0.0
+        self.num_replayed_ops = 0
+        self.temp_bytes = 0
+        """Bytes of what a replay has made for itself only."""
+        self.peak_bytes = 0
+        """The most bytes of saved values and of a replay's own that were on the device at once."""
+        self.evictable: dict[int, None] = {}
+        """The saved values on the device that may be dropped, in the order in which they came there."""
+        self.needed: dict[int, int] = {}
+        """What the replay under way will read, and until which op."""
+        self.clock = 0
+        """How many saves and requests there were."""
+        self._touched: dict[int, int] = {}
+        self._random = random.Random(0)
+        # [Note: ranking] Whoever goes is found without a look at all. What it takes to make a value again is known as a bound
+        # from below, at first its own op. A value that goes makes others dearer, which leaves the bounds what they are; one
+        # that comes makes those cheaper that are made from it, whose bounds start anew. The heap has a score for each bound:
+        # the value at its top is looked at closer, until one stays there. Sampling looks at a few instead.
+        self._least_s: dict[int, float] = {}
+        self._ranking: list[tuple[bool, float, int]] = []
+        self._ranked_until = -1
+        self._come: list[int] = []
+        """Values that came since the last look at the ranking."""
+        self._last_evictable = -1
+        """No value after this one may be dropped."""
+        self._small_bytes = 0.0
+
+    # What subclasses know and do
+
+    @property
+    @abstractmethod
+    def live_bytes(self) -> int:
+        """Bytes of the saved values on the device."""
+
+    @abstractmethod
+    def is_available(self, value: int) -> bool:
+        """Tell whether a replay can read a value without making it first."""
+
+    @abstractmethod
+    def is_wanted(self, value: int) -> bool:
+        """Tell whether the backward will still ask for a value."""
+
+    @abstractmethod
+    def distance(self, value: int) -> int:
+        """Return how many requests away the next use of a value is, at least 1."""
+
+    @abstractmethod
+    def _drop(self, value: int) -> bool:
+        """Let go of a value that is on the device, unless what it would be made from is gone; tell whether that was done."""
+
+    @abstractmethod
+    def _run(self, op: int, in_place: Collection[int]) -> None:
+        """Run an op again: its values are the replay's own then. It may write over the values `in_place`."""
+
+    @abstractmethod
+    def _keep(self, value: int) -> None:
+        """Make a value that the replay holds one of the saved values on the device."""
+
+    @abstractmethod
+    def _forget(self, value: int) -> None:
+        """Free a value that the replay holds."""
+
+    # What is the same for all
+
+    def staleness(self, value: int) -> int:
+        """Return how many saves and requests ago a value came to the device, at least 1."""
+        return self.clock - self._touched[value] + 1
+
+    def admit(self, value: int) -> None:
+        """Take note of a saved value that is on the device now and may be dropped."""
+        self.evictable[value] = None
+        self._touched[value] = self.clock
+        self._last_evictable = max(self._last_evictable, value)
+        self._come.append(value)
+
+    def drop(self, value: int) -> bool:
+        """Drop a value; tell whether that was possible."""
+        self.evictable.pop(value, None)
+        return self._drop(value)
+
+    def note_peak(self) -> None:
+        """The bytes on the device may have grown."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + self.temp_bytes)
+
+    def make_room(self, num_bytes: int, needed: Container[int] = ()) -> bool:
+        """Drop values until so many bytes more would fit, except those that are needed; tell whether they do."""
+        while self.live_bytes + self.temp_bytes + num_bytes > self.limit_bytes:
+            victim = self._victim(needed)
+            if victim is None:
+                return False
+            self.drop(victim)
+        return True
+
+    def _victim(self, needed: Container[int]) -> int | None:
+        """Return the value with the lowest score, but those that are needed: see [Note: ranking]."""
+        evictable, num_replays, max_replays = self.evictable, self.num_replays, self.score.max_replays
+        if self.score.sampled and len(evictable) > _MIN_SAMPLED:
+            sample = [value for value in evictable if value not in needed and num_replays.get(value, 0) < max_replays]
+            if len(sample) > _MIN_SAMPLED:
+                sample = self._random.sample(sample, math.isqrt(len(sample)) + 1)
+            self._note_small(sample)
+            return min(sample, key=lambda value: self._entry(value, self.missing_cost_s(value)), default=None)
+        self._note_come()
+        if self.clock > self._ranked_until:
+            self._rank()
+        ranking, passed, found = self._ranking, list[tuple[bool, float, int]](), None
+        while ranking and found is None:
+            entry = heappop(ranking)
+            value = entry[2]
+            if value not in evictable or num_replays.get(value, 0) >= max_replays:
+                continue
+            if value in needed:
+                passed.append(entry)
+                continue
+            enough_s = 2 * self._bound_s(value) + _LEAST_COST_S
+            cost_s = self._least_s[value] = self.missing_cost_s(value, enough_s)
+            entry = self._entry(value, cost_s)
+            if cost_s <= enough_s and (not ranking or entry <= ranking[0]):
+                found = value
+            heappush(ranking, entry)
+        for entry in passed:
+            heappush(ranking, entry)
+        return found
+
+    def _rank(self) -> None:
+        self._note_small(self.evictable)
+        self._ranking = [self._entry(value, self._bound_s(value)) for value in self.evictable]
+        heapify(self._ranking)
+        self._ranked_until = self.clock + len(self.evictable) // _RANKED_FOR
+        self._last_evictable = max(self.evictable, default=-1)
+
+    def _note_small(self, values: Collection[int]) -> None:
+        if self.score.small_share and values:
+            sizes = self.lineage.num_bytes
+            self._small_bytes = self.score.small_share * sum(sizes[value] for value in values) / len(values)
+
+    def _entry(self, value: int, cost_s: float) -> tuple[bool, float, int]:
+        """Return what values are ranked by, for a cost."""
+        num_bytes, score = self.lineage.num_bytes[value], self.score
+        distance = self.distance(value) if score.distance == "next_use" else self.staleness(value)
+        weight = score.weight(cost_s, num_bytes, self.num_replays.get(value, 0))
+        return num_bytes < self._small_bytes, weight / (distance if score.beta == 1 else distance**score.beta), value
+
+    def _bound_s(self, value: int) -> float:
+        """Return seconds that making a value again takes at least."""
+        bound_s = self._least_s.get(value)
+        return self.lineage.seconds[self.lineage.maker[value]] if bound_s is None else bound_s
+
+    def _note_come(self) -> None:
+        """What is made from values that have come may be cheaper."""
+        if not self._come:
+            return
+        lineage, evictable, latest = self.lineage, self.evictable, self._last_evictable
+        lineage.link()
+        users, outs = lineage.users, lineage.outs
+        pending, changed = self._come, set(self._come)
+        self._come = []
+        while pending:
+            for op in users[pending.pop()]:
+                for made in outs[op]:
+                    if made <= latest and made not in changed:
+                        changed.add(made)
+                        if not self.is_available(made):
+                            pending.append(made)
+        for value in changed:
+            self._least_s.pop(value, None)
+            if value in evictable:
+                heappush(self._ranking, self._entry(value, self._bound_s(value)))
+
+    def missing_cost_s(self, value: int, enough_s: float = math.inf) -> float:
+        """Return the seconds of all ops that must run to make a value again, were it dropped; some of them, if these take more
+        than is enough."""
+        lineage, is_available = self.lineage, self.is_available
+        maker, ins, seconds = lineage.maker, lineage.ins, lineage.seconds
+        ops, pending, total_s = set[int](), [value], 0.0
+        while pending and total_s <= enough_s:
+            op = maker[pending.pop()]
+            if op not in ops:
+                assert op != NO_OP, _ROOT_GONE
+                ops.add(op)
+                total_s += seconds[op]
+                for source in ins[op]:
+                    if not is_available(source):
+                        pending.append(source)
+        return total_s
+
+    def _missing_ops(self, value: int) -> set[int]:
+        maker, ins, is_available = self.lineage.maker, self.lineage.ins, self.is_available
+        ops, pending = set[int](), [value]
+        while pending:
+            op = maker[pending.pop()]
+            if op in ops:
+                continue
+            assert op != NO_OP, _ROOT_GONE
+            ops.add(op)
+            for source in ins[op]:
+                if not is_available(source):
+                    pending.append(source)
+        return ops
+
+    def rebuild(self, target: int) -> None:
+        """Make a value again, with all of its missing ancestors. What else is made on the way and wanted stays if it fits.
+
+        Each op runs once. What the replay alone needs is freed at its last use; where room is short, saved values that it does
+        not need are dropped.
+        """
+        lineage = self.lineage
+        ops = sorted(self._missing_ops(target))
+        needed = self.needed = {target: len(lineage.ins)}
+        for op in ops:
+            for value in lineage.ins[op]:
+                if value != target:
+                    needed[value] = op
+        temps = set[int]()
+        for op in ops:
+            taken = lineage.taken.get(op, ())
+            in_place = {over for over, _ in taken if over in temps and needed[over] == op and not self.is_wanted(over)}
+            reused_bytes = sum(lineage.num_bytes[over] for over in in_place)
+            new_bytes = sum(lineage.num_bytes[value] for value in lineage.outs[op]) - reused_bytes
+            self.make_room(new_bytes, needed)
+            self._run(op, in_place)
+            self.num_replayed_ops += 1
+            self.replayed_s += lineage.seconds[op]
+            temps -= in_place
+            self.temp_bytes += new_bytes
+            self.note_peak()
+            for value in lineage.outs[op]:
+                if self.is_available(value):  # a sibling that was never gone
+                    self._discard(value)
+                else:
+                    temps.add(value)
+            for value in {*lineage.outs[op], *lineage.ins[op]}:
+                if needed.get(value, -1) > op:
+                    continue
+                needed.pop(value, None)
+                if value in temps:
+                    temps.discard(value)
+                    self._settle(value, needed)
+        for value in temps:
+            self._settle(value, needed)
+
+    def _settle(self, value: int, needed: Container[int]) -> None:
+        """The replay is done with a value that it has made."""
+        num_bytes = self.lineage.num_bytes[value]
+        self.temp_bytes -= num_bytes
+        if self.is_wanted(value):
+            self._keep(value)
+            self.num_replays[value] = self.num_replays.get(value, 0) + 1
+            self.admit(value)
+        else:
+            self._forget(value)
+
+    def _discard(self, value: int) -> None:
+        self.temp_bytes -= self.lineage.num_bytes[value]
+        self._forget(value)

@@ -1,0 +1,99 @@
+"""Which op made which value: what is known of one step without its tensors, for planning and for the replay alike.
+
+A *value* is what a storage held between two writes; a view is no value of its own. An *op* makes values from values. Both are
+numbered in the order in which they came to be, so that any selection of ops can be run again in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+NO_OP = -1
+"""The maker of a *root*: a value that was there before, or that no recorded op can make again."""
+
+
+class Lineage:
+    """The ops and values of one forward, as they are recorded."""
+
+    __slots__ = ("_num_linked", "ins", "maker", "modules", "num_bytes", "outs", "seconds", "taken", "users")
+
+    def __init__(self) -> None:
+        self.num_bytes: list[int] = []
+        """Bytes of each value's storage."""
+        self.maker: list[int] = []
+        """The op that can make each value again, or `NO_OP`."""
+        self.ins: list[tuple[int, ...]] = []
+        """The values that each op reads."""
+        self.outs: list[tuple[int, ...]] = []
+        """The values that each op makes."""
+        self.taken: dict[int, tuple[tuple[int, int], ...]] = {}
+        """For ops that write to their arguments: which value they write over, and which value it becomes."""
+        self.seconds: list[float] = []
+        """What each op takes."""
+        self.modules: dict[int, str] = {}
+        """The module in which an op ran, where that is known."""
+        self.users: list[list[int]] = []
+        """The ops that read each value, as of the last `link`."""
+        self._num_linked = 0
+
+    def add_root(self, num_bytes: int) -> int:
+        """Return the number of a new value that nothing here makes."""
+        self.num_bytes.append(num_bytes)
+        self.maker.append(NO_OP)
+        return len(self.maker) - 1
+
+    def add_op(
+        self, ins: Sequence[int], outs_bytes: Sequence[int], seconds: float = 0.0, taken: Iterable[int] = ()
+    ) -> tuple[int, ...]:
+        """Return the numbers of the values that a new op makes.
+
+        Args:
+            ins: the values that it reads.
+            outs_bytes: the bytes of the values that it makes.
+            seconds: what it takes.
+            taken: the values that it writes over: its last outputs are what they become, in this order.
+        """
+        op, first = len(self.ins), len(self.maker)
+        outs = tuple(range(first, first + len(outs_bytes)))
+        self.num_bytes += outs_bytes
+        self.maker += [op] * len(outs)
+        self.ins.append(tuple(ins))
+        self.outs.append(outs)
+        self.seconds.append(seconds)
+        written = tuple(taken)
+        if written:
+            self.taken[op] = tuple(zip(written, outs[len(outs) - len(written) :], strict=True))
+        return outs
+
+    def link(self) -> None:
+        """Bring `users` up to date."""
+        users = self.users
+        users.extend([] for _ in range(len(self.maker) - len(users)))
+        for op in range(self._num_linked, len(self.ins)):
+            for value in self.ins[op]:
+                users[value].append(op)
+        self._num_linked = len(self.ins)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One whole step: its lineage, what autograd saved, and when the backward asked for it."""
+
+    lineage: Lineage
+    saves: tuple[int, ...]
+    """The value of each save that counts, in order. A value may be saved several times."""
+    uses: tuple[int, ...]
+    """The value of each request of the backward, in order."""
+    fixed: frozenset[int] = field(default_factory=frozenset)
+    """Saved values that stay, whatever the plan: no op makes them, or the user asked for it."""
+    dropped: frozenset[int] = field(default_factory=frozenset)
+    """Saved values that the user asked to be made again."""
+    retained_bytes: dict[int, int] = field(default_factory=dict)
+    """Roots that are gone unless they are held on purpose, and what that takes: made here by what cannot run again, or
+    written over. All other roots are somebody else's and cost nothing."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the distinct values that were saved."""
+        return sum(self.lineage.num_bytes[value] for value in set(self.saves))

@@ -1,0 +1,477 @@
+"""`memkit.plan.eviction`: who goes when room is needed, and how what has gone is made again."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memkit.plan import NO_OP, DTRScore, Lineage, Residents, Step
+from tests.plan.reference import Cell, ancestors, chain, content_of, steps
+
+
+class Storages(Residents):
+    """Carries out replays on storages that hold who has made them; all of `saved` is on the device at first."""
+
+    def __init__(self, step: Step, limit_bytes: float = math.inf, score: DTRScore | None = None) -> None:
+        super().__init__(step.lineage, DTRScore() if score is None else score, limit_bytes)
+        self.saved = {
+            value: Cell(content_of(step.lineage, value), step.lineage.num_bytes[value])
+            for value in dict.fromkeys(step.saves)
+            if step.lineage.maker[value] != NO_OP
+        }
+        self.temps: dict[int, Cell] = {}
+        self.unwanted: set[int] = set()
+        self.next_uses: dict[int, int] = {}
+        self.log: list[Any] = []
+        self.needs: dict[int, set[int]] = {}
+        for value in self.saved:
+            self.clock += 1
+            self.admit(value)
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(cell.num_bytes for cell in self.saved.values())
+
+    def is_available(self, value: int) -> bool:
+        return value in self.saved or self.lineage.maker[value] == NO_OP
+
+    def is_wanted(self, value: int) -> bool:
+        return value in self.wanted and value not in self.unwanted
+
+    def distance(self, value: int) -> int:
+        return self.next_uses.get(value, 1)
+
+    def _drop(self, value: int) -> bool:
+        self.log.append(("drop", value))
+        del self.saved[value]
+        return True
+
+    def _run(self, op: int, in_place: Collection[int]) -> None:
+        self.log.append(("run", op))
+        lineage = self.lineage
+        for value in lineage.ins[op]:
+            if lineage.maker[value] != NO_OP:
+                cell = self.temps.get(value) or self.saved[value]
+                assert cell.content == content_of(lineage, value)
+        became = {after: before for before, after in lineage.taken.get(op, ())}
+        for value in lineage.outs[op]:
+            reused = became.get(value) in in_place
+            cell = self.temps.pop(became[value]) if reused else Cell((0, 0), lineage.num_bytes[value])
+            cell.content = content_of(lineage, value)
+            self.temps[value] = cell
+
+    def _keep(self, value: int) -> None:
+        self.log.append(("keep", value))
+        assert value not in self.saved
+        self.saved[value] = self.temps.pop(value)
+
+    def _forget(self, value: int) -> None:
+        self.log.append(("forget", value))
+        del self.temps[value]
+
+    def note_peak(self) -> None:
+        assert self.temp_bytes == sum(cell.num_bytes for cell in self.temps.values())
+        assert not {id(cell) for cell in self.temps.values()} & {id(cell) for cell in self.saved.values()}
+        super().note_peak()
+
+    @property
+    def wanted(self) -> set[int]:
+        return self._wanted
+
+    @wanted.setter
+    def wanted(self, values: set[int]) -> None:
+        self._wanted = values
+
+    def logged(self, kind: str) -> list[int]:
+        return [value for name, value in self.log if name == kind]
+
+
+def storages(step: Step, limit_bytes: float = math.inf, score: DTRScore | None = None) -> Storages:
+    made = Storages(step, limit_bytes, score)
+    made.wanted = set(step.saves)
+    return made
+
+
+def star(sizes: list[int], seconds: list[float]) -> Step:
+    """Return a step of ops beside each other."""
+    lineage = Lineage()
+    root = lineage.add_root(0)
+    saves = [lineage.add_op([root], [size], cost)[0] for size, cost in zip(sizes, seconds, strict=True)]
+    return Step(lineage=lineage, saves=tuple(saves), uses=tuple(reversed(saves)))
+
+
+# The score
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"alpha": -1}, "alpha must be a number from 0 on; found -1"),
+        ({"beta": math.inf}, "beta must be a number from 0 on; found inf"),
+        ({"gamma": math.nan}, "gamma must be a number from 0 on; found nan"),
+        ({"small_share": -0.1}, "small_share must be a number from 0 on; found -0.1"),
+        ({"delta": 0.99}, "delta must be at least 1; found 0.99"),
+        ({"delta": math.inf}, "delta must be at least 1; found inf"),
+        ({"distance": "age"}, 'distance must be "next_use" or "staleness"; found \'age\''),
+        ({"max_replays": 0}, "max_replays must be at least 1; found 0"),
+    ],
+)
+def test_bad_score_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        DTRScore(**changes)
+
+    assert str(caught.value) == f"DTRScore: {text}"
+
+
+@pytest.mark.parametrize("delta", [1.0, 1.5])
+@pytest.mark.parametrize(("alpha", "gamma"), list(itertools.product((0, 0.5, 1, 2), repeat=2)))
+def test_weight_is_the_formula_of_the_paper(alpha: float, gamma: float, delta: float) -> None:
+    score = DTRScore(alpha=alpha, gamma=gamma, delta=delta)
+
+    weight = score.weight(3.0, 1023, 2)
+
+    assert weight == pytest.approx(3.0**alpha * delta**2 / 1024**gamma)
+
+
+def test_weight_of_what_costs_nothing_still_prefers_the_larger() -> None:
+    assert DTRScore().weight(0.0, 100, 0) < DTRScore().weight(0.0, 10, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "victim"),
+    [
+        ({}, 2),  # 6 s for 100 bytes, 4 requests away: 0.015
+        ({"beta": 0.0}, 4),  # 2 s for 50 bytes
+        ({"gamma": 0.0, "beta": 0.0}, 1),  # 1 s
+        ({"alpha": 0.0, "beta": 0.0}, 3),  # 120 bytes
+        ({"alpha": 0.0, "gamma": 0.0}, 2),  # 4 requests away
+        ({"beta": 2.0}, 2),
+        ({"beta": 0.25}, 4),  # 0.06 / 4**0.25 is more than 0.04
+    ],
+)
+def test_lowest_score_goes(changes: dict[str, float], victim: int) -> None:
+    residents = storages(star([10, 100, 120, 50], [1.0, 6.0, 10.0, 2.0]), 279, DTRScore(**changes))
+    residents.next_uses = {1: 1, 2: 4, 3: 1, 4: 1}
+
+    residents.make_room(0)
+
+    assert residents.logged("drop") == [victim]
+
+
+def test_staleness_takes_what_came_first() -> None:
+    residents = storages(star([10, 10, 10], [1.0, 1.0, 1.0]), 29, DTRScore(distance="staleness"))
+    residents.next_uses = {1: 1, 2: 1, 3: 100}
+    residents.clock += 1
+
+    assert [residents.staleness(value) for value in (1, 2, 3)] == [4, 3, 2]
+    assert residents.make_room(0)
+    assert residents.logged("drop") == [1]
+
+
+def test_missing_ancestors_add_to_the_cost() -> None:
+    step = chain(3)
+    residents = storages(step, 1999)
+    residents.drop(1)
+
+    residents.make_room(0)
+
+    assert residents.missing_cost_s(2) == 2.0
+    assert residents.logged("drop") == [1, 3]
+
+
+def test_cheap_op_behind_dear_ancestors_stays() -> None:
+    lineage = Lineage()
+    (value,) = lineage.add_op([lineage.add_root(0)], [10], 100.0)
+    for _ in range(4):
+        (value,) = lineage.add_op([value], [10], 1.0)
+    (other,) = lineage.add_op([0], [10], 10.0)
+    residents = storages(Step(lineage=lineage, saves=(value, other), uses=()), 10)
+
+    residents.make_room(0)
+
+    assert residents.logged("drop") == [other]
+
+
+def test_what_came_back_makes_others_cheaper_again() -> None:
+    step = star([100, 100], [4.0, 5.0])
+    (last,) = step.lineage.add_op([1], [100], 3.0)
+    residents = storages(
+        Step(lineage=step.lineage, saves=(*step.saves, last), uses=()), 200, DTRScore(beta=0.0, delta=1000.0, gamma=0.0)
+    )
+    residents.drop(1)
+    assert residents.missing_cost_s(last) == 7.0
+    residents.limit_bytes = 100
+    residents.make_room(0)  # ranks them: 5 s against 7
+    assert residents.logged("drop") == [1, 2]
+    residents.limit_bytes = 300
+    residents.rebuild(2)
+    residents.rebuild(1)
+    residents.num_replays.clear()
+    residents.limit_bytes = 200
+
+    residents.make_room(0)
+
+    assert residents.logged("drop") == [1, 2, last]  # 3 s by now
+
+
+@given(step=steps(), data=st.data())
+def test_missing_cost_equals_brute_force(step: Step, data: st.DataObject) -> None:
+    residents = storages(step)
+    for value in data.draw(st.sets(st.sampled_from([*residents.saved, None]), max_size=8)):
+        if value is not None:
+            residents.drop(value)
+
+    for value, maker in enumerate(step.lineage.maker):
+        if maker != NO_OP:
+            expected = sum(step.lineage.seconds[op] for op in ancestors(step.lineage, value, residents.saved))
+            assert residents.missing_cost_s(value) == expected
+            assert min(expected, 5.0) <= residents.missing_cost_s(value, 5.0) <= expected
+
+
+def test_max_replays_keeps_a_value_that_came_back_often() -> None:
+    step = star([10, 10], [1.0, 100.0])
+    residents = storages(step, math.inf, DTRScore(max_replays=2))
+
+    for _ in range(4):
+        residents.limit_bytes = 19
+        residents.make_room(0)
+        residents.limit_bytes = math.inf
+        for value in (1, 2):
+            if value not in residents.saved:
+                residents.rebuild(value)
+
+    assert residents.logged("drop") == [1, 1, 2, 2]
+    residents.limit_bytes = 0
+    assert not residents.make_room(0)
+    assert set(residents.saved) == {1, 2}
+
+
+def test_each_replay_raises_the_score() -> None:
+    residents = storages(star([10, 10], [1.0, 1.5]), math.inf, DTRScore(delta=2.0))
+    residents.drop(1)
+    residents.rebuild(1)
+    residents.limit_bytes = 19
+
+    residents.make_room(0)
+
+    assert residents.logged("drop") == [1, 2]
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0, 5.0])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_small_values_go_last(share: float, sampled: bool) -> None:
+    sizes = [1] * 40 + [100] * 40
+    residents = storages(star(sizes, [1e-6] * 40 + [1.0] * 40), 0, DTRScore(small_share=share, sampled=sampled))
+
+    assert residents.make_room(0)
+    dropped = residents.logged("drop")
+    if share < 5 and not sampled:
+        assert set(dropped[:40]) == set(range(41, 81))
+    assert len(dropped) == 80
+
+
+@pytest.mark.parametrize("num_values", [20, 400])
+def test_sampling_looks_at_a_few_only(num_values: int) -> None:
+    rng = random.Random(1)
+    seconds = [rng.uniform(1, 2) for _ in range(num_values)]
+    looks: list[int] = []
+
+    class Counting(Storages):
+        def missing_cost_s(self, value: int, enough_s: float = math.inf) -> float:
+            looks.append(value)
+            return super().missing_cost_s(value, enough_s)
+
+    residents = Counting(star([10] * num_values, seconds), 10 * num_values - 1, DTRScore(sampled=True))
+    assert residents.make_room(0)
+    (victim,) = residents.logged("drop")
+    if num_values > 32:
+        assert len(looks) == math.isqrt(num_values) + 1
+    else:
+        assert seconds[victim - 1] == min(seconds)
+    assert seconds[victim - 1] == min(seconds[value - 1] for value in looks)
+
+
+def test_sampling_is_the_same_each_time() -> None:
+    def dropped() -> list[int]:
+        residents = storages(star([10] * 100, [1.0] * 100), 500, DTRScore(sampled=True))
+        residents.make_room(0)
+        return residents.logged("drop")
+
+    assert dropped() == dropped()
+
+
+def test_ranking_of_many_finds_the_lowest_scores() -> None:
+    rng = random.Random(0)
+    seconds = [float(rng.randint(1, 10**6)) for _ in range(1000)]
+    residents = storages(star([10] * 1000, seconds), 5000)
+
+    residents.make_room(0)
+
+    assert residents.logged("drop") == sorted(range(1, 1001), key=lambda value: seconds[value - 1])[:500]
+
+
+def test_make_room_tells_when_nothing_can_go() -> None:
+    residents = storages(star([10, 20], [1.0, 1.0]), 25)
+
+    assert residents.make_room(0, needed={1})
+    assert residents.logged("drop") == [2]
+    assert residents.make_room(15, needed={1})
+    assert not residents.make_room(16, needed={1})
+    assert residents.logged("drop") == [2]
+    assert residents.make_room(16)
+    assert residents.logged("drop") == [2, 1]
+
+
+# Replays
+
+
+def test_rebuild_runs_each_missing_op_once_in_order() -> None:
+    step = chain(4)
+    residents = storages(step)
+    for value in (2, 3, 4):
+        residents.drop(value)
+    residents.log.clear()
+
+    residents.rebuild(4)
+
+    assert residents.log == [("run", 1), ("run", 2), ("keep", 2), ("run", 3), ("keep", 3), ("keep", 4)]
+    assert (residents.num_replayed_ops, residents.replayed_s) == (3, 3.0)
+    assert residents.num_replays == {2: 1, 3: 1, 4: 1}
+    assert residents.temp_bytes == 0
+
+
+def test_rebuild_frees_what_nobody_wants_at_its_last_use() -> None:
+    lineage = Lineage()
+    (first,) = lineage.add_op([lineage.add_root(0)], [100])
+    (second,) = lineage.add_op([first], [10])
+    (third,) = lineage.add_op([second], [10])
+    (last,) = lineage.add_op([third, second], [10])
+    residents = storages(Step(lineage=lineage, saves=(last,), uses=(last,)))
+    residents.drop(last)
+    residents.log.clear()
+
+    residents.rebuild(last)
+
+    runs = [("run", 0), ("run", 1), ("forget", first), ("run", 2), ("run", 3)]
+    assert residents.log[:5] == runs
+    assert sorted(residents.log[5:]) == [("forget", second), ("forget", third), ("keep", last)]
+    assert residents.peak_bytes == 110
+
+
+def test_rebuild_drops_others_for_room_but_not_what_it_reads() -> None:
+    step = chain(5)
+    residents = storages(step, 3000)
+    residents.next_uses = {1: 100}
+    for value in (2, 3):
+        residents.drop(value)
+    residents.log.clear()
+
+    residents.rebuild(3)
+
+    assert residents.log == [("drop", 5), ("run", 1), ("drop", 1), ("run", 2), ("drop", 4), ("keep", 2), ("keep", 3)] or (
+        residents.peak_bytes <= 3000 and residents.log.index(("run", 1)) < residents.log.index(("drop", 1))
+    )
+    assert 3 in residents.saved
+
+
+def test_siblings_that_are_wanted_stay_and_others_go() -> None:
+    lineage = Lineage()
+    first, second, third = lineage.add_op([lineage.add_root(0)], [10, 20, 40])
+    residents = storages(Step(lineage=lineage, saves=(first, second, third), uses=()))
+    residents.unwanted = {third}
+    for value in (first, second, third):
+        residents.drop(value)
+
+    residents.rebuild(first)
+
+    assert set(residents.saved) == {first, second}
+    assert set(residents.evictable) == {first, second}
+    assert residents.logged("forget") == [third]
+    assert residents.peak_bytes == 70
+
+
+def test_siblings_that_were_there_are_not_doubled() -> None:
+    lineage = Lineage()
+    first, second = lineage.add_op([lineage.add_root(0)], [10, 20])
+    residents = storages(Step(lineage=lineage, saves=(first, second), uses=()))
+    cell = residents.saved[second]
+    residents.drop(first)
+
+    residents.rebuild(first)
+
+    assert residents.saved[second] is cell
+    assert residents.peak_bytes == 50
+    assert residents.live_bytes == 30
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_op_in_place_takes_over_what_is_the_replays_own(is_saved: bool) -> None:
+    lineage = Lineage()
+    (before,) = lineage.add_op([lineage.add_root(0)], [100])
+    (after,) = lineage.add_op([before], [100], taken=[before])
+    residents = storages(Step(lineage=lineage, saves=(before, after) if is_saved else (after,), uses=()))
+    for value in list(residents.saved):
+        residents.drop(value)
+
+    residents.rebuild(after)
+
+    assert residents.peak_bytes == (200 if is_saved else 100)
+    assert residents.live_bytes == residents.peak_bytes
+    assert residents.temp_bytes == 0
+
+
+def test_op_in_place_copies_what_is_read_again() -> None:
+    lineage = Lineage()
+    (before,) = lineage.add_op([lineage.add_root(0)], [100])
+    (after,) = lineage.add_op([before], [100], taken=[before])
+    (last,) = lineage.add_op([before, after], [1])  # as if it had been cloned by the recorder
+    residents = storages(Step(lineage=lineage, saves=(last,), uses=()))
+    residents.drop(last)
+
+    residents.rebuild(last)
+
+    assert residents.peak_bytes == 201
+    assert residents.temp_bytes == 0
+
+
+def test_missing_root_is_an_error() -> None:
+    step = chain(1)
+    residents = storages(step)
+    residents.drop(1)
+    residents.is_available = lambda value: False  # type: ignore[method-assign]  # a root that is gone
+
+    with pytest.raises(AssertionError, match="a root that is needed for a replay is gone"):
+        residents.rebuild(1)
+    with pytest.raises(AssertionError, match="a root that is needed for a replay is gone"):
+        residents.missing_cost_s(1)
+
+
+@given(step=steps(20), share=st.floats(0, 1), data=st.data())
+def test_any_replays_are_exact_and_leave_nothing(step: Step, share: float, data: st.DataObject) -> None:
+    residents = storages(step, share * step.saved_bytes)
+    if not residents.saved:
+        return
+    residents.make_room(0)
+    for value in data.draw(st.lists(st.sampled_from(sorted(residents.saved | dict.fromkeys(residents.wanted))), max_size=10)):
+        if step.lineage.maker[value] == NO_OP or value in residents.saved:
+            residents.unwanted.discard(value)
+            continue
+        missing = ancestors(step.lineage, value, residents.saved)
+        residents.log.clear()
+        residents.clock += 1
+
+        residents.rebuild(value)
+
+        assert residents.logged("run") == sorted(missing)
+        assert residents.saved[value].content == content_of(step.lineage, value)
+        assert not residents.temps
+        assert residents.temp_bytes == 0
+        assert residents.evictable.keys() == residents.saved.keys()
+    assert residents.peak_bytes >= residents.live_bytes or not residents.num_replayed_ops
