@@ -6,21 +6,30 @@ from memkit.activations import (
     AttachedOffload,
     CPUOffload,
     OffloadStats,
+    Rematerialize,
+    RematStats,
     attach,
+    keep,
+    min_budget,
     no_offload,
     offload_stats,
+    recompute,
+    remat_plan,
+    remat_stats,
     reset,
 )
 from memkit.errors import (
+    BudgetInfeasible,
     DataDependentError,
     DeviceUnavailableError,
     HostMemoryError,
     MemkitError,
     ProfileError,
     RaceError,
+    ReplayMismatchError,
     ReportFormatError,
 )
-from memkit.plan import schedules
+from memkit.plan import Action, DTRScore, RematPlan, schedules
 from memkit.profile import (
     MemoryReport,
     ModuleRecord,
@@ -32,8 +41,11 @@ from memkit.profile import (
 )
 
 __all__ = [
+    "Action",
     "AttachedOffload",
+    "BudgetInfeasible",
     "CPUOffload",
+    "DTRScore",
     "DataDependentError",
     "DeviceUnavailableError",
     "HostMemoryError",
@@ -43,6 +55,10 @@ __all__ = [
     "OffloadStats",
     "ProfileError",
     "RaceError",
+    "RematPlan",
+    "RematStats",
+    "Rematerialize",
+    "ReplayMismatchError",
     "ReportFormatError",
     "RunInfo",
     "SavedCategory",
@@ -51,9 +67,14 @@ __all__ = [
     "attach",
     "device",
     "find_report",
+    "keep",
+    "min_budget",
     "no_offload",
     "offload_stats",
     "profile_memory",
+    "recompute",
+    "remat_plan",
+    "remat_stats",
     "reset",
     "schedules",
 ]

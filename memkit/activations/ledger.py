@@ -7,6 +7,7 @@ is noted by finalizers, on whatever thread, and taken up in `Ledger.sweep`: no c
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 
 from memkit.activations.stats import IterationCounts
-from memkit.device.base import Device, Event, Stream
+from memkit.device.base import Device, Stream
 from memkit.sizes import tensor_over
-from memkit.transfer.arena import Arena, Span
-from memkit.transfer.lanes import Lanes, Passage
+from memkit.transfer.arena import Span
+from memkit.transfer.lanes import Passage
 
 
 class Residency(Enum):
@@ -37,6 +38,8 @@ class Residency(Enum):
     BACK = "back"
     """In host memory, and on the device in a copy that was handed out: held by who got it, and by the ledger for as long as
     other handles of the record wait for theirs."""
+    DROPPED = "dropped"
+    """Nowhere: what it was made from can make it again."""
     GONE = "gone"
     """Nowhere: the last handle has died."""
 
@@ -68,6 +71,12 @@ class Geometry(NamedTuple):
         return tensor
 
 
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor without elements: an alias that holds no bytes shares its empty storage."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 class KeptHandle:
     """A saved tensor that stays as it is.
 
@@ -76,7 +85,7 @@ class KeptHandle:
     graph.
     """
 
-    __slots__ = ("alias", "version")
+    __slots__ = ("__weakref__", "alias", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.alias = tensor.detach()
@@ -91,9 +100,13 @@ class KeptHandle:
         self.check_version()
         return self.alias
 
+    def is_unchanged(self) -> bool:
+        """Tell whether nobody has written to the tensor since it was saved."""
+        return self.alias._version == self.version
+
     def check_version(self) -> None:
         """Raise autograd's own error if the tensor was written to since it was saved."""
-        if self.alias._version != self.version:
+        if not self.is_unchanged():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{self.alias.type()} {list(self.size)}] is at version {self.alias._version}; expected version "
@@ -118,7 +131,7 @@ class Handle(KeptHandle):
     Once the record has left the device, the alias is an empty tensor that only shares the version counter.
     """
 
-    __slots__ = ("__weakref__", "geometry", "is_awaiting", "record", "unpacker")
+    __slots__ = ("geometry", "is_awaiting", "record", "unpacker")
 
     def __init__(self, tensor: Tensor, record: Record, unpacker: Unpacker) -> None:
         super().__init__(tensor)
@@ -140,7 +153,7 @@ class Handle(KeptHandle):
         """Keep the version counter of the tensor, and none of its bytes."""
         if self.geometry is None:
             self.geometry = Geometry.of(self.alias)
-            self.alias.data = torch.empty(0, dtype=self.alias.dtype, device=self.alias.device)
+            self.alias.data = _nothing(self.alias.dtype, self.alias.device)
 
     def __del__(self) -> None:
         self.record.ledger.deaths.append((self.record, self.is_awaiting))
@@ -179,7 +192,7 @@ class Record:
         *,
         owner: object,
         index: int,
-        counts: IterationCounts,
+        counts: IterationCounts | None,
         stream: Stream,
     ) -> None:
         self.ledger = ledger
@@ -213,35 +226,27 @@ class Record:
 
 
 class Ledger:
-    """The records of one tag on one device, and their moves. Callers hold the lock of who owns the ledger."""
+    """The records of one tag on one device, and their moves. Callers hold the lock of who owns the ledger.
 
-    def __init__(self, device: Device, lanes: Lanes, arena: Arena) -> None:
+    This one knows how to drop a record and to have it back. `CopyLedger` also moves records to the host.
+    """
+
+    def __init__(self, device: Device) -> None:
         self.device = device
-        self.arena = arena
-        self._lanes = lanes
         self.live_bytes = 0
         """Bytes of the records that are on the device."""
         self.peak_live_bytes = 0
         self.num_records = 0
         """Records that a graph may still ask for."""
-        self.backlog: deque[Record] = deque()
-        """Records that are LEAVING, in the order of their copies. Those whose handles have died wait here for the copy."""
-        self.coming: set[Record] = set()
-        """Records that are COMING."""
         self.deaths: deque[tuple[Record | weakref.ref[Record], bool | None]] = deque()
-        """What finalizers noted: a handle of a record, and whether it was awaiting; or (with None) a fetched copy."""
-        self._orphans: list[tuple[torch.UntypedStorage, Event, Stream]] = []
+        """What finalizers noted: a handle of a record, and whether it was awaiting; or (with None) a later copy."""
 
     # Saving
 
     def open_record(
-        self, storage: torch.UntypedStorage, version: int, *, owner: object, index: int, counts: IterationCounts
+        self, storage: torch.UntypedStorage, version: int, *, owner: object, index: int, counts: IterationCounts | None = None
     ) -> Record:
         """Return a new record: DEVICE."""
-        for older in self.backlog:
-            if older.storage is storage and older.left is not None:
-                # Written to while what was there is on its way, and the lane reads it.
-                self.device.wait_event(self.device.current_stream(), older.left.done)
         record = Record(self, storage, version, owner=owner, index=index, counts=counts, stream=self.device.current_stream())
         self.device.note_written(storage, version)
         self.num_records += 1
@@ -258,135 +263,73 @@ class Ledger:
             handle.let_go()
         return handle
 
-    def leave(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """DEVICE -> LEAVING: put the copy to the host on its lane.
+    # Dropping
 
-        Raises:
-            HostMemoryError: there is no room for it; the record stays as it is.
-        """
-        assert record.residency is Residency.DEVICE
-        span = self.arena.take(record.num_bytes)
-        record.span, record.storage = span, storage
-        record.left = self._lanes.copy_out(storage, span, after=self.device.record_event(record.stream, timed=False))
-        record.counts.note_out(record.left)
-        self._enter(record, Residency.LEAVING)
-        self.backlog.append(record)
-
-    def release_oldest(self) -> None:
-        """LEAVING -> HOST for the record whose copy is the oldest: its stream waits for the copy, and we let go."""
-        self._release(self.backlog.popleft())
-
-    def release_dead(self, *, wait: bool) -> None:
-        """Release the records in the backlog that nobody can ask for any more: all, or those whose copy is done."""
-        for record in [record for record in self.backlog if record.num_handles == 0]:
-            assert record.left is not None
-            if wait or record.left.done.is_reached():
-                self.backlog.remove(record)
-                self._release(record)
-
-    def _release(self, record: Record) -> None:
-        assert record.residency is Residency.LEAVING
-        assert record.left is not None
-        record.counts.note_stall_out(self._wait(record.stream, record.left.done))
+    def drop(self, record: Record) -> None:
+        """DEVICE or BACK -> DROPPED: let go of the bytes. Whoever was given them keeps them."""
+        assert record.residency in (Residency.DEVICE, Residency.BACK)
         for handle in record.live_handles():
             handle.let_go()
         record.storage = None
-        self._enter(record, Residency.HOST)
-        if record.num_handles == 0:
-            self._close(record)
+        self._enter(record, Residency.DROPPED)
 
-    def _wait(self, stream: Stream, event: Event) -> tuple[Event, Event]:
-        """Let a stream wait, and return what tells how long it did."""
-        before = self.device.record_event(stream)
-        self.device.wait_event(stream, event)
-        return before, self.device.record_event(stream)
+    def restore(self, record: Record, storage: torch.UntypedStorage) -> None:
+        """DROPPED -> BACK: the bytes have been made again, by work on the current stream."""
+        assert record.residency is Residency.DROPPED
+        self.device.note_written(storage, 0)
+        self._hold_copy(record, storage)
+        self._enter(record, Residency.BACK)
 
-    # Fetching
+    def expect(self, record: Record) -> None:
+        """A backward begins that will ask for all handles of a record, perhaps again."""
+        for handle in record.live_handles():
+            if not handle.is_awaiting:
+                handle.is_awaiting = True
+                record.num_awaiting += 1
 
-    def fetch(self, record: Record) -> None:
-        """HOST or BACK -> COMING: put the copy back to the device on its lane, for the current stream.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no room; nothing has changed.
-        """
-        assert record.residency in (Residency.HOST, Residency.BACK)
-        assert record.span is not None
-        assert record.left is not None
-        storage = self.device.allocate(record.num_bytes)
-        stream = self.device.current_stream()
-        after = (self.device.record_event(stream, timed=False), record.left.done)
-        record.came = self._lanes.copy_back(record.span, storage, after=after)
-        record.counts.note_in(record.came)
-        record.storage, record.fetched_on = storage, stream
+    def _hold_copy(self, record: Record, storage: torch.UntypedStorage) -> None:
+        """Hold another storage with the bytes of a record until each of its handles has been given it."""
+        record.storage, record.fetched_on = storage, self.device.current_stream()
         gone = weakref.ref(record)
         record.fetched = weakref.ref(storage, lambda _: self.deaths.append((gone, None)))
         record.num_awaiting = 0
         for handle in record.live_handles():
             handle.is_awaiting = True
             record.num_awaiting += 1
-        self._enter(record, Residency.COMING)
 
     def hand_out(self, handle: Handle) -> Tensor:
-        """COMING or BACK -> BACK: return the tensor over the fetched copy, which the current stream may then use."""
+        """BACK: return the tensor over the copy that is there, which the current stream may then use."""
         record = handle.record
-        assert record.residency in (Residency.COMING, Residency.BACK)
+        assert record.residency is Residency.BACK
         storage = self.fetched_copy(record)
         assert storage is not None
-        assert record.came is not None
-        assert record.fetched_on is not None
         assert handle.geometry is not None
-        if record.residency is Residency.COMING:
-            record.counts.note_stall_in(self._wait(record.fetched_on, record.came.done))
-            self._enter(record, Residency.BACK)
         self.device.note_read(storage)
-        if handle.is_awaiting:
-            handle.is_awaiting = False
-            record.num_awaiting -= 1
+        self.serve(handle)
         if record.num_awaiting == 0:
             record.storage = None
         return handle.geometry.over(storage)
 
+    def serve(self, handle: Handle) -> None:
+        """The backward was given the tensor of a handle."""
+        if handle.is_awaiting:
+            handle.is_awaiting = False
+            handle.record.num_awaiting -= 1
+
     def fetched_copy(self, record: Record) -> torch.UntypedStorage | None:
-        """Return the fetched copy of a record if it is alive."""
+        """Return the copy of a record that was made later, if it is alive."""
         return None if record.fetched is None else record.fetched()
-
-    def take_back(self, record: Record) -> None:
-        """COMING -> HOST: give up a fetched copy that nobody has asked for. What is in host memory is whole."""
-        assert record.residency is Residency.COMING
-        self._give_up_copy(record)
-        self._enter(record, Residency.HOST)
-
-    def _give_up_copy(self, record: Record) -> None:
-        """Let go of a copy that may still be under way; its bytes live on until its stream has waited, in `sweep`."""
-        assert record.storage is not None
-        assert record.came is not None
-        assert record.fetched_on is not None
-        self._orphans.append((record.storage, record.came.done, record.fetched_on))
-        record.storage = record.fetched = None
 
     # Dying
 
     def sweep(self) -> None:
-        """Take up what finalizers have noted since the last time, and free what waited for a copy that is done."""
+        """Take up what finalizers have noted since the last time."""
         while self.deaths:
             noted, was_awaiting = self.deaths.popleft()
             if isinstance(noted, Record):
                 self._handle_died(noted, was_awaiting=bool(was_awaiting))
             else:
                 self._copy_died(noted())
-        self._orphans = [orphan for orphan in self._orphans if not self._settle(*orphan)]
-
-    def _settle(self, storage: torch.UntypedStorage, done: Event, stream: Stream) -> bool:
-        if not done.is_reached():
-            return False
-        self.device.wait_event(stream, done)
-        return True
-
-    def settle_all(self) -> None:
-        """Free what waits for copies, done or not: the streams wait."""
-        for _, done, stream in self._orphans:
-            self.device.wait_event(stream, done)
-        self._orphans.clear()
 
     def _handle_died(self, record: Record, *, was_awaiting: bool) -> None:
         record.num_handles -= 1
@@ -394,36 +337,26 @@ class Ledger:
             record.num_awaiting -= 1
         if record.num_handles == 0:
             self.num_records -= 1
-            record.owner = None  # it may wait in the backlog for long: a pass must not count in the limit for that
+            record.owner = None  # it may wait for a copy for long: a pass must not count in the limit for that
             if record.residency is not Residency.LEAVING:
                 self._close(record)
         elif record.num_awaiting == 0 and record.residency is Residency.BACK:
             record.storage = None
 
     def _copy_died(self, record: Record | None) -> None:
-        """BACK -> HOST: whoever had the fetched copy has let it go."""
+        """BACK -> HOST or DROPPED: whoever had the copy has let it go."""
         if record is not None and record.residency is Residency.BACK and self.fetched_copy(record) is None:
-            self._enter(record, Residency.HOST)
+            self._enter(record, Residency.DROPPED if record.span is None else Residency.HOST)
 
     def _close(self, record: Record) -> None:
         """Any -> GONE: nobody can ask for these bytes again."""
-        if record.residency is Residency.COMING:
-            self._give_up_copy(record)
         record.storage = None
-        if record.span is not None:
-            last = record.came or record.left
-            self.arena.give(record.span, None if last is None else last.done)
-            record.span = None
         self._enter(record, Residency.GONE)
 
     def _enter(self, record: Record, residency: Residency) -> None:
         """Every change of residency goes through here: the bytes on the device are counted nowhere else."""
         was_live, is_live = record.residency in ON_DEVICE, residency in ON_DEVICE
         record.residency = residency
-        if residency is Residency.COMING:
-            self.coming.add(record)
-        else:
-            self.coming.discard(record)
         if is_live != was_live:
             self.live_bytes += record.num_bytes if is_live else -record.num_bytes
             self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)

@@ -21,7 +21,7 @@ from memkit.activations.passes import Pass
 from memkit.activations.stats import IterationCounts, OffloadStats, fragmentation_hint
 from memkit.activations.window import OffloadWindow, settle_retired
 from memkit.device import Device, open_device
-from memkit.hooks import backward_task, dynamo_is_loaded, in_checkpoint, node_number, saved_tensor_hooks
+from memkit.hooks import SavedTensorHooks, backward_task, dynamo_is_loaded, in_checkpoint, node_number, stacked_owners
 from memkit.plan import auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
 from memkit.sizes import storage_key
@@ -115,7 +115,7 @@ class _Entry:
         self._may_be_compiled = dynamo_is_loaded()
         self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
         """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
-        self._hooks = saved_tensor_hooks(self.pack, _unpack, compiled=self._may_be_compiled)
+        self._hooks = SavedTensorHooks(self.pack, _unpack, owner=self, compiled=self._may_be_compiled)
 
     def begin(self) -> None:
         if self._options.device is not None:  # pin ahead of the first save
@@ -302,6 +302,11 @@ class CPUOffload:
                 f'CPUOffload (tag "{self.tag}") was entered inside a checkpointed function, which would undo the '
                 "checkpoint. Put the context around the checkpoint: then what the checkpoint saves is offloaded"
             )
+        if any(getattr(owner, "decides_last", False) for owner in stacked_owners()):
+            raise ValueError(
+                f'CPUOffload (tag "{self.tag}") was entered inside a Rematerialize, which would see no saved tensor any more. '
+                "Put CPUOffload around it: then what Rematerialize keeps may be offloaded"
+            )
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             state = _state_of(self.tag)
             with state.lock:
@@ -376,7 +381,7 @@ def _state_of(tag: str) -> _TagState:
         return _states.setdefault(tag, _TagState(tag))
 
 
-def reset(tag: str) -> None:
+def forget(tag: str) -> None:
     """Forget what is kept under a tag: plans, counts, and the host memory once no graph needs it. Unknown tags are fine."""
     with _states_lock:
         state = _states.pop(tag, None)

@@ -14,7 +14,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from memkit.activations.ledger import Handle, KeptHandle, Ledger, Record, Residency
+from memkit.activations.copies import CopyLedger
+from memkit.activations.ledger import Handle, KeptHandle, Record, Residency
 from memkit.activations.passes import Pass, SaveKey, Traces, trace_of
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_on
@@ -40,7 +41,7 @@ class OffloadWindow:
         self.traces = Traces()
         self._tag = tag
         self._lock = threading.RLock()
-        self._ledger = Ledger(device, lanes_of(device), self.arena)
+        self._ledger = CopyLedger(device, lanes_of(device), self.arena)
         self._passes: list[weakref.ref[Pass]] = []
         self._counter = device.memory_counter()
         self._most_passes = 1
@@ -49,7 +50,7 @@ class OffloadWindow:
         self._has_warned = False
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> CopyLedger:
         """The records, for whoever reads figures from them."""
         return self._ledger
 

@@ -1,0 +1,386 @@
+"""The dispatch mode that writes a tape.
+
+While it is on, every op costs the host some microseconds more: what most ops need is done in one function, without a call or an
+object that can be spared.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memkit.activations.ops import OpClass, OpKind, kind_of
+from memkit.activations.tape import Call, CallNotes, Source, Tape, cost_key, source_of, tensors_in
+from memkit.sizes import byte_view
+
+_get_storage = Tensor.untyped_storage
+_STRIDED = torch.strided
+_is_in_backward = torch._C._current_graph_task_id
+_new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than all that is in it
+_VIEW, _PLAIN, _OTHER = "view", "plain", "other"
+
+
+class Recorder(TorchDispatchMode):
+    """The dispatch mode that writes a tape. In a backward it does nothing.
+
+    Args:
+        tape: what to write to.
+        generator_of: the random number generator that ops on a device draw from by default.
+        estimate_s: what an op is thought to take, by the op, its arguments and its results; asked where it is not known.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        tape: Tape,
+        generator_of: Callable[[torch.device], torch.Generator],
+        estimate_s: Callable[[Any, Sequence[Any], Any], float],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.tape = tape
+        self._generator_of = generator_of
+        self._estimate_s = estimate_s
+        self._paths: dict[Any, str] = {}
+        """Of the ops seen: how they are recorded."""
+        self._seconds: dict[Any, float] = {}
+        """Of the ops seen: what recording one took."""
+        self._run_s = 0.0
+        """What the last op took the host."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each op would pass through Dynamo
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _is_in_backward() != -1:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        tape = self.tape
+        tape.funcs.append(func)
+        path = self._paths.get(func)
+        if path is _VIEW:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if path is not _PLAIN or kwargs or types:
+            return self._record_first(func, types, args, kwargs) if path is None else self._record(func, types, args, kwargs)
+        current = tape.current
+        sources: list[Source] = []
+        kept: list[Any] = []
+        try:
+            for key, argument in enumerate(args):
+                if isinstance(argument, Tensor):
+                    storage = _get_storage(argument)
+                    found = current.get(storage._cdata)
+                    if found is not None and found[0]() is storage:
+                        value = found[1]
+                    else:
+                        value = tape.add_root(argument, storage, is_inside=False)
+                    sources.append(
+                        (  # `source_of`, in place
+                            key,
+                            value,
+                            argument.size(),
+                            argument.stride(),
+                            argument.storage_offset(),
+                            argument.dtype,
+                            argument.is_conj(),
+                            argument.is_neg(),
+                        )
+                    )
+                    kept.append(None)
+                elif type(argument) is list and argument and type(argument[0]) is not int:
+                    kept.append(self._take_list(key, argument, sources))
+                else:
+                    kept.append(argument)
+        except RuntimeError:  # an argument is no range of bytes
+            return self._run_opaque(func, kind_of(func), args, kwargs)
+        results = func(*args)
+        if type(results) is not Tensor or results.layout is not _STRIDED:
+            self._note(func, kept, None, sources, args, results)
+            return results
+        storage = _get_storage(results)
+        found = current.get(storage._cdata)
+        if found is not None and found[0]() is storage:
+            return results  # it returned what was there
+        calls, value = tape.calls, tape.num_values
+        if len(calls) >= len(tape.known_s):
+            tape.seconds[len(calls)] = self._estimate_s(func, args, results)
+        calls.append(_new_tuple(Call, (func, kept, None, sources, value, (storage.nbytes(),), None)))
+        current[storage._cdata] = (weakref.ref(storage), value)
+        tape.num_values = value + 1
+        if value in tape.retained:
+            tape.hold_made(value, results)
+        return results
+
+    def _record_first(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run and record an op that is new to this recorder, and note what that took."""
+        kind = kind_of(func)
+        start_s = time.perf_counter()
+        self._run_s = 0.0
+        if kind.op_class is OpClass.VIEW:
+            results = self._run(func, args, kwargs)
+            self._paths[func] = _VIEW
+        else:
+            results = self._record(func, types, args, kwargs)
+            is_watched = self.tape.is_timed or self.tape.originals is not None
+            self._paths[func] = _PLAIN if kind.is_plain and not is_watched else _OTHER
+        self._seconds[func] = time.perf_counter() - start_s - self._run_s
+        return results
+
+    def seconds(self) -> float:
+        """Return what recording took the host so far, by the first op of each kind."""
+        return sum(num_ops * self._seconds.get(func, 0.0) for func, num_ops in Counter(self.tape.funcs).items())
+
+    # What is not plain
+
+    def _record(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run and record any op."""
+        kind = kind_of(func)
+        if types or kind.op_class is OpClass.OPAQUE or _has_odd((*args, *(kwargs or {}).values())):
+            return self._run_opaque(func, kind, args, kwargs)
+        if kind.statistics and args[kind.training_at]:
+            return self._run_batch_norm(func, kind, args)
+        targets = _written(kind, args, kwargs) if kind.written else []
+        if targets and not any(self.tape.is_known(target) for target in targets):
+            return self._run_on_strangers(func, args, kwargs, targets)
+        kept, kept_kwargs, sources = self._take_arguments(args, kwargs)
+        generator = state = None
+        if kind.is_random:
+            generator = self._generator(args, kwargs)
+            state = generator.get_state()
+        if kind.written:
+            return self._run_writer(func, kind, kept, kept_kwargs, sources, args, kwargs, targets, generator, state)
+        results = self._run(func, args, kwargs)
+        if kind.may_cross and _crosses(args[0], results):
+            self.tape.add_roots(results)
+        else:
+            self._note(func, kept, kept_kwargs, sources, args, results, kind=kind, generator=generator, state=state)
+        return results
+
+    def _take_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> tuple[list[Any], dict[str, Any] | None, list[Source]]:
+        """Return the arguments without their tensors, and what is remembered of these."""
+        sources: list[Source] = []
+        kept = [self._take(key, argument, sources) for key, argument in enumerate(args)]
+        if not kwargs:
+            return kept, None, sources
+        return kept, {name: self._take(name, argument, sources) for name, argument in kwargs.items()}, sources
+
+    def _take(self, key: int | str, argument: Any, sources: list[Source]) -> Any:
+        if isinstance(argument, Tensor):
+            sources.append(source_of(key, self.tape.value_of(argument), argument))
+            return None
+        return self._take_list(key, argument, sources) if type(argument) is list else argument
+
+    def _take_list(self, key: int | str, items: list[Any], sources: list[Source]) -> list[Any]:
+        kept = list(items)
+        for place, item in enumerate(items):
+            if isinstance(item, Tensor):
+                sources.append(source_of((key, place), self.tape.value_of(item), item))
+                kept[place] = None
+        return kept
+
+    def _generator(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.Generator:
+        """Return the generator that an op draws from."""
+        for argument in (*args, *(kwargs or {}).values()):
+            if isinstance(argument, torch.Generator):
+                return argument
+        device = next((tensor.device for tensor in tensors_in(args)), None) or (kwargs or {}).get("device")
+        return self._generator_of(torch.device("cpu" if device is None else device))
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        tape = self.tape
+        if not tape.is_timed:
+            start_s = time.perf_counter()
+            results = func(*args, **kwargs) if kwargs else func(*args)
+            self._run_s = time.perf_counter() - start_s
+            return results
+        start = tape.device.record_event()
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        tape.times.append((len(tape.calls), cost_key(func, args, results), start, tape.device.record_event()))
+        return results
+
+    def _note(
+        self,
+        func: Any,
+        kept: list[Any],
+        kwargs: dict[str, Any] | None,
+        sources: list[Source],
+        args: tuple[Any, ...],
+        results: Any,
+        *,
+        kind: OpKind | None = None,
+        written: dict[int, Tensor] | None = None,
+        is_whole: bool = False,
+        generator: torch.Generator | None = None,
+        state: Tensor | None = None,
+    ) -> None:
+        """Note that an op has made what it returned, unless that was there before, and what is in the written tensors now."""
+        tape = self.tape
+        made: list[Tensor] = []
+        storages: list[torch.UntypedStorage] = []
+        places: list[int] = []
+        for place, tensor in enumerate(tensors_in(results)):
+            storage = _get_storage(tensor)
+            if tape.find(storage) is None and not any(storage is other for other in storages):
+                made.append(tensor)
+                storages.append(storage)
+                places.append(place)
+        if written:
+            made += written.values()
+            storages += [_get_storage(tensor) for tensor in written.values()]
+        if not storages:
+            return
+        op = len(tape.calls)
+        if op >= len(tape.known_s):
+            tape.seconds[op] = self._estimate_s(func, args, results)
+        notes = CallNotes(kind or kind_of(func), tuple(places), tuple(written or ()), is_whole, generator, state)
+        outs_bytes = tuple([storage.nbytes() for storage in storages])
+        values = tape.add_call(Call(func, kept, kwargs, sources, tape.num_values, outs_bytes, notes), storages)
+        for value, tensor in zip(values, made, strict=True):
+            if value in tape.retained:
+                tape.hold_made(value, tensor, is_written=value - values.start >= len(places))
+        if tape.originals is not None:
+            for value, storage in zip(values, storages, strict=True):
+                tape.originals[value] = byte_view(storage).to("cpu", copy=True)
+
+    def _run_opaque(self, func: Any, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an op that is not to be run again."""
+        targets = _written(kind, args, kwargs)
+        are_inside = [self._before_write(target) for target in targets]
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        self._add_written_roots(targets, are_inside)
+        self.tape.add_roots(results)
+        return results
+
+    def _before_write(self, target: Tensor) -> bool:
+        """Note that an op is about to write to a tensor; tell whether its storage was made here."""
+        value = self.tape.value_of(target)
+        root = self.tape.roots.get(value)
+        self.tape.before_write(value)
+        return root is None or root.is_inside
+
+    def _add_written_roots(self, targets: list[Tensor], are_inside: list[bool]) -> None:
+        for target, is_inside in zip(targets, are_inside, strict=True):
+            self.tape.add_root(target, _get_storage(target), is_inside=is_inside, is_written=True)
+
+    def _run_writer(
+        self,
+        func: Any,
+        kind: OpKind,
+        kept: list[Any],
+        kept_kwargs: dict[str, Any] | None,
+        sources: list[Source],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        targets: list[Tensor],
+        generator: torch.Generator | None,
+        state: Tensor | None,
+    ) -> Any:
+        """Run an op that writes to its arguments."""
+        tape = self.tape
+        written = {tape.value_of(target): target for target in targets}
+        are_inside = [self._before_write(target) for target in targets]
+        sizes_bytes = [_get_storage(target).nbytes() for target in targets]
+        results = self._run(func, args, kwargs)
+        num_reads = sum(source[1] in written for source in sources) - len(targets)
+        is_whole = kind.overwrites and num_reads == 0 and all(map(_covers, targets))
+        can_follow = all(
+            value not in tape.roots or (is_inside and is_whole) for value, is_inside in zip(written, are_inside, strict=True)
+        ) and sizes_bytes == [_get_storage(target).nbytes() for target in targets]
+        if can_follow and not (kind.may_cross and _crosses(args[0], args[1])):
+            self._note(
+                func,
+                kept,
+                kept_kwargs,
+                sources,
+                args,
+                results,
+                kind=kind,
+                written=written,
+                is_whole=is_whole,
+                generator=generator,
+                state=state,
+            )
+        else:
+            self._add_written_roots(targets, are_inside)
+            tape.add_roots(results)
+        return results
+
+    def _run_on_strangers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]) -> Any:
+        """Run an op that writes to what nothing here was made from: counters, buffers."""
+        results = self._run(func, args, kwargs)
+        if results is not args[0]:
+            written = {_get_storage(target)._cdata for target in targets}
+            for tensor in tensors_in(results):
+                if _get_storage(tensor)._cdata not in written:
+                    self.tape.add_roots(tensor)
+        return results
+
+    def _run_batch_norm(self, func: Any, kind: OpKind, args: tuple[Any, ...]) -> Any:
+        """Run a batch norm that updates its statistics. When it is run again, that is without them."""
+        tape = self.tape
+        known = [args[position] for position in kind.statistics if args[position] is not None]
+        known = [tensor for tensor in known if tape.is_known(tensor)]
+        are_inside = [self._before_write(tensor) for tensor in known]
+        sources = [
+            source_of(position, tape.value_of(argument), argument)
+            for position, argument in enumerate(args)
+            if isinstance(argument, Tensor) and position not in kind.statistics
+        ]
+        results = self._run(func, args, None)
+        self._add_written_roots(known, are_inside)
+        kept = [None if isinstance(argument, Tensor) else argument for argument in args]
+        if kind.replayed_by is not None:
+            func = kind.replayed_by
+            kept = [argument for position, argument in enumerate(kept) if position not in kind.statistics]
+        self._note(func, kept, None, sources, args, results, kind=kind)
+        return results
+
+
+def _written(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Tensor]:
+    """Return the tensors that an op writes to, one for each storage."""
+    found: dict[int, Tensor] = {}
+    for key in kind.written:
+        argument = (kwargs or {}).get(key) if isinstance(key, str) else args[key] if key < len(args) else None
+        for tensor in tensors_in(argument):
+            found.setdefault(_get_storage(tensor)._cdata, tensor)
+    return list(found.values())
+
+
+def _has_odd(arguments: Iterable[Any]) -> bool:
+    """Tell whether a tensor among the arguments is no range of bytes: it is sparse, nested, or in a layout of oneDNN."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if argument.layout is not _STRIDED or argument.is_nested:
+                return True
+        elif isinstance(argument, list | tuple) and _has_odd(argument):
+            return True
+    return False
+
+
+def _covers(tensor: Tensor) -> bool:
+    """Tell whether a tensor is all of its storage, each byte once."""
+    if tensor.numel() * tensor.itemsize != _get_storage(tensor).nbytes():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _crosses(one: Any, other: Any) -> bool:
+    """Tell whether what an op reads and what it makes are on different devices."""
+    return len({tensor.device for tensor in (*tensors_in(one), *tensors_in(other))}) > 1

@@ -1,0 +1,399 @@
+"""Runs ops of a tape again, exactly: the saved values of one forward, as far as they are on the device or can be made again.
+
+A replay runs in the backward, on its stream and device, without grad mode, modes, hooks or autocast: what was recorded lies
+below all of these. Random ops draw from the state that their generator had in the forward, and leave no trace in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Container, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memkit.activations.ledger import KeptHandle, Ledger, Record, Residency
+from memkit.activations.remat_stats import RematCounts
+from memkit.activations.tape import Call, Tape, tensor_of, tensors_in
+from memkit.device.base import Stream
+from memkit.errors import ReplayMismatchError, note_on
+from memkit.plan import NO_OP, DTRScore, Residents
+from memkit.sizes import byte_view, format_mib
+
+
+class Run(Residents):
+    """The saved values of one forward.
+
+    Args:
+        tape: what made them.
+        ledger: where their records are.
+        score: who goes when room is short.
+        limit_bytes: what they and the replays may take on the device.
+        counts: what is done is counted there.
+    """
+
+    def __init__(self, tape: Tape, ledger: Ledger, score: DTRScore, limit_bytes: float, counts: RematCounts) -> None:
+        super().__init__(tape.lineage, score, limit_bytes)
+        self.tape = tape
+        self.counts = counts
+        self.trace: object = None
+        """What is known of forwards like this one."""
+        self.ledger = ledger
+        self.is_forward = True
+        self.saves: list[int] = []
+        """The value of each save that counts."""
+        self.uses: list[int] = []
+        """The value of each request of the first backward."""
+        self.fixed = set[int]()
+        """Saved values that stay."""
+        self.wished = set[int]()
+        """Saved values that the user asked to be made again."""
+        self.offered_bytes = 0
+        """Bytes of what stays, and was given to a context outside, which may move it."""
+        self.task = -1
+        """Autograd's number of the backward that asks now; -1 before the first."""
+        self._records: dict[int, weakref.ref[Record]] = {}
+        self._others: dict[int, weakref.ref[KeptHandle]] = {}
+        """What else is saved: small values, and those that another context was given."""
+        self._secured: dict[int, bool] = {}
+        self._dropped = set[int]()
+        self._temps: dict[int, torch.UntypedStorage] = {}
+        self._saved_at: dict[int, int] = {}
+        self._streams: dict[Stream, None] = {}
+        self._places: dict[int, list[int]] = {}
+        self._awaited: list[int] = []
+        """Saved values, up to the latest that may still be asked for."""
+        self._now = 0
+
+    # Forward
+
+    def note_save(self, value: int) -> None:
+        """Note one more save of a value that counts."""
+        self.clock += 1
+        self._saved_at[value] = len(self.saves)
+        self.saves.append(value)
+
+    def record_of(self, value: int) -> Record | None:
+        """Return the record of a value, if a graph may still ask for it."""
+        reference = self._records.get(value)
+        record = None if reference is None else reference()
+        return record if record is not None and record.num_handles > 0 else None
+
+    def is_saved(self, value: int) -> bool:
+        """Tell whether a value that counts was saved before."""
+        return value in self._saved_at
+
+    def note_record(self, value: int, record: Record) -> None:
+        """A value has a record from now on."""
+        self._records[value] = weakref.ref(record)
+        self._streams[record.stream] = None
+
+    def note_other(self, value: int, handle: KeptHandle) -> None:
+        """A value is saved in another way, for as long as a handle lives."""
+        self._others[value] = weakref.ref(handle)
+
+    def records(self) -> Iterator[tuple[int, Record]]:
+        """Yield the values that a graph may still ask for, with their records."""
+        for value in list(self._records):
+            record = self.record_of(value)
+            if record is not None:
+                yield value, record
+
+    # Backward
+
+    def begin_backward(self, task: int, order: Sequence[int] | None) -> None:
+        """A backward begins to ask, in an order that is known or guessed as the reverse of the saves."""
+        self.task = task
+        self._now = 0
+        self._places.clear()
+        for place, value in enumerate(reversed(self.saves) if order is None else order):
+            self._places.setdefault(value, []).append(place)
+        for _, record in self.records():
+            self.ledger.expect(record)
+        self._awaited = sorted(self._records)
+
+    def note_use(self, value: int) -> None:
+        """The backward asks for a value."""
+        self.clock += 1
+        self.uses.append(value)
+        while self._awaited and self.record_of(self._awaited[-1]) is None:
+            self._awaited.pop()
+        anchors = self.tape.anchors
+        while anchors and (not self._awaited or next(reversed(anchors)) > self._awaited[-1]):
+            self.tape.release(next(reversed(anchors)))  # nothing that is made from it will be asked for
+        place = next((place for place in self._places.get(value, ()) if place >= self._now), None)
+        self._now = self._now + 1 if place is None else place + 1
+
+    # Residents
+
+    @property
+    def live_bytes(self) -> int:
+        return self.ledger.live_bytes + self.tape.held_bytes
+
+    def is_available(self, value: int) -> bool:
+        record = self.record_of(value)
+        if record is not None and self._storage_of_record(record) is not None:
+            return True
+        if record is not None and record.residency is Residency.DROPPED:
+            return False
+        if self.lineage.maker[value] == NO_OP or value in self.tape.pinned:
+            return True
+        anchor = self.tape.anchors.get(value)
+        if anchor is not None and anchor.is_unchanged():
+            return True
+        return self._other(value) is not None
+
+    def is_wanted(self, value: int) -> bool:
+        record = self.record_of(value)
+        return record is not None and record.num_awaiting > 0 and record.residency is Residency.DROPPED
+
+    def distance(self, value: int) -> int:
+        if self.task == -1:
+            return len(self.saves) - self._saved_at.get(value, 0)
+        for place in self._places.get(value, ()):
+            if place >= self._now:
+                return place - self._now + 1
+        return len(self.saves) + 1
+
+    def _storage_of_record(self, record: Record) -> torch.UntypedStorage | None:
+        """Return a storage that has the bytes of a record, None if none has."""
+        if record.residency is Residency.BACK:
+            return self.ledger.fetched_copy(record)
+        if record.residency is Residency.DROPPED or record.index in self.tape.overwritten:
+            return None  # if the original lives on, that may end while a replay makes room
+        for handle in record.live_handles():
+            if handle.is_unchanged():
+                return handle.alias.untyped_storage() if handle.geometry is None else record.original()
+        return None
+
+    def _other(self, value: int) -> KeptHandle | None:
+        reference = None if value in self.tape.overwritten else self._others.get(value)
+        handle = None if reference is None else reference()
+        return handle if handle is not None and handle.is_unchanged() else None
+
+    def _storage(self, value: int) -> torch.UntypedStorage:
+        """Return a storage that has the bytes of a value that is available, or that the replay has made."""
+        storage = self._temps.get(value)
+        if storage is not None:
+            return storage
+        record = self.record_of(value)
+        storage = None if record is None else self._storage_of_record(record)
+        if storage is not None:
+            self.ledger.device.note_read(storage)
+            return storage
+        handle = self.tape.pinned.get(value)
+        if handle is None and self.lineage.maker[value] == NO_OP:
+            return self.tape.root_storage(value)
+        anchor = self.tape.anchors.get(value)
+        if anchor is not None:
+            return anchor.alias.untyped_storage()
+        handle = handle or self._other(value)
+        assert handle is not None
+        return handle.unpack().untyped_storage()
+
+    def secure(self, value: int) -> bool:
+        """Hold all roots that a value is made from; tell whether it can be made again."""
+        self.tape.sync()
+        lineage, secured = self.lineage, self._secured
+        found, pending = set[int](), [value]
+        while pending:
+            value_here = pending.pop()
+            if value_here in found or value_here in secured:
+                continue
+            found.add(value_here)
+            if lineage.maker[value_here] != NO_OP:
+                pending.extend(lineage.ins[lineage.maker[value_here]])
+        for value_here in sorted(found):  # what a value is made from comes before it
+            maker = lineage.maker[value_here]
+            if maker == NO_OP:
+                secured[value_here] = self.tape.hold(value_here, counts=self.record_of(value_here) is None) or self._pin(
+                    value_here
+                )
+            else:
+                secured[value_here] = all(secured[source] or self._pin(source) for source in lineage.ins[maker])
+        return secured[value]
+
+    def _pin(self, value: int) -> bool:
+        """Hold a value that cannot be made again, if it is there."""
+        if value in self.tape.pinned:
+            return True
+        handle = self._other(value)
+        record = None if value in self.tape.overwritten else self.record_of(value)
+        if handle is None and record is not None:
+            held = next((held for held in record.live_handles() if held.geometry is None and held.is_unchanged()), None)
+            handle = None if held is None else KeptHandle(held.alias)  # the handle itself holds the record, and that the run
+        if handle is None:
+            return False
+        self.tape.pinned[value] = handle
+        return True
+
+    def _drop(self, value: int) -> bool:
+        record = self.record_of(value)
+        if record is None or record.residency not in (Residency.DEVICE, Residency.BACK) or not self.secure(value):
+            return False
+        self.ledger.drop(record)
+        if value not in self._dropped:
+            self._dropped.add(value)
+            self.counts.num_dropped += 1
+            self.counts.dropped_bytes += record.num_bytes
+        return True
+
+    def _keep(self, value: int) -> None:
+        record = self.record_of(value)
+        assert record is not None
+        storage = self._temps.pop(value)
+        if storage.nbytes() != record.num_bytes:
+            raise ReplayMismatchError(
+                f"a saved tensor had {record.num_bytes} bytes, and made again it has {storage.nbytes()} ({self._name(value)})"
+            )
+        self.ledger.restore(record, storage)
+
+    def _forget(self, value: int) -> None:
+        self._temps.pop(value, None)
+
+    def make_room(self, num_bytes: int, needed: Container[int] = ()) -> bool:
+        self.tape.sync()
+        return super().make_room(num_bytes, needed)
+
+    # Running ops
+
+    def make(self, value: int) -> None:
+        """Make a value again, for work on the current stream.
+
+        Raises:
+            RuntimeError: what it is made from was written to.
+            torch.OutOfMemoryError: there is no room, also after all was dropped that can be.
+            ReplayMismatchError: with verification, an op has made something else than in the forward.
+        """
+        self.tape.sync()
+        device = self.ledger.device
+        here = device.current_stream()
+        others = [stream for stream in self._streams if stream != here]
+        self._streams[here] = None
+        for stream in others:  # what was made on them, and what was freed on them, comes before
+            device.wait_event(here, device.record_event(stream, timed=False))
+        try:
+            with _below_everything(), torch.profiler.record_function("memkit::replay"):
+                self.rebuild(value)
+        finally:
+            self._temps.clear()
+            self.temp_bytes = 0
+            for stream in others:  # they may use the bytes again that the replay has read
+                device.wait_event(stream, device.record_event(here, timed=False))
+
+    def _run(self, op: int, in_place: Collection[int]) -> None:
+        call = self.tape.calls[op]
+        try:
+            self._repeat(call, op, in_place)
+        except torch.OutOfMemoryError:
+            for value in [value for value in self.evictable if value not in self.needed]:
+                self.drop(value)
+            try:
+                self._repeat(call, op, in_place)
+            except torch.OutOfMemoryError as error:
+                note_on(
+                    error,
+                    f"memkit: no room on the device to run {call.func} again ({self._name(self.lineage.outs[op][0])}, "
+                    f"{format_mib(sum(call.outs_bytes))}), also after all that Rematerialize may drop was dropped.",
+                )
+                raise
+        if self.tape.originals is not None:
+            self._verify(op)
+
+    def _repeat(self, call: Call, op: int, in_place: Collection[int]) -> None:
+        """Run a call; what it makes is in `_temps` then."""
+        notes = call.notes
+        over = self._to_be_written(call, in_place) if notes is not None and notes.written else {}
+        args = [_copied(argument) for argument in call.args]
+        kwargs = {name: _copied(argument) for name, argument in (call.kwargs or {}).items()}
+        for source in call.sources:
+            key, value = source[0], source[1]
+            storage = over.get(value)
+            tensor = tensor_of(source, self._storage(value) if storage is None else storage)
+            group: Any = args if isinstance(key, int) else kwargs
+            if isinstance(key, tuple):
+                name, key = key
+                group = (args if isinstance(name, int) else kwargs)[name]
+            group[key] = tensor
+        draws = notes is not None and notes.generator is not None
+        results = _draw(call, args, kwargs) if draws else call.func(*args, **kwargs)
+        temps, outs = self._temps, self.lineage.outs[op]
+        if notes is None:
+            temps[outs[0]] = results.untyped_storage()
+            return
+        made = list(tensors_in(results))
+        for value, place in zip(outs, notes.places, strict=False):
+            temps[value] = made[place].untyped_storage()
+        for value, written in zip(outs[len(notes.places) :], notes.written, strict=True):
+            if written in in_place:
+                temps.pop(written, None)
+            temps[value] = over[written]
+
+    def _to_be_written(self, call: Call, in_place: Collection[int]) -> dict[int, torch.UntypedStorage]:
+        """Return the storages that a call writes to: those that the replay may write over, or copies, or new ones."""
+        notes = call.notes
+        assert notes is not None
+        over: dict[int, torch.UntypedStorage] = {}
+        sizes = call.outs_bytes[len(notes.places) :]
+        for value, num_bytes in zip(notes.written, sizes, strict=True):
+            if notes.is_whole:
+                over[value] = self.ledger.device.allocate(num_bytes)
+            elif value in in_place:
+                over[value] = self._temps[value]
+            else:
+                over[value] = byte_view(self._storage(value)).clone().untyped_storage()
+        return over
+
+    def _verify(self, op: int) -> None:
+        """Compare what an op has made with what it made in the forward."""
+        originals = self.tape.originals
+        assert originals is not None
+        for value in self.lineage.outs[op]:
+            if not torch.equal(byte_view(self._temps[value]).cpu(), originals[value]):
+                raise ReplayMismatchError(
+                    f"{self._name(value)} has made something else than in the forward when it was run again (value {value} "
+                    "of the step). Is it deterministic, and is all that writes to its inputs a torch op? If not, mark what it "
+                    "makes with memkit.keep."
+                )
+
+    def _name(self, value: int) -> str:
+        """Return what a person would call a value."""
+        maker = self.lineage.maker[value]
+        if maker == NO_OP:
+            return "a root"
+        module = self.tape.modules.get(maker)
+        op = str(self.tape.calls[maker].func)
+        return f"{op} in {module}" if module else op
+
+
+def _copied(argument: Any) -> Any:
+    """Return an argument that may be filled with tensors."""
+    return list(argument) if type(argument) is list else argument
+
+
+def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a random op with what its generator gave in the forward, and leave the generator as it is."""
+    notes = call.notes
+    assert notes is not None
+    generator, state = notes.generator, notes.state
+    assert generator is not None
+    assert state is not None
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        return call.func(*args, **kwargs)
+    finally:
+        generator.set_state(now)
+
+
+def _below_everything() -> ExitStack:
+    """Return a context in which an op is run as it was recorded: below autograd, autocast, modes and hooks."""
+    stack = ExitStack()
+    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(torch._C._DisableAutocast())
+    stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+    return stack

@@ -1,0 +1,397 @@
+"""What is remembered of one forward so that its values can be made again: calls to repeat, and the roots that they start from.
+
+A tape holds no tensor of the forward but the roots that something dropped is made from. `recorder.py` writes it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from memkit.activations.ledger import KeptHandle
+from memkit.activations.ops import OpKind
+from memkit.device.base import Device, Event
+from memkit.hooks import owner_of
+from memkit.plan import NO_OP, Lineage
+from memkit.sizes import byte_view, tensor_over
+
+Source = tuple[Any, int, torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype, bool, bool]
+"""One tensor among the arguments of a call: its position or its name (in a list: with the place there), the value that it is,
+and how it lies in that value's storage: size, stride, offset, dtype, and whether it is read conjugated or negated."""
+
+
+def source_of(key: Any, value: int, tensor: Tensor) -> Source:
+    """Return what is remembered of a tensor among the arguments of a call."""
+    return (
+        key,
+        value,
+        tensor.size(),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def tensor_of(source: Source, storage: torch.UntypedStorage) -> Tensor:
+    """Return the tensor that a call is given, over the storage that its value is in now."""
+    _, _, size, stride, offset, dtype, is_conj, is_neg = source
+    tensor = tensor_over(storage, dtype, offset=offset, size=size, stride=stride)
+    if is_conj:
+        torch._C._set_conj(tensor, True)
+    if is_neg:
+        torch._C._set_neg(tensor, True)
+    return tensor
+
+
+CostKey = tuple[Any, int, int]
+
+
+def cost_key(func: Any, args: Sequence[Any], results: Any) -> CostKey:
+    """Return what ops have in common that take about as long: the op, and the bytes of its first argument and first result."""
+    first = args[0] if args else None
+    result = results[0] if isinstance(results, tuple) and results else results
+    return func, _bytes_of(first), _bytes_of(result)
+
+
+def _bytes_of(argument: Any) -> int:
+    return argument.nbytes if isinstance(argument, Tensor) and argument.layout == torch.strided else 0
+
+
+class Call(NamedTuple):
+    """One op to repeat."""
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    """Its arguments, None in the place of tensors."""
+    kwargs: dict[str, Any] | None
+    sources: Sequence[Source]
+    """Its tensors."""
+    first: int
+    """The first of the values that it makes."""
+    outs_bytes: tuple[int, ...]
+    """The bytes of the values that it makes."""
+    notes: CallNotes | None = None
+
+
+class CallNotes(NamedTuple):
+    """What is remarkable about a call."""
+
+    kind: OpKind
+    places: tuple[int, ...]
+    """For each value that it makes, but those that it writes over an argument, its place among the tensors it returns."""
+    written: tuple[int, ...] = ()
+    """The values that it writes over. What they become are the last of the values that it makes."""
+    is_whole: bool = False
+    """Whether it needs nothing of what it writes over."""
+    generator: torch.Generator | None = None
+    state: Tensor | None = None
+    """The state of the generator before the op drew from it."""
+
+
+class Root:
+    """A value that nothing here makes: weakly known until something is to be made from it, held from then on."""
+
+    __slots__ = ("alias", "is_inside", "is_lost", "lent", "num_bytes", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, num_bytes: int, version: int | None, *, is_inside: bool) -> None:
+        owner = owner_of(tensor.untyped_storage())
+        self.lent = None if owner is None else owner.lend(tensor)
+        """Gives the tensor again, where its storage is another's at times."""
+        self.tensor = weakref.ref(tensor)
+        self.num_bytes = num_bytes
+        self.version = version
+        """Of the tensor's counter when it was seen; None where that is not known, as just after a write."""
+        self.is_inside = is_inside
+        """Whether it was made here, by what cannot run again, so that nobody else may hold it."""
+        self.is_lost = False
+        """Whether something else has been written where it was."""
+        self.alias: Tensor | None = None
+
+
+class Anchor:
+    """A value that is held so that others can be made from it."""
+
+    __slots__ = ("alias", "version")
+
+    def __init__(self, alias: Tensor, version: int | None) -> None:
+        self.alias = alias
+        self.version = version
+        """Of the tensor's counter when it was made, None where an op has just written to it."""
+
+    def is_unchanged(self) -> bool:
+        """Tell whether nobody has written to it since."""
+        return self.version is None or self.alias._version == self.version
+
+
+class Tape:
+    """What is remembered of one forward.
+
+    Args:
+        device: where its values are.
+        known_s: what each op takes, if another forward has told.
+        retained: roots and other values that a plan needs: they are held from the moment when they come to be.
+        is_timed: whether to measure what each op takes.
+        is_verified: whether to copy all that is made to host memory, to compare replays with it.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        known_s: Sequence[float] = (),
+        retained: frozenset[int] = frozenset(),
+        is_timed: bool = False,
+        is_verified: bool = False,
+    ) -> None:
+        self.device = device
+        self.known_s = known_s
+        self.retained = retained
+        self.is_timed = is_timed
+        self.times: list[tuple[int, CostKey, Event, Event]] = []
+        """When ops have begun and ended: the number of the op, and what it has in common with others."""
+        self.seconds: dict[int, float] = {}
+        """What ops are thought to take, where `known_s` does not tell."""
+        self.originals: dict[int, Tensor] | None = {} if is_verified else None
+        """What each value was, in host memory."""
+        self.calls: list[Call] = []
+        self.funcs: list[Any] = []
+        """Every op that was seen, made again or not: the sequence that tells one forward from another."""
+        self.roots: dict[int, Root] = {}
+        self.anchors: dict[int, Anchor] = {}
+        """Values that are held though autograd did not save them, in the order in which they were made."""
+        self.pinned: dict[int, KeptHandle] = {}
+        """Saved values that cannot be made again, but from which something is."""
+        self.overwritten = set[int]()
+        """Values over which an op has written. What was saved of them may be whole: writes to the parts of `unsafe_chunk` count
+        for each part alone."""
+        self.num_values = 0
+        self.held_bytes = 0
+        """Bytes of the roots and anchors that are held and that nobody else may hold."""
+        self.current: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        """Which value is in which storage now, by the storage's key."""
+        self.lineage = Lineage()
+        """The ops and values, in numbers, as of the last `sync`."""
+        self.modules: dict[int, str] = {}
+        """The module in which an op ran, where that was watched."""
+
+    def sync(self) -> None:
+        """Bring the lineage up to date."""
+        lineage, calls, known_s = self.lineage, self.calls, self.known_s
+        for op in range(len(lineage.ins), len(calls)):
+            call = calls[op]
+            while len(lineage.maker) < call.first:
+                lineage.add_root(self.roots[len(lineage.maker)].num_bytes)
+            notes = call.notes
+            skipped = notes.written if notes is not None and notes.is_whole else ()
+            seconds = known_s[op] if op < len(known_s) else self.seconds.get(op, 0.0)
+            lineage.add_op(
+                [source[1] for source in call.sources if source[1] not in skipped],
+                call.outs_bytes,
+                seconds,
+                () if notes is None or notes.is_whole else notes.written,
+            )
+        while len(lineage.maker) < self.num_values:
+            lineage.add_root(self.roots[len(lineage.maker)].num_bytes)
+
+    # Values
+
+    def find(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the value that is in a storage now, None if the storage was never seen."""
+        found = self.current.get(storage._cdata)
+        return found[1] if found is not None and found[0]() is storage else None
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor's storage was seen."""
+        return self.find(tensor.untyped_storage()) is not None
+
+    def value_of(self, tensor: Tensor) -> int:
+        """Return the value that is in a tensor's storage now: a root if it was never seen."""
+        storage = tensor.untyped_storage()
+        value = self.find(storage)
+        return self.add_root(tensor, storage, is_inside=False) if value is None else value
+
+    def add_root(self, tensor: Tensor, storage: torch.UntypedStorage, *, is_inside: bool, is_written: bool = False) -> int:
+        """Return a new value that is in a tensor's storage from now on, and that nothing here makes.
+
+        Args:
+            is_inside: whether nobody else may hold it.
+            is_written: whether it was just written, so that the tensor's counter is about to be raised.
+        """
+        value, num_bytes = self.num_values, storage.nbytes()
+        version = None if is_written or tensor.is_inference() else tensor._version
+        base = tensor._base  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
+        self.roots[value] = Root(tensor if base is None else base, num_bytes, version, is_inside=is_inside)
+        self.put(storage, value)
+        self.num_values += 1
+        if value in self.retained:
+            self.hold(value, is_in_dispatch=True)
+        return value
+
+    def num_writes(self, value: int) -> float:
+        """Return how often ops have written to what a value is in, no bound if that began before."""
+        self.sync()
+        found = 0
+        while True:
+            maker = self.lineage.maker[value]
+            if maker == NO_OP:
+                return math.inf
+            call = self.calls[maker]
+            place = value - call.first - (0 if call.notes is None else len(call.notes.places))
+            if call.notes is None or place < 0:
+                return found
+            found, value = found + 1, call.notes.written[place]
+
+    def put(self, storage: torch.UntypedStorage, value: int) -> None:
+        """A value is in a storage from now on."""
+        self.current[storage._cdata] = (weakref.ref(storage), value)
+
+    def add_call(self, call: Call, storages: Sequence[torch.UntypedStorage]) -> range:
+        """Return the values that a call has made, which are in these storages from now on."""
+        self.calls.append(call)
+        self.num_values += len(storages)
+        for value, storage in enumerate(storages, call.first):
+            self.put(storage, value)
+        return range(call.first, self.num_values)
+
+    def add_roots(self, results: Any) -> None:
+        """Note what an op has returned that cannot run again."""
+        for tensor in tensors_in(results):
+            storage = tensor.untyped_storage()
+            if self.find(storage) is None:
+                self.add_root(tensor, storage, is_inside=True)
+
+    # Roots
+
+    def hold(self, value: int, *, counts: bool = True, is_in_dispatch: bool = False) -> bool:
+        """Hold a root, because something is to be made from it; tell whether it is there to be held.
+
+        Args:
+            counts: whether nobody else counts its bytes.
+            is_in_dispatch: whether an op is just being recorded.
+        """
+        root = self.roots[value]
+        if root.alias is not None or root.lent is not None:
+            return True
+        tensor = root.tensor()
+        if tensor is None or root.is_lost:
+            return False
+        root.alias = _alias_in_dispatch(tensor) if is_in_dispatch else tensor.detach()
+        if root.version is None and not is_in_dispatch and not tensor.is_inference():
+            root.version = tensor._version
+        if root.is_inside and counts:
+            self.held_bytes += root.num_bytes
+        return True
+
+    def hold_made(self, value: int, tensor: Tensor, *, is_written: bool = False) -> None:
+        """Hold a value that an op has just made."""
+        self.anchors[value] = Anchor(_alias_in_dispatch(tensor), None if is_written else tensor._version)
+        self.held_bytes += tensor.untyped_storage().nbytes()
+
+    def release(self, value: int) -> None:
+        """Let go of a value that was held."""
+        anchor = self.anchors.pop(value)
+        self.held_bytes -= anchor.alias.untyped_storage().nbytes()
+
+    def before_write(self, value: int) -> None:
+        """An op is about to write over a value. If something is to be made from that, copy it first."""
+        self.overwritten.add(value)
+        pinned = self.pinned.get(value)
+        if pinned is not None and pinned.is_unchanged():
+            storage = pinned.unpack().untyped_storage()
+            self.pinned[value] = KeptHandle(byte_view(storage).clone())
+            self.held_bytes += storage.nbytes()
+        anchor = self.anchors.get(value)
+        if anchor is not None:
+            copied = anchor.alias.untyped_storage().clone()
+            self.anchors[value] = Anchor(tensor_of(source_of(None, value, anchor.alias), copied), None)
+        root = self.roots.get(value)
+        if root is None:
+            return
+        if root.lent is not None:
+            return  # its owner minds writes
+        if root.alias is None and not (value in self.retained and self.hold(value, is_in_dispatch=True)):
+            root.is_lost = True
+            return
+        assert root.alias is not None
+        source = source_of(None, value, root.alias)
+        root.alias = tensor_of(source, root.alias.untyped_storage().clone())
+        root.version = root.alias._version
+        if not root.is_inside:
+            self.held_bytes += root.num_bytes
+
+    def root_storage(self, value: int) -> torch.UntypedStorage:
+        """Return the storage of a root that is held.
+
+        Raises:
+            RuntimeError: it was written to, or resized, behind the recorder's back.
+        """
+        root = self.roots[value]
+        if root.lent is not None:
+            return root.lent().untyped_storage()
+        alias = root.alias
+        assert alias is not None, "a root that is needed for a replay is not held"
+        if root.version is not None and alias._version != root.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{alias.type()} {list(alias.size())}], from which Rematerialize makes saved tensors again, is at version "
+                f"{alias._version}; expected version {root.version} instead. Hint: write to it after the backward, or mark "
+                "with memkit.keep what is computed from it."
+            )
+        storage = alias.untyped_storage()
+        if storage.nbytes() < root.num_bytes:
+            raise RuntimeError(
+                f"a tensor of {root.num_bytes} bytes, from which Rematerialize makes saved tensors again, has only "
+                f"{storage.nbytes()} bytes now: was it resharded? Mark with memkit.keep what is computed from it."
+            )
+        return storage
+
+    # The end
+
+    def read_times(self) -> dict[CostKey, float]:
+        """Enter what the ops took, if they were timed, and return it; makes the host wait for them."""
+        found: dict[CostKey, float] = {}
+        if self.times:
+            self.device.synchronize()
+            self.sync()
+            seconds = self.lineage.seconds
+            for op, key, start, end in self.times:
+                found[key] = start.elapsed_s(end)
+                if op < len(seconds):
+                    seconds[op] = found[key]
+        self.times.clear()
+        self.is_timed = False
+        return found
+
+    def times_alone(self) -> Tape:
+        """Return a tape that has the times of this one, and holds none of its values."""
+        self.sync()
+        tape = Tape(self.device, is_timed=True)
+        tape.lineage, tape.times = self.lineage, self.times
+        return tape
+
+    def close(self) -> None:
+        """The forward is over: nothing more is recorded."""
+        self.current.clear()
+
+
+def _alias_in_dispatch(tensor: Tensor) -> Tensor:
+    """Return an alias of a tensor that shares its version counter, though autograd's layers are off, as they are in a mode."""
+    with torch.overrides.enable_reentrant_dispatch(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        return tensor.detach()
+
+
+def tensors_in(argument: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors in what an op was given, or has returned: those that are ranges of bytes."""
+    if isinstance(argument, Tensor):
+        if type(argument) in (Tensor, nn.Parameter) and argument.layout == torch.strided and not argument.is_nested:
+            yield argument
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from tensors_in(item)

@@ -1,0 +1,45 @@
+"""Which module an op ran in: for plans that explain themselves, and errors that name a place."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import nn
+
+from memkit.activations.tape import Tape
+from memkit.hooks import HookSet
+
+
+class ModuleTrail:
+    """A context that enters the innermost module of each op into a tape, for the modules that this thread runs."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._hooks = HookSet()
+        self._thread = threading.get_ident()
+        self._running: list[tuple[nn.Module, int]] = []
+        self._names: dict[nn.Module, str] = {}
+
+    def __enter__(self) -> ModuleTrail:
+        self._hooks.around_all_forwards(before=self._before, after=self._after)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.remove()
+
+    def _before(self, module: nn.Module, *_: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if not self._running:
+            self._names.update({part: name or type(module).__name__ for name, part in module.named_modules()})
+        self._running.append((module, len(self._tape.calls)))
+
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        if threading.get_ident() != self._thread or not self._running:
+            return
+        entered, first = self._running.pop()
+        name = self._names.get(entered, type(entered).__name__)
+        modules = self._tape.modules
+        for op in range(first, len(self._tape.calls)):
+            modules.setdefault(op, name)  # inner modules end first

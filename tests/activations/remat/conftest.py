@@ -1,0 +1,44 @@
+"""Devices to rematerialize on: the plain CPU, the reference device in its moods, and CUDA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import memkit
+from memkit.activations import remat
+from memkit.device import CpuDevice, Device
+from tests.activations.conftest import open_test_device
+
+Remat = Callable[..., memkit.Rematerialize]
+
+NO_PLAN_FITS = "ignore:.*It is exceeded by as little as can be"
+"""Tests that are not about budgets ask for tight ones."""
+
+
+@pytest.fixture(params=["cpu", "late", "seed 0", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = CpuDevice() if request.param == "cpu" else open_test_device(request.param)
+    yield device
+    device.synchronize()  # raises what finalizers have found
+
+
+@pytest.fixture
+def torch_device(device: Device) -> torch.device:
+    return device.torch_device
+
+
+@pytest.fixture
+def remat_on(device: Device) -> Remat:
+    """Return `Rematerialize` for the device, with no storage too small."""
+    return functools.partial(memkit.Rematerialize, device=device, min_bytes=0)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_remat_tags() -> Iterator[None]:
+    yield
+    for tag in list(remat._states):
+        memkit.reset(tag)

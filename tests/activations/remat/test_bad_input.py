@@ -1,0 +1,105 @@
+"""Wrong arguments raise at once, say what was found and what to do, and leave nothing behind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import memkit
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"budget": 0}, ValueError, "budget: .*0"),
+        ({"budget": -1}, ValueError, "budget: .*-1"),
+        ({"budget": 0.0}, ValueError, "above 0 and at most 1; found 0.0"),
+        ({"budget": -0.5}, ValueError, "above 0 and at most 1; found -0.5"),
+        ({"budget": 1.5}, ValueError, 'above 0 and at most 1; found 1.5. For bytes, give an int, or text such as "8GiB"'),
+        ({"budget": math.nan}, ValueError, "above 0 and at most 1; found nan"),
+        ({"budget": math.inf}, ValueError, "above 0 and at most 1; found inf"),
+        ({"budget": "much"}, ValueError, "budget: .*much"),
+        ({"budget": ""}, ValueError, "budget: "),
+        ({"budget": "-2GiB"}, ValueError, "budget: .*-2GiB"),
+        ({"budget": "0GiB"}, ValueError, "budget: .*0"),
+        ({"budget": True}, TypeError, "found True"),
+        ({"budget": None}, TypeError, "found None"),
+        ({"budget": [1]}, TypeError, r"found \[1\]"),
+        ({"budget": 1j}, TypeError, "found 1j"),
+        ({"tag": 3}, TypeError, "tag is a string; found int"),
+        ({"tag": None}, TypeError, "tag is a string; found NoneType"),
+        ({"policy": "lru"}, ValueError, 'policy is "plan" or "dtr"; found \'lru\''),
+        ({"plan": "all"}, TypeError, "plan is a RematPlan, as memkit.remat_plan returns; found str"),
+        ({"score": 0.5}, TypeError, "score is a memkit.DTRScore; found float"),
+        ({"min_bytes": -1}, ValueError, "min_bytes is a number of bytes, 0 or more; found -1"),
+        ({"min_bytes": 1.5}, TypeError, r"min_bytes is a number of bytes \(an int\); found 1.5"),
+        ({"min_bytes": True}, TypeError, "min_bytes is .*; found True"),
+        ({"device": "cuda"}, TypeError, "device is a memkit.device.Device; found str. For CUDA, leave it away"),
+        ({"device": torch.device("cpu")}, TypeError, "device is a memkit.device.Device; found device"),
+    ],
+)
+def test_argument(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        memkit.Rematerialize(**{"budget": 0.5, **options})
+
+
+@pytest.mark.parametrize(
+    ("budget", "wanted"), [(1, 1), (1.0, 1.0), ("8GiB", 8 * 2**30), ("1.5 MiB", 3 * 2**19), (2**40, 2**40)]
+)
+def test_budgets(budget: float | str, wanted: float) -> None:
+    assert memkit.Rematerialize(budget).budget == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": -1.0}, "alpha must be a number from 0 on; found -1.0"),
+        ({"beta": math.nan}, "beta must be .*; found nan"),
+        ({"gamma": math.inf}, "gamma must be .*; found inf"),
+        ({"small_share": -0.1}, "small_share must be .*; found -0.1"),
+        ({"delta": 0.5}, "delta must be at least 1; found 0.5"),
+        ({"distance": "far"}, 'distance must be "next_use" or "staleness"; found \'far\''),
+        ({"max_replays": 0}, "max_replays must be at least 1; found 0"),
+    ],
+)
+def test_score(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"DTRScore: {message}"):
+        memkit.DTRScore(**options)
+
+
+def test_unknown_tags() -> None:
+    with pytest.raises(ValueError, match='no Rematerialize was entered under the tag "unknown"; known tags: none'):
+        memkit.remat_stats("unknown")
+    with memkit.Rematerialize(0.5, "known"):
+        pass
+    with pytest.raises(ValueError, match=r"known tags: \['known'\]"):
+        memkit.remat_plan("unknown")
+    with pytest.raises(ValueError, match='no plan was followed under the tag "known" yet: the first step is recorded'):
+        memkit.remat_plan("known")
+    memkit.reset("known")
+    memkit.reset("unknown")
+    with pytest.raises(ValueError, match="known tags: none"):
+        memkit.remat_stats("known")
+
+
+def test_context_that_raised_at_entry_can_be_entered_later() -> None:
+    context = memkit.Rematerialize(0.5, "later")
+    with memkit.Rematerialize(0.5, "other"), pytest.raises(ValueError, match="inside another"):
+        context.__enter__()
+
+    with context:
+        pass
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_users_error_is_not_masked() -> None:
+    def fail() -> None:
+        with memkit.Rematerialize(0.5, "error"):
+            torch.ones(2, requires_grad=True).sin()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    assert memkit.remat_stats("error").live_records == 0

@@ -1,0 +1,233 @@
+"""Beside other contexts: with `CPUOffload`, in one's own wishes and plans, and where nothing is to be done."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import memkit
+from memkit.activations.offload import CPUOffload
+from memkit.device import Device
+from tests.activations.cases import assert_same_bits, gradients, inputs_on, mlp
+from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step
+from tests.activations.remat.cases import COMPUTATIONS
+from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
+
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+
+UNITS = [1] * 10
+
+
+class Both:
+    """An offload outside of a rematerialization, entered anew each time."""
+
+    def __init__(self, offload: CPUOffload, remat: memkit.Rematerialize) -> None:
+        self.offload, self.remat = offload, remat
+
+    def __enter__(self) -> None:
+        self.offload.__enter__()
+        self.remat.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.remat.__exit__(*error)
+        self.offload.__exit__(*error)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in COMPUTATIONS if name != "randomized_relu"]
+)  # it is wrong in the offload alone
+def test_offload_outside(name: str, remat_on: Remat, device: Device) -> None:
+    plain = gradients(COMPUTATIONS[name], device.torch_device, nullcontext)
+
+    for _ in range(2):
+        found = gradients(
+            COMPUTATIONS[name],
+            device.torch_device,
+            lambda: Both(
+                memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device),
+                remat_on(0.5, "in"),
+            ),
+        )
+        assert_same_bits(found, plain)
+    assert memkit.offload_stats("outside").live_records == 0
+
+
+def test_what_is_kept_leaves_with_the_offload_outside(device: Device, remat_on: Remat) -> None:
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
+    for _ in range(3):
+        offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
+        assert_same_bits(step(x, UNITS, lambda: Both(offload, remat_on(5 * UNIT_BYTES, "inside"))), plain)  # noqa: B023
+        moved, dropped = memkit.offload_stats("outside").moved_out_bytes, memkit.remat_stats("inside").dropped_bytes
+
+        assert moved + dropped == len(UNITS) * UNIT_BYTES
+        assert min(moved, dropped) >= 4 * UNIT_BYTES
+
+
+def test_offload_inside_raises(device: Device, remat_on: Remat) -> None:
+    with remat_on(0.5, "outside"), pytest.raises(ValueError, match="inside"):
+        memkit.CPUOffload(1.0, "inside", device=device).__enter__()
+    step(leaf_on(device.torch_device), UNITS, lambda: remat_on(0.5, "outside"))
+
+
+def test_nested_raises(device: Device, remat_on: Remat) -> None:
+    with remat_on(0.5, "outer"), pytest.raises(ValueError, match=r'"inner".* was entered inside another Rematerialize'):
+        remat_on(0.5, "inner").__enter__()
+    context = remat_on(0.5, "twice")
+    with context, pytest.raises(ValueError, match=r'"twice".* is entered already'):
+        context.__enter__()
+    step(leaf_on(device.torch_device), UNITS, lambda: context)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inside_a_checkpoint_raises(use_reentrant: bool, device: Device, remat_on: Remat) -> None:
+    def block(x: Tensor) -> Tensor:
+        with remat_on(0.5, "checkpointed"):
+            return x.sin()
+
+    with pytest.raises(ValueError, match="entered inside a checkpointed function"):
+        checkpoint(block, leaf_on(device.torch_device), use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_happens(mode: type, device: Device, remat_on: Remat) -> None:
+    x = leaf_on(device.torch_device)
+    with mode(), remat_on(0.5, "nothing"):
+        assert torch._C._len_torch_dispatch_stack() == 0
+        y = chain(x, UNITS)
+
+    assert not y.requires_grad
+    with pytest.raises(ValueError, match='no Rematerialize was entered under the tag "nothing"'):
+        memkit.remat_stats("nothing")
+
+
+def test_no_grad_inside(device: Device, remat_on: Remat) -> None:
+    def run(context: object) -> list[Tensor]:
+        x, w = inputs_on(device.torch_device)
+        with context:
+            with torch.no_grad():
+                teacher = mlp(x, w).softmax(1)
+            loss = (mlp(x, w).log_softmax(1) * teacher).sum().exp()
+        loss.backward()
+        return [x.grad, w.grad]
+
+    for _ in range(3):
+        assert_same_bits(run(remat_on(0.3, "teacher")), run(nullcontext()))
+
+
+# The user's word
+
+
+def _marked(x: Tensor, mark: object, at: int) -> Tensor:
+    for number in range(8):
+        x = x.clone()
+        if number == at:
+            mark(x)
+        x = x.sin()
+    return x
+
+
+@pytest.mark.parametrize("budget", [2 * UNIT_BYTES, 0.4])
+def test_what_is_to_be_kept_stays(budget: float, device: Device, remat_on: Remat) -> None:
+    x = leaf_on(device.torch_device)
+    for _ in range(3):
+        with remat_on(budget, "kept"):
+            y = x
+            for _ in range(8):
+                y = memkit.keep(y.clone()).sin()
+        assert memkit.remat_stats("kept").num_dropped == 0
+        y.sum().backward()
+        assert memkit.remat_stats("kept").num_replays == 0
+
+
+def test_what_is_to_be_made_again_is_dropped(device: Device, remat_on: Remat) -> None:
+    x = leaf_on(device.torch_device)
+    plain = _marked(x, lambda y: y, 3).sum()
+    plain.backward()
+    wanted, x.grad = x.grad, None
+    for _ in range(4):
+        with remat_on("1GiB", "again"):
+            y = _marked(x, memkit.recompute, 3)
+        stats = memkit.remat_stats("again")
+        assert (stats.num_dropped, stats.num_saved) == (1, 8)
+        y.sum().backward()
+        assert memkit.remat_stats("again").num_replays == 1
+        assert_same_bits([x.grad], [wanted])
+        x.grad = None
+
+
+def test_the_last_word_counts(device: Device, remat_on: Remat) -> None:
+    x = leaf_on(device.torch_device)
+    with remat_on("1GiB", "words"):
+        y = memkit.keep(memkit.recompute(x.clone())).sin() + memkit.recompute(memkit.keep(x.cos())).sin()
+    assert memkit.remat_stats("words").num_dropped == 1
+    y.sum().backward()
+
+
+def test_words_after_the_save(device: Device, remat_on: Remat) -> None:
+    x = leaf_on(device.torch_device)
+    with remat_on("1GiB", "late"):
+        y = x.clone()
+        z = y.sin()
+        memkit.recompute(y)
+        assert memkit.remat_stats("late").num_dropped == 1
+        memkit.keep(y)
+    del y
+    z.sum().backward()
+
+    assert memkit.remat_stats("late").num_replays == 0
+    assert torch.equal(x.grad, x.detach().cos())
+
+
+def test_words_without_a_context_do_nothing() -> None:
+    x = torch.ones(2)
+
+    assert memkit.keep(x) is x
+    assert memkit.recompute(x) is x
+
+
+# Plans
+
+
+def test_edited_plan_is_followed(device: Device, remat_on: Remat) -> None:
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
+    for _ in range(2):
+        step(x, UNITS, lambda: remat_on("1GiB", "edited"))
+    plan = memkit.remat_plan("edited").with_action(2, memkit.Action.RECOMPUTE).with_action(5, memkit.Action.RECOMPUTE)
+
+    assert_same_bits(step(x, UNITS, lambda: remat_on("1GiB", "edited", plan=plan)), plain)
+    stats = memkit.remat_stats("edited")
+    assert (stats.num_dropped, stats.num_replays, stats.follows_plan) == (2, 2, True)
+    assert memkit.remat_plan("edited") == plan
+    with pytest.raises(ValueError, match="knows KEEP and RECOMPUTE; found"):
+        plan.with_action(0, memkit.Action.OFFLOAD)
+
+
+def test_plan_of_another_step_warns_and_is_not_followed(device: Device, remat_on: Remat) -> None:
+    x = leaf_on(device.torch_device)
+    for _ in range(2):
+        step(x, UNITS, lambda: remat_on(0.5, "one"))
+    plan, other = memkit.remat_plan("one"), [1] * 6
+    wanted = step(leaf_on(device.torch_device), other)
+    step(x, other, lambda: remat_on(0.5, "other", plan=plan))
+
+    with pytest.warns(
+        UserWarning, match=r'"other"\): the plan that was given is of another step: it has 10 values, and 6 were'
+    ):
+        assert_same_bits(step(x, other, lambda: remat_on(0.5, "other", plan=plan)), wanted)
+    assert_same_bits(step(x, other, lambda: remat_on(0.5, "other", plan=plan)), wanted)
+    assert memkit.remat_plan("other") != plan
+
+
+def test_parameters_and_inputs_are_never_dropped(device: Device, remat_on: Remat) -> None:
+    x, w = inputs_on(device.torch_device)
+    with remat_on(1, "leaves"):
+        loss = (functional.linear(x, w) * x * w[:8]).sum()
+    stats = memkit.remat_stats("leaves")
+    loss.backward()
+
+    assert (stats.num_saved, stats.saved_bytes) == (2, 2 * 1024)

@@ -1,0 +1,189 @@
+"""Steps that are not like the last one are carried by the score, and only what comes again is planned."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memkit
+from memkit.activations import remat, traces
+from memkit.device import Device
+from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips
+from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
+from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
+
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+
+
+def _num_planners(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows with each step that is planned."""
+    made: list[int] = []
+
+    class Counted(traces.RematPlanner):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)
+            made.append(1)
+
+    monkeypatch.setattr(traces, "RematPlanner", Counted)
+    return made
+
+
+class Supernet(nn.Module):
+    """One of three branches in each layer, drawn each time."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                [
+                    nn.Linear(32, 32),
+                    nn.Sequential(nn.Linear(32, 48), nn.BatchNorm1d(48), nn.ReLU(inplace=True), nn.Linear(48, 32)),
+                    nn.Sequential(nn.Dropout(0.2), nn.GELU(), nn.LayerNorm(32)),
+                ]
+            )
+            for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor, draw: random.Random) -> Tensor:
+        for layer in self.layers:
+            x = x + layer[draw.randrange(3)](x).sin()
+        return x
+
+
+def _search(device: Device, context: Context, num_steps: int) -> list[Tensor]:
+    model, draw = Supernet(6).to(device.torch_device), random.Random(0)
+    results = []
+    for number in range(num_steps):
+        torch.manual_seed(number)
+        x = inputs_on(device.torch_device)[0]
+        with context():
+            loss = model(x, draw).square().mean()
+        loss.backward()
+        results += [loss.detach(), x.grad]
+    return [*results, *[param.grad for param in model.parameters()], *model.buffers()]
+
+
+def test_supernet(device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = _search(device, nullcontext, 30)
+    planned = _num_planners(monkeypatch)
+
+    found = _search(device, lambda: remat_on(8000, "supernet"), 30)
+
+    assert_same_bits(found, plain)
+    stats, state = memkit.remat_stats("supernet"), remat._states["supernet"]
+    assert stats.num_deviations > 10
+    assert len(planned) <= 3  # the first path, once guessed and once timed; no other came twice
+    assert len(state.traces) <= traces._MAX_TRACES
+    assert stats.live_records == 0
+
+
+def test_trees_of_changing_shape(device: Device, remat_on: Remat) -> None:
+    def grow(draw: random.Random, depth: int, x: Tensor, w: Tensor) -> Tensor:
+        if depth == 0 or draw.random() < 0.2:
+            return functional.linear(x, w).sin()
+        left, right = (grow(draw, depth - 1, x * factor, w) for factor in (0.5, 0.7))
+        return functional.linear(left * right.sigmoid(), w).tanh()
+
+    def run(context: Context) -> list[Tensor]:
+        draw, results = random.Random(1), []
+        for _ in range(12):
+            x, w = inputs_on(device.torch_device)
+            with context():
+                loss = grow(draw, 4, x[: draw.randint(1, 8)], w).exp().sum()
+            loss.backward()
+            results += [x.grad, w.grad]
+        return results
+
+    assert_same_bits(run(lambda: remat_on(6000, "trees")), run(nullcontext))
+
+
+def test_shapes_that_alternate_are_planned_each(device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = _num_planners(monkeypatch)
+    x = leaf_on(device.torch_device)
+    first, second = [1] * 10, [1, 1, 3, 1, 1, 3, 1]
+    plain = [step(leaf_on(device.torch_device), units) for units in (first, second)]
+    for count in range(6):
+        for units, wanted in zip((first, second), plain, strict=True):
+            assert_same_bits(step(x, units, lambda: remat_on(9 * UNIT_BYTES, "alternate")), wanted)
+            assert memkit.remat_stats("alternate").follows_plan or count < 3
+    num_planned = len(planned)
+    for _ in range(4):
+        for units in (first, second):
+            step(x, units, lambda: remat_on(9 * UNIT_BYTES, "alternate"))
+
+    assert len(planned) == num_planned
+    assert len(remat._states["alternate"].traces) == 2
+
+
+def test_small_last_batch(device: Device, remat_on: Remat) -> None:
+    """It keeps everything, raises nothing, and the next epoch follows the plan of the first."""
+
+    def run(context: Context) -> list[Tensor]:
+        x, w = inputs_on(device.torch_device)
+        for _ in range(3):
+            for size in (8, 8, 8, 2):
+                with context():
+                    loss = skips(x[:size], w).sum()
+                loss.backward()
+        return [x.grad, w.grad]
+
+    assert_same_bits(run(lambda: remat_on("8KiB", "epoch", strict=True)), run(nullcontext))
+
+
+def test_deviation_in_the_middle_of_a_plan(device: Device, remat_on: Remat) -> None:
+    def run(context: Context) -> list[Tensor]:
+        x, w = inputs_on(device.torch_device)
+        for count in range(8):
+            torch.manual_seed(count)
+            with context():
+                y = mlp(x, w)
+                loss = (skips(y, w) if count % 4 == 3 else mlp(y.cos(), w)).exp().sum()
+            loss.backward()
+        return [x.grad, w.grad]
+
+    plain = run(nullcontext)
+    assert_same_bits(run(lambda: remat_on(0.3, "middle")), plain)
+    assert memkit.remat_stats("middle").num_deviations == 2  # a path that came once is not planned
+
+
+def test_a_plan_is_followed_from_the_second_step_on(device: Device, remat_on: Remat) -> None:
+    x = leaf_on(device.torch_device)
+    follows = []
+    for _ in range(4):
+        step(x, [1] * 10, lambda: remat_on(0.5, "second"))
+        follows.append(memkit.remat_stats("second").follows_plan)
+
+    assert follows == [False, True, True, True]
+    assert memkit.remat_stats("second").num_deviations == 0
+
+
+@pytest.mark.parametrize("change", ["ops", "saves"])
+def test_step_with_other_ops_or_other_saves_is_another(change: str, device: Device, remat_on: Remat) -> None:
+    x = leaf_on(device.torch_device)
+    frozen = leaf_on(device.torch_device).detach()
+
+    def run(is_other: bool, context: Callable[[], object]) -> list[Tensor]:
+        x.grad = None
+        with context():
+            y = chain(x, [1] * 4)
+            y = (
+                (y.cos() if is_other else y.sin())
+                if change == "ops"
+                else y * (chain(x, [1]) if is_other else chain(frozen, [1]))
+            )
+            y = chain(y, [1] * 4)
+        y.sum().backward()
+        return [y.detach(), x.grad]
+
+    plain = [run(is_other, nullcontext) for is_other in (False, True)]
+    for _ in range(3):
+        for is_other in (False, True):
+            assert_same_bits(run(is_other, lambda: remat_on(0.4, "another")), plain[is_other])
+    assert len(remat._states["another"].traces) == 2

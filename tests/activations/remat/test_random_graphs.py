@@ -1,0 +1,169 @@
+"""Random graphs of views, writes in place, random numbers, several results, repeated saves and partial backwards, against plain
+autograd."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import memkit
+from memkit.device import CpuDevice, ReferenceDevice
+from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS
+
+# A step takes tensors by number, and adds one: name, the numbers of its inputs, a position for views.
+Step = tuple[str, int, int, int]
+
+OPERATIONS = (
+    "sin",
+    "exp",
+    "mul",
+    "matmul",
+    "t",
+    "row",
+    "expand",
+    "chunk",
+    "conj",
+    "detach",
+    "twice",
+    "dropout",
+    "noise",
+    "norm",
+    "top",
+    "sort",
+    "buffer",
+    "fill",
+    "no_grad",
+    "data_scale",
+    "add_",
+    "mul_",
+    "relu_",
+    "row_add_",
+    "copy_",
+    "zero_",
+    "dropout_",
+    "swap_",
+    "sum_into",
+)
+
+steps = st.lists(
+    st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 99), st.integers(0, 99), st.integers(0, 3)), min_size=1, max_size=16
+)
+
+
+def _apply(step: Step, tensors: list[Tensor]) -> None:
+    name, first, second, place = step
+    a, b = tensors[first % len(tensors)], tensors[second % len(tensors)]
+    made = {
+        "sin": lambda: a.sin(),
+        "exp": lambda: a.exp().clamp(-2, 2),
+        "mul": lambda: a * b,
+        "matmul": lambda: (a @ b).tanh(),
+        "t": lambda: a.t(),
+        "row": lambda: a[place].unsqueeze(0).expand(4, 4),
+        "expand": lambda: a.sum(0, keepdim=True).expand(4, 4),
+        "chunk": lambda: torch.cat([part.sin() for part in a.chunk(2, dim=1)], dim=1),
+        "conj": lambda: torch.complex(a, b).conj().imag * a,
+        "detach": lambda: a * b.detach().sin(),
+        "twice": lambda: a.sin() * a.cos() * a,
+        "dropout": lambda: torch.nn.functional.dropout(a, 0.4) * 0.5,
+        "noise": lambda: a + torch.rand(4, 4).sin() * b,
+        "norm": lambda: torch.nn.functional.layer_norm(a, (4,)),
+        "top": lambda: a.topk(2, 1).values.repeat(1, 2) * b,
+        "sort": lambda: a.sort(place % 2).values,
+        "buffer": lambda: torch.zeros(4, 4).index_add(0, torch.tensor([place, 1]), a[:2]).sin(),
+        "fill": lambda: torch.empty(4, 4).copy_(a).tanh(),
+        "sum_into": lambda: torch.zeros(4, 4).index_add_(0, torch.tensor([place, 2]), b[:2]).exp().clamp(-2, 2),
+    }
+    if name in made:
+        tensors.append(made[name]())
+        return
+    if name == "no_grad":
+        with torch.no_grad():
+            tensors.append(a.sin() * b.exp().clamp(-2, 2))
+        return
+    if name == "data_scale":
+        with torch.no_grad():
+            tensors.append(a.detach().mul(0.5).add_(b))
+        return
+    if a.is_leaf and a.requires_grad:
+        return
+    {
+        "add_": lambda: a.add_(b.detach()),
+        "mul_": lambda: a.mul_(0.5),
+        "relu_": lambda: a.relu_(),
+        "row_add_": lambda: a[place].add_(b[0]),
+        "copy_": lambda: a.copy_(b),
+        "zero_": lambda: a[:, place].zero_(),
+        "dropout_": lambda: torch.nn.functional.dropout(a, 0.3, inplace=True),
+        "swap_": lambda: a.t_(),
+    }[name]()
+
+
+def _kind(error: RuntimeError) -> str:
+    """Return the error's beginning; for writes in place what they have in common, as autograd words them in several ways."""
+    return "modified in place" if "inplace" in str(error) else str(error)[:60]
+
+
+def _outcome(graph: list[Step], parts: list[int], context: AbstractContextManager[object]) -> tuple[list[Tensor], list[str]]:
+    """Return the gradients after each of several backwards, and the kinds of errors in their places."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(4, 4).requires_grad_() for _ in range(2)]
+    tensors, errors, results = list(leaves), [], []
+    with context:
+        for step in graph:
+            try:
+                _apply(step, tensors)
+            except RuntimeError as error:
+                errors.append(_kind(error))
+    chosen = [tensors[part % len(tensors)] for part in parts]
+    del tensors
+    for number, tensor in enumerate(chosen):
+        if tensor.requires_grad:
+            try:
+                tensor.square().sum().backward(retain_graph=number + 1 < len(parts))
+            except RuntimeError as error:
+                errors.append(_kind(error))
+        results += [torch.zeros(4, 4) if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+    return [*results, torch.get_rng_state()], errors
+
+
+@pytest.mark.filterwarnings(NO_PLAN_FITS)
+@settings(max_examples=120, deadline=None)
+@given(
+    graph=steps,
+    parts=st.lists(st.integers(0, 99), min_size=1, max_size=4),
+    budget=st.sampled_from([0.1, 0.4, 0.7, 64, 200]),
+    policy=st.sampled_from(["plan", "dtr"]),
+    min_bytes=st.sampled_from([0, 0, 40]),
+    seed=st.sampled_from([None, 0, "cpu"]),
+)
+def test_random_graphs(
+    graph: list[Step], parts: list[int], budget: float, policy: str, min_bytes: int, seed: int | str | None
+) -> None:
+    wanted, wanted_errors = _outcome(graph, parts, nullcontext())
+    device = CpuDevice() if isinstance(seed, str) else ReferenceDevice(seed=seed)
+
+    for _ in range(3):
+        context = memkit.Rematerialize(budget, "random", policy=policy, min_bytes=min_bytes, device=device)
+        found, errors = _outcome(graph, parts, context)
+
+        assert errors == wanted_errors
+        assert_same_bits(found, wanted)
+    device.synchronize()
+    memkit.reset("random")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_operation_can_be_applied(name: str) -> None:
+    leaf = torch.randn(4, 4, requires_grad=True)
+    tensors = [leaf, leaf * 2]
+
+    _apply((name, 1, 0, 1), tensors)
+
+    assert len(tensors) == 3 or tensors[1]._version == 1

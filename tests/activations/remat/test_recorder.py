@@ -1,0 +1,232 @@
+"""What a tape remembers: values and roots, what each op reads and writes, and nothing that holds memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memkit
+from memkit.activations.ops import OpClass, kind_of
+from memkit.activations.tape import Tape
+from memkit.device import CpuDevice
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def recorded() -> Iterator[Tape]:
+    context = memkit.Rematerialize("1GiB", "recorded", min_bytes=0, device=CpuDevice())
+    with context:
+        assert context._entry is not None
+        tape = context._entry._run.tape
+        yield tape
+        tape.sync()
+
+
+def _leaf() -> Tensor:
+    return torch.randn(4, 8, requires_grad=True)
+
+
+def test_ops_read_and_make_values() -> None:
+    x = _leaf()
+    with recorded() as tape:
+        y = x.sin()
+        z = y * x
+        values = [tape.value_of(tensor) for tensor in (x, y, z)]
+
+    assert values == [0, 1, 2]
+    assert tape.lineage.ins == [(0,), (1, 0)]
+    assert tape.lineage.outs == [(1,), (2,)]
+    assert tape.lineage.maker == [-1, 0, 1]
+    assert tape.lineage.num_bytes == [128] * 3
+    assert list(tape.roots) == [0]
+
+
+def test_views_make_no_value() -> None:
+    x = _leaf()
+    with recorded() as tape:
+        y = x.sin()
+        for view in (y.t(), y[1:], y.view(2, 16), y.unsqueeze(0).expand(3, 4, 8), y.detach(), *y.chunk(2), y.reshape(-1)):
+            assert tape.value_of(view) == tape.value_of(y)
+
+    assert len(tape.calls) == 1
+    assert tape.num_values == 2
+
+
+def test_write_makes_the_next_value() -> None:
+    x = _leaf()
+    with recorded() as tape:
+        y = x.sin()
+        before = tape.value_of(y)
+        y[0].mul_(2)
+        after = tape.value_of(y)
+
+    assert (before, after) == (1, 2)
+    assert tape.lineage.taken == {1: ((1, 2),)}
+    assert tape.lineage.ins[1] == (1,)
+
+
+def test_copy_over_all_needs_nothing_of_what_was_there() -> None:
+    x = _leaf()
+    with recorded() as tape:
+        whole, part = torch.empty(4, 8), torch.empty(4, 8)
+        whole.copy_(x.sin())
+        part[:2].copy_(x[:2])
+        made, unmade = tape.value_of(whole), tape.value_of(part)
+
+    assert tape.lineage.maker[made] == len(tape.calls) - 1
+    assert tape.lineage.taken == {}
+    assert unmade in tape.roots
+    assert tape.roots[unmade].is_inside
+
+
+def test_leaf_that_is_written_to_is_a_root_again() -> None:
+    x, buffer = _leaf(), torch.zeros(4, 8)
+    with recorded() as tape:
+        first = tape.value_of(buffer)
+        buffer.add_(x.detach())
+        second = tape.value_of(buffer)
+
+    assert first != second
+    assert {first, second} <= tape.roots.keys()
+    assert tape.roots[first].is_lost
+    assert not tape.roots[second].is_inside
+
+
+def test_batch_norm_statistics_are_not_read_again() -> None:
+    x, norm = _leaf(), nn.BatchNorm1d(8)
+    with recorded() as tape:
+        y = norm(x.sin())
+        statistics = tape.find(norm.running_mean.untyped_storage())
+        made = tape.value_of(y)
+
+    call = tape.calls[tape.lineage.maker[made]]
+    assert statistics is None
+    assert [source[0] for source in call.sources] == [0, 1, 2]
+    assert call.args[3:5] == [None, None]
+
+
+def test_random_op_remembers_its_generator_and_state() -> None:
+    x, generator = _leaf(), torch.Generator().manual_seed(4)
+    with recorded() as tape:
+        torch.manual_seed(1)
+        state = torch.get_rng_state()
+        functional.dropout(x, 0.5)
+        own = generator.get_state()
+        torch.rand(3, generator=generator)
+
+    notes = [call.notes for call in tape.calls if call.notes is not None and call.notes.generator is not None]
+    assert [note.generator.initial_seed() for note in notes] == [1, 4]
+    assert torch.equal(notes[0].state, state)
+    assert torch.equal(notes[1].state, own)
+
+
+@pytest.mark.parametrize("num_results", [1, 2])
+def test_several_results_are_several_values(num_results: int) -> None:
+    x = _leaf()
+    with recorded() as tape:
+        results = [x.topk(3).values, *x.topk(3)][-num_results:]
+        values = [tape.value_of(tensor) for tensor in results]
+
+    assert len(tape.lineage.outs[-1]) == 2
+    assert set(values) <= set(tape.lineage.outs[-1])
+
+
+def test_backward_is_not_recorded() -> None:
+    x = _leaf()
+    with recorded() as tape:
+        loss = x.sin().sum()
+        grad = torch.ones(())
+        num_ops = len(tape.funcs)
+        loss.backward(grad)
+
+        assert len(tape.funcs) == num_ops
+
+
+def test_tape_holds_no_tensors_while_nothing_is_dropped() -> None:
+    import weakref
+
+    x = _leaf()
+    with recorded() as tape, torch.no_grad():
+        y = x.sin()
+        gone = weakref.ref(y.untyped_storage())
+        z = y.cos()
+        del y
+
+        assert gone() is None
+        assert tape.find(z.untyped_storage()) == 2
+
+
+@pytest.mark.parametrize(
+    ("func", "op_class"),
+    [
+        (aten.sin.default, OpClass.REPLAYED),
+        (aten.relu_.default, OpClass.REPLAYED),
+        (aten.view.default, OpClass.VIEW),
+        (aten.detach.default, OpClass.VIEW),
+        (aten.split.Tensor, OpClass.VIEW),
+        (aten._unsafe_view.default, OpClass.REPLAYED),
+        (aten.empty.memory_format, OpClass.OPAQUE),
+        (aten.zeros_like.default, OpClass.OPAQUE),
+        (aten.nonzero.default, OpClass.OPAQUE),
+        (aten._local_scalar_dense.default, OpClass.OPAQUE),
+        (aten.masked_select.default, OpClass.OPAQUE),
+        (aten._cudnn_rnn.default, OpClass.OPAQUE),
+        (aten.mkldnn_rnn_layer.default, OpClass.OPAQUE),
+        (torch.ops.higher_order.cond, OpClass.OPAQUE),
+        (torch.ops._c10d_functional.all_reduce.default, OpClass.OPAQUE),
+        (torch.ops._c10d_functional.wait_tensor.default, OpClass.OPAQUE),
+    ],
+)
+def test_kinds(func: object, op_class: OpClass) -> None:
+    assert kind_of(func).op_class is op_class
+
+
+@pytest.mark.parametrize(
+    "func",
+    [
+        aten.native_dropout.default,
+        aten.bernoulli.default,
+        aten.bernoulli_.float,
+        aten.rand.default,
+        aten.randn.generator,
+        aten.rand_like.default,
+        aten.randint.low,
+        aten.randperm.default,
+        aten.multinomial.default,
+        aten.normal.Tensor_float,
+        aten.normal_.default,
+        aten.uniform_.default,
+        aten.exponential_.default,
+        aten.geometric_.default,
+        aten.cauchy_.default,
+        aten.log_normal_.default,
+        aten.random_.default,
+        aten.poisson.default,
+        aten.binomial.default,
+        aten._standard_gamma.default,
+        aten._sample_dirichlet.default,
+        aten.rrelu_with_noise.default,
+        aten._fused_dropout.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    ],
+)
+def test_ops_that_draw(func: object) -> None:
+    assert kind_of(func).is_random
+
+
+@pytest.mark.parametrize(
+    "func", [aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten._native_batch_norm_legit.default]
+)
+def test_hidden_writers(func: object) -> None:
+    kind = kind_of(func)
+
+    assert kind.statistics == (3, 4)
+    assert not kind.is_plain

@@ -1,0 +1,247 @@
+"""What a forward does beside computing is done once: statistics, buffers and random numbers end as in the plain run."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memkit
+from memkit.device import Device, default_generator
+from tests.activations.cases import assert_same_bits, inputs_on
+from tests.activations.remat.cases import own_generators
+from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
+
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+
+
+class Quantizer(nn.Module):
+    """A codebook that is read, and then moved in place towards what was read: legal, as the gradient needs neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4, 32, generator=torch.Generator().manual_seed(1)))
+        self.register_buffer("counts", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x.detach(), self.codes).argmin(1)
+        found = functional.embedding(nearest, self.codes)
+        with torch.no_grad():
+            self.counts.mul_(0.9).add_(torch.bincount(nearest, minlength=4))
+            self.codes.index_add_(0, nearest, x - found, alpha=0.1)
+            self.codes /= self.codes.norm(dim=1, keepdim=True)
+        return x * found.sin() + (found - x).detach().exp()
+
+
+def _network() -> nn.Module:
+    return nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32)),
+        nn.BatchNorm1d(32),
+        nn.ReLU(inplace=True),
+        Quantizer(),
+        nn.BatchNorm1d(32, momentum=None),
+        nn.Dropout(0.3),
+        nn.RReLU(),
+        Quantizer(),
+        nn.Linear(32, 32),
+        nn.Unflatten(1, (4, 8)),
+        nn.InstanceNorm1d(4, track_running_stats=True),
+        nn.Flatten(),
+    )
+
+
+def _train(device: torch.device, context: AbstractContextManager[object]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = _network().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results = []
+    for number in range(5):
+        x = inputs_on(device)[0]
+        with context:
+            loss = model(x + number).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results += [loss.detach(), x.grad, torch.get_rng_state(), default_generator(device).get_state()]
+    return [*results, *[tensor.clone() for tensor in model.state_dict().values()]]
+
+
+@pytest.mark.parametrize("budget", [0.8, 0.4, 0.1])
+@pytest.mark.parametrize("policy", ["plan", "dtr"])
+def test_buffers_and_generators(policy: str, budget: float, device: Device, remat_on: Remat) -> None:
+    plain = _train(device.torch_device, nullcontext())
+
+    found = _train(device.torch_device, remat_on(budget, "train", policy=policy))
+
+    assert_same_bits(found, plain)
+    assert memkit.remat_stats("train").num_replays > 0
+
+
+def test_batches_are_counted_once(torch_device: torch.device, remat_on: Remat) -> None:
+    norm, x = nn.BatchNorm1d(8).to(torch_device), torch.randn(4, 8, device=torch_device, requires_grad=True)
+    for _ in range(3):
+        with remat_on(0.1, "norm"):
+            y = norm((x * 2).sin()).sigmoid().exp().sum()
+        y.backward()
+        assert memkit.remat_stats("norm").num_replays > 0
+
+    assert norm.num_batches_tracked == 3
+
+
+def test_generators_of_ones_own_end_where_they_would(torch_device: torch.device, remat_on: Remat) -> None:
+    def run(context: AbstractContextManager[object]) -> list[Tensor]:
+        generators = [torch.Generator(torch_device).manual_seed(seed) for seed in (1, 2)]
+        x, w = inputs_on(torch_device)
+        with context:
+            for generator in (*generators, generators[0]):
+                x = (functional.linear(x, w) * torch.rand(8, 32, generator=generator, device=torch_device)).sin().exp()
+            before = [generator.get_state() for generator in generators]
+        x.sum().backward()
+        assert_same_bits([generator.get_state() for generator in generators], before)
+        return [w.grad, *before, torch.get_rng_state()]
+
+    assert_same_bits(run(remat_on(0.1, "generators")), run(nullcontext()))
+    assert memkit.remat_stats("generators").num_replays > 0
+
+
+def test_generators_are_left_alone_when_a_replay_fails(remat_on: Remat) -> None:
+    x, w = inputs_on(torch.device("cpu"))
+    with remat_on(1, "fails"):
+        loss = memkit.recompute(own_generators(x, w).sin()).exp().sum()
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        w.add_(1)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_root_that_a_recorded_op_writes_to_is_copied_first(torch_device: torch.device, remat_on: Remat) -> None:
+    def run(context: AbstractContextManager[object]) -> list[Tensor]:
+        x, _ = inputs_on(torch_device)
+        root = torch.full((8, 32), 0.5, device=torch_device)
+        with context:
+            loss = (memkit.recompute((root * 2).sin()) * x).sum()
+            root.mul_(3)
+            loss = loss + (memkit.recompute((root * 2).sin()) * x).sum()
+            root.zero_()
+        loss.backward()
+        return [x.grad, root]
+
+    plain = run(nullcontext())
+    for _ in range(4):
+        assert_same_bits(run(remat_on(0.3, "root")), plain)
+    assert memkit.remat_stats("root").num_replays > 0
+
+
+@pytest.mark.parametrize("budget", [0.1, 1])
+def test_root_that_is_written_to_unrecorded_raises(budget: float, torch_device: torch.device, remat_on: Remat) -> None:
+    x, _ = inputs_on(torch_device)
+    root = torch.rand(8, 32, device=torch_device)
+    with remat_on(budget, "unrecorded"):
+        loss = (memkit.recompute(root.sin().exp()) * x).sum()
+    root.add_(1)
+
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*\[8, 32\].*at version 1; expected version 0"):
+        loss.backward()
+
+
+def test_parameter_that_is_written_to_before_the_backward_raises(torch_device: torch.device, remat_on: Remat) -> None:
+    x, w = inputs_on(torch_device)
+    with remat_on(0.1, "parameter"):
+        loss = functional.linear(functional.linear(x, w).sin(), w).exp().sum()
+    with torch.no_grad():
+        w.add_(1)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("budget", [1, 1.0])
+def test_saved_tensor_that_is_written_to_raises_autograds_error(
+    budget: float, torch_device: torch.device, remat_on: Remat
+) -> None:
+    """Dropped or kept."""
+    x, w = inputs_on(torch_device)
+    with remat_on(budget, "written"):
+        y = functional.linear(x, w).exp()
+        loss = y.sin().sum()
+    with torch.no_grad():
+        y[0].mul_(2)
+
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation: .*\[8, 32\]\] is at version 1; expected version 0"
+    ):
+        loss.backward()
+
+
+def test_saved_tensor_that_is_written_to_in_the_context_raises_autograds_error(remat_on: Remat) -> None:
+    x, w = inputs_on(torch.device("cpu"))
+    for budget in (1, 1.0):
+        with remat_on(budget, "inside"):
+            y = functional.linear(x, w).exp()
+            loss = y.sin().sum()
+            with torch.no_grad():
+                y.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_what_another_thread_writes_is_not_taken_for_what_was_recorded(remat_on: Remat) -> None:
+    x, _ = inputs_on(torch.device("cpu"))
+    values = x.detach().clone()
+    with remat_on(1, "thread"):
+        y = values * 2
+        thread = threading.Thread(target=y.mul_, args=(3,))
+        thread.start()
+        thread.join()
+        loss = (y * x).sum()
+    del y, thread
+    loss.backward()
+
+    assert torch.equal(x.grad, values * 2 * 3)
+
+
+def test_memory_that_numpy_fills_is_kept(remat_on: Remat) -> None:
+    x, _ = inputs_on(torch.device("cpu"))
+    for _ in range(3):
+        x.grad = None
+        with remat_on(1, "numpy"):
+            filled = torch.empty(8, 32)
+            filled.numpy()[:] = 3.0
+            scaled = filled * 2
+            loss = (filled * x).exp().sum() + (scaled * x.sin()).sum()
+        loss.backward()
+        wanted = torch.autograd.grad((3 * x).exp().sum() + (6 * x.sin()).sum(), x)[0]
+
+        assert torch.equal(x.grad, wanted)
+
+
+def test_max_norm_of_an_embedding_is_applied_once(remat_on: Remat) -> None:
+    def run(context: AbstractContextManager[object]) -> list[Tensor]:
+        weight = (torch.arange(32.0).view(4, 8) / 9).requires_grad_()
+        with context:
+            found = functional.embedding(torch.tensor([0, 3, 3, 1]), weight, max_norm=1.0)
+            loss = found.sin().exp().sum()
+        loss.backward()
+        return [weight.grad, weight.detach()]
+
+    assert_same_bits(run(remat_on(1, "renormed")), run(nullcontext()))
+
+
+def test_data_ptr_of_leaves_and_results_stay(torch_device: torch.device, remat_on: Remat) -> None:
+    """What the user holds is what it was, not a copy that was made again."""
+    x, w = inputs_on(torch_device)
+    with remat_on(1, "held"):
+        hidden = functional.linear(x, w).sin()
+        loss = hidden.exp().sum()
+    before = hidden.detach().clone(), hidden.data_ptr(), hidden._version
+    loss.backward()
+
+    assert torch.equal(hidden, before[0])
+    assert (hidden.data_ptr(), hidden._version) == before[1:]
