@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ from typing import Any, NoReturn
 import torch
 
 from memkit._version import __version__
-from memkit.bench import OffloadBench, Workload, bench_offload, predict_offload, sum_of_outputs
-from memkit.device import cuda_is_available, open_device
+from memkit.activations.remat import check_budget
+from memkit.bench import OffloadBench, RematBench, Workload, bench_offload, bench_remat, predict_offload, sum_of_outputs
+from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import MemkitError
 from memkit.profile import MemoryReport, profile_memory
 from memkit.profile.report import SORT_KEYS
@@ -108,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time a training step with and without memkit", allow_abbrev=False)
     benches = bench.add_subparsers(title="benches", required=True, metavar="BENCH")
     _add_bench_offload(benches.add_parser("offload", **_BENCH_OFFLOAD))
+    _add_bench_remat(benches.add_parser("remat", **_BENCH_REMAT))
     return parser
 
 
@@ -127,13 +130,48 @@ def _add_bench_offload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ratios", type=_ratios, default=[0.0, 0.1, 0.3, 0.5, 1.0], metavar="R,R,...", help="default: 0,0.1,0.3,0.5,1"
     )
-    parser.add_argument("--iters", type=_positive, default=20, metavar="N", help="steps that count in each median; default: 20")
     parser.add_argument("--peers", action="store_true", help="time checkpointing, and TRL and torchtune if installed, as well")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against peak memory into FILE (.png, .svg)")
+    _add_bench_output(parser)
     parser.add_argument("--predict", action="store_true", help="measure nothing; compute from a report with times")
     parser.add_argument("--link-gbps", type=_speed, metavar="G", help="with --predict: speed of the link in GB/s each way")
     parser.set_defaults(run=_bench_offload)
+
+
+_BENCH_REMAT: dict[str, Any] = {
+    "help": "time and peak memory against the budget that Rematerialize holds saved tensors to",
+    "description": "Time a training step, and take its peak memory, at several budgets, beside plain PyTorch.",
+    "epilog": "example: memkit bench remat torchvision:resnet50 --input 256x3x224x224 --budgets 1,0.5,8GiB --peers",
+    "allow_abbrev": False,
+}
+
+
+def _add_bench_remat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help="as for `memkit profile`")
+    parser.add_argument(
+        "--input",
+        dest="inputs",
+        action="append",
+        required=True,
+        type=input_shape,
+        metavar="SHAPE[:DTYPE]",
+        help="as for `memkit profile`",
+    )
+    parser.add_argument(
+        "--budgets",
+        type=_budgets,
+        default=[1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2],
+        metavar="B,B,...",
+        help="shares of the saved bytes, or bytes such as 8GiB; default: 1,0.8,0.6,0.5,0.4,0.3,0.2",
+    )
+    parser.add_argument("--peers", action="store_true", help="time checkpointing as well: per block where the model has blocks")
+    _add_bench_output(parser)
+    parser.set_defaults(run=_bench_remat)
+
+
+def _add_bench_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--iters", type=_positive, default=20, metavar="N", help="steps that count in each median; default: 20")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against peak memory into FILE (.png, .svg)")
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
@@ -183,12 +221,33 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _bench_offload(options: argparse.Namespace) -> None:
+    _check_bench_output(options)
+    _write_bench(_predicted(options) if options.predict else _measured(options), options)
+
+
+def _bench_remat(options: argparse.Namespace) -> None:
+    _check_bench_output(options)
+    if not cuda_is_available():
+        raise UsageError(
+            "nothing was measured: there is no CUDA device here, and without one there is no peak to lower. "
+            "`memkit profile --device meta` shows what a model saves"
+        )
+    workload, device = _workload(options)
+    _write_bench(
+        bench_remat(workload, options.budgets, device, num_steps=options.iters, with_peers=options.peers),
+        options,
+    )
+
+
+def _check_bench_output(options: argparse.Namespace) -> None:
     for path in (options.json, options.plot):
         if path is not None:
             _check_writable(path)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError('--plot needs matplotlib; install it with pip install "memkit[plot]"')
-    result = _predicted(options) if options.predict else _measured(options)
+
+
+def _write_bench(result: OffloadBench | RematBench, options: argparse.Namespace) -> None:
     print(result.to_text())
     if options.json is not None:
         options.json.write_text(result.to_json() + "\n", encoding="utf-8")
@@ -216,11 +275,15 @@ def _measured(options: argparse.Namespace) -> OffloadBench:
             "nothing was measured: there is no CUDA device here, and without one there is nothing to offload from. "
             "With a report from `memkit profile --backward --json FILE` on a GPU, --predict --link-gbps N computes the table"
         )
+    workload, device = _workload(options)
+    return bench_offload(workload, options.ratios, device, num_steps=options.iters, with_peers=options.peers)
+
+
+def _workload(options: argparse.Namespace) -> tuple[Workload, Device]:
     device = open_device(torch.device("cuda"))
     model = build_model(options.spec, device.torch_device).train()
     inputs = [make_input(shape, dtype, device.torch_device) for shape, dtype in options.inputs]
-    workload = Workload(name=options.spec, model=model, forward=lambda: model(*inputs), loss=sum_of_outputs)
-    return bench_offload(workload, options.ratios, device, num_steps=options.iters, with_peers=options.peers)
+    return Workload(name=options.spec, model=model, forward=lambda: model(*inputs), loss=sum_of_outputs), device
 
 
 def _print_view(report: MemoryReport, options: argparse.Namespace) -> None:
@@ -243,6 +306,26 @@ def _ratios(text: str) -> list[float]:
     if not ratios or not all(0 <= ratio <= 1 for ratio in ratios):
         raise argparse.ArgumentTypeError(f"needs numbers from 0 to 1 joined by commas, such as 0,0.5,1; found {text!r}")
     return ratios
+
+
+def _budgets(text: str) -> list[float | str]:
+    return [_budget(part.strip()) for part in text.split(",")]
+
+
+def _budget(text: str) -> float | str:
+    """Return a share where it is a number up to 1, and bytes where it is a whole number above, or has a unit."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.inf
+    budget = share if share <= 1 or (share < math.inf and not text.isdecimal()) else text
+    try:
+        check_budget(budget)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"needs shares above 0 and up to 1, or bytes, joined by commas, such as 1,0.5,8GiB; found {text!r}"
+        ) from None
+    return budget
 
 
 def _positive(text: str) -> int:

@@ -148,6 +148,13 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["profile", "torchvision:detection.fasterrcnn_resnet50_fpn", "--input", "1x3x32x32", "--device", "meta"], "(model)"),
         (["show", "/no/such/file.json"], "No such file or directory: '/no/such/file.json'"),
         (["show", __file__], "is not a memkit report"),
+        (["bench"], "required: BENCH"),
+        (["bench", "fly"], "invalid choice: 'fly'"),
+        (["bench", "remat", "torch.nn:ReLU", "--input", "2", "--budgets", "2.5"], "found '2.5'"),
+        (
+            ["bench", "remat", "torch.nn:ReLU", "--input", "2", "--budgets", "much"],
+            "needs shares above 0 and up to 1, or bytes",
+        ),
         (["fly"], "invalid choice: 'fly'"),
         ([], "required: COMMAND"),
     ],
@@ -219,8 +226,30 @@ def test_what_is_quick_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(capsys, "profile", "torch.nn:ReLU", "--input", "2", "--device", "meta")[2] == ""
 
 
-def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "memkit profile torchvision:resnet50 --input 256x3x224x224" in _run(capsys, "profile", "--help")[1]
+@pytest.mark.parametrize(
+    ("command", "example"),
+    [
+        (["profile"], "memkit profile torchvision:resnet50 --input 256x3x224x224"),
+        (["bench", "offload"], "memkit bench offload torchvision:resnet50 --input 256x3x224x224"),
+        (["bench", "remat"], "memkit bench remat torchvision:resnet50 --input 256x3x224x224"),
+    ],
+)
+def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: list[str], example: str) -> None:
+    assert example in _run(capsys, *command, "--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "budgets"),
+    [
+        ("1,0.5", [1.0, 0.5]),
+        ("8GiB, 512 MiB", ["8GiB", "512 MiB"]),
+        ("0.2,1073741824", [0.2, "1073741824"]),
+    ],
+)
+def test_budgets_are_shares_or_bytes(text: str, budgets: list[float | str]) -> None:
+    options = cli._parser().parse_args(["bench", "remat", "torch.nn:ReLU", "--input", "2", "--budgets", text])
+
+    assert options.budgets == budgets
 
 
 def test_models_that_cannot_be_built_on_meta_are_built_with_data(

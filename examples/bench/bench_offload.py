@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 from peers import add_wheels
 from torch import Tensor, nn
+from workloads import llama, llama_checkpointed, lstms, narrow_lstms, resnet50, unet, vit_large
 
 import memkit
 from memkit.bench import OffloadBench, Workload, bench_offload, measure
@@ -36,121 +36,6 @@ from memkit.plan import Action, plan_ratio, simulate_lanes, timed_saves
 from memkit.transfer import Arena, Lanes, measure_link
 
 MIN_BYTES = 2**20
-
-
-def _scalar(output: Tensor) -> Tensor:
-    return output.float().square().mean()
-
-
-def resnet50() -> Workload:
-    """Torchvision's ResNet-50, batch 256, TF32; cross entropy outside of the context."""
-    model = torchvision.models.resnet50()
-    images, labels = torch.empty(256, 3, 224, 224).normal_(), torch.randint(1000, (256,))
-    return Workload(
-        name="resnet50_b256",
-        model=model,
-        forward=lambda: model(images),
-        loss=lambda output: nn.functional.cross_entropy(output, labels),
-    )
-
-
-def llama() -> Workload:
-    """A Llama of 0.95 billion parameters, bfloat16, batch 8 x 2048; its body in the context, head and loss outside."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        vocab_size=32000,
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config).bfloat16()
-    tokens = torch.randint(32000, (8, 2048))
-
-    def loss(hidden: Tensor) -> Tensor:
-        logits = model.lm_head(hidden)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-    return Workload(name="llama_0.95b", model=model, forward=lambda: model.model(input_ids=tokens)[0], loss=loss)
-
-
-def llama_checkpointed() -> Workload:
-    """The same with a checkpoint around each layer, as transformers does it."""
-    workload = llama()
-    workload.model.train()
-    workload.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # of transformers
-    return Workload(name="llama_0.95b_checkpointed", model=workload.model, forward=workload.forward, loss=workload.loss)
-
-
-def vit_large() -> Workload:
-    """Timm's ViT-L/16, bfloat16, batch 128."""
-    import timm
-
-    model, images = timm.create_model("vit_large_patch16_224").bfloat16(), torch.empty(128, 3, 224, 224).normal_().bfloat16()
-    return Workload(name="timm_vit_l_b128", model=model, forward=lambda: model(images), loss=_scalar)
-
-
-class StackOfLSTMs(nn.Module):
-    """Eight LSTMs of one layer each."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(8))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        """Take and return [batch, seq, width]."""
-        for layer in self.layers:
-            batch = layer(batch)[0]
-        return batch
-
-
-def lstms() -> Workload:
-    """Eight one-layer LSTMs of width 2048, batch 256 x 128."""
-    model, batch = StackOfLSTMs(2048), torch.empty(256, 128, 2048).normal_()
-    return Workload(name="lstm_8x2048_b256", model=model, forward=lambda: model(batch), loss=_scalar)
-
-
-def narrow_lstms() -> Workload:
-    """Eight one-layer LSTMs of width 1024, batch 128 x 512: so many small kernels that launching them is what takes time."""
-    model, batch = StackOfLSTMs(1024), torch.empty(128, 512, 1024).normal_()
-    return Workload(name="lstm_8x1024_b128", model=model, forward=lambda: model(batch), loss=_scalar)
-
-
-class UNet(nn.Module):
-    """Four levels down and up again, with skip connections."""
-
-    def __init__(self, width: int = 64, depth: int = 4) -> None:
-        super().__init__()
-        widths = [width * 2**level for level in range(depth + 1)]
-        self.stem = self._block(3, width)
-        self.down = nn.ModuleList(self._block(widths[i], widths[i + 1]) for i in range(depth))
-        self.up = nn.ModuleList(self._block(widths[i + 1] + widths[i], widths[i]) for i in reversed(range(depth)))
-        self.head = nn.Conv2d(width, 3, 1)
-
-    def _block(self, width: int, new_width: int) -> nn.Module:
-        def half(first: int) -> tuple[nn.Module, ...]:
-            return nn.Conv2d(first, new_width, 3, padding=1), nn.GroupNorm(8, new_width), nn.SiLU()
-
-        return nn.Sequential(*half(width), *half(new_width))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Take and return [batch, 3, height, width]."""
-        skips = [self.stem(images)]
-        for block in self.down:
-            skips.append(block(nn.functional.max_pool2d(skips[-1], 2)))
-        out = skips.pop()
-        for block in self.up:
-            skip = skips.pop()
-            out = block(torch.cat([nn.functional.interpolate(out, size=skip.shape[-2:]), skip], dim=1))
-        return self.head(out)
-
-
-def unet() -> Workload:
-    """A U-Net, batch 16 x 256 x 256, float32."""
-    model, images = UNet(), torch.empty(16, 3, 256, 256).normal_()
-    return Workload(name="unet_b16", model=model, forward=lambda: model(images), loss=_scalar)
 
 
 def _on_gpu(make: Callable[[], Workload]) -> Workload:

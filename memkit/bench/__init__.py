@@ -2,13 +2,17 @@
 
 from memkit.bench.measure import Measurement, Workload, measure, sum_of_outputs
 from memkit.bench.offload import OffloadBench, OffloadRow, bench_offload, predict_offload
+from memkit.bench.remat import RematBench, RematRow, bench_remat
 
 __all__ = [
     "Measurement",
     "OffloadBench",
     "OffloadRow",
+    "RematBench",
+    "RematRow",
     "Workload",
     "bench_offload",
+    "bench_remat",
     "measure",
     "predict_offload",
     "sum_of_outputs",

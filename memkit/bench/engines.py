@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -62,15 +62,31 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
 
     The forward that is wrapped must not run the blocks' backward inside the context.
     """
-    blocks = blocks_of(model)
-    originals = [block.forward for block in blocks]
-    for block, forward in zip(blocks, originals, strict=True):
-        block.forward = partial(checkpoint, forward, use_reentrant=False)
+    with checkpointed_each(blocks_of(model)):
+        yield
+
+
+@contextmanager
+def checkpointed_each(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """The same for modules of one's choice."""
+    originals = [module.forward for module in modules]
+    for module, forward in zip(modules, originals, strict=True):
+        module.forward = partial(checkpoint, forward, use_reentrant=False)
     try:
         yield
     finally:
-        for block in blocks:
-            del block.forward
+        for module in modules:
+            del module.forward
+
+
+def checkpointing(model: nn.Module) -> dict[str, Engine]:
+    """Return the checkpointing that suits a model, by name: per block where it has blocks, else per child, else as a whole."""
+    if blocks_of(model):
+        return {"checkpoint per block": partial(checkpointed, model)}
+    children = list(model.children())
+    if children and not any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in children):
+        return {"checkpoint per child": partial(checkpointed_each, children)}
+    return {"checkpoint of the whole": partial(checkpointed_each, [model])}
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
