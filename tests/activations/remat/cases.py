@@ -332,10 +332,10 @@ def many_results(x: Tensor, w: Tensor) -> Tensor:
 def pooled(x: Tensor, w: Tensor) -> Tensor:
     image = linear(x, w).view(1, 4, 8, 8).exp()
     image, where = functional.max_pool2d(image, 2, return_indices=True)
-    if not image.is_cuda:  # where it has no deterministic kernel
+    if not image.is_cuda:  # where these have no deterministic kernels
         image = functional.max_unpool2d(image.sin(), where, 2)
-    size = image.shape[-1] // 2
-    image = functional.interpolate(functional.fractional_max_pool2d(image.exp(), 2, output_size=size), scale_factor=2)
+        image = functional.fractional_max_pool2d(image.exp(), 2, output_size=4)
+    image = functional.interpolate(image.exp(), scale_factor=2)
     return functional.avg_pool2d(functional.pad(image, (1, 1, 1, 1), mode="reflect").sin(), 2).cos()
 
 
