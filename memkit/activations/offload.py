@@ -130,7 +130,8 @@ class _Entry:
         del self._hooks  # they hold `pack`, and so the entry
         saw_device = bool(self._passes)
         for window, run in self._passes.values():
-            window.end_forward(run, learn=not has_failed)
+            end_forward = torch.compiler.disable(window.end_forward) if self._may_be_compiled else window.end_forward
+            end_forward(run, learn=not has_failed)
         self._warn_of_whole_model()
         self._passes.clear()  # from here on the graph alone keeps a pass alive: it counts in the limit for as long as it lives
         if self._saw_cpu and not saw_device and not self._state.has_warned_of_cpu:

@@ -124,6 +124,8 @@ class Pass:
         self.is_forward = True
         self.refused_bytes = 0
         """What was to leave and found no room in host memory."""
+        self.unwritten: list[tuple[Record, int]] = []
+        """Records that are about to leave, and the node that saves them."""
         self._traces = traces
         self._window_bytes = window_bytes
         self._keys: list[SaveKey] = []

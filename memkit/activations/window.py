@@ -19,7 +19,7 @@ from memkit.activations.ledger import Handle, KeptHandle, Record, Residency
 from memkit.activations.passes import Pass, SaveKey, Traces, trace_of
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_on
-from memkit.hooks import after_backward, backward_task
+from memkit.hooks import after_backward, backward_task, node_number
 from memkit.plan import Action
 from memkit.profile import MemoryReport
 from memkit.sizes import format_mib
@@ -97,6 +97,7 @@ class OffloadWindow:
         """Return the handle of a tensor that may leave."""
         with self._lock:
             self._ledger.sweep()
+            self._send_written(run, but_for=node_number())
             record = run.find(storage, tensor)
             if record is None:
                 action = run.decide(_key_of(tensor, storage))
@@ -108,8 +109,12 @@ class OffloadWindow:
                 run.note_record(record, storage, tensor)
                 run.counts.unique_bytes += record.num_bytes
                 handle = self._ledger.add_handle(record, tensor, self)
-                if action is Action.KEEP or not self._leave(run, record, storage):
+                if action is Action.KEEP:
                     run.counts.kept_bytes += record.num_bytes
+                elif tensor.requires_grad:
+                    self._leave(run, record, storage)
+                else:
+                    run.unwritten.append((record, node_number()))
                 self._make_room()
             elif self.device.current_stream() != record.stream:
                 return KeptHandle(
@@ -124,18 +129,33 @@ class OffloadWindow:
         with self._lock:
             run.pass_over(_key_of(tensor, storage))
 
-    def _leave(self, run: Pass, record: Record, storage: torch.UntypedStorage) -> bool:
+    def _send_written(self, run: Pass, *, but_for: int | None = None) -> None:
+        """Let go what waited for the op that saved it, but what the node `but_for` saves.
+
+        [Note: saved before it is written] Autograd saves the inputs of an op before the op runs. What carries a gradient is not
+        written to unnoticed; but an op may fill a tensor without one that it has saved already, as `rrelu` does with its noise.
+        A copy that is put on its lane at the save would take what was there before. So what requires no grad leaves with the
+        next save of another node, when the op has been launched.
+        """
+        waited, run.unwritten = run.unwritten, []
+        for record, node in waited:
+            storage = record.original()
+            if node == but_for:
+                run.unwritten.append((record, node))
+            elif record.num_handles > 0 and storage is not None:
+                self._leave(run, record, storage)
+
+    def _leave(self, run: Pass, record: Record, storage: torch.UntypedStorage) -> None:
         try:
             self._ledger.leave(record, storage)
         except HostMemoryError as error:
             run.refused_bytes += record.num_bytes
+            run.counts.kept_bytes += record.num_bytes
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
                     f'CPUOffload (tag "{self._tag}") leaves {format_mib(record.num_bytes)} on the device: {error}', stacklevel=2
                 )
-            return False
-        return True
 
     def _make_room(self) -> None:
         limit_bytes = self.limit_bytes
@@ -145,6 +165,8 @@ class OffloadWindow:
     def end_forward(self, run: Pass, *, learn: bool) -> None:
         """The context has been left, or the backward has begun: no more saves belong to the pass."""
         with self._lock:
+            self._send_written(run)
+            self._make_room()
             if run.is_forward and run.finish_forward(learn=learn):
                 warnings.warn(
                     f'the report under the tag "{self._tag}" is of another model, or of other shapes: what was saved does not '

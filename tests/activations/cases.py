@@ -113,6 +113,13 @@ def dropout(x: Tensor, w: Tensor) -> Tensor:
     return x
 
 
+def randomized_relu(x: Tensor, w: Tensor) -> Tensor:
+    """Autograd saves its noise before it is drawn, and drawing it leaves the version counter as it was."""
+    for _ in range(3):
+        x = functional.rrelu(functional.linear(x, w) - 0.5, training=True).sin() * x
+    return x
+
+
 def custom_function(x: Tensor, w: Tensor) -> Tensor:
     return SavesTwice.apply(SavesTwice.apply(functional.linear(x, w)) * 3)
 
@@ -180,6 +187,7 @@ COMPUTATIONS: dict[str, Computation] = {
         layer_norm,
         cross_entropy,
         dropout,
+        randomized_relu,
         custom_function,
         checkpointed,
         checkpointed_reentrant,

@@ -189,13 +189,6 @@ def random_numbers(x: Tensor, w: Tensor) -> Tensor:
     return y * functional.gumbel_softmax(y, hard=True)
 
 
-def randomized_relu(x: Tensor, w: Tensor) -> Tensor:
-    """Its noise is saved before it is drawn."""
-    for _ in range(3):
-        x = functional.rrelu(linear(x, w) - 0.5, training=True).sin()
-    return x
-
-
 def own_generators(x: Tensor, w: Tensor) -> Tensor:
     first, second = (torch.Generator(x.device).manual_seed(seed) for seed in (3, 4))
     for generator in (first, second, first):
@@ -384,7 +377,6 @@ MORE: dict[str, Computation] = {
         gated_recurrent,
         fused_dropout,
         random_numbers,
-        randomized_relu,
         own_generators,
         attention_with_dropout,
         custom_function_saving_more,

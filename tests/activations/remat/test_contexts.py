@@ -38,9 +38,7 @@ class Both:
         self.offload.__exit__(*error)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in COMPUTATIONS if name != "randomized_relu"]
-)  # it is wrong in the offload alone
+@pytest.mark.parametrize("name", COMPUTATIONS)
 def test_offload_outside(name: str, remat_on: Remat, device: Device) -> None:
     plain = gradients(COMPUTATIONS[name], device.torch_device, nullcontext)
 
