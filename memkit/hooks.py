@@ -162,6 +162,9 @@ def owner_of(storage: torch.UntypedStorage) -> Owner | None:
     return _owners.get(int(storage._cdata)) if _owners else None
 
 
+_eval_frame = torch._C._dynamo.eval_frame
+
+
 def dynamo_is_loaded() -> bool:
     """Tell whether anything may have been compiled in this process. Loading Dynamo to ask it would take seconds."""
     return "torch._dynamo" in sys.modules
@@ -170,11 +173,10 @@ def dynamo_is_loaded() -> bool:
 def in_compiled_function() -> bool:
     """Tell whether the caller runs inside a function that was to be compiled, and runs as plain Python instead.
 
-    That is what Dynamo does where it cannot compile, as under a dispatch mode: its callback stays set.
+    That is what Dynamo does where it cannot compile, as under a dispatch mode: its callback stays set. To be asked only where
+    `dynamo_is_loaded`.
     """
-    if not dynamo_is_loaded():
-        return False
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    callback = _eval_frame.get_eval_frame_callback()
     return callback is not None and callback is not False
 
 

@@ -72,7 +72,7 @@ class Geometry(NamedTuple):
 
 
 @functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor without elements: an alias that holds no bytes shares its empty storage."""
     return torch.empty(0, dtype=dtype, device=device)
 
@@ -153,7 +153,7 @@ class Handle(KeptHandle):
         """Keep the version counter of the tensor, and none of its bytes."""
         if self.geometry is None:
             self.geometry = Geometry.of(self.alias)
-            self.alias.data = _nothing(self.alias.dtype, self.alias.device)
+            self.alias.data = nothing(self.alias.dtype, self.alias.device)
 
     def __del__(self) -> None:
         self.record.ledger.deaths.append((self.record, self.is_awaiting))

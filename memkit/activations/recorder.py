@@ -24,7 +24,7 @@ _get_storage = Tensor.untyped_storage
 _STRIDED = torch.strided
 _is_in_backward = torch._C._current_graph_task_id
 _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than all that is in it
-_VIEW, _PLAIN, _OTHER = "view", "plain", "other"
+_VIEW, _PLAIN = "view", "plain"
 
 
 class Recorder(TorchDispatchMode):
@@ -48,8 +48,9 @@ class Recorder(TorchDispatchMode):
         self.tape = tape
         self._generator_of = generator_of
         self._estimate_s = estimate_s
-        self._paths: dict[Any, str] = {}
-        """Of the ops seen: how they are recorded."""
+        self._paths: dict[Any, Any] = {}
+        """Of the ops seen: how they are recorded. One of the two words, or a method of the class: bound to this object it would
+        keep it alive."""
         self._seconds: dict[Any, float] = {}
         """Of the ops seen: what recording one took."""
         self._run_s = 0.0
@@ -58,6 +59,12 @@ class Recorder(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else each op would pass through Dynamo
+
+    def follow(self, tape: Tape) -> None:
+        """Write to another tape from now on."""
+        self.tape = tape
+        self._paths.clear()
+        self._seconds.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,8 +76,9 @@ class Recorder(TorchDispatchMode):
         path = self._paths.get(func)
         if path is _VIEW:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if path is not _PLAIN or kwargs or types:
-            return self._record_first(func, types, args, kwargs) if path is None else self._record(func, types, args, kwargs)
+        if path is not _PLAIN or types or (kwargs and _has_tensors(kwargs)):
+            record = Recorder._record if path is _PLAIN else path or Recorder._record_first
+            return record(self, func, types, args, kwargs)
         current = tape.current
         sources: list[Source] = []
         kept: list[Any] = []
@@ -101,10 +109,10 @@ class Recorder(TorchDispatchMode):
                 else:
                     kept.append(argument)
         except RuntimeError:  # an argument is no range of bytes
-            return self._run_opaque(func, kind_of(func), args, kwargs)
-        results = func(*args)
+            return self._run_opaque(func, types, args, kwargs)
+        results = func(*args, **kwargs) if kwargs else func(*args)
         if type(results) is not Tensor or results.layout is not _STRIDED:
-            self._note(func, kept, None, sources, args, results)
+            self._note(func, kept, kwargs, sources, args, results)
             return results
         storage = _get_storage(results)
         found = current.get(storage._cdata)
@@ -113,7 +121,7 @@ class Recorder(TorchDispatchMode):
         calls, value = tape.calls, tape.num_values
         if len(calls) >= len(tape.known_s):
             tape.seconds[len(calls)] = self._estimate_s(func, args, results)
-        calls.append(_new_tuple(Call, (func, kept, None, sources, value, (storage.nbytes(),), None)))
+        calls.append(_new_tuple(Call, (func, kept, kwargs, sources, value, (storage.nbytes(),), None)))
         current[storage._cdata] = (weakref.ref(storage), value)
         tape.num_values = value + 1
         if value in tape.retained:
@@ -122,18 +130,26 @@ class Recorder(TorchDispatchMode):
 
     def _record_first(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run and record an op that is new to this recorder, and note what that took."""
-        kind = kind_of(func)
         start_s = time.perf_counter()
         self._run_s = 0.0
-        if kind.op_class is OpClass.VIEW:
-            results = self._run(func, args, kwargs)
-            self._paths[func] = _VIEW
-        else:
-            results = self._record(func, types, args, kwargs)
-            is_watched = self.tape.is_timed or self.tape.originals is not None
-            self._paths[func] = _PLAIN if kind.is_plain and not is_watched else _OTHER
+        results = self._record(func, types, args, kwargs)
+        self._paths[func] = self._path_of(kind_of(func))
         self._seconds[func] = time.perf_counter() - start_s - self._run_s
         return results
+
+    def _path_of(self, kind: OpKind) -> Any:
+        """Return how ops of a kind are recorded from their second time on."""
+        if kind.op_class is OpClass.VIEW:
+            return _VIEW
+        if kind.op_class is OpClass.OPAQUE:
+            return Recorder._run_opaque
+        if kind.statistics:
+            return Recorder._record_batch_norm
+        if self.tape.is_timed or self.tape.originals is not None:
+            return Recorder._record
+        if kind.is_plain:
+            return _PLAIN
+        return Recorder._record_in_place if kind.is_in_place else Recorder._record
 
     def seconds(self) -> float:
         """Return what recording took the host so far, by the first op of each kind."""
@@ -144,10 +160,12 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run and record any op."""
         kind = kind_of(func)
+        if kind.op_class is OpClass.VIEW:
+            return func(*args, **kwargs) if kwargs else func(*args)
         if types or kind.op_class is OpClass.OPAQUE or _has_odd((*args, *(kwargs or {}).values())):
-            return self._run_opaque(func, kind, args, kwargs)
+            return self._run_opaque(func, types, args, kwargs)
         if kind.statistics and args[kind.training_at]:
-            return self._run_batch_norm(func, kind, args)
+            return self._record_batch_norm(func, types, args, kwargs)
         targets = _written(kind, args, kwargs) if kind.written else []
         if targets and not any(self.tape.is_known(target) for target in targets):
             return self._run_on_strangers(func, args, kwargs, targets)
@@ -177,7 +195,13 @@ class Recorder(TorchDispatchMode):
 
     def _take(self, key: int | str, argument: Any, sources: list[Source]) -> Any:
         if isinstance(argument, Tensor):
-            sources.append(source_of(key, self.tape.value_of(argument), argument))
+            storage = _get_storage(argument)
+            found = self.tape.current.get(storage._cdata)
+            if found is not None and found[0]() is storage:
+                value = found[1]
+            else:
+                value = self.tape.add_root(argument, storage, is_inside=False)
+            sources.append(source_of(key, value, argument))
             return None
         return self._take_list(key, argument, sources) if type(argument) is list else argument
 
@@ -229,9 +253,12 @@ class Recorder(TorchDispatchMode):
         made: list[Tensor] = []
         storages: list[torch.UntypedStorage] = []
         places: list[int] = []
+        current, keys = tape.current, set[int]()
         for place, tensor in enumerate(tensors_in(results)):
             storage = _get_storage(tensor)
-            if tape.find(storage) is None and not any(storage is other for other in storages):
+            found = current.get(storage._cdata)
+            if (found is None or found[0]() is not storage) and storage._cdata not in keys:
+                keys.add(storage._cdata)
                 made.append(tensor)
                 storages.append(storage)
                 places.append(place)
@@ -240,26 +267,60 @@ class Recorder(TorchDispatchMode):
             storages += [_get_storage(tensor) for tensor in written.values()]
         if not storages:
             return
-        op = len(tape.calls)
+        op, first = len(tape.calls), tape.num_values
         if op >= len(tape.known_s):
             tape.seconds[op] = self._estimate_s(func, args, results)
-        notes = CallNotes(kind or kind_of(func), tuple(places), tuple(written or ()), is_whole, generator, state)
+        notes = _new_tuple(CallNotes, (kind or kind_of(func), tuple(places), tuple(written or ()), is_whole, generator, state))
         outs_bytes = tuple([storage.nbytes() for storage in storages])
-        values = tape.add_call(Call(func, kept, kwargs, sources, tape.num_values, outs_bytes, notes), storages)
-        for value, tensor in zip(values, made, strict=True):
-            if value in tape.retained:
-                tape.hold_made(value, tensor, is_written=value - values.start >= len(places))
+        values = tape.add_call(_new_tuple(Call, (func, kept, kwargs, sources, first, outs_bytes, notes)), storages)
+        if not tape.retained.isdisjoint(values):
+            for value, tensor in zip(values, made, strict=True):
+                if value in tape.retained:
+                    tape.hold_made(value, tensor, is_written=value - first >= len(places))
         if tape.originals is not None:
             for value, storage in zip(values, storages, strict=True):
                 tape.originals[value] = byte_view(storage).to("cpu", copy=True)
 
-    def _run_opaque(self, func: Any, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def _run_opaque(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op that is not to be run again."""
+        kind = kind_of(func)
+        if not kind.written:
+            results = func(*args, **kwargs) if kwargs else func(*args)
+            self.tape.add_roots(results)
+            return results
         targets = _written(kind, args, kwargs)
         are_inside = [self._before_write(target) for target in targets]
         results = func(*args, **kwargs) if kwargs else func(*args)
         self._add_written_roots(targets, are_inside)
         self.tape.add_roots(results)
+        return results
+
+    def _record_in_place(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run and record an op that writes to its first argument, reads that and others, and does nothing else."""
+        tape, target = self.tape, args[0]
+        if types or kwargs or not isinstance(target, Tensor):
+            return self._record(func, types, args, kwargs)
+        sources: list[Source] = []
+        try:
+            storage = _get_storage(target)
+            value = tape.find(storage)
+            if value is None:
+                return func(*args)  # nothing here was made from it: a counter, a buffer
+            kept = [self._take(key, argument, sources) for key, argument in enumerate(args)]
+        except RuntimeError:  # an argument is no range of bytes
+            return self._run_opaque(func, types, args, kwargs)
+        num_bytes, is_root, is_inside = storage.nbytes(), value in tape.roots, self._before_write(target)
+        results = func(*args)
+        if is_root or storage.nbytes() != num_bytes:
+            tape.add_root(target, storage, is_inside=is_inside, is_written=True)
+            return results
+        op, made = len(tape.calls), tape.num_values
+        if op >= len(tape.known_s):
+            tape.seconds[op] = self._estimate_s(func, args, results)
+        notes = CallNotes(kind_of(func), (), (value,))
+        tape.add_call(Call(func, kept, None, sources, made, (num_bytes,), notes), (storage,))
+        if made in tape.retained:
+            tape.hold_made(made, target, is_written=True)
         return results
 
     def _before_write(self, target: Tensor) -> bool:
@@ -326,25 +387,35 @@ class Recorder(TorchDispatchMode):
                     self.tape.add_roots(tensor)
         return results
 
-    def _run_batch_norm(self, func: Any, kind: OpKind, args: tuple[Any, ...]) -> Any:
-        """Run a batch norm that updates its statistics. When it is run again, that is without them."""
-        tape = self.tape
-        known = [args[position] for position in kind.statistics if args[position] is not None]
-        known = [tensor for tensor in known if tape.is_known(tensor)]
+    def _record_batch_norm(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run and record a batch norm that updates its statistics. When it is run again, that is without them."""
+        kind, tape = kind_of(func), self.tape
+        if types or not args[kind.training_at]:
+            return self._record(func, types, args, kwargs)
+        sources: list[Source] = []
+        kept: list[Any] = []
+        known: list[Tensor] = []
+        try:
+            for position, argument in enumerate(args):
+                if position not in kind.statistics:
+                    kept.append(self._take(position, argument, sources) if isinstance(argument, Tensor) else argument)
+                elif argument is not None and tape.is_known(argument):
+                    known.append(argument)
+        except RuntimeError:  # an argument is no range of bytes
+            return self._run_opaque(func, types, args, kwargs)
+        if kind.replayed_by is None:
+            for position in kind.statistics:
+                kept.insert(position, None)
         are_inside = [self._before_write(tensor) for tensor in known]
-        sources = [
-            source_of(position, tape.value_of(argument), argument)
-            for position, argument in enumerate(args)
-            if isinstance(argument, Tensor) and position not in kind.statistics
-        ]
         results = self._run(func, args, None)
         self._add_written_roots(known, are_inside)
-        kept = [None if isinstance(argument, Tensor) else argument for argument in args]
-        if kind.replayed_by is not None:
-            func = kind.replayed_by
-            kept = [argument for position, argument in enumerate(kept) if position not in kind.statistics]
-        self._note(func, kept, None, sources, args, results, kind=kind)
+        self._note(kind.replayed_by or func, kept, None, sources, args, results, kind=kind)
         return results
+
+
+def _has_tensors(kwargs: dict[str, Any]) -> bool:
+    """Tell whether there may be a tensor among the keyword arguments."""
+    return any(isinstance(argument, Tensor | list | tuple) for argument in kwargs.values())
 
 
 def _written(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memkit.activations.ledger import Handle, KeptHandle, Ledger, Residency
+from memkit.activations.ledger import Handle, KeptHandle, Ledger, Residency, nothing
 from memkit.activations.recorder import Recorder
 from memkit.activations.remat_stats import RematCounts, RematStats
 from memkit.activations.replay import Run
@@ -44,6 +44,11 @@ from memkit.profile.step import Step as ProfiledStep
 from memkit.sizes import parse_bytes
 
 _POLICIES = ("plan", "dtr")
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+_STRIDED = torch.strided
+_NoDispatch = torch._C._DisableTorchDispatch
+_get_storage = Tensor.untyped_storage
+_is_in_backward = torch._C._current_graph_task_id
 _NUM_WATCHED = 4
 """In so many first iterations it is noted which module each op is in: that takes the host some time."""
 
@@ -55,7 +60,7 @@ class OfferedHandle(KeptHandle):
 
     def __init__(self, tensor: Tensor, hooks: SavedTensorHooks) -> None:
         super().__init__(tensor)
-        self.alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.alias.data = nothing(tensor.dtype, tensor.device)
         self._hooks = hooks
         self._packed = hooks.pack(tensor)
 
@@ -201,7 +206,9 @@ class _Entry:
 
     def __init__(self, state: _TagState, options: Rematerialize) -> None:
         self._state = state
+        self._lock = state.lock
         self._options = options
+        self._min_bytes = max(1, options.min_bytes)
         self._device = options.device or state.device
         self._torch_device = None if self._device is None else self._device.torch_device
         self._outer = innermost_hooks()
@@ -321,7 +328,7 @@ class _Entry:
 
     def pack(self, tensor: Tensor) -> KeptHandle:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
-        if backward_task() != -1:
+        if _is_in_backward() != -1:
             return KeptHandle(tensor)
         if self._may_be_compiled and in_compiled_function():
             raise RuntimeError(
@@ -329,26 +336,27 @@ class _Entry:
                 "runs op by op, as if it were not compiled. Leave torch.compile away, or leave the context away and set "
                 "torch._functorch.config.activation_memory_budget, which recomputes inside of what is compiled"
             )
-        with torch._C._DisableTorchDispatch(), self._state.lock:  # what is done here is no part of the forward
+        with _NoDispatch(), self._lock:  # what is done here is no part of the forward
             return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> KeptHandle:
-        if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor):
+        if type(tensor) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(tensor):
             return self._keep(tensor)
-        if tensor.layout is not torch.strided or (tensor.device != self._torch_device and not self._is_here(tensor.device)):
+        if tensor.layout is not _STRIDED or (tensor.device != self._torch_device and not self._is_here(tensor.device)):
             return self._keep(tensor)
         run = self._run
         if not run.is_forward or run.task != -1:
             run = self._turn()
-        storage = tensor.untyped_storage()
-        tape, num_bytes = run.tape, storage.nbytes()
-        value = tape.find(storage)
-        if value is None:
+        storage = _get_storage(tensor)
+        tape = run.tape
+        found = tape.current.get(storage._cdata)
+        if found is None or found[0]() is not storage:
             return self._keep(tensor)  # it was there before
+        value, num_bytes = found[1], storage.nbytes()
         root = tape.roots.get(value)
         if root is not None and not root.is_inside:
             return self._keep(tensor)  # it is somebody else's
-        if num_bytes == 0 or num_bytes < self._options.min_bytes:
+        if num_bytes < self._min_bytes:
             return self._keep_noted(run, value, tensor)
         if tensor._version and tensor._version > tape.num_writes(value):  # somebody else has written to it, as another thread
             value = tape.add_root(tensor, storage, is_inside=True)
@@ -383,13 +391,13 @@ class _Entry:
         return handle
 
     def _keep(self, tensor: Tensor) -> KeptHandle:
-        if self._outer is None or tensor.layout != torch.strided:
+        if self._outer is None or tensor.layout is not _STRIDED:
             return KeptHandle(tensor)
         return OfferedHandle(tensor, self._outer)
 
     def _keep_noted(self, run: Run, value: int, tensor: Tensor) -> KeptHandle:
         handle = self._keep(tensor)
-        run.note_other(value, handle)
+        run.others[value] = weakref.ref(handle)
         return handle
 
     def _note_save(self, run: Run, value: int, num_bytes: int) -> None:
@@ -421,7 +429,8 @@ class _Entry:
         """A backward has begun since the last save: what comes now is another forward."""
         self._end_forward(learn=True)
         self._run = self._open_run(raises=False)
-        self.recorder.tape = self._run.tape
+        self.recorder.follow(self._run.tape)
+        self._trail.follow(self._run.tape)
         return self._run
 
     def _is_here(self, torch_device: torch.device) -> bool:
@@ -438,9 +447,10 @@ class _Entry:
 
     def _estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
         key, costs_s = cost_key(func, args, results), self._state.costs_s
-        if key not in costs_s:
-            costs_s[key] = self._guess_s(func, args, results)
-        return costs_s[key]
+        seconds = costs_s.get(key)
+        if seconds is None:
+            seconds = costs_s[key] = self._guess_s(func, args, results)
+        return seconds
 
     def _guess_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
         if self._ceilings is None:

@@ -55,7 +55,7 @@ class Run(Residents):
         self.task = -1
         """Autograd's number of the backward that asks now; -1 before the first."""
         self._records: dict[int, weakref.ref[Record]] = {}
-        self._others: dict[int, weakref.ref[KeptHandle]] = {}
+        self.others: dict[int, weakref.ref[KeptHandle]] = {}
         """What else is saved: small values, and those that another context was given."""
         self._secured: dict[int, bool] = {}
         self._dropped = set[int]()
@@ -89,10 +89,6 @@ class Run(Residents):
         """A value has a record from now on."""
         self._records[value] = weakref.ref(record)
         self._streams[record.stream] = None
-
-    def note_other(self, value: int, handle: KeptHandle) -> None:
-        """A value is saved in another way, for as long as a handle lives."""
-        self._others[value] = weakref.ref(handle)
 
     def records(self) -> Iterator[tuple[int, Record]]:
         """Yield the values that a graph may still ask for, with their records."""
@@ -169,7 +165,7 @@ class Run(Residents):
         return None
 
     def _other(self, value: int) -> KeptHandle | None:
-        reference = None if value in self.tape.overwritten else self._others.get(value)
+        reference = None if value in self.tape.overwritten else self.others.get(value)
         handle = None if reference is None else reference()
         return handle if handle is not None and handle.is_unchanged() else None
 

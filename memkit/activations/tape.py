@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,18 +50,21 @@ def tensor_of(source: Source, storage: torch.UntypedStorage) -> Tensor:
     return tensor
 
 
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+_STRIDED = torch.strided
+
 CostKey = tuple[Any, int, int]
 
 
 def cost_key(func: Any, args: Sequence[Any], results: Any) -> CostKey:
     """Return what ops have in common that take about as long: the op, and the bytes of its first argument and first result."""
     first = args[0] if args else None
-    result = results[0] if isinstance(results, tuple) and results else results
-    return func, _bytes_of(first), _bytes_of(result)
-
-
-def _bytes_of(argument: Any) -> int:
-    return argument.nbytes if isinstance(argument, Tensor) and argument.layout == torch.strided else 0
+    result = results[0] if type(results) is tuple and results else results
+    return (
+        func,
+        first.nbytes if isinstance(first, Tensor) and first.layout is _STRIDED else 0,
+        result.nbytes if isinstance(result, Tensor) and result.layout is _STRIDED else 0,
+    )
 
 
 class Call(NamedTuple):
@@ -100,12 +103,12 @@ class Root:
 
     __slots__ = ("alias", "is_inside", "is_lost", "lent", "num_bytes", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, num_bytes: int, version: int | None, *, is_inside: bool) -> None:
-        owner = owner_of(tensor.untyped_storage())
+    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, version: int | None, *, is_inside: bool) -> None:
+        owner = owner_of(storage)
         self.lent = None if owner is None else owner.lend(tensor)
         """Gives the tensor again, where its storage is another's at times."""
         self.tensor = weakref.ref(tensor)
-        self.num_bytes = num_bytes
+        self.num_bytes = storage.nbytes()
         self.version = version
         """Of the tensor's counter when it was seen; None where that is not known, as just after a write."""
         self.is_inside = is_inside
@@ -224,12 +227,12 @@ class Tape:
             is_inside: whether nobody else may hold it.
             is_written: whether it was just written, so that the tensor's counter is about to be raised.
         """
-        value, num_bytes = self.num_values, storage.nbytes()
+        value = self.num_values
         version = None if is_written or tensor.is_inference() else tensor._version
         base = tensor._base  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
-        self.roots[value] = Root(tensor if base is None else base, num_bytes, version, is_inside=is_inside)
-        self.put(storage, value)
-        self.num_values += 1
+        self.roots[value] = Root(tensor if base is None else base, storage, version, is_inside=is_inside)
+        self.current[storage._cdata] = (weakref.ref(storage), value)
+        self.num_values = value + 1
         if value in self.retained:
             self.hold(value, is_in_dispatch=True)
         return value
@@ -248,17 +251,15 @@ class Tape:
                 return found
             found, value = found + 1, call.notes.written[place]
 
-    def put(self, storage: torch.UntypedStorage, value: int) -> None:
-        """A value is in a storage from now on."""
-        self.current[storage._cdata] = (weakref.ref(storage), value)
-
     def add_call(self, call: Call, storages: Sequence[torch.UntypedStorage]) -> range:
         """Return the values that a call has made, which are in these storages from now on."""
         self.calls.append(call)
-        self.num_values += len(storages)
-        for value, storage in enumerate(storages, call.first):
-            self.put(storage, value)
-        return range(call.first, self.num_values)
+        value, current = call.first, self.current
+        for storage in storages:
+            current[storage._cdata] = (weakref.ref(storage), value)
+            value += 1
+        self.num_values = value
+        return range(call.first, value)
 
     def add_roots(self, results: Any) -> None:
         """Note what an op has returned that cannot run again."""
@@ -387,11 +388,21 @@ def _alias_in_dispatch(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def tensors_in(argument: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors in what an op was given, or has returned: those that are ranges of bytes."""
+def tensors_in(argument: Any) -> list[Tensor]:
+    """Return the plain tensors in what an op was given, or has returned: those that are ranges of bytes."""
     if isinstance(argument, Tensor):
-        if type(argument) in (Tensor, nn.Parameter) and argument.layout == torch.strided and not argument.is_nested:
-            yield argument
-    elif isinstance(argument, list | tuple):
+        return [argument] if _is_plain(argument) else []
+    if isinstance(argument, list | tuple):
+        found: list[Tensor] = []
         for item in argument:
-            yield from tensors_in(item)
+            if isinstance(item, Tensor):
+                if _is_plain(item):
+                    found.append(item)
+            elif item is not None:
+                found += tensors_in(item)
+        return found
+    return []
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN_TYPES and tensor.layout is _STRIDED and not tensor.is_nested

@@ -21,6 +21,11 @@ class ModuleTrail:
         self._running: list[tuple[nn.Module, int]] = []
         self._names: dict[nn.Module, str] = {}
 
+    def follow(self, tape: Tape) -> None:
+        """Write to another tape from now on. Modules that run already are on it from its beginning."""
+        self._tape = tape
+        self._running = [(module, 0) for module, _ in self._running]
+
     def __enter__(self) -> ModuleTrail:
         self._hooks.around_all_forwards(before=self._before, after=self._after)
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from memkit.activations import remat
 from tests.activations.chains import chain
@@ -25,3 +26,31 @@ def test_ops_are_timed_in_the_second_step_only(budget: float, torch_device: torc
     (trace,) = remat._states["timed"].traces
     assert trace.is_measured
     assert all(seconds > 0 for seconds in trace.step.lineage.seconds)
+
+
+def test_forward_after_a_backward_in_the_same_context_is_timed_as_any_other(
+    torch_device: torch.device, remat_on: Remat
+) -> None:
+    x = torch.randn(256, device=torch_device, requires_grad=True)
+
+    with remat_on(0.5, "turns") as context:
+        chain(x, [1] * 12).sum().backward()
+        loss = chain(x, [1] * 12).sum()
+        tape = context._entry._run.tape
+        num_timed = len({op for op, *_ in tape.times})
+        loss.backward()
+
+    assert tape.is_timed
+    assert num_timed == len(tape.calls) > 12
+
+
+def test_modules_of_a_forward_after_a_backward_in_the_same_context_are_noted(torch_device: torch.device, remat_on: Remat) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).to(torch_device)
+    x = torch.randn(4, 8, device=torch_device, requires_grad=True)
+
+    with remat_on(0.5, "turns"):
+        chain(x.flatten(), [1] * 12).sum().backward()
+        model(x).exp().sum().backward()
+
+    trace = next(iter(remat._states["turns"].traces))
+    assert {module for _, module in trace.names.values()} >= {"1", "3"}
