@@ -86,6 +86,7 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         *,
         owner: object = None,
         compiled: bool = False,
+        is_last: bool = False,
     ) -> None:
         if compiled:
             pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
@@ -93,6 +94,8 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         self.unpack = unpack
         self.owner = owner
         """Which of memkit's contexts these are the hooks of."""
+        self.is_last = is_last
+        """Whether no other may be inside, which would hide tensors from these. What they keep they offer to those outside."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def __enter__(self) -> SavedTensorHooks:
@@ -118,6 +121,11 @@ _stacked = _Stacked()
 def stacked_owners() -> list[object]:
     """Return which of memkit's contexts this thread is in, the innermost last."""
     return [hooks.owner for hooks in _stacked.hooks]
+
+
+def is_in_last() -> bool:
+    """Tell whether this thread is in a context of memkit inside of which there may be no other."""
+    return any(hooks.is_last for hooks in _stacked.hooks)
 
 
 def innermost_hooks() -> SavedTensorHooks | None:

@@ -75,12 +75,19 @@ def tensor_over(
     offset: int | torch.SymInt,
     size: Sequence[int],
     stride: Sequence[int],
+    is_conj: bool = False,
+    is_neg: bool = False,
 ) -> Tensor:
     """Return a tensor that lies so in a storage. No dispatch mode sees how: nothing is read or written."""
     # `set_` says that it writes. CUDA's stream sanitizer, such a mode, would take it for a write to the bytes.
     has_modes = torch._C._len_torch_dispatch_stack() > 0
     with _disable_current_modes() if has_modes else nullcontext():
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+        if is_conj:
+            torch._C._set_conj(tensor, True)
+        if is_neg:
+            torch._C._set_neg(tensor, True)
+        return tensor
 
 
 def format_mib(num_bytes: int) -> str:
@@ -91,6 +98,20 @@ def format_mib(num_bytes: int) -> str:
         '1.50 MiB'
     """
     return f"{num_bytes / MIB:.2f} MiB"
+
+
+def check_bytes(name: str, value: object) -> int:
+    """Return an argument that is a number of bytes.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is a number of bytes (an int); found {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} is a number of bytes, 0 or more; found {value}")
+    return value
 
 
 _UNITS = {

@@ -63,12 +63,15 @@ class Geometry(NamedTuple):
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor with this geometry over a storage."""
-        tensor = tensor_over(storage, self.dtype, offset=self.offset, size=self.size, stride=self.stride)
-        if self.is_conj:
-            torch._C._set_conj(tensor, True)
-        if self.is_neg:
-            torch._C._set_neg(tensor, True)
-        return tensor
+        return tensor_over(
+            storage,
+            self.dtype,
+            offset=self.offset,
+            size=self.size,
+            stride=self.stride,
+            is_conj=self.is_conj,
+            is_neg=self.is_neg,
+        )
 
 
 @functools.cache

@@ -21,10 +21,10 @@ from memkit.activations.passes import Pass
 from memkit.activations.stats import IterationCounts, OffloadStats, fragmentation_hint
 from memkit.activations.window import OffloadWindow, settle_retired
 from memkit.device import Device, open_device
-from memkit.hooks import SavedTensorHooks, backward_task, dynamo_is_loaded, in_checkpoint, node_number, stacked_owners
+from memkit.hooks import SavedTensorHooks, backward_task, dynamo_is_loaded, in_checkpoint, is_in_last, node_number
 from memkit.plan import auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
-from memkit.sizes import storage_key
+from memkit.sizes import check_bytes, storage_key
 from memkit.transfer.link import measure_link
 
 Ratio = float | str | Callable[..., float]
@@ -283,9 +283,9 @@ class CPUOffload:
             raise TypeError(f"device is a memkit.device.Device; found {type(device).__name__}. For CUDA, leave it away")
         self.offload_ratio = offload_ratio
         self.tag = tag
-        self.min_bytes = _bytes("min_bytes", min_bytes)
-        self.window_bytes = None if window_bytes is None else _bytes("window_bytes", window_bytes)
-        self.host_limit_bytes = None if host_limit_bytes is None else _bytes("host_limit_bytes", host_limit_bytes)
+        self.min_bytes = check_bytes("min_bytes", min_bytes)
+        self.window_bytes = None if window_bytes is None else check_bytes("window_bytes", window_bytes)
+        self.host_limit_bytes = None if host_limit_bytes is None else check_bytes("host_limit_bytes", host_limit_bytes)
         self.profile = profile
         self.device = device
         self._entry: _Entry | None = None
@@ -303,7 +303,7 @@ class CPUOffload:
                 f'CPUOffload (tag "{self.tag}") was entered inside a checkpointed function, which would undo the '
                 "checkpoint. Put the context around the checkpoint: then what the checkpoint saves is offloaded"
             )
-        if any(getattr(owner, "decides_last", False) for owner in stacked_owners()):
+        if is_in_last():
             raise ValueError(
                 f'CPUOffload (tag "{self.tag}") was entered inside a Rematerialize, which would see no saved tensor any more. '
                 "Put CPUOffload around it: then what Rematerialize keeps may be offloaded"
@@ -367,14 +367,6 @@ class CPUOffload:
             )
             state.auto = (key, ratio)
         return state.auto[1]
-
-
-def _bytes(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is a number of bytes (an int); found {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} is a number of bytes, 0 or more; found {value}")
-    return value
 
 
 def _state_of(tag: str) -> _TagState:

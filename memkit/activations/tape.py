@@ -42,12 +42,7 @@ def source_of(key: Any, value: int, tensor: Tensor) -> Source:
 def tensor_of(source: Source, storage: torch.UntypedStorage) -> Tensor:
     """Return the tensor that a call is given, over the storage that its value is in now."""
     _, _, size, stride, offset, dtype, is_conj, is_neg = source
-    tensor = tensor_over(storage, dtype, offset=offset, size=size, stride=stride)
-    if is_conj:
-        torch._C._set_conj(tensor, True)
-    if is_neg:
-        torch._C._set_neg(tensor, True)
-    return tensor
+    return tensor_over(storage, dtype, offset=offset, size=size, stride=stride, is_conj=is_conj, is_neg=is_neg)
 
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import memkit
-from memkit.activations import remat
+from memkit.activations import remat_state
 from memkit.device import CpuDevice, Device
 from tests.activations.conftest import open_test_device
 
@@ -40,5 +40,5 @@ def remat_on(device: Device) -> Remat:
 @pytest.fixture(autouse=True)
 def _fresh_remat_tags() -> Iterator[None]:
     yield
-    for tag in list(remat._states):
+    for tag in list(remat_state.states):
         memkit.reset(tag)

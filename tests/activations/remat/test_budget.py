@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
-from memkit.activations import remat
+from memkit.activations import remat_entry, remat_state
 from memkit.device import CpuDevice, Device
 from tests.activations.cases import assert_same_bits, gradients, inputs_on
 from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
@@ -88,9 +88,9 @@ def test_plan_keeps_to_the_budget_with_nothing_over(device: Device, remat_on: Re
 def _counted(run: Callable[[Context], None], make: Context, tag: str) -> list[tuple[int, int]]:
     """Return the bytes that the ledger counts as live, and those that are, at each request of a backward."""
     found: list[tuple[int, int]] = []
-    unpack = remat._TagState.unpack
+    unpack = remat_state.RematState.unpack
 
-    def watched(state: remat._TagState, run: object, handle: object) -> Tensor:
+    def watched(state: remat_state.RematState, run: object, handle: object) -> Tensor:
         tensor = unpack(state, run, handle)
         if state.tag == tag:
             state.sweep()
@@ -107,15 +107,15 @@ def _counted(run: Callable[[Context], None], make: Context, tag: str) -> list[tu
         return [record for run in runs for _, record in run.records()]
 
     runs: list[object] = []
-    open_run = remat._Entry._open_run
+    open_run = remat_entry.Entry._open_run
 
-    def opened(entry: remat._Entry, *, raises: bool) -> object:
+    def opened(entry: remat_entry.Entry, *, raises: bool) -> object:
         runs.append(open_run(entry, raises=raises))
         return runs[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remat._TagState, "unpack", watched)
-        patch.setattr(remat._Entry, "_open_run", opened)
+        patch.setattr(remat_state.RematState, "unpack", watched)
+        patch.setattr(remat_entry.Entry, "_open_run", opened)
         run(make)
     return found
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memkit.activations import remat
+from memkit.activations import remat_state
 from tests.activations.chains import chain
 from tests.activations.remat.conftest import Remat
 
@@ -23,7 +23,7 @@ def test_ops_are_timed_in_the_second_step_only(budget: float, torch_device: torc
         loss.backward()
 
     assert timed == [False, True, False, False, False]
-    (trace,) = remat._states["timed"].traces
+    (trace,) = remat_state.states["timed"].traces
     assert trace.is_measured
     assert all(seconds > 0 for seconds in trace.step.lineage.seconds)
 
@@ -44,7 +44,9 @@ def test_forward_after_a_backward_in_the_same_context_is_timed_as_any_other(
     assert num_timed == len(tape.calls) > 12
 
 
-def test_modules_of_a_forward_after_a_backward_in_the_same_context_are_noted(torch_device: torch.device, remat_on: Remat) -> None:
+def test_modules_of_a_forward_after_a_backward_in_the_same_context_are_noted(
+    torch_device: torch.device, remat_on: Remat
+) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).to(torch_device)
     x = torch.randn(4, 8, device=torch_device, requires_grad=True)
 
@@ -52,5 +54,5 @@ def test_modules_of_a_forward_after_a_backward_in_the_same_context_are_noted(tor
         chain(x.flatten(), [1] * 12).sum().backward()
         model(x).exp().sum().backward()
 
-    trace = next(iter(remat._states["turns"].traces))
+    trace = next(iter(remat_state.states["turns"].traces))
     assert {module for _, module in trace.names.values()} >= {"1", "3"}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import memkit
-from memkit.activations import remat
+from memkit.activations import remat_state
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits, inputs_on
 from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
@@ -131,7 +131,7 @@ def _held(tag: str) -> dict[str, int]:
     """What may not grow with the number of steps."""
     gc.collect()
     stats = memkit.remat_stats(tag)
-    state = remat._states[tag]
+    state = remat_state.states[tag]
     return {
         "records": stats.live_records,
         "bytes": stats.live_bytes,

@@ -1,0 +1,377 @@
+"""One forward under `Rematerialize`: what is done with each tensor that autograd saves."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memkit.activations.ledger import KeptHandle, Residency, nothing
+from memkit.activations.recorder import Recorder
+from memkit.activations.remat_state import RematState, RunUnpacker
+from memkit.activations.remat_stats import RematCounts
+from memkit.activations.replay import Run
+from memkit.activations.tape import Tape, cost_key
+from memkit.activations.traces import Follower, OpTrace, OpTraces, SaveKey
+from memkit.activations.trail import ModuleTrail
+from memkit.device import CpuDevice, Device, default_generator, open_device
+from memkit.device.ceilings import GUESSED, Ceilings, measure_ceilings
+from memkit.errors import BudgetInfeasible
+from memkit.hooks import SavedTensorHooks, dynamo_is_loaded, in_compiled_function, innermost_hooks
+from memkit.plan import NO_OP, DTRScore, RematPlan, Step
+
+_NUM_WATCHED = 4
+"""In so many first iterations it is noted which module each op is in: that takes the host some time."""
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+_STRIDED = torch.strided
+_NoDispatch = torch._C._DisableTorchDispatch
+_get_storage = Tensor.untyped_storage
+_is_in_backward = torch._C._current_graph_task_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RematOptions:
+    """What was asked for: see `Rematerialize`."""
+
+    budget: int | float
+    policy: str
+    plan: RematPlan | None
+    score: DTRScore
+    min_bytes: int
+    strict: bool
+    verify: bool
+    device: Device | None
+
+
+class OfferedHandle(KeptHandle):
+    """A saved tensor that stays as far as this context goes, and that the hooks outside of it were given."""
+
+    __slots__ = ("_hooks", "_packed")
+
+    def __init__(self, tensor: Tensor, hooks: SavedTensorHooks) -> None:
+        super().__init__(tensor)
+        self.alias.data = nothing(tensor.dtype, tensor.device)
+        self._hooks = hooks
+        self._packed = hooks.pack(tensor)
+
+    def unpack(self) -> Tensor:
+        self.check_version()
+        return self._hooks.unpack(self._packed)
+
+
+class Entry:
+    """One time in the context: from `with` to its end."""
+
+    def __init__(self, state: RematState, options: RematOptions) -> None:
+        self._state = state
+        self._lock = state.lock
+        self._options = options
+        self._min_bytes = max(1, options.min_bytes)
+        self._device = options.device or state.device
+        self._torch_device = None if self._device is None else self._device.torch_device
+        self._outer = innermost_hooks()
+        self._may_be_compiled = dynamo_is_loaded()
+        self._ceilings: Ceilings | None = None
+        self.counts = RematCounts()
+        self._plan: RematPlan | None = None
+        self._run = self._open_run(raises=options.strict)
+        self.recorder = Recorder(self._run.tape, default_generator, self._estimate_s)
+        self._hooks = SavedTensorHooks(self.pack, _unpack, owner=self, is_last=True)
+        self._trail = ModuleTrail(self._run.tape)
+        is_new = self._follower.trace is None and state.num_iterations < _NUM_WATCHED
+        self._watches_modules = is_new or options.verify
+
+    def begin(self) -> None:
+        with ExitStack() as contexts:
+            if self._watches_modules:
+                contexts.enter_context(self._trail)
+            contexts.enter_context(self._hooks)
+            contexts.enter_context(self.recorder)
+            self._contexts = contexts.pop_all()
+
+    def end(self, *, has_failed: bool) -> None:
+        self._contexts.close()
+        with self._state.lock:
+            self._end_forward(learn=not has_failed)
+        del self._contexts, self._hooks, self._run, self.recorder  # they hold the entry, and the tape
+
+    # One forward
+
+    def _open_run(self, *, raises: bool) -> Run:
+        """Begin to record: at the entry, or when a backward has run since the last save."""
+        state, options = self._state, self._options
+        state.sweep()
+        state.read_times()
+        self._follower = Follower(state.traces if options.policy == "plan" else OpTraces())
+        trace = self._follower.trace
+        self._plan = self._plan_of(trace, raises=raises)
+        device = self._device or CpuDevice()
+        tape = Tape(
+            device,
+            known_s=() if trace is None else trace.step.lineage.seconds,
+            retained=frozenset() if self._plan is None else self._plan.retained,
+            is_timed=state.num_iterations == 1 if trace is None else not state.traces.are_measured(),
+            is_verified=options.verify,
+        )
+        return Run(tape, state.ledger(device), options.score, self._limit_bytes(), self.counts)
+
+    def _budget_bytes(self) -> float:
+        """Return the budget, as far as it is known: a share is one of what is saved in all."""
+        budget = self._options.budget
+        if isinstance(budget, int):
+            return budget
+        trace = self._follower.trace
+        if trace is not None:
+            return budget * trace.step.saved_bytes
+        return math.inf if budget == 1 else budget * self.counts.saved_bytes
+
+    def _limit_bytes(self) -> float:
+        self.counts.budget_bytes = self._budget_bytes()
+        self.counts.follows_plan = self._plan is not None
+        self._to_drop = frozenset[int]() if self._plan is None else self._plan.dropped
+        return self.counts.budget_bytes if self._plan is None else self._plan.limit_bytes
+
+    def _plan_of(self, trace: OpTrace | None, *, raises: bool) -> RematPlan | None:
+        """Return the plan to follow."""
+        options, state = self._options, self._state
+        if trace is None:
+            return None
+        given = options.plan
+        if given is not None:
+            if [planned.value for planned in given.values] == list(dict.fromkeys(trace.step.saves)):
+                state.plan = given
+                return given
+            num_values = len(set(trace.step.saves))
+            state.warn_once(
+                "plan",
+                f"the plan that was given is of another step: it has {len(given.values)} values, and {num_values} were saved. "
+                "It is not used.",
+            )
+        budget_bytes = math.ceil(self._budget_bytes())
+        try:
+            plan = trace.plan(budget_bytes, options.score)
+        except BudgetInfeasible as error:
+            if raises:
+                raise
+            state.warn_once("budget", f"{error}. It is exceeded by as little as can be.")
+            planner = trace.planner(options.score)
+            plan = planner.plan(budget_bytes, planner.smallest())
+        state.plan = plan
+        return plan
+
+    def _end_forward(self, *, learn: bool) -> None:
+        """No more saves belong to the run."""
+        run, state, follower = self._run, self._state, self._follower
+        if not run.is_forward:
+            return
+        run.is_forward = False
+        tape = run.tape
+        counts = self.counts
+        counts.num_ops += len(tape.funcs)
+        counts.recorder_s += self.recorder.seconds()
+        counts.peak_bytes = max(counts.peak_bytes, run.peak_bytes)
+        if learn and follower.saves and self._options.policy == "plan":
+            trace = follower.ended_as(tape.funcs)
+            if trace is None:
+                trace = _trace_of(run, follower.saves, is_first=not len(state.traces))
+            else:
+                trace.num_seen += 1
+            state.traces.add(trace)
+            run.trace = trace
+        if tape.is_timed:
+            state.note_timed(run.trace if isinstance(run.trace, OpTrace) else None, tape.times_alone())
+        tape.close()
+
+    # Saving
+
+    def pack(self, tensor: Tensor) -> KeptHandle:
+        """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
+        if _is_in_backward() != -1:
+            return KeptHandle(tensor)
+        if self._may_be_compiled and in_compiled_function():
+            raise RuntimeError(
+                f'Rematerialize (tag "{self._state.tag}"): a compiled function was called in the context. To be recorded it '
+                "runs op by op, as if it were not compiled. Leave torch.compile away, or leave the context away and set "
+                "torch._functorch.config.activation_memory_budget, which recomputes inside of what is compiled"
+            )
+        with _NoDispatch(), self._lock:  # what is done here is no part of the forward
+            return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> KeptHandle:
+        if type(tensor) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(tensor):
+            return self._keep(tensor)
+        if tensor.layout is not _STRIDED or (tensor.device != self._torch_device and not self._is_here(tensor.device)):
+            return self._keep(tensor)
+        run = self._run
+        if not run.is_forward or run.task != -1:
+            run = self._turn()
+        storage = _get_storage(tensor)
+        tape = run.tape
+        found = tape.current.get(storage._cdata)
+        if found is None or found[0]() is not storage:
+            return self._keep(tensor)  # it was there before
+        value, num_bytes = found[1], storage.nbytes()
+        root = tape.roots.get(value)
+        if root is not None and not root.is_inside:
+            return self._keep(tensor)  # it is somebody else's
+        if num_bytes < self._min_bytes:
+            return self._keep_noted(run, value, tensor)
+        if tensor._version and tensor._version > tape.num_writes(value):  # somebody else has written to it, as another thread
+            value = tape.add_root(tensor, storage, is_inside=True)
+            root = tape.roots[value]
+        run.ledger.sweep()
+        is_new = not run.is_saved(value)
+        self._note_save(run, value, num_bytes)
+        record = run.record_of(value)
+        if record is not None and record.version != tensor._version:
+            return self._keep(tensor)  # it was written to behind the recorder's back
+        if record is None:
+            if is_new:
+                self.counts.saved_bytes += num_bytes
+                self.counts.num_saved += 1
+                self._raise_limit(run)
+            drops = self._drops(run, value, num_bytes)
+            if self._outer is not None and not (drops and run.secure(value)):
+                run.offered_bytes += num_bytes
+                return self._keep_noted(run, value, tensor)
+            record = run.ledger.open_record(storage, tensor._version, owner=None, index=value)
+            run.note_record(value, record)
+            handle = run.ledger.add_handle(record, tensor, RunUnpacker(self._state, run))
+            if value not in run.fixed and root is None:
+                run.admit(value)
+                if drops:
+                    run.drop(value)
+        else:
+            handle = run.ledger.add_handle(record, tensor, RunUnpacker(self._state, run))
+        if run.live_bytes > run.limit_bytes:
+            run.make_room(0)
+        run.note_peak()
+        return handle
+
+    def _keep(self, tensor: Tensor) -> KeptHandle:
+        if self._outer is None or tensor.layout is not _STRIDED:
+            return KeptHandle(tensor)
+        return OfferedHandle(tensor, self._outer)
+
+    def _keep_noted(self, run: Run, value: int, tensor: Tensor) -> KeptHandle:
+        handle = self._keep(tensor)
+        run.others[value] = weakref.ref(handle)
+        return handle
+
+    def _note_save(self, run: Run, value: int, num_bytes: int) -> None:
+        run.note_save(value)
+        had_plan = self._plan is not None
+        if self._follower.note(run.tape.funcs, SaveKey(len(run.tape.funcs), value, num_bytes)):
+            trace = self._follower.trace
+            run.tape.known_s = () if trace is None else trace.step.lineage.seconds
+            self._plan = self._plan_of(trace, raises=False)
+            run.tape.retained = frozenset() if self._plan is None else self._plan.retained
+            run.limit_bytes = self._limit_bytes()
+            if trace is None and had_plan:
+                self._state.num_deviations += 1
+
+    def _raise_limit(self, run: Run) -> None:
+        """What is saved has grown, and with it a budget that is a share of it."""
+        if self._plan is None:
+            run.limit_bytes = self._limit_bytes()
+
+    def _drops(self, run: Run, value: int, num_bytes: int) -> bool:
+        """Tell whether a value is dropped as soon as it is saved."""
+        if value in run.fixed or value in run.wished:
+            return value in run.wished
+        if self._plan is not None:
+            return value in self._to_drop
+        return self._outer is not None and run.live_bytes + run.offered_bytes + num_bytes > run.limit_bytes
+
+    def _turn(self) -> Run:
+        """A backward has begun since the last save: what comes now is another forward."""
+        self._end_forward(learn=True)
+        self._run = self._open_run(raises=False)
+        self.recorder.follow(self._run.tape)
+        self._trail.follow(self._run.tape)
+        return self._run
+
+    def _is_here(self, torch_device: torch.device) -> bool:
+        """Tell whether tensors on a device are dropped: the one that was asked for, or the first that saves any."""
+        device = self._device
+        if device is None:
+            if torch_device.type not in ("cpu", "cuda"):
+                return False
+            device = self._device = self._state.device = open_device(torch_device)
+            self._torch_device = device.torch_device
+            self._run.tape.device = device
+            self._run.ledger = self._state.ledger(device)
+        return device.torch_device == torch_device
+
+    def _estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
+        key, costs_s = cost_key(func, args, results), self._state.costs_s
+        seconds = costs_s.get(key)
+        if seconds is None:
+            seconds = costs_s[key] = self._guess_s(func, args, results)
+        return seconds
+
+    def _guess_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
+        if self._ceilings is None:
+            if self._device is None or self._device.torch_device.type == "meta":
+                return GUESSED.estimate_s(func, args, results)
+            self._ceilings = measure_ceilings(self._device)
+        return self._ceilings.estimate_s(func, args, results)
+
+    # The user's word
+
+    def mark(self, tensor: Tensor, *, keep: bool) -> None:
+        """What is in a tensor now is to be kept, or made again."""
+        run = self._run
+        with torch._C._DisableTorchDispatch(), self._state.lock:
+            storage = tensor.untyped_storage()
+            value = run.tape.find(storage)
+            if value is None or value in run.tape.roots:
+                return
+            run.tape.sync()
+            wanted, other = (run.fixed, run.wished) if keep else (run.wished, run.fixed)
+            wanted.add(value)
+            other.discard(value)
+            record = run.record_of(value)
+            if record is None:
+                return
+            if keep:
+                run.evictable.pop(value, None)
+                if record.residency is Residency.DROPPED:
+                    run.ledger.restore(record, storage)
+            elif record.residency is Residency.DEVICE:
+                run.drop(value)
+
+
+def _unpack(packed: KeptHandle) -> Tensor:
+    return packed.unpack()
+
+
+def _trace_of(run: Run, saves: list[SaveKey], *, is_first: bool) -> OpTrace:
+    """Return the trace that a forward has left."""
+    tape, values = run.tape, dict.fromkeys(run.saves)
+    tape.sync()
+    lineage = tape.lineage
+    made = [value for value in values if lineage.maker[value] != NO_OP]
+    return OpTrace(
+        funcs=tape.funcs,
+        saves=saves,
+        names={
+            value: (str(tape.calls[lineage.maker[value]].func), tape.modules.get(lineage.maker[value], "")) for value in made
+        },
+        is_first=is_first,
+        step=Step(
+            lineage=lineage,
+            saves=tuple(run.saves),
+            uses=tuple(reversed(run.saves)),
+            fixed=frozenset(values) - frozenset(made) | (run.fixed & values.keys()),
+            dropped=frozenset(run.wished & values.keys()),
+            retained_bytes={value: root.num_bytes for value, root in tape.roots.items() if root.is_inside or root.is_lost},
+        ),
+    )

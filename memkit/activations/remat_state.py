@@ -1,0 +1,174 @@
+"""What is remembered under a tag of `Rematerialize` from one step to the next, and how saved tensors come back."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+import weakref
+from dataclasses import replace
+
+from torch import Tensor
+
+from memkit.activations.ledger import Handle, Ledger, Residency
+from memkit.activations.remat_stats import RematCounts
+from memkit.activations.replay import Run
+from memkit.activations.tape import CostKey, Tape
+from memkit.activations.traces import OpTrace, OpTraces
+from memkit.device import Device
+from memkit.hooks import after_backward, backward_task
+from memkit.plan import RematPlan
+
+
+class RematState:
+    """What is remembered under a tag from one iteration to the next."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        self.lock = threading.RLock()
+        self.num_iterations = 0
+        self.num_deviations = 0
+        self.counts = RematCounts()
+        self.traces = OpTraces()
+        self.plan: RematPlan | None = None
+        """The one that was followed last."""
+        self.device: Device | None = None
+        """Where tensors are dropped."""
+        self._ledgers: dict[Device, Ledger] = {}
+        self.costs_s: dict[CostKey, float] = {}
+        """What ops take, by their names and sizes: measured, or else estimated."""
+        self._timed: list[tuple[OpTrace | None, Tape]] = []
+        self._warned = set[str]()
+
+    def ledger(self, device: Device) -> Ledger:
+        if device not in self._ledgers:
+            self._ledgers[device] = Ledger(device)
+        return self._ledgers[device]
+
+    def ledgers(self) -> list[Ledger]:
+        return list(self._ledgers.values())
+
+    def sweep(self) -> None:
+        for ledger in self.ledgers():
+            ledger.sweep()
+
+    def warn_once(self, what: str, message: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(f'Rematerialize (tag "{self.tag}"): {message}', stacklevel=5)
+
+    # What a forward has taught
+
+    def note_timed(self, trace: OpTrace | None, tape: Tape) -> None:
+        """The ops of a forward were timed: what they took is read later, when they are done."""
+        self._timed.append((trace, tape))
+
+    def read_times(self) -> None:
+        """Take up what the ops of the last iteration took."""
+        for trace, tape in self._timed:
+            self.costs_s.update(tape.read_times())
+            if trace is None or trace.is_measured or trace.num_seen == 1:
+                continue  # in its first forward a kernel is loaded, or chosen among several
+            if len(tape.lineage.seconds) == len(trace.step.lineage.seconds):
+                trace.step.lineage.seconds[:] = tape.lineage.seconds
+                trace.is_measured = True
+                trace.learn(trace.step)
+        self._timed.clear()
+
+    # The backward
+
+    def unpack(self, run: Run, handle: Handle) -> Tensor:
+        """Return a saved tensor, for work on the current stream; make it again if it was dropped."""
+        with self.lock:
+            record = handle.record
+            ledger, value, task = record.ledger, record.index, backward_task()
+            ledger.sweep()
+            if task != -1 and run.task != task:
+                self._begin_backward(run, task)
+            if task != -1:
+                run.note_use(value)
+            if handle.geometry is None:
+                run.evictable.pop(value, None)
+                ledger.serve(handle)
+                return handle.alias
+            original = record.original()
+            if original is not None:
+                ledger.serve(handle)
+                return handle.geometry.over(original)
+            if record.residency is Residency.DROPPED:
+                self._make(run, handle)
+            if record.num_awaiting <= 1:
+                run.evictable.pop(value, None)
+            return ledger.hand_out(handle)
+
+    def _make(self, run: Run, handle: Handle) -> None:
+        run.ledger.expect(handle.record)
+        counts, device = run.counts, run.ledger.device
+        start = device.record_event()
+        ops_before, seconds_before = run.num_replayed_ops, run.replayed_s
+        run.make(handle.record.index)
+        counts.num_replays += 1
+        counts.num_replayed_ops += run.num_replayed_ops - ops_before
+        counts.replayed_s += run.replayed_s - seconds_before
+        counts.replayed.add(start, device.record_event())
+        counts.peak_bytes = max(counts.peak_bytes, run.peak_bytes)
+
+    def _begin_backward(self, run: Run, task: int) -> None:
+        is_first = run.task == -1
+        trace = run.trace
+        run.begin_backward(task, trace.step.uses if isinstance(trace, OpTrace) and trace.has_order else None)
+        after_backward(functools.partial(self._end_backward, weakref.ref(run), is_first=is_first))
+
+    def _end_backward(self, reference: weakref.ref[Run], *, is_first: bool) -> None:
+        """A backward has ended well."""
+        with self.lock:
+            self.sweep()
+            run = reference()
+            if run is None:
+                return
+            trace = run.trace
+            if is_first and isinstance(trace, OpTrace) and not trace.has_order and next(run.records(), None) is None:
+                trace.has_order = True
+                trace.learn(replace(trace.step, uses=tuple(run.uses)))
+
+
+class RunUnpacker:
+    """Brings the tensors of one run back. Handles hold it, so that the run goes with the last of them."""
+
+    __slots__ = ("_run", "_state")
+
+    def __init__(self, state: RematState, run: Run) -> None:
+        self._state = state
+        self._run = run
+
+    def unpack(self, handle: Handle) -> Tensor:
+        return self._state.unpack(self._run, handle)
+
+
+states: dict[str, RematState] = {}
+_states_lock = threading.Lock()
+
+
+def open_state(tag: str) -> RematState:
+    """Return what is remembered under a tag, which may be new."""
+    with _states_lock:
+        return states.setdefault(tag, RematState(tag))
+
+
+def state_of(tag: str) -> RematState:
+    """Return what is remembered under a tag.
+
+    Raises:
+        ValueError: the tag is unknown.
+    """
+    with _states_lock:
+        state = states.get(tag)
+    if state is None:
+        raise ValueError(f'no Rematerialize was entered under the tag "{tag}"; known tags: {sorted(states) or "none"}')
+    return state
+
+
+def forget(tag: str) -> None:
+    """Forget what is kept under a tag. Unknown tags are fine; graphs that are alive keep working."""
+    with _states_lock:
+        states.pop(tag, None)
