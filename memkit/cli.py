@@ -77,15 +77,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: memkit profile torchvision:resnet50 --input 256x3x224x224 --device meta",
         allow_abbrev=False,
     )
-    profile.add_argument("spec", metavar="SPEC", help="torchvision:NAME (video.r3d_18, ...) or package.module:factory")
-    profile.add_argument(
-        "--input",
-        dest="inputs",
-        action="append",
-        required=True,
-        type=input_shape,
-        metavar="SHAPE[:DTYPE]",
-        help="one of the model's inputs, such as 256x3x224x224 or 8x2048:int64; repeat for more",
+    _add_model(
+        profile,
+        spec="torchvision:NAME (video.r3d_18, ...) or package.module:factory",
+        inputs="one of the model's inputs, such as 256x3x224x224 or 8x2048:int64; repeat for more",
     )
     profile.add_argument(
         "--device", choices=("meta", "cpu", "cuda"), help="where to run; default: cuda if there is one, else meta"
@@ -114,6 +109,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_AS_PROFILE = "as for `memkit profile`"
+
+
+def _add_model(
+    parser: argparse.ArgumentParser, *, spec: str = _AS_PROFILE, inputs: str = _AS_PROFILE, needs_input: bool = True
+) -> None:
+    """Add what says which model to build, and its inputs; `spec` and `inputs` are their help."""
+    parser.add_argument("spec", metavar="SPEC", help=spec)
+    parser.add_argument(
+        "--input",
+        dest="inputs",
+        action="append",
+        required=needs_input,
+        type=input_shape,
+        metavar="SHAPE[:DTYPE]",
+        help=inputs,
+    )
+
+
 _BENCH_OFFLOAD: dict[str, Any] = {
     "help": "time and peak memory against the share that CPUOffload moves",
     "description": "Time a training step, and take its peak memory, at several offload ratios, beside plain PyTorch.",
@@ -123,10 +137,7 @@ _BENCH_OFFLOAD: dict[str, Any] = {
 
 
 def _add_bench_offload(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("spec", metavar="SPEC", help="as for `memkit profile`; with --predict, a report that it wrote")
-    parser.add_argument(
-        "--input", dest="inputs", action="append", type=input_shape, metavar="SHAPE[:DTYPE]", help="as for `memkit profile`"
-    )
+    _add_model(parser, spec=f"{_AS_PROFILE}; with --predict, a report that it wrote", needs_input=False)
     parser.add_argument(
         "--ratios", type=_ratios, default=[0.0, 0.1, 0.3, 0.5, 1.0], metavar="R,R,...", help="default: 0,0.1,0.3,0.5,1"
     )
@@ -146,16 +157,7 @@ _BENCH_REMAT: dict[str, Any] = {
 
 
 def _add_bench_remat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("spec", metavar="SPEC", help="as for `memkit profile`")
-    parser.add_argument(
-        "--input",
-        dest="inputs",
-        action="append",
-        required=True,
-        type=input_shape,
-        metavar="SHAPE[:DTYPE]",
-        help="as for `memkit profile`",
-    )
+    _add_model(parser)
     parser.add_argument(
         "--budgets",
         type=_budgets,
@@ -227,11 +229,7 @@ def _bench_offload(options: argparse.Namespace) -> None:
 
 def _bench_remat(options: argparse.Namespace) -> None:
     _check_bench_output(options)
-    if not cuda_is_available():
-        raise UsageError(
-            "nothing was measured: there is no CUDA device here, and without one there is no peak to lower. "
-            "`memkit profile --device meta` shows what a model saves"
-        )
+    _check_cuda("there is no peak to lower. `memkit profile --device meta` shows what a model saves")
     workload, device = _workload(options)
     _write_bench(
         bench_remat(workload, options.budgets, device, num_steps=options.iters, with_peers=options.peers),
@@ -245,6 +243,11 @@ def _check_bench_output(options: argparse.Namespace) -> None:
             _check_writable(path)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError('--plot needs matplotlib; install it with pip install "memkit[plot]"')
+
+
+def _check_cuda(without_one: str) -> None:
+    if not cuda_is_available():
+        raise UsageError(f"nothing was measured: there is no CUDA device here, and without one {without_one}")
 
 
 def _write_bench(result: OffloadBench | RematBench, options: argparse.Namespace) -> None:
@@ -270,11 +273,10 @@ def _measured(options: argparse.Namespace) -> OffloadBench:
         raise UsageError("--link-gbps is for --predict; without it the link is measured")
     if not options.inputs:
         raise UsageError("--input is needed, such as --input 256x3x224x224")
-    if not cuda_is_available():
-        raise UsageError(
-            "nothing was measured: there is no CUDA device here, and without one there is nothing to offload from. "
-            "With a report from `memkit profile --backward --json FILE` on a GPU, --predict --link-gbps N computes the table"
-        )
+    _check_cuda(
+        "there is nothing to offload from. "
+        "With a report from `memkit profile --backward --json FILE` on a GPU, --predict --link-gbps N computes the table"
+    )
     workload, device = _workload(options)
     return bench_offload(workload, options.ratios, device, num_steps=options.iters, with_peers=options.peers)
 

@@ -11,21 +11,13 @@ import pytest
 import torch
 
 from memkit import MemoryReport, __version__, cli, progress
+from tests.bench.cases import assert_fails, run_command
 
 RESNET = ["profile", "torchvision:resnet18", "--input", "2x3x64x64", "--device", "meta"]
 
 
-def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    try:
-        status = cli.main(arguments)
-    except SystemExit as error:
-        status = error.code
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
 def test_resnet50_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = _run(capsys, "profile", "torchvision:resnet50", "--input", "256x3x224x224", "--device", "meta")
+    status, out, _ = run_command(capsys, "profile", "torchvision:resnet50", "--input", "256x3x224x224", "--device", "meta")
 
     assert status == 0
     assert out.splitlines()[-3:] == [
@@ -44,11 +36,13 @@ def test_module_runs_as_a_program() -> None:
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(capsys, "--version")[:2] == (0, f"memkit {__version__}, torch {torch.__version__}\n")
+    assert run_command(capsys, "--version")[:2] == (0, f"memkit {__version__}, torch {torch.__version__}\n")
 
 
 def test_cpu_run_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = _run(capsys, "profile", "torchvision:resnet18", "--input", "2x3x32x32", "--device", "cpu", "--backward")
+    status, out, _ = run_command(
+        capsys, "profile", "torchvision:resnet18", "--input", "2x3x32x32", "--device", "cpu", "--backward"
+    )
 
     assert status == 0
     assert "train mode, forward and backward" in out
@@ -56,7 +50,7 @@ def test_cpu_run_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_model_in_a_package_below(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = _run(
+    status, out, _ = run_command(
         capsys, "profile", "torchvision:video.r3d_18", "--input", "1x3x4x32x32", "--device", "meta", "--depth", "0"
     )
 
@@ -85,8 +79,8 @@ def test_model_from_the_current_folder(
     monkeypatch.setattr(sys, "path", [*sys.path])
     inputs = ["--input", "2x3:int64", "--input", "2x3:bool", "--device", "cpu"]
 
-    status, out, _ = _run(capsys, "profile", "my_models:Zoo.two_inputs", *inputs)
-    ready_status, ready_out, _ = _run(capsys, "profile", "my_models:ready", "--input", "2x4", "--device", "meta")
+    status, out, _ = run_command(capsys, "profile", "my_models:Zoo.two_inputs", *inputs)
+    ready_status, ready_out, _ = run_command(capsys, "profile", "my_models:ready", "--input", "2x4", "--device", "meta")
 
     assert status == ready_status == 0
     assert out.startswith("Two on cpu")
@@ -95,7 +89,7 @@ def test_model_from_the_current_folder(
 
 
 def test_target_and_view_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = _run(capsys, *RESNET, "--target", "cpu", "--full", "--sort", "self", "--top", "1")
+    _, out, _ = run_command(capsys, *RESNET, "--target", "cpu", "--full", "--sort", "self", "--top", "1")
 
     assert "as cpu would run it" in out
     assert "self share (%)" in out
@@ -105,8 +99,8 @@ def test_target_and_view_are_passed_on(capsys: pytest.CaptureFixture[str]) -> No
 def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     json_path, csv_path = tmp_path / "report.json", tmp_path / "report.csv"
 
-    status, out, _ = _run(capsys, *RESNET, "--json", str(json_path), "--csv", str(csv_path))
-    shown = _run(capsys, "show", str(json_path))
+    status, out, _ = run_command(capsys, *RESNET, "--json", str(json_path), "--csv", str(csv_path))
+    shown = run_command(capsys, "show", str(json_path))
 
     assert status == 0
     assert MemoryReport.from_json(json_path).tag == "torchvision:resnet18"
@@ -160,29 +154,23 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     ],
 )
 def test_failures_are_one_line_and_status_two(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    status, out, err = _run(capsys, *arguments)
-
-    assert status == 2
-    assert out == ""
-    assert message in err
-    assert err.count("\n") == 1
-    assert err.startswith("memkit: error: ")
+    assert_fails(capsys, arguments, message)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here")
 def test_missing_cuda(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = _run(capsys, "profile", "torch.nn:ReLU", "--input", "2", "--device", "cuda")
+    status, _, err = run_command(capsys, "profile", "torch.nn:ReLU", "--input", "2", "--device", "cuda")
 
     assert (status, err.count("\n")) == (2, 1)
     assert 'Use device "meta"' in err
 
 
-def test_output_is_checked_before_the_run(
+def test_output_is_checked_before_therun_command(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "profile_memory", lambda *_, **__: pytest.fail("it ran"))
 
-    status, _, err = _run(capsys, *RESNET, "--csv", str(tmp_path))
+    status, _, err = run_command(capsys, *RESNET, "--csv", str(tmp_path))
 
     assert (status, "Is a directory" in err) == (2, True)
 
@@ -190,7 +178,7 @@ def test_output_is_checked_before_the_run(
 def test_a_failed_run_leaves_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "report.json"
 
-    _run(capsys, "profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta", "--json", str(path))
+    run_command(capsys, "profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta", "--json", str(path))
 
     assert not path.exists()
 
@@ -210,20 +198,20 @@ def test_interrupt_ends_quietly(capsys: pytest.CaptureFixture[str], monkeypatch:
 
     monkeypatch.setattr(cli, "profile_memory", interrupt)
 
-    assert _run(capsys, *RESNET) == (130, "", "memkit: error: interrupted\n")
+    assert run_command(capsys, *RESNET) == (130, "", "memkit: error: interrupted\n")
 
 
 def test_what_takes_long_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress._Progress, "PATIENCE_S", 0.05)
     monkeypatch.setattr(cli, "build_model", lambda *_: time.sleep(0.4) or torch.nn.ReLU())
 
-    _, _, err = _run(capsys, "profile", "my:model", "--input", "2", "--device", "meta")
+    _, _, err = run_command(capsys, "profile", "my:model", "--input", "2", "--device", "meta")
 
     assert err == "memkit: building my:model ...\n"
 
 
 def test_what_is_quick_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(capsys, "profile", "torch.nn:ReLU", "--input", "2", "--device", "meta")[2] == ""
+    assert run_command(capsys, "profile", "torch.nn:ReLU", "--input", "2", "--device", "meta")[2] == ""
 
 
 @pytest.mark.parametrize(
@@ -235,7 +223,7 @@ def test_what_is_quick_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: list[str], example: str) -> None:
-    assert example in _run(capsys, *command, "--help")[1]
+    assert example in run_command(capsys, *command, "--help")[1]
 
 
 @pytest.mark.parametrize(
@@ -261,4 +249,4 @@ def test_models_that_cannot_be_built_on_meta_are_built_with_data(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    assert _run(capsys, "profile", "reads_values:model", "--input", "2", "--device", "meta")[0] == 0
+    assert run_command(capsys, "profile", "reads_values:model", "--input", "2", "--device", "meta")[0] == 0

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,12 +23,14 @@ from typing import Any
 
 import torch
 from peers import add_wheels
+from shared import about_run, allow_tf32, measure_in_turn, run_in_process
 from torch import Tensor, nn
 from workloads import llama, llama_checkpointed, lstms, narrow_lstms, resnet50, unet, vit_large
 
 import memkit
 from memkit.bench import OffloadBench, Workload, bench_offload, measure
 from memkit.bench.engines import plain, save_on_cpu
+from memkit.bench.measure import Engine
 from memkit.device import Device, open_device
 from memkit.plan import Action, plan_ratio, simulate_lanes, timed_saves
 from memkit.transfer import Arena, Lanes, measure_link
@@ -60,11 +60,10 @@ def against_roofline(make: Callable[[], Workload], options: argparse.Namespace, 
 
 def _close_to_plain(workload: Workload, options: argparse.Namespace, device: Device, result: OffloadBench) -> dict[str, Any]:
     """Ratios 0 and 0.1 in turn with no context, since their differences are about as small as the drift."""
-    seconds: dict[str, list[float]] = {"plain": [], "0": [], "0.1": []}
-    for _ in range(3):
-        for name, times in seconds.items():
-            engine = plain if name == "plain" else partial(memkit.CPUOffload, float(name), "turns", min_bytes=MIN_BYTES)
-            times.append(measure(workload, engine, device, num_steps=options.steps, num_warmup=3).step_s)
+    engines: dict[str, Engine] = {"plain": plain}
+    engines |= {name: partial(memkit.CPUOffload, float(name), "turns", min_bytes=MIN_BYTES) for name in ("0", "0.1")}
+    runs = measure_in_turn(workload, engines, device, num_rounds=3, num_steps=options.steps, num_warmup=(3, 3))
+    seconds = {name: [run.step_s for run in found] for name, found in runs.items()}
     memkit.reset("turns")
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return {
@@ -80,10 +79,8 @@ def against_checkpointing(options: argparse.Namespace, device: Device) -> list[d
     """What the offload of a checkpointed Llama's saves adds to checkpointing alone."""
     workload = _on_gpu(llama_checkpointed)
     offloaded = partial(memkit.CPUOffload, 1.0, "checkpointed", min_bytes=MIN_BYTES)
-    runs: dict[str, list[Any]] = {"alone": [], "offloaded": []}
-    for _ in range(3):
-        for name, engine in (("alone", plain), ("offloaded", offloaded)):
-            runs[name].append(measure(workload, engine, device, num_steps=options.steps, num_warmup=3))
+    engines: dict[str, Engine] = {"alone": plain, "offloaded": offloaded}
+    runs = measure_in_turn(workload, engines, device, num_rounds=3, num_steps=options.steps, num_warmup=(3, 3))
     stats = memkit.offload_stats("checkpointed")
     memkit.reset("checkpointed")
     slow = measure(workload, save_on_cpu, device, num_steps=options.steps, num_warmup=3)
@@ -282,21 +279,15 @@ def main() -> None:
     if not options.here:
         for name in options.only:
             arguments = [argument for argument in sys.argv[1:] if argument not in BENCHES and argument != "--only"]
-            subprocess.run([sys.executable, __file__, *arguments, "--here", "--only", name], check=False)
+            run_in_process(__file__, name, arguments)
         return
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    allow_tf32()
     if options.wheels is not None:
         add_wheels(options.wheels)
     device = open_device(torch.device("cuda"))
     for name in options.only:
         for line in BENCHES[name](options, device):
-            line |= {
-                "device": device.name,
-                "torch": torch.__version__,
-                "memkit": memkit.__version__,
-                "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),
-                "steps": options.steps,
-            }
+            line |= {"device": device.name, **about_run(options.steps)}
             print(json.dumps(line), flush=True)
 
 

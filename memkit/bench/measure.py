@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from memkit.device import Device
+
+_log = logging.getLogger("memkit.bench")
 
 Engine = Callable[[], AbstractContextManager[Any]]
 """Makes the context that a step's forward runs in: one for each step."""
@@ -98,3 +101,13 @@ def measure(workload: Workload, engine: Engine, device: Device, *, num_steps: in
         peak_allocated_bytes=None if counter is None else counter.peak_bytes(),
         peak_reserved_bytes=None if counter is None else counter.peak_reserved_bytes(),
     )
+
+
+def timer(workload: Workload, device: Device, *, num_steps: int, num_warmup: int) -> Callable[[str, Engine], Measurement]:
+    """Return what measures a workload in one engine's context after the other, and logs what it is about to measure."""
+
+    def timed(what: str, engine: Engine) -> Measurement:
+        _log.info("%s: %s", workload.name, what)
+        return measure(workload, engine, device, num_steps=num_steps, num_warmup=num_warmup)
+
+    return timed

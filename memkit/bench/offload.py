@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from tabulate import tabulate
 
-from memkit._version import __version__
 from memkit.activations import CPUOffload, offload_stats, reset
 from memkit.bench import engines
-from memkit.bench.measure import Engine, Measurement, Workload, measure
+from memkit.bench.curves import draw_curve, draw_names, draw_others, headline, mib, ms, picture, to_json_line, where_of
+from memkit.bench.measure import Measurement, Workload, timer
 from memkit.device import Device
 from memkit.plan import Action, check_ratio, plan_ratio, roofline_s, simulate_lanes, timed_saves
 from memkit.profile import MemoryReport
-from memkit.sizes import format_mib
 from memkit.transfer import Link, measure_link
 
 _log = logging.getLogger("memkit.bench")
@@ -76,22 +72,21 @@ class OffloadBench:
         """Return the tables, for reading."""
         plain = self.plain
         lines = [
-            f"{self.name} on {self.where}: step {_ms(plain.step_s)} ms (forward {_ms(plain.forward_s)}, backward "
-            f"{_ms(plain.backward_s)}), peak {_mib(plain.peak_allocated_bytes)} MiB allocated, "
-            f"{_mib(plain.peak_reserved_bytes)} reserved; {_mib(self.saved_bytes)} MiB may leave; {self.link}",
+            f"{headline(self.name, self.where, plain)}, peak {mib(plain.peak_allocated_bytes)} MiB allocated, "
+            f"{mib(plain.peak_reserved_bytes)} reserved; {mib(self.saved_bytes)} MiB may leave; {self.link}",
             "",
             tabulate(
                 [
                     (
                         f"{row.ratio:g}",
-                        _mib(row.moved_bytes),
-                        _mib(row.peak_allocated_bytes),
-                        _mib(row.peak_reserved_bytes),
-                        _ms(row.plain_s),
-                        _ms(row.synchronous_s),
-                        _ms(row.memkit_s),
+                        mib(row.moved_bytes),
+                        mib(row.peak_allocated_bytes),
+                        mib(row.peak_reserved_bytes),
+                        ms(row.plain_s),
+                        ms(row.synchronous_s),
+                        ms(row.memkit_s),
                         "-" if row.speed_up is None else f"{row.speed_up:.2f}",
-                        _ms(row.roofline_s),
+                        ms(row.roofline_s),
                         f"{row.to_roofline:.3f}",
                     )
                     for row in self.rows
@@ -114,7 +109,7 @@ class OffloadBench:
         ]
         if self.peers:
             rows = [
-                (name, _mib(peer.peak_allocated_bytes), _mib(peer.peak_reserved_bytes), _ms(peer.step_s))
+                (name, mib(peer.peak_allocated_bytes), mib(peer.peak_reserved_bytes), ms(peer.step_s))
                 for name, peer in self.peers.items()
             ]
             headers = ("others", "allocated\n(MiB)", "reserved\n(MiB)", "time\n(ms)")
@@ -124,19 +119,13 @@ class OffloadBench:
     def to_json(self) -> str:
         """Return everything as one line of JSON, with the versions that were used."""
         figures = {
-            "bench": "offload",
-            "name": self.name,
-            "where": self.where,
-            "memkit": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
             "plain": asdict(self.plain),
             "link": asdict(self.link),
             "saved_bytes": self.saved_bytes,
             "rows": [{**asdict(row), "to_roofline": row.to_roofline, "speed_up": row.speed_up} for row in self.rows],
             "peers": {name: asdict(peer) for name, peer in self.peers.items()},
         }
-        return json.dumps(figures)
+        return to_json_line("offload", self.name, self.where, figures)
 
     def plot(self, path: Path) -> None:
         """Write a picture of time against peak. Its kind follows from the file's name.
@@ -144,31 +133,18 @@ class OffloadBench:
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.subplots()
-        gib = 2**30
-        points = [(row.peak_allocated_bytes, row) for row in self.rows if row.peak_allocated_bytes is not None]
-        peaks = [peak / gib for peak, _ in points]
-        axes.plot(peaks, [row.memkit_s * 1e3 for _, row in points], "o-", label="memkit")
-        axes.plot(peaks, [row.roofline_s * 1e3 for _, row in points], "k--", linewidth=1, label="roofline")
-        for (_, row), peak in zip(points, peaks, strict=True):
-            axes.annotate(f"{row.ratio:g}", (peak, row.memkit_s * 1e3), textcoords="offset points", xytext=(4, 6), fontsize=8)
-        slow = [
-            (row.synchronous_allocated_bytes, row.synchronous_s)
-            for row in self.rows
-            if row.synchronous_s is not None and row.synchronous_allocated_bytes is not None
-        ]
-        if slow:
-            axes.plot([peak / gib for peak, _ in slow], [time * 1e3 for _, time in slow], "s:", label="synchronous copies")
-        for name, peer in {"no saving": self.plain, **self.peers}.items():
-            if peer.peak_allocated_bytes is not None:
-                axes.plot([peer.peak_allocated_bytes / gib], [peer.step_s * 1e3], "D", label=name)
-        axes.set(xlabel="peak allocated (GiB)", ylabel="step (ms)", title=f"{self.name} on {self.where}")
-        axes.set_ylim(bottom=0)
-        axes.legend(fontsize=8)
-        figure.savefig(path)
+        with picture(path, f"{self.name} on {self.where}") as axes:
+            draw_curve(axes, "o-", "memkit", [(row.peak_allocated_bytes, row.memkit_s) for row in self.rows])
+            draw_curve(axes, "k--", "roofline", [(row.peak_allocated_bytes, row.roofline_s) for row in self.rows], linewidth=1)
+            draw_names(axes, [(row.peak_allocated_bytes, row.memkit_s, f"{row.ratio:g}") for row in self.rows])
+            slow = [
+                (row.synchronous_allocated_bytes, row.synchronous_s)
+                for row in self.rows
+                if row.synchronous_s is not None and row.synchronous_allocated_bytes is not None
+            ]
+            if slow:
+                draw_curve(axes, "s:", "synchronous copies", slow)
+            draw_others(axes, {"no saving": self.plain, **self.peers})
 
 
 def bench_offload(
@@ -197,11 +173,7 @@ def bench_offload(
     ratios = [check_ratio(ratio, where="a ratio") for ratio in ratios]
     _log.info("measuring the link")
     link = measure_link(device)
-
-    def timed(what: str, engine: Engine) -> Measurement:
-        _log.info("%s: %s", workload.name, what)
-        return measure(workload, engine, device, num_steps=num_steps, num_warmup=num_warmup)
-
+    timed = timer(workload, device, num_steps=num_steps, num_warmup=num_warmup)
     plain = timed("no saving", engines.plain)
     rows, saved_bytes = [], 0
     for ratio in ratios:
@@ -237,7 +209,7 @@ def bench_offload(
     others = {name: timed(name, engine) for name, engine in engines.peers(workload.model).items()} if with_peers else {}
     return OffloadBench(
         name=workload.name,
-        where=f"{device.name}, torch {torch.__version__}",
+        where=where_of(device),
         plain=plain,
         link=link,
         saved_bytes=saved_bytes,
@@ -304,11 +276,3 @@ def predict_offload(report: MemoryReport, ratios: Sequence[float], link: Link) -
         rows=tuple(rows),
         peers={},
     )
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
-
-
-def _mib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else format_mib(num_bytes).removesuffix(" MiB")

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from tabulate import tabulate
 
-from memkit._version import __version__
 from memkit.activations import Rematerialize, RematStats, remat_stats, reset
 from memkit.activations.remat import check_budget
 from memkit.bench import engines
-from memkit.bench.measure import Engine, Measurement, Workload, measure
+from memkit.bench.curves import draw_curve, draw_names, draw_others, headline, mib, ms, picture, to_json_line, where_of
+from memkit.bench.measure import Measurement, Workload, timer
 from memkit.device import Device
 from memkit.sizes import format_mib
-
-_log = logging.getLogger("memkit.bench")
 
 _TAG = "memkit bench"
 _HEADERS = (
@@ -70,12 +64,8 @@ class RematBench:
 
     def to_text(self) -> str:
         """Return the table, for reading."""
-        plain = self.plain
-        first = (
-            f"{self.name} on {self.where}: step {_ms(plain.step_s)} ms (forward {_ms(plain.forward_s)}, backward "
-            f"{_ms(plain.backward_s)}); {_mib(self.saved_bytes)} MiB may be dropped"
-        )
-        lines = [self._line("plain", plain), *map(self._row, self.rows)]
+        first = f"{headline(self.name, self.where, self.plain)}; {mib(self.saved_bytes)} MiB may be dropped"
+        lines = [self._line("plain", self.plain), *map(self._row, self.rows)]
         lines += [self._line(name, peer) for name, peer in self.peers.items()]
         aligned = ("left", *("right",) * (len(_HEADERS) - 1))
         return f"{first}\n\n{tabulate(lines, headers=_HEADERS, disable_numparse=True, colalign=aligned)}"
@@ -85,11 +75,11 @@ class RematBench:
         return self._line(
             budget_text(row.budget),
             row.memkit,
-            ledger=_mib(stats.ledger_peak_bytes),
+            ledger=mib(stats.ledger_peak_bytes),
             counts=(
                 str(stats.num_replayed_ops),
-                _ms(stats.estimated_replay_s),
-                _ms(stats.measured_replay_s),
+                ms(stats.estimated_replay_s),
+                ms(stats.measured_replay_s),
                 str(stats.num_kept),
                 str(stats.num_dropped),
             ),
@@ -98,18 +88,12 @@ class RematBench:
     def _line(
         self, name: str, found: Measurement, *, ledger: str = "-", counts: tuple[str, ...] = ("-",) * 5
     ) -> tuple[str, ...]:
-        peaks = _mib(found.peak_allocated_bytes), _mib(found.peak_reserved_bytes)
-        return (name, ledger, *peaks, _ms(found.step_s), f"{found.step_s / self.plain.step_s:.3f}", *counts)
+        peaks = mib(found.peak_allocated_bytes), mib(found.peak_reserved_bytes)
+        return (name, ledger, *peaks, ms(found.step_s), f"{found.step_s / self.plain.step_s:.3f}", *counts)
 
     def to_json(self) -> str:
         """Return everything as one line of JSON, with the versions that were used."""
         figures = {
-            "bench": "remat",
-            "name": self.name,
-            "where": self.where,
-            "memkit": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
             "plain": asdict(self.plain),
             "saved_bytes": self.saved_bytes,
             "rows": [
@@ -118,7 +102,7 @@ class RematBench:
             ],
             "peers": {name: {**asdict(peer), "to_plain": peer.step_s / self.plain.step_s} for name, peer in self.peers.items()},
         }
-        return json.dumps(figures)
+        return to_json_line("remat", self.name, self.where, figures)
 
     def plot(self, path: Path) -> None:
         """Write a picture of time against peak. Its kind follows from the file's name.
@@ -126,26 +110,11 @@ class RematBench:
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.subplots()
-        gib = 2**30
-        points = [
-            (row.memkit.peak_allocated_bytes / gib, row.memkit.step_s * 1e3, budget_text(row.budget))
-            for row in self.rows
-            if row.memkit.peak_allocated_bytes is not None
-        ]
-        axes.plot([peak for peak, _, _ in points], [time for _, time, _ in points], "o-", label="memkit")
-        for peak, time, text in points:
-            axes.annotate(text, (peak, time), textcoords="offset points", xytext=(4, 6), fontsize=8)
-        for name, peer in {"plain": self.plain, **self.peers}.items():
-            if peer.peak_allocated_bytes is not None:
-                axes.plot([peer.peak_allocated_bytes / gib], [peer.step_s * 1e3], "D", label=name)
-        axes.set(xlabel="peak allocated (GiB)", ylabel="step (ms)", title=f"{self.name} on {self.where}")
-        axes.set_ylim(bottom=0)
-        axes.legend(fontsize=8)
-        figure.savefig(path)
+        points = [(row.memkit.peak_allocated_bytes, row.memkit.step_s, budget_text(row.budget)) for row in self.rows]
+        with picture(path, f"{self.name} on {self.where}") as axes:
+            draw_curve(axes, "o-", "memkit", [(peak_bytes, seconds) for peak_bytes, seconds, _ in points])
+            draw_names(axes, points)
+            draw_others(axes, {"plain": self.plain, **self.peers})
 
 
 def bench_remat(
@@ -175,11 +144,7 @@ def bench_remat(
     """
     for budget in budgets:
         check_budget(budget)
-
-    def timed(what: str, engine: Engine) -> Measurement:
-        _log.info("%s: %s", workload.name, what)
-        return measure(workload, engine, device, num_steps=num_steps, num_warmup=num_warmup)
-
+    timed = timer(workload, device, num_steps=num_steps, num_warmup=num_warmup)
     plain = timed("plain", engines.plain)
     rows: list[RematRow] = []
     for budget in budgets:
@@ -190,7 +155,7 @@ def bench_remat(
     others = {name: timed(name, engine) for name, engine in engines.checkpointing(workload.model).items()} if with_peers else {}
     return RematBench(
         name=workload.name,
-        where=f"{device.name}, torch {torch.__version__}",
+        where=where_of(device),
         plain=plain,
         saved_bytes=rows[-1].stats.saved_bytes if rows else 0,
         rows=tuple(rows),
@@ -203,11 +168,3 @@ def budget_text(budget: int | float | str) -> str:
     if isinstance(budget, int):
         return format_mib(budget)
     return f"{budget:g}" if isinstance(budget, float) else budget
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}"
-
-
-def _mib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else format_mib(num_bytes).removesuffix(" MiB")

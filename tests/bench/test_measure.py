@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor
 
 import memkit
 from memkit.bench import Workload, engines, measure, sum_of_outputs
 from memkit.device import CpuDevice, ReferenceDevice
+from tests.bench.cases import layers
 
 
-def _workload(calls: list[str] | None = None) -> Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
-    batch = torch.randn(4, 16)
-
-    def forward() -> Tensor:
-        if calls is not None:
-            calls.append("forward")
-        return model(batch)
-
-    return Workload(name="small", model=model, forward=forward, loss=sum_of_outputs)
+def _workload(seen: Callable[[], None] = lambda: None) -> Workload:
+    return layers(torch.randn(4, 16), num_layers=3, seen=seen)
 
 
 def test_measures_so_many_steps_after_the_warm_up() -> None:
-    calls: list[str] = []
+    calls: list[int] = []
 
-    found = measure(_workload(calls), engines.plain, CpuDevice(), num_steps=3, num_warmup=2)
+    found = measure(_workload(lambda: calls.append(1)), engines.plain, CpuDevice(), num_steps=3, num_warmup=2)
 
     assert len(calls) == 5
     assert found.num_steps == 3

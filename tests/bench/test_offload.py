@@ -10,24 +10,18 @@ import torch
 from torch import nn
 
 import memkit
-from memkit import cli
-from memkit.bench import OffloadBench, Workload, bench_offload, predict_offload, sum_of_outputs
+from memkit.bench import OffloadBench, bench_offload, predict_offload
 from memkit.device import ReferenceDevice, cuda_is_available
 from memkit.plan import Action, plan_ratio, simulate_lanes, timed_saves
 from memkit.transfer import Link
+from tests.bench.cases import NUM_LAYERS, assert_draws, assert_fails, run_command, square_layers
 
-NUM_LAYERS = 6
-
-
-def _workload() -> Workload:
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(NUM_LAYERS)])
-    batch = torch.randn(512, 512)  # each saved storage is 1 MiB
-    return Workload(name="layers", model=model, forward=lambda: model(batch), loss=sum_of_outputs)
+WIDTH = 512  # each saved storage is 1 MiB
 
 
 @pytest.fixture(scope="module")
 def result() -> OffloadBench:
-    return bench_offload(_workload(), [0, 0.5, 1], ReferenceDevice(), num_steps=2, num_warmup=2)
+    return bench_offload(square_layers(WIDTH), [0, 0.5, 1], ReferenceDevice(), num_steps=2, num_warmup=2)
 
 
 def test_moves_what_the_plan_of_the_ratio_moves(result: OffloadBench) -> None:
@@ -76,21 +70,17 @@ def test_leaves_no_tag_behind(result: OffloadBench) -> None:
 
 
 def test_picture_is_written(result: OffloadBench, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-
-    result.plot(tmp_path / "picture.png")
-
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert_draws(result, tmp_path)
 
 
 def test_refuses_ratios_out_of_range() -> None:
     with pytest.raises(ValueError, match=r"a ratio must be from 0 .* found 1\.5"):
-        bench_offload(_workload(), [1.5], ReferenceDevice())
+        bench_offload(square_layers(WIDTH), [1.5], ReferenceDevice())
 
 
 @pytest.fixture(scope="module")
 def report() -> memkit.MemoryReport:
-    workload = _workload()
+    workload = square_layers(WIDTH)
     batch = torch.randn(512, 512)
     return memkit.profile_memory(workload.model, batch, backward=True, print_table=False, tag="predicted")
 
@@ -127,15 +117,6 @@ def test_prediction_needs_times() -> None:
         predict_offload(report, [0.5], Link(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9))
 
 
-def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    try:
-        status = cli.main(["bench", "offload", *arguments])
-    except SystemExit as end:
-        status = int(str(end.code))
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
 def test_command_predicts_from_a_report(
     capsys: pytest.CaptureFixture[str], report: memkit.MemoryReport, tmp_path: Path
 ) -> None:
@@ -143,7 +124,9 @@ def test_command_predicts_from_a_report(
     saved.write_text(report.to_json())
     found = tmp_path / "bench.json"
 
-    status, out, err = _run(capsys, str(saved), "--predict", "--link-gbps", "55", "--ratios", "0,0.5,1", "--json", str(found))
+    status, out, err = run_command(
+        capsys, "bench", "offload", str(saved), "--predict", "--link-gbps", "55", "--ratios", "0,0.5,1", "--json", str(found)
+    )
 
     assert (status, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines()[-3:]] == ["0", "0.5", "1"]
@@ -152,10 +135,9 @@ def test_command_predicts_from_a_report(
 
 @pytest.mark.skipif(cuda_is_available(), reason="there is a GPU")
 def test_command_measures_nothing_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = _run(capsys, "torchvision:resnet18", "--input", "2x3x64x64")
+    arguments = ["bench", "offload", "torchvision:resnet18", "--input", "2x3x64x64"]
 
-    assert (status, out) == (2, "")
-    assert "nothing was measured: there is no CUDA device here" in err
+    assert_fails(capsys, arguments, "nothing was measured: there is no CUDA device here")
 
 
 @pytest.mark.parametrize(
@@ -172,20 +154,15 @@ def test_command_measures_nothing_without_a_gpu(capsys: pytest.CaptureFixture[st
     ],
 )
 def test_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    status, out, err = _run(capsys, *arguments)
-
-    assert (status, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1
+    assert_fails(capsys, ["bench", "offload", *arguments], message)
 
 
 @pytest.mark.gpu
 def test_command_on_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = tmp_path / "bench.json"
+    arguments = ["torchvision:resnet18", "--input", "32x3x128x128", "--ratios", "0,0.5", "--iters", "2"]
 
-    status, out, _ = _run(
-        capsys, "torchvision:resnet18", "--input", "32x3x128x128", "--ratios", "0,0.5", "--iters", "2", "--json", str(found)
-    )
+    status, out, _ = run_command(capsys, "bench", "offload", *arguments, "--json", str(found))
 
     assert status == 0
     assert "ratio" in out

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,24 +11,18 @@ from torch import nn
 
 import memkit
 from memkit import cli
-from memkit.bench import RematBench, Workload, bench_remat, engines, sum_of_outputs
+from memkit.bench import RematBench, bench_remat, engines
 from memkit.bench.remat import budget_text
 from memkit.device import CpuDevice, ReferenceDevice, cuda_is_available
+from tests.bench.cases import NUM_LAYERS, assert_draws, assert_fails, run_command, square_layers
 
-BENCH = Path(__file__).parents[2] / "examples" / "bench" / "bench_remat.py"
-NUM_LAYERS = 6
-
-
-def _workload() -> Workload:
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(NUM_LAYERS)])
-    batch = torch.randn(64, 64)  # each saved storage is 16 KiB
-    return Workload(name="layers", model=model, forward=lambda: model(batch), loss=sum_of_outputs)
+WIDTH = 64  # each saved storage is 16 KiB
 
 
 @pytest.fixture(scope="module")
 def result() -> RematBench:
     return bench_remat(
-        _workload(), [1.0, 0.5, "64KiB"], ReferenceDevice(), num_steps=2, num_warmup=4, with_peers=True, min_bytes=0
+        square_layers(WIDTH), [1.0, 0.5, "64KiB"], ReferenceDevice(), num_steps=2, num_warmup=4, with_peers=True, min_bytes=0
     )
 
 
@@ -80,11 +71,7 @@ def test_json_holds_all_figures_and_versions(result: RematBench) -> None:
 
 
 def test_picture_is_written(result: RematBench, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-
-    result.plot(tmp_path / "picture.png")
-
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert_draws(result, tmp_path)
 
 
 def test_leaves_no_tag_behind(result: RematBench) -> None:
@@ -93,7 +80,7 @@ def test_leaves_no_tag_behind(result: RematBench) -> None:
 
 
 def test_runs_without_counters_and_peers() -> None:
-    found = bench_remat(_workload(), [0.5], CpuDevice(), num_steps=1, num_warmup=0, min_bytes=0)
+    found = bench_remat(square_layers(WIDTH), [0.5], CpuDevice(), num_steps=1, num_warmup=0, min_bytes=0)
 
     assert found.plain.peak_allocated_bytes is None
     assert found.peers == {}
@@ -102,7 +89,7 @@ def test_runs_without_counters_and_peers() -> None:
 
 def test_refuses_budgets_out_of_range_before_it_measures() -> None:
     with pytest.raises(ValueError, match=r"above 0 and at most 1; found 1\.5"):
-        bench_remat(_workload(), [0.5, 1.5], ReferenceDevice())
+        bench_remat(square_layers(WIDTH), [0.5, 1.5], ReferenceDevice())
 
 
 @pytest.mark.parametrize(("budget", "text"), [(1.0, "1"), (0.25, "0.25"), ("8GiB", "8GiB"), (2**20, "1.00 MiB")])
@@ -135,21 +122,11 @@ def test_checkpointing_suits_the_model(model: nn.Module, name: str) -> None:
         assert torch.equal(param.grad, grad)
 
 
-def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    try:
-        status = cli.main(["bench", "remat", *arguments])
-    except SystemExit as end:
-        status = int(str(end.code))
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
 @pytest.mark.skipif(cuda_is_available(), reason="there is a GPU")
 def test_command_measures_nothing_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = _run(capsys, "torchvision:resnet18", "--input", "2x3x64x64")
+    arguments = ["bench", "remat", "torchvision:resnet18", "--input", "2x3x64x64"]
 
-    assert (status, out) == (2, "")
-    assert "nothing was measured: there is no CUDA device here" in err
+    assert_fails(capsys, arguments, "nothing was measured: there is no CUDA device here")
 
 
 @pytest.mark.parametrize(
@@ -166,11 +143,7 @@ def test_command_measures_nothing_without_a_gpu(capsys: pytest.CaptureFixture[st
     ],
 )
 def test_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    status, out, err = _run(capsys, *arguments)
-
-    assert (status, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1
+    assert_fails(capsys, ["bench", "remat", *arguments], message)
 
 
 def test_command_prints_and_writes_what_is_measured(
@@ -179,49 +152,21 @@ def test_command_prints_and_writes_what_is_measured(
     monkeypatch.setattr(cli, "cuda_is_available", lambda: True)
     monkeypatch.setattr(cli, "open_device", lambda _: CpuDevice())
     found = tmp_path / "bench.json"
+    arguments = ["torchvision:resnet18", "--input", "2x3x64x64", "--budgets", "1,2MiB", "--iters", "1"]
 
-    status, out, err = _run(
-        capsys, "torchvision:resnet18", "--input", "2x3x64x64", "--budgets", "1,2MiB", "--iters", "1", "--json", str(found)
-    )
+    status, out, err = run_command(capsys, "bench", "remat", *arguments, "--json", str(found))
 
     assert status == 0, err
     assert [line.split()[0] for line in out.splitlines()[-3:]] == ["plain", "1", "2MiB"]
     assert [row["budget"] for row in json.loads(found.read_text())["rows"]] == [1.0, "2MiB"]
 
 
-def _script(*arguments: str) -> list[dict[str, object]]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, str(BENCH), *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_script_says_what_it_does_not_measure_without_a_gpu() -> None:
-    (line,) = _script("--only", "cap")
-
-    assert line == {"bench": "cap", "skipped": "nothing was measured: there is no CUDA device here"}
-
-
-@pytest.mark.parametrize(
-    ("name", "benches"),
-    [("supernet", ["remat_supernet", "remat_supernet_steps"]), ("planning", ["remat_planning"] * 3)],
-)
-def test_script_runs(name: str, benches: list[str]) -> None:
-    lines = _script("--tiny", "--fast", "--steps", "1", "--only", name)
-
-    assert [line["bench"] for line in lines] == benches
-    for line in lines:
-        assert "error" not in line
-        assert line["torch"] == torch.__version__
-
-
 @pytest.mark.gpu
 def test_command_on_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = tmp_path / "bench.json"
+    arguments = ["torchvision:resnet18", "--input", "32x3x128x128", "--budgets", "1,0.5", "--iters", "2"]
 
-    status, out, _ = _run(
-        capsys, "torchvision:resnet18", "--input", "32x3x128x128", "--budgets", "1,0.5", "--iters", "2", "--json", str(found)
-    )
+    status, out, _ = run_command(capsys, "bench", "remat", *arguments, "--json", str(found))
 
     assert status == 0
     assert "budget" in out

@@ -1,0 +1,66 @@
+"""What the tests of the benches and of the command share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkit import cli
+from memkit.bench import OffloadBench, RematBench, Workload, sum_of_outputs
+
+NUM_LAYERS = 6
+
+
+def layers(batch: Tensor, *, num_layers: int = NUM_LAYERS, seen: Callable[[], None] = lambda: None) -> Workload:
+    """Linear layers as wide as the batch, with a GELU after each.
+
+    Args:
+        batch: what they are given, [batch, width].
+        seen: called at each forward.
+    """
+    width = batch.shape[1]
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(num_layers)])
+
+    def forward() -> Tensor:
+        seen()
+        return model(batch)
+
+    return Workload(name="layers", model=model, forward=forward, loss=sum_of_outputs)
+
+
+def square_layers(width: int) -> Workload:
+    """The same for a batch of as many rows as columns: each saved storage is 4 * width * width bytes."""
+    return layers(torch.randn(width, width))
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Return the exit status of `memkit` with some arguments, and what it printed."""
+    try:
+        status = cli.main(arguments)
+    except SystemExit as end:
+        status = int(str(end.code))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def assert_fails(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    """The command ends with status 2 after one line that says what is wrong."""
+    status, out, err = run_command(capsys, *arguments)
+
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert err.startswith("memkit: error: ")
+
+
+def assert_draws(result: OffloadBench | RematBench, folder: Path) -> None:
+    """A bench writes a picture."""
+    pytest.importorskip("matplotlib")
+
+    result.plot(folder / "picture.png")
+
+    assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,103 @@
+"""The scripts in `examples/bench`: what they print, and how the search for the largest batch goes on."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BENCHES = Path(__file__).parents[2] / "examples" / "bench"
+SUPERNET_PHASES = [
+    "remat_supernet_plain",
+    "remat_supernet_plain_steps",
+    "remat_supernet",
+    "remat_supernet_steps",
+    "remat_supernet_larger",
+    "remat_supernet_largest",
+]
+
+
+def _script(*arguments: str) -> list[dict[str, object]]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(BENCHES / "bench_remat.py"), *arguments], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_script_says_what_it_does_not_measure_without_a_gpu() -> None:
+    (line,) = _script("--only", "cap")
+
+    assert line == {"bench": "cap", "skipped": "nothing was measured: there is no CUDA device here"}
+
+
+@pytest.mark.parametrize(
+    ("name", "benches"),
+    [("supernet", SUPERNET_PHASES), ("planning", ["remat_planning"] * 3), ("recorder_host", ["remat_recorder_host"] * 4)],
+)
+def test_script_runs(name: str, benches: list[str]) -> None:
+    lines = _script("--tiny", "--fast", "--steps", "1", "--only", name)
+
+    assert [line["bench"] for line in lines] == benches
+    for line in lines:
+        assert "error" not in line
+        assert line["torch"] == torch.__version__
+
+
+@pytest.fixture
+def remat_supernet(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHES)
+    return importlib.import_module("remat_supernet")
+
+
+def _run_up_to(most: int, tried: list[int]) -> Callable[[int], dict[str, Any]]:
+    def run(batch: int) -> dict[str, Any]:
+        tried.append(batch)
+        return {"batch": batch} if batch <= most else {"batch": batch, "error": "no room"}
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("most", "tried", "has_run"),
+    [(1000, [250], True), (249, [250, 200], True), (100, [250, 200, 150, 100], True), (99, [250, 200, 150, 100], False)],
+)
+def test_search_begins_at_what_is_to_be_shown_and_goes_down(
+    remat_supernet: ModuleType, most: int, tried: list[int], has_run: bool
+) -> None:
+    seen: list[int] = []
+
+    found = remat_supernet.first_that_runs(_run_up_to(most, seen), 100)
+
+    assert seen == tried
+    assert found["batch"] == tried[-1]
+    assert ("error" not in found) == has_run
+
+
+def test_larger_batches_are_tried_up_to_the_first_that_does_not_run(remat_supernet: ModuleType) -> None:
+    seen: list[int] = []
+
+    found = list(remat_supernet.larger_that_run(_run_up_to(420, seen), 100, has_time=lambda: True))
+
+    assert seen == [300, 350, 400, 450]
+    assert ["error" in line for line in found] == [False, False, False, True]
+
+
+def test_larger_batches_are_tried_while_there_is_time(remat_supernet: ModuleType) -> None:
+    seen: list[int] = []
+    checks = itertools.count()
+
+    found = list(remat_supernet.larger_that_run(_run_up_to(1000, seen), 100, has_time=lambda: next(checks) < 2))
+
+    assert [line["batch"] for line in found] == seen == [300, 350]
