@@ -41,10 +41,10 @@ class HostMemoryError(MemkitError):
 
 
 class BudgetInfeasible(MemkitError):  # noqa: N818  # it names a fact, as in linear programming
-    """Raised when no plan keeps to a budget.
+    """Raised when no plan keeps to a budget, or a step without a plan has not kept to it.
 
     Attributes:
-        smallest_bytes: the smallest budget that can be kept to.
+        smallest_bytes: the smallest budget that can be kept to; after a step without a plan, what that step took.
     """
 
     def __init__(self, message: str, smallest_bytes: int) -> None:

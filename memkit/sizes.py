@@ -100,6 +100,20 @@ def format_mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.2f} MiB"
 
 
+def format_bytes(num_bytes: int) -> str:
+    """Return bytes as MiB with two decimals, those below 1 MiB as KiB (1024 bytes) or as they are.
+
+    Example:
+        >>> format_bytes(1536), format_bytes(4)
+        ('1.50 KiB', '4 bytes')
+    """
+    if num_bytes >= MIB:
+        return format_mib(num_bytes)
+    if num_bytes >= 1024:
+        return f"{num_bytes / 1024:.2f} KiB"
+    return "1 byte" if num_bytes == 1 else f"{num_bytes} bytes"
+
+
 def check_bytes(name: str, value: object) -> int:
     """Return an argument that is a number of bytes.
 

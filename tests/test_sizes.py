@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit.sizes import (
     byte_view,
+    format_bytes,
     format_mib,
     parse_bytes,
     storage_bytes,
@@ -71,6 +72,23 @@ def test_key_is_of_the_storage_not_of_the_address() -> None:
 
 def test_mib_are_binary() -> None:
     assert format_mib(20974 * 1024**2) == "20974.00 MiB"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1023 bytes"),
+        (1024, "1.00 KiB"),
+        (700_000, "683.59 KiB"),
+        (2**20 - 1, "1024.00 KiB"),
+        (2**20, "1.00 MiB"),
+        (3 * 2**30, "3072.00 MiB"),
+    ],
+)
+def test_small_sizes_are_printed_in_small_units(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
 
 
 @pytest.mark.parametrize(

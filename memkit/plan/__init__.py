@@ -2,11 +2,14 @@
 
 from memkit.plan.actions import Action, Plan, limit_of
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes, timed_saves
+from memkit.plan.drop_order import drop_order
 from memkit.plan.eviction import DTRScore, Residents
-from memkit.plan.lineage import NO_OP, Lineage, Step
+from memkit.plan.lineage import NO_OP, Lineage, Step, ends_of
+from memkit.plan.planner import RematPlanner
 from memkit.plan.ratio import check_ratio, plan_ratio
-from memkit.plan.remat import Outcome, PlannedValue, RematPlan, RematPlanner, drop_order, roots_of, simulate
+from memkit.plan.remat import PlannedValue, RematPlan
 from memkit.plan.schedules import call_schedule, takes_peak
+from memkit.plan.simulation import Outcome, simulate
 
 __all__ = [
     "NO_OP",
@@ -26,10 +29,10 @@ __all__ = [
     "call_schedule",
     "check_ratio",
     "drop_order",
+    "ends_of",
     "limit_of",
     "plan_ratio",
     "roofline_s",
-    "roots_of",
     "simulate",
     "simulate_lanes",
     "takes_peak",

@@ -259,6 +259,9 @@ class Residents(ABC):
     def missing_cost_s(self, value: int, enough_s: float = math.inf) -> float:
         """Return the seconds of all ops that must run to make a value again, were it dropped; some of them, if these take more
         than is enough."""
+        return self._missing(value, enough_s)[1]
+
+    def _missing(self, value: int, enough_s: float = math.inf) -> tuple[set[int], float]:
         lineage, is_available = self.lineage, self.is_available
         maker, ins, seconds = lineage.maker, lineage.ins, lineage.seconds
         ops, pending, total_s = set[int](), [value], 0.0
@@ -271,21 +274,7 @@ class Residents(ABC):
                 for source in ins[op]:
                     if not is_available(source):
                         pending.append(source)
-        return total_s
-
-    def _missing_ops(self, value: int) -> set[int]:
-        maker, ins, is_available = self.lineage.maker, self.lineage.ins, self.is_available
-        ops, pending = set[int](), [value]
-        while pending:
-            op = maker[pending.pop()]
-            if op in ops:
-                continue
-            assert op != NO_OP, _ROOT_GONE
-            ops.add(op)
-            for source in ins[op]:
-                if not is_available(source):
-                    pending.append(source)
-        return ops
+        return ops, total_s
 
     def rebuild(self, target: int) -> None:
         """Make a value again, with all of its missing ancestors. What else is made on the way and wanted stays if it fits.
@@ -294,7 +283,7 @@ class Residents(ABC):
         not need are dropped.
         """
         lineage = self.lineage
-        ops = sorted(self._missing_ops(target))
+        ops = sorted(self._missing(target)[0])
         needed = self.needed = {target: len(lineage.ins)}
         for op in ops:
             for value in lineage.ins[op]:

@@ -6,7 +6,7 @@ numbered in the order in which they came to be, so that any selection of ops can
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 NO_OP = -1
@@ -16,7 +16,7 @@ NO_OP = -1
 class Lineage:
     """The ops and values of one forward, as they are recorded."""
 
-    __slots__ = ("_num_linked", "ins", "maker", "modules", "num_bytes", "outs", "seconds", "taken", "users")
+    __slots__ = ("_num_linked", "ins", "maker", "num_bytes", "outs", "seconds", "taken", "users")
 
     def __init__(self) -> None:
         self.num_bytes: list[int] = []
@@ -31,8 +31,6 @@ class Lineage:
         """For ops that write to their arguments: which value they write over, and which value it becomes."""
         self.seconds: list[float] = []
         """What each op takes."""
-        self.modules: dict[int, str] = {}
-        """The module in which an op ran, where that is known."""
         self.users: list[list[int]] = []
         """The ops that read each value, as of the last `link`."""
         self._num_linked = 0
@@ -66,6 +64,31 @@ class Lineage:
             self.taken[op] = tuple(zip(written, outs[len(outs) - len(written) :], strict=True))
         return outs
 
+    def ops_to(self, value: int, kept: Collection[int]) -> set[int]:
+        """Return the ops that make a value from roots and from what is kept, whether it is kept itself or not."""
+        maker, ins = self.maker, self.ins
+        ops, pending = set[int](), [value]
+        while pending:
+            op = maker[pending.pop()]
+            if op != NO_OP and op not in ops:
+                ops.add(op)
+                pending.extend(source for source in ins[op] if source not in kept)
+        return ops
+
+    def roots_of(self, value: int, traced: set[int]) -> Iterator[int]:
+        """Yield the roots that a value is made from, by all that is between; not what was `traced` before."""
+        pending = [value]
+        while pending:
+            value = pending.pop()
+            if value in traced:
+                continue
+            traced.add(value)
+            maker = self.maker[value]
+            if maker == NO_OP:
+                yield value
+            else:
+                pending.extend(self.ins[maker])
+
     def link(self) -> None:
         """Bring `users` up to date."""
         users = self.users
@@ -74,6 +97,20 @@ class Lineage:
             for value in self.ins[op]:
                 users[value].append(op)
         self._num_linked = len(self.ins)
+
+
+def ends_of(nodes: Sequence[int]) -> tuple[int, ...]:
+    """Return for each request the first after it that comes from another node.
+
+    Args:
+        nodes: which node of the graph makes each request.
+    """
+    ends: list[int] = []
+    for start in range(len(nodes)):
+        if len(ends) <= start:
+            end = next((place for place in range(start, len(nodes)) if nodes[place] != nodes[start]), len(nodes))
+            ends += [end] * (end - start)
+    return tuple(ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +122,9 @@ class Step:
     """The value of each save that counts, in order. A value may be saved several times."""
     uses: tuple[int, ...]
     """The value of each request of the backward, in order."""
+    use_ends: tuple[int, ...] = ()
+    """For each request, the first after it that another node of the graph makes: until then the node holds what it was given.
+    Without it each request counts as a node's only one."""
     fixed: frozenset[int] = field(default_factory=frozenset)
     """Saved values that stay, whatever the plan: no op makes them, or the user asked for it."""
     dropped: frozenset[int] = field(default_factory=frozenset)
@@ -92,6 +132,10 @@ class Step:
     retained_bytes: dict[int, int] = field(default_factory=dict)
     """Roots that are gone unless they are held on purpose, and what that takes: made here by what cannot run again, or
     written over. All other roots are somebody else's and cost nothing."""
+
+    def use_end(self, place: int) -> int:
+        """Return the first request after one that comes from another node."""
+        return self.use_ends[place] if self.use_ends else place + 1
 
     @property
     def saved_bytes(self) -> int:

@@ -9,19 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from memkit.plan.lineage import NO_OP, Step
-
-
-@dataclass(frozen=True, slots=True)
-class Skeleton:
-    """Some cuts of a step."""
-
-    cuts: tuple[int, ...]
-    """The ops behind which they are."""
-    anchors: frozenset[int]
 
 
 class Segments:
@@ -45,8 +35,13 @@ class Segments:
             if widths[op] < wider and widths[op] <= widths[op + 1] and not is_written_over[op]:
                 self._narrow.append(op)
 
-    def skeleton(self, target_bytes: float) -> Skeleton:
-        """Return cuts between which about so many bytes are saved, each at the narrowest place nearby."""
+    def skeleton(self, target_bytes: float) -> frozenset[int]:
+        """Return the anchors of cuts between which about so many bytes are saved."""
+        return self._anchors(self.cuts(target_bytes))
+
+    def cuts(self, target_bytes: float) -> list[int]:
+        """Return the ops behind which cuts are that have about so many saved bytes between them, each at the narrowest place
+        nearby."""
         sizes, saved_after = self._step.lineage.num_bytes, [0] * (len(self._num_bytes_at) + 1)
         for value, op in self._made_at.items():
             saved_after[op if op != NO_OP else 0] += sizes[value]
@@ -67,7 +62,7 @@ class Segments:
             cut = min(choices, key=lambda op: (self._num_bytes_at[op], -op))
             cuts.append(cut)
             start_bytes, position = reached[cut], cut + 1
-        return Skeleton(tuple(cuts), self._anchors(cuts))
+        return cuts
 
     def _anchors(self, cuts: Sequence[int]) -> frozenset[int]:
         """Return the values that are made before a cut, and read after it."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from memkit.plan import NO_OP, DTRScore, Lineage, Step
+from memkit.plan import NO_OP, DTRScore, Lineage, Step, ends_of
 
 Content = tuple[int, int]
 """The op that has made something, and as which of its results; a root has made itself."""
@@ -49,6 +49,10 @@ class Reference:
         self.roots = {value: Cell((NO_OP, value), 0) for value, maker in enumerate(self.lineage.maker) if maker == NO_OP}
         self.temps: dict[int, Cell] = {}
         self.droppable: set[int] = set()
+        self.held: set[int] = set()
+        """The roots that something is to be made from."""
+        self.given: list[int] = []
+        """What the node that asks now was given."""
         self.saves: list[int] = []
         self.touched: dict[int, int] = {}
         self.times_made: dict[int, int] = {}
@@ -100,8 +104,10 @@ class Reference:
         self.droppable.discard(value)
         for op in ancestors(self.lineage, value):
             for source in self.lineage.ins[op]:
-                if source in self.roots and source not in self.saves:
-                    self.roots[source].num_bytes = self.step.retained_bytes.get(source, 0)
+                if source in self.roots:
+                    self.held.add(source)
+                    if source not in self.present:
+                        self.roots[source].num_bytes = self.step.retained_bytes.get(source, 0)
 
     def is_wanted(self, value: int) -> bool:
         return value in self.saves and value in self.step.uses[self.place :]
@@ -156,10 +162,9 @@ class Reference:
             self.clock += 1
             if value in self.saves[:-1]:
                 continue
-            self.present[value] = self.put(value)
-            if value in self.roots:
-                self.roots[value].num_bytes = 0
-            elif value not in step.fixed:
+            if value not in self.held:
+                self.present[value] = self.put(value)
+            if value not in self.roots and value not in step.fixed:
                 self.droppable.add(value)
                 self.touched[value] = self.clock
                 if value in dropped:
@@ -167,13 +172,19 @@ class Reference:
             if online:
                 self.make_room(0)
             self.peak_bytes = max(self.peak_bytes, self.bytes_now())
-        self.gone = set(self.saves) - self.present.keys()
+        self.gone = set(self.saves) - self.present.keys() - self.held
         for place, value in enumerate(step.uses):
             self.release(place)
             self.place = place
             self.clock += 1
-            if value not in self.present and value in self.saves:
+            if value not in self.saves or value in self.held:
+                continue
+            if value not in self.present:
                 self.make(value)
+            if value in self.present:
+                self.given.append(value)
+                if value not in self.times_made or value not in step.uses[place + 1 :]:
+                    self.droppable.discard(value)
             self.peak_bytes = max(self.peak_bytes, self.bytes_now())
 
     def release(self, place: int) -> None:
@@ -182,9 +193,12 @@ class Reference:
         for anchor in self.anchors:
             if anchor > max(to_come, default=-1):
                 self.present.pop(anchor, None)
-        if place and self.step.uses[place - 1] not in self.step.uses[place:]:
-            self.present.pop(self.step.uses[place - 1], None)
-            self.droppable.discard(self.step.uses[place - 1])
+        if place and self.step.use_end(place - 1) <= place:
+            for value in self.given:
+                if value not in self.step.uses[place:] and value not in self.held:
+                    self.present.pop(value, None)
+                    self.droppable.discard(value)
+            self.given = []
 
     @property
     def replayed_s(self) -> float:
@@ -220,6 +234,7 @@ def random_step(seed: int, num_ops: int) -> Step:
         rng.shuffle(uses)
     if rng.random() < 0.4:
         uses = uses[: rng.randint(0, len(uses))] + rng.sample(saves, min(2, len(saves)))
+    nodes = [rng.randint(0, 2) for _ in uses] if rng.random() < 0.6 else list(range(len(uses)))
     roots = {value for value in saves if lineage.maker[value] == NO_OP}
     fixed = frozenset(roots | {value for value in saves if rng.random() < 0.1})
     dropped = frozenset(value for value in saves if rng.random() < 0.1) - fixed
@@ -227,9 +242,10 @@ def random_step(seed: int, num_ops: int) -> Step:
         lineage=lineage,
         saves=tuple(saves),
         uses=tuple(uses),
+        use_ends=ends_of(nodes),
         fixed=fixed,
         dropped=dropped,
-        retained_bytes={root: num_bytes for root, num_bytes in retained.items() if root not in roots},
+        retained_bytes=retained | {root: lineage.num_bytes[root] for root in roots},
     )
 
 

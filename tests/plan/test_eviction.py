@@ -27,6 +27,7 @@ class Storages(Residents):
             if step.lineage.maker[value] != NO_OP
         }
         self.temps: dict[int, Cell] = {}
+        self.wanted = set(step.saves)
         self.unwanted: set[int] = set()
         self.next_uses: dict[int, int] = {}
         self.log: list[Any] = []
@@ -81,22 +82,8 @@ class Storages(Residents):
         assert not {id(cell) for cell in self.temps.values()} & {id(cell) for cell in self.saved.values()}
         super().note_peak()
 
-    @property
-    def wanted(self) -> set[int]:
-        return self._wanted
-
-    @wanted.setter
-    def wanted(self, values: set[int]) -> None:
-        self._wanted = values
-
     def logged(self, kind: str) -> list[int]:
         return [value for name, value in self.log if name == kind]
-
-
-def storages(step: Step, limit_bytes: float = math.inf, score: DTRScore | None = None) -> Storages:
-    made = Storages(step, limit_bytes, score)
-    made.wanted = set(step.saves)
-    return made
 
 
 def star(sizes: list[int], seconds: list[float]) -> Step:
@@ -157,7 +144,7 @@ def test_weight_of_what_costs_nothing_still_prefers_the_larger() -> None:
     ],
 )
 def test_lowest_score_goes(changes: dict[str, float], victim: int) -> None:
-    residents = storages(star([10, 100, 120, 50], [1.0, 6.0, 10.0, 2.0]), 279, DTRScore(**changes))
+    residents = Storages(star([10, 100, 120, 50], [1.0, 6.0, 10.0, 2.0]), 279, DTRScore(**changes))
     residents.next_uses = {1: 1, 2: 4, 3: 1, 4: 1}
 
     residents.make_room(0)
@@ -166,7 +153,7 @@ def test_lowest_score_goes(changes: dict[str, float], victim: int) -> None:
 
 
 def test_staleness_takes_what_came_first() -> None:
-    residents = storages(star([10, 10, 10], [1.0, 1.0, 1.0]), 29, DTRScore(distance="staleness"))
+    residents = Storages(star([10, 10, 10], [1.0, 1.0, 1.0]), 29, DTRScore(distance="staleness"))
     residents.next_uses = {1: 1, 2: 1, 3: 100}
     residents.clock += 1
 
@@ -177,7 +164,7 @@ def test_staleness_takes_what_came_first() -> None:
 
 def test_missing_ancestors_add_to_the_cost() -> None:
     step = chain(3)
-    residents = storages(step, 1999)
+    residents = Storages(step, 1999)
     residents.drop(1)
 
     residents.make_room(0)
@@ -192,7 +179,7 @@ def test_cheap_op_behind_dear_ancestors_stays() -> None:
     for _ in range(4):
         (value,) = lineage.add_op([value], [10], 1.0)
     (other,) = lineage.add_op([0], [10], 10.0)
-    residents = storages(Step(lineage=lineage, saves=(value, other), uses=()), 10)
+    residents = Storages(Step(lineage=lineage, saves=(value, other), uses=()), 10)
 
     residents.make_room(0)
 
@@ -202,7 +189,7 @@ def test_cheap_op_behind_dear_ancestors_stays() -> None:
 def test_what_came_back_makes_others_cheaper_again() -> None:
     step = star([100, 100], [4.0, 5.0])
     (last,) = step.lineage.add_op([1], [100], 3.0)
-    residents = storages(
+    residents = Storages(
         Step(lineage=step.lineage, saves=(*step.saves, last), uses=()), 200, DTRScore(beta=0.0, delta=1000.0, gamma=0.0)
     )
     residents.drop(1)
@@ -223,7 +210,7 @@ def test_what_came_back_makes_others_cheaper_again() -> None:
 
 @given(step=steps(), data=st.data())
 def test_missing_cost_equals_brute_force(step: Step, data: st.DataObject) -> None:
-    residents = storages(step)
+    residents = Storages(step)
     for value in data.draw(st.sets(st.sampled_from([*residents.saved, None]), max_size=8)):
         if value is not None:
             residents.drop(value)
@@ -237,7 +224,7 @@ def test_missing_cost_equals_brute_force(step: Step, data: st.DataObject) -> Non
 
 def test_max_replays_keeps_a_value_that_came_back_often() -> None:
     step = star([10, 10], [1.0, 100.0])
-    residents = storages(step, math.inf, DTRScore(max_replays=2))
+    residents = Storages(step, math.inf, DTRScore(max_replays=2))
 
     for _ in range(4):
         residents.limit_bytes = 19
@@ -254,7 +241,7 @@ def test_max_replays_keeps_a_value_that_came_back_often() -> None:
 
 
 def test_each_replay_raises_the_score() -> None:
-    residents = storages(star([10, 10], [1.0, 1.5]), math.inf, DTRScore(delta=2.0))
+    residents = Storages(star([10, 10], [1.0, 1.5]), math.inf, DTRScore(delta=2.0))
     residents.drop(1)
     residents.rebuild(1)
     residents.limit_bytes = 19
@@ -268,7 +255,7 @@ def test_each_replay_raises_the_score() -> None:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_small_values_go_last(share: float, sampled: bool) -> None:
     sizes = [1] * 40 + [100] * 40
-    residents = storages(star(sizes, [1e-6] * 40 + [1.0] * 40), 0, DTRScore(small_share=share, sampled=sampled))
+    residents = Storages(star(sizes, [1e-6] * 40 + [1.0] * 40), 0, DTRScore(small_share=share, sampled=sampled))
 
     assert residents.make_room(0)
     dropped = residents.logged("drop")
@@ -300,7 +287,7 @@ def test_sampling_looks_at_a_few_only(num_values: int) -> None:
 
 def test_sampling_is_the_same_each_time() -> None:
     def dropped() -> list[int]:
-        residents = storages(star([10] * 100, [1.0] * 100), 500, DTRScore(sampled=True))
+        residents = Storages(star([10] * 100, [1.0] * 100), 500, DTRScore(sampled=True))
         residents.make_room(0)
         return residents.logged("drop")
 
@@ -310,7 +297,7 @@ def test_sampling_is_the_same_each_time() -> None:
 def test_ranking_of_many_finds_the_lowest_scores() -> None:
     rng = random.Random(0)
     seconds = [float(rng.randint(1, 10**6)) for _ in range(1000)]
-    residents = storages(star([10] * 1000, seconds), 5000)
+    residents = Storages(star([10] * 1000, seconds), 5000)
 
     residents.make_room(0)
 
@@ -318,7 +305,7 @@ def test_ranking_of_many_finds_the_lowest_scores() -> None:
 
 
 def test_make_room_tells_when_nothing_can_go() -> None:
-    residents = storages(star([10, 20], [1.0, 1.0]), 25)
+    residents = Storages(star([10, 20], [1.0, 1.0]), 25)
 
     assert residents.make_room(0, needed={1})
     assert residents.logged("drop") == [2]
@@ -334,7 +321,7 @@ def test_make_room_tells_when_nothing_can_go() -> None:
 
 def test_rebuild_runs_each_missing_op_once_in_order() -> None:
     step = chain(4)
-    residents = storages(step)
+    residents = Storages(step)
     for value in (2, 3, 4):
         residents.drop(value)
     residents.log.clear()
@@ -353,7 +340,7 @@ def test_rebuild_frees_what_nobody_wants_at_its_last_use() -> None:
     (second,) = lineage.add_op([first], [10])
     (third,) = lineage.add_op([second], [10])
     (last,) = lineage.add_op([third, second], [10])
-    residents = storages(Step(lineage=lineage, saves=(last,), uses=(last,)))
+    residents = Storages(Step(lineage=lineage, saves=(last,), uses=(last,)))
     residents.drop(last)
     residents.log.clear()
 
@@ -367,7 +354,7 @@ def test_rebuild_frees_what_nobody_wants_at_its_last_use() -> None:
 
 def test_rebuild_drops_others_for_room_but_not_what_it_reads() -> None:
     step = chain(5)
-    residents = storages(step, 3000)
+    residents = Storages(step, 3000)
     residents.next_uses = {1: 100}
     for value in (2, 3):
         residents.drop(value)
@@ -384,7 +371,7 @@ def test_rebuild_drops_others_for_room_but_not_what_it_reads() -> None:
 def test_siblings_that_are_wanted_stay_and_others_go() -> None:
     lineage = Lineage()
     first, second, third = lineage.add_op([lineage.add_root(0)], [10, 20, 40])
-    residents = storages(Step(lineage=lineage, saves=(first, second, third), uses=()))
+    residents = Storages(Step(lineage=lineage, saves=(first, second, third), uses=()))
     residents.unwanted = {third}
     for value in (first, second, third):
         residents.drop(value)
@@ -400,7 +387,7 @@ def test_siblings_that_are_wanted_stay_and_others_go() -> None:
 def test_siblings_that_were_there_are_not_doubled() -> None:
     lineage = Lineage()
     first, second = lineage.add_op([lineage.add_root(0)], [10, 20])
-    residents = storages(Step(lineage=lineage, saves=(first, second), uses=()))
+    residents = Storages(Step(lineage=lineage, saves=(first, second), uses=()))
     cell = residents.saved[second]
     residents.drop(first)
 
@@ -416,7 +403,7 @@ def test_op_in_place_takes_over_what_is_the_replays_own(is_saved: bool) -> None:
     lineage = Lineage()
     (before,) = lineage.add_op([lineage.add_root(0)], [100])
     (after,) = lineage.add_op([before], [100], taken=[before])
-    residents = storages(Step(lineage=lineage, saves=(before, after) if is_saved else (after,), uses=()))
+    residents = Storages(Step(lineage=lineage, saves=(before, after) if is_saved else (after,), uses=()))
     for value in list(residents.saved):
         residents.drop(value)
 
@@ -432,7 +419,7 @@ def test_op_in_place_copies_what_is_read_again() -> None:
     (before,) = lineage.add_op([lineage.add_root(0)], [100])
     (after,) = lineage.add_op([before], [100], taken=[before])
     (last,) = lineage.add_op([before, after], [1])  # as if it had been cloned by the recorder
-    residents = storages(Step(lineage=lineage, saves=(last,), uses=()))
+    residents = Storages(Step(lineage=lineage, saves=(last,), uses=()))
     residents.drop(last)
 
     residents.rebuild(last)
@@ -443,7 +430,7 @@ def test_op_in_place_copies_what_is_read_again() -> None:
 
 def test_missing_root_is_an_error() -> None:
     step = chain(1)
-    residents = storages(step)
+    residents = Storages(step)
     residents.drop(1)
     residents.is_available = lambda value: False  # type: ignore[method-assign]  # a root that is gone
 
@@ -455,7 +442,7 @@ def test_missing_root_is_an_error() -> None:
 
 @given(step=steps(20), share=st.floats(0, 1), data=st.data())
 def test_any_replays_are_exact_and_leave_nothing(step: Step, share: float, data: st.DataObject) -> None:
-    residents = storages(step, share * step.saved_bytes)
+    residents = Storages(step, share * step.saved_bytes)
     if not residents.saved:
         return
     residents.make_room(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from memkit.plan import NO_OP, Lineage, Step, roots_of
+from memkit.plan import NO_OP, Lineage, Step
 from tests.plan.reference import steps
 
 
@@ -71,9 +71,9 @@ def test_roots_of_passes_over_what_was_traced() -> None:
     (other,) = lineage.add_op([value, right], [1])
     traced = {right}
 
-    assert list(roots_of(lineage, other, traced)) == [left]
-    assert list(roots_of(lineage, value, traced)) == []
-    assert list(roots_of(lineage, left, set())) == [left]
+    assert list(lineage.roots_of(other, traced)) == [left]
+    assert list(lineage.roots_of(value, traced)) == []
+    assert list(lineage.roots_of(left, set())) == [left]
 
 
 @given(step=steps())

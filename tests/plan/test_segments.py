@@ -32,21 +32,22 @@ def streams(step: Step) -> set[int]:
 def test_fine_cuts_of_a_transformer_hold_its_residual_stream(num_layers: int) -> None:
     step = transformer(num_layers)
 
-    skeleton = Segments(step).skeleton(step.saved_bytes / num_layers)
+    segments, target_bytes = Segments(step), step.saved_bytes / num_layers
+    cuts, anchors = segments.cuts(target_bytes), segments.skeleton(target_bytes)
 
-    assert num_layers - 1 <= len(skeleton.cuts) <= num_layers + 1
-    assert skeleton.anchors <= streams(step)
-    assert len(skeleton.anchors) == len(skeleton.cuts)
+    assert num_layers - 1 <= len(cuts) <= num_layers + 1
+    assert anchors <= streams(step)
+    assert len(anchors) == len(cuts)
 
 
 def test_coarse_cuts_are_as_far_apart_as_asked() -> None:
     step = transformer(32)
     lineage = step.lineage
 
-    skeleton = Segments(step).skeleton(step.saved_bytes / 4)
+    cuts = Segments(step).cuts(step.saved_bytes / 4)
 
-    assert len(skeleton.cuts) in (3, 4)
-    places = [-1, *skeleton.cuts, len(lineage.ins)]
+    assert len(cuts) in (3, 4)
+    places = [-1, *cuts, len(lineage.ins)]
     between = [
         sum(lineage.num_bytes[value] for value in step.saves if start < lineage.maker[value] <= end)
         for start, end in itertools.pairwise(places)
@@ -65,23 +66,23 @@ def test_ops_in_place_move_the_cut_behind_them() -> None:
         sums.append(value)
     step = Step(lineage=lineage, saves=tuple(saves), uses=tuple(reversed(saves)))
 
-    skeleton = Segments(step).skeleton(400)
+    anchors = Segments(step).skeleton(400)
 
-    assert skeleton.anchors
-    assert skeleton.anchors <= set(sums)
+    assert anchors
+    assert anchors <= set(sums)
 
 
 def test_chain_of_equals_has_no_narrow_place() -> None:
-    assert Segments(chain(50)).skeleton(5000).cuts == ()
+    assert Segments(chain(50)).cuts(5000) == []
 
 
 @given(step=steps(25), target=st.floats(1, 100))
 def test_anchors_are_all_that_crosses_a_cut(step: Step, target: float) -> None:
     lineage = step.lineage
 
-    skeleton = Segments(step).skeleton(target)
+    cuts, anchors = Segments(step).cuts(target), Segments(step).skeleton(target)
 
-    assert skeleton.anchors == {value for cut in skeleton.cuts for value in frontier(lineage, cut)}
-    assert list(skeleton.cuts) == sorted(set(skeleton.cuts))
+    assert anchors == {value for cut in cuts for value in frontier(lineage, cut)}
+    assert cuts == sorted(set(cuts))
     written = {over for pairs in lineage.taken.values() for over, _ in pairs}
-    assert not skeleton.anchors & written
+    assert not anchors & written

@@ -1,4 +1,4 @@
-"""`memkit.plan.remat`: simulated steps against a plain executor, and plans that keep to their budgets at least cost."""
+"""`memkit.plan.planner`: simulated steps against a plain executor, and plans that keep to their budgets at least cost."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ def test_the_users_word_is_kept_in_random_steps(step: Step, share: float) -> Non
 
 
 def test_budget_of_nothing_is_infeasible() -> None:
-    with pytest.raises(BudgetInfeasible, match=r"a budget of 0\.00 MiB cannot be kept to: the smallest is 0\.00 MiB"):
+    with pytest.raises(BudgetInfeasible, match=r"a budget of 0 bytes cannot be kept to: the smallest is 1\.95 KiB"):
         planner_of(chain(5)).plan(0)
 
 
@@ -481,6 +481,13 @@ def test_explain_tells_what_is_kept_and_why() -> None:
     _, planner = described()
 
     assert planner.plan(40 * 2**20).explain().splitlines() == EXPLAINED
+
+
+def test_explain_prints_small_sizes() -> None:
+    text = planner_of(chain(5)).plan(10_000).explain()
+
+    assert "0.00" not in text.replace("0.000", "").replace("0.00 ms", "")
+    assert "budget: 9.77 KiB, predicted peak " in text
 
 
 EXPLAINED = """\
