@@ -173,6 +173,11 @@ def owner_of(storage: torch.UntypedStorage) -> Owner | None:
 _eval_frame = torch._C._dynamo.eval_frame
 
 
+def has_own_dispatch(tensor: Tensor) -> bool:
+    """Tell whether a tensor's class says itself what ops do, as those that wrap other tensors."""
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
 def dynamo_is_loaded() -> bool:
     """Tell whether anything may have been compiled in this process. Loading Dynamo to ask it would take seconds."""
     return "torch._dynamo" in sys.modules

@@ -152,6 +152,13 @@ class Handle(KeptHandle):
     def size(self) -> torch.Size:
         return self.alias.size() if self.geometry is None else self.geometry.size
 
+    def over_original(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the tensor over the storage that it was saved from. Writes to it count as writes to the saved tensor."""
+        assert self.geometry is not None
+        tensor = self.alias.detach()
+        tensor.data = self.geometry.over(storage)
+        return tensor
+
     def let_go(self) -> None:
         """Keep the version counter of the tensor, and none of its bytes."""
         if self.geometry is None:
@@ -175,6 +182,7 @@ class Record:
         "index",
         "ledger",
         "left",
+        "lent",
         "num_awaiting",
         "num_bytes",
         "num_handles",
@@ -220,6 +228,8 @@ class Record:
         self.came: Passage | None = None
         self.fetched: weakref.ref[torch.UntypedStorage] | None = None
         self.fetched_on: Stream | None = None
+        self.lent: list[KeptHandle] = []
+        """What was handed out over the later copy, without its bytes: tells whether somebody has written to them."""
 
     def live_handles(self) -> Iterable[Handle]:
         for reference in self.handles:
@@ -293,6 +303,7 @@ class Ledger:
     def _hold_copy(self, record: Record, storage: torch.UntypedStorage) -> None:
         """Hold another storage with the bytes of a record until each of its handles has been given it."""
         record.storage, record.fetched_on = storage, self.device.current_stream()
+        record.lent = []
         gone = weakref.ref(record)
         record.fetched = weakref.ref(storage, lambda _: self.deaths.append((gone, None)))
         record.num_awaiting = 0
@@ -311,7 +322,11 @@ class Ledger:
         self.serve(handle)
         if record.num_awaiting == 0:
             record.storage = None
-        return handle.geometry.over(storage)
+        tensor = handle.geometry.over(storage)
+        lent = KeptHandle(tensor)
+        lent.alias.data = nothing(tensor.dtype, tensor.device)
+        record.lent.append(lent)
+        return tensor
 
     def serve(self, handle: Handle) -> None:
         """The backward was given the tensor of a handle."""
@@ -320,8 +335,17 @@ class Ledger:
             handle.record.num_awaiting -= 1
 
     def fetched_copy(self, record: Record) -> torch.UntypedStorage | None:
-        """Return the copy of a record that was made later, if it is alive."""
-        return None if record.fetched is None else record.fetched()
+        """Return the copy of a record that was made later, if it is alive and whole.
+
+        A backward may write to what it was given, and a gradient that was saved may become a leaf's `grad`, which is written to
+        later: such a copy is theirs from then on.
+        """
+        storage = None if record.fetched is None else record.fetched()
+        if storage is None or all(lent.is_unchanged() for lent in record.lent):
+            return storage
+        record.storage = record.fetched = None
+        self._copy_died(record)
+        return None
 
     # Dying
 

@@ -6,18 +6,20 @@ object that can be spared.
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memkit.activations.ops import OpClass, OpKind, kind_of
 from memkit.activations.tape import Call, CallNotes, Source, Tape, cost_key, source_of, tensors_in
+from memkit.device import CpuDevice, default_generator
 from memkit.sizes import byte_view
 
 _get_storage = Tensor.untyped_storage
@@ -25,6 +27,7 @@ _STRIDED = torch.strided
 _is_in_backward = torch._C._current_graph_task_id
 _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than all that is in it
 _VIEW, _PLAIN = "view", "plain"
+_NUM_MEASURED = 100
 
 
 class Recorder(TorchDispatchMode):
@@ -51,10 +54,6 @@ class Recorder(TorchDispatchMode):
         self._paths: dict[Any, Any] = {}
         """Of the ops seen: how they are recorded. One of the two words, or a method of the class: bound to this object it would
         keep it alive."""
-        self._seconds: dict[Any, float] = {}
-        """Of the ops seen: what recording one took."""
-        self._run_s = 0.0
-        """What the last op took the host."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -64,7 +63,6 @@ class Recorder(TorchDispatchMode):
         """Write to another tape from now on."""
         self.tape = tape
         self._paths.clear()
-        self._seconds.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,6 +70,8 @@ class Recorder(TorchDispatchMode):
         if _is_in_backward() != -1:
             return func(*args, **kwargs) if kwargs else func(*args)
         tape = self.tape
+        if tape.unversioned:
+            tape.see_versions()
         tape.funcs.append(func)
         path = self._paths.get(func)
         if path is _VIEW:
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
         except RuntimeError:  # an argument is no range of bytes
             return self._run_opaque(func, types, args, kwargs)
         results = func(*args, **kwargs) if kwargs else func(*args)
-        if type(results) is not Tensor or results.layout is not _STRIDED:
+        if type(results) is not Tensor or results.layout is not _STRIDED or results.is_quantized:
             self._note(func, kept, kwargs, sources, args, results)
             return results
         storage = _get_storage(results)
@@ -129,12 +129,9 @@ class Recorder(TorchDispatchMode):
         return results
 
     def _record_first(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run and record an op that is new to this recorder, and note what that took."""
-        start_s = time.perf_counter()
-        self._run_s = 0.0
+        """Run and record an op that is new to this recorder, and note how it is recorded from then on."""
         results = self._record(func, types, args, kwargs)
         self._paths[func] = self._path_of(kind_of(func))
-        self._seconds[func] = time.perf_counter() - start_s - self._run_s
         return results
 
     def _path_of(self, kind: OpKind) -> Any:
@@ -151,10 +148,6 @@ class Recorder(TorchDispatchMode):
             return _PLAIN
         return Recorder._record_in_place if kind.is_in_place else Recorder._record
 
-    def seconds(self) -> float:
-        """Return what recording took the host so far, by the first op of each kind."""
-        return sum(num_ops * self._seconds.get(func, 0.0) for func, num_ops in Counter(self.tape.funcs).items())
-
     # What is not plain
 
     def _record(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -166,6 +159,9 @@ class Recorder(TorchDispatchMode):
             return self._run_opaque(func, types, args, kwargs)
         if kind.statistics and args[kind.training_at]:
             return self._record_batch_norm(func, types, args, kwargs)
+        for position in kind.statistics:  # another forward may update them, and leave no trace
+            if args[position] is not None:
+                self.tape.note_hidden(args[position])
         targets = _written(kind, args, kwargs) if kind.written else []
         if targets and not any(self.tape.is_known(target) for target in targets):
             return self._run_on_strangers(func, args, kwargs, targets)
@@ -224,10 +220,7 @@ class Recorder(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         tape = self.tape
         if not tape.is_timed:
-            start_s = time.perf_counter()
-            results = func(*args, **kwargs) if kwargs else func(*args)
-            self._run_s = time.perf_counter() - start_s
-            return results
+            return func(*args, **kwargs) if kwargs else func(*args)
         start = tape.device.record_event()
         results = func(*args, **kwargs) if kwargs else func(*args)
         tape.times.append((len(tape.calls), cost_key(func, args, results), start, tape.device.record_event()))
@@ -432,7 +425,7 @@ def _has_odd(arguments: Iterable[Any]) -> bool:
     """Tell whether a tensor among the arguments is no range of bytes: it is sparse, nested, or in a layout of oneDNN."""
     for argument in arguments:
         if isinstance(argument, Tensor):
-            if argument.layout is not _STRIDED or argument.is_nested:
+            if argument.layout is not _STRIDED or argument.is_nested or argument.is_quantized:
                 return True
         elif isinstance(argument, list | tuple) and _has_odd(argument):
             return True
@@ -455,3 +448,22 @@ def _covers(tensor: Tensor) -> bool:
 def _crosses(one: Any, other: Any) -> bool:
     """Tell whether what an op reads and what it makes are on different devices."""
     return len({tensor.device for tensor in (*tensors_in(one), *tensors_in(other))}) > 1
+
+
+@functools.cache
+def recording_cost_s() -> float:
+    """Return what it takes the host to record a small op, without running it: measured once, on a chain of them."""
+    tape = Tape(CpuDevice(), known_s=[0.0] * _NUM_MEASURED)
+    x, taken_s = torch.ones(1), []
+    with _disable_current_modes(), torch.no_grad():
+        for _ in range(5):
+            start_s = time.perf_counter()
+            for _ in range(_NUM_MEASURED):
+                x.sin()
+            plain_s = time.perf_counter() - start_s
+            with Recorder(tape, default_generator, lambda *_: 0.0):
+                start_s = time.perf_counter()
+                for _ in range(_NUM_MEASURED):
+                    x.sin()
+                taken_s.append(time.perf_counter() - start_s - plain_s)
+    return max(0.0, median(taken_s) / _NUM_MEASURED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -43,7 +44,9 @@ class Rematerialize:
         plan: a plan to follow instead, as `memkit.remat_plan` returns and `RematPlan.with_action` edits.
         score: how the next to be dropped is chosen.
         min_bytes: storages smaller than this stay.
-        strict: raise when no plan keeps to the budget, instead of a warning.
+        strict: raise when the budget cannot be kept to, instead of a warning. With a plan that is known at the entry, or where
+            another forward begins in the same context. A forward that was carried by the score is judged when the next begins:
+            by whether the ledger's peak was above the budget by more than the most that one op made.
         verify: compare everything that is made again with what it was, which is copied to host memory, and raise at the first
             difference. Slow: to find out why a gradient is off.
         device: where to drop tensors; by default the first device that saves any.
@@ -52,7 +55,7 @@ class Rematerialize:
         TypeError: an argument is of the wrong type.
         ValueError: an argument is out of range, the object is entered twice at once, or it is entered in another
             `Rematerialize`, or inside a function that `torch.utils.checkpoint` is checkpointing.
-        BudgetInfeasible: with `strict`, no plan keeps to the budget.
+        BudgetInfeasible: with `strict`, no plan keeps to the budget, or the last step, which followed none, has not.
 
     Example:
         >>> import torch, memkit
@@ -87,6 +90,9 @@ class Rematerialize:
             raise TypeError(f"plan is a RematPlan, as memkit.remat_plan returns; found {type(plan).__name__}")
         if not isinstance(score, DTRScore):
             raise TypeError(f"score is a memkit.DTRScore; found {type(score).__name__}")
+        for name, flag in (("strict", strict), ("verify", verify)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} is True or False; found {flag!r}")
         if device is not None and not isinstance(device, Device):
             raise TypeError(f"device is a memkit.device.Device; found {type(device).__name__}. For CUDA, leave it away")
         self.budget = check_budget(budget)
@@ -176,6 +182,11 @@ def check_budget(budget: object) -> int | float:
                 'give an int, or text such as "8GiB"'
             )
         return budget
+    if isinstance(budget, str) and re.fullmatch(r"\s*\d*\.\d+\s*", budget):
+        raise ValueError(
+            f'budget: "{budget}" is a number without a unit. A share of the saved bytes is given as a float ({float(budget)}), '
+            'bytes as an int, or as text such as "8GiB"'
+        )
     try:
         return parse_bytes(budget)
     except ValueError as error:
@@ -186,24 +197,36 @@ def _current_entry() -> Entry | None:
     return next((owner for owner in reversed(stacked_owners()) if isinstance(owner, Entry)), None)
 
 
+def _mark(tensor: Tensor, *, keep: bool) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        name = "keep" if keep else "recompute"
+        raise TypeError(f"memkit.{name} takes one tensor; found {type(tensor).__name__}")
+    entry = _current_entry()
+    if entry is not None:
+        entry.mark(tensor, keep=keep)
+    return tensor
+
+
 def keep(tensor: Tensor) -> Tensor:
     """Return the tensor, and have the `Rematerialize` around keep it if it is saved. Without one around, nothing happens.
 
-    What is meant is all that is in the tensor's storage now; what is written there later is another value.
+    What is meant is all that is in the tensor's storage now; what is written there later is another value. The word counts for
+    this forward. What is no range of bytes, such as a sparse tensor, is never dropped anyway.
+
+    Raises:
+        TypeError: it is no tensor.
     """
-    entry = _current_entry()
-    if entry is not None:
-        entry.mark(tensor, keep=True)
-    return tensor
+    return _mark(tensor, keep=True)
 
 
 def recompute(tensor: Tensor) -> Tensor:
     """Return the tensor, and have the `Rematerialize` around drop it when it is saved, whatever the budget. Without one around,
-    nothing happens."""
-    entry = _current_entry()
-    if entry is not None:
-        entry.mark(tensor, keep=False)
-    return tensor
+    nothing happens. The word counts for this forward.
+
+    Raises:
+        TypeError: it is no tensor.
+    """
+    return _mark(tensor, keep=False)
 
 
 def remat_plan(tag: str = "default") -> RematPlan:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memkit.activations.ledger import KeptHandle, Residency, nothing
 from memkit.activations.recorder import Recorder
@@ -24,8 +24,16 @@ from memkit.activations.trail import ModuleTrail
 from memkit.device import CpuDevice, Device, default_generator, open_device
 from memkit.device.ceilings import GUESSED, Ceilings, measure_ceilings
 from memkit.errors import BudgetInfeasible
-from memkit.hooks import SavedTensorHooks, dynamo_is_loaded, in_compiled_function, innermost_hooks
-from memkit.plan import NO_OP, DTRScore, RematPlan, Step
+from memkit.hooks import (
+    SavedTensorHooks,
+    dynamo_is_loaded,
+    has_own_dispatch,
+    in_compiled_function,
+    innermost_hooks,
+    node_number,
+)
+from memkit.plan import NO_OP, DTRScore, RematPlan, Step, ends_of
+from memkit.sizes import format_bytes
 
 _NUM_WATCHED = 4
 """In so many first iterations it is noted which module each op is in: that takes the host some time."""
@@ -63,6 +71,19 @@ class OfferedHandle(KeptHandle):
 
     def unpack(self) -> Tensor:
         self.check_version()
+        return self._hooks.unpack(self._packed)
+
+
+class PassedOn:
+    """A saved tensor of a class of its own, which the hooks outside were given as it is."""
+
+    __slots__ = ("_hooks", "_packed")
+
+    def __init__(self, tensor: Tensor, hooks: SavedTensorHooks) -> None:
+        self._hooks = hooks
+        self._packed = hooks.pack(tensor)
+
+    def unpack(self) -> Tensor:
         return self._hooks.unpack(self._packed)
 
 
@@ -112,6 +133,8 @@ class Entry:
         self._follower = Follower(state.traces if options.policy == "plan" else OpTraces())
         trace = self._follower.trace
         self._plan = self._plan_of(trace, raises=raises)
+        if trace is None or trace is not state.traces.latest:
+            self._judge(state.counts, raises=raises)
         device = self._device or CpuDevice()
         tape = Tape(
             device,
@@ -132,7 +155,24 @@ class Entry:
             return budget * trace.step.saved_bytes
         return math.inf if budget == 1 else budget * self.counts.saved_bytes
 
+    def _judge(self, counts: RematCounts, *, raises: bool) -> None:
+        """Tell if the score alone has not kept to the budget in the last iteration. What is planned by now is not judged."""
+        is_to_be_judged, counts.is_to_be_judged = counts.is_to_be_judged, False
+        if not (is_to_be_judged and counts.exceeds_budget and counts.budget == self._options.budget):
+            return
+        message = (
+            f"a budget of {format_bytes(math.ceil(counts.budget_bytes))} was exceeded: the last step took "
+            f"{format_bytes(counts.peak_bytes)}, and no op of it makes more than {format_bytes(counts.largest_bytes)}"
+        )
+        if raises:
+            raise BudgetInfeasible(message, counts.peak_bytes)
+        self._warn_of_budget(message)
+
+    def _warn_of_budget(self, message: str) -> None:
+        self._state.warn_once(f"budget {self._options.budget}", f"{message}. It is exceeded by as little as can be.")
+
     def _limit_bytes(self) -> float:
+        self.counts.budget = self._options.budget
         self.counts.budget_bytes = self._budget_bytes()
         self.counts.follows_plan = self._plan is not None
         self._to_drop = frozenset[int]() if self._plan is None else self._plan.dropped
@@ -160,7 +200,7 @@ class Entry:
         except BudgetInfeasible as error:
             if raises:
                 raise
-            state.warn_once("budget", f"{error}. It is exceeded by as little as can be.")
+            self._warn_of_budget(str(error))
             planner = trace.planner(options.score)
             plan = planner.plan(budget_bytes, planner.smallest())
         state.plan = plan
@@ -175,8 +215,10 @@ class Entry:
         tape = run.tape
         counts = self.counts
         counts.num_ops += len(tape.funcs)
-        counts.recorder_s += self.recorder.seconds()
         counts.peak_bytes = max(counts.peak_bytes, run.peak_bytes)
+        counts.is_to_be_judged = learn and self._plan is None
+        if counts.is_to_be_judged:
+            counts.largest_bytes = max(counts.largest_bytes, _largest_bytes(tape))
         if learn and follower.saves and self._options.policy == "plan":
             trace = follower.ended_as(tape.funcs)
             if trace is None:
@@ -191,22 +233,23 @@ class Entry:
 
     # Saving
 
-    def pack(self, tensor: Tensor) -> KeptHandle:
+    def pack(self, tensor: Tensor) -> KeptHandle | PassedOn:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
         if _is_in_backward() != -1:
             return KeptHandle(tensor)
-        if self._may_be_compiled and in_compiled_function():
+        if (self._may_be_compiled or dynamo_is_loaded()) and in_compiled_function():
             raise RuntimeError(
                 f'Rematerialize (tag "{self._state.tag}"): a compiled function was called in the context. To be recorded it '
                 "runs op by op, as if it were not compiled. Leave torch.compile away, or leave the context away and set "
                 "torch._functorch.config.activation_memory_budget, which recomputes inside of what is compiled"
             )
+        if type(tensor) not in _PLAIN_TYPES and has_own_dispatch(tensor):
+            with _disable_current_modes():
+                return KeptHandle(tensor) if self._outer is None else PassedOn(tensor, self._outer)
         with _NoDispatch(), self._lock:  # what is done here is no part of the forward
             return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> KeptHandle:
-        if type(tensor) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(tensor):
-            return self._keep(tensor)
         if tensor.layout is not _STRIDED or (tensor.device != self._torch_device and not self._is_here(tensor.device)):
             return self._keep(tensor)
         run = self._run
@@ -228,7 +271,10 @@ class Entry:
             root = tape.roots[value]
         run.ledger.sweep()
         is_new = not run.is_saved(value)
-        self._note_save(run, value, num_bytes)
+        node = node_number()
+        self._note_save(run, value, num_bytes, node)
+        if root is not None and root.alias is not None:
+            return self._keep_noted(run, value, tensor)  # it is held, and counted, whatever becomes of the handle
         record = run.record_of(value)
         if record is not None and record.version != tensor._version:
             return self._keep(tensor)  # it was written to behind the recorder's back
@@ -243,13 +289,13 @@ class Entry:
                 return self._keep_noted(run, value, tensor)
             record = run.ledger.open_record(storage, tensor._version, owner=None, index=value)
             run.note_record(value, record)
-            handle = run.ledger.add_handle(record, tensor, RunUnpacker(self._state, run))
+            handle = run.ledger.add_handle(record, tensor, RunUnpacker(self._state, run, node))
             if value not in run.fixed and root is None:
                 run.admit(value)
                 if drops:
                     run.drop(value)
         else:
-            handle = run.ledger.add_handle(record, tensor, RunUnpacker(self._state, run))
+            handle = run.ledger.add_handle(record, tensor, RunUnpacker(self._state, run, node))
         if run.live_bytes > run.limit_bytes:
             run.make_room(0)
         run.note_peak()
@@ -265,10 +311,11 @@ class Entry:
         run.others[value] = weakref.ref(handle)
         return handle
 
-    def _note_save(self, run: Run, value: int, num_bytes: int) -> None:
-        run.note_save(value)
+    def _note_save(self, run: Run, value: int, num_bytes: int, node: int) -> None:
+        run.note_save(value, node)
         had_plan = self._plan is not None
-        if self._follower.note(run.tape.funcs, SaveKey(len(run.tape.funcs), value, num_bytes)):
+        word = value in run.fixed if value in run.fixed or value in run.wished else None
+        if self._follower.note(run.tape.funcs, SaveKey(len(run.tape.funcs), value, num_bytes, word)):
             trace = self._follower.trace
             run.tape.known_s = () if trace is None else trace.step.lineage.seconds
             self._plan = self._plan_of(trace, raises=False)
@@ -293,7 +340,7 @@ class Entry:
     def _turn(self) -> Run:
         """A backward has begun since the last save: what comes now is another forward."""
         self._end_forward(learn=True)
-        self._run = self._open_run(raises=False)
+        self._run = self._open_run(raises=self._options.strict)
         self.recorder.follow(self._run.tape)
         self._trail.follow(self._run.tape)
         return self._run
@@ -311,10 +358,11 @@ class Entry:
         return device.torch_device == torch_device
 
     def _estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
-        key, costs_s = cost_key(func, args, results), self._state.costs_s
-        seconds = costs_s.get(key)
+        key, state = cost_key(func, args, results), self._state
+        seconds = state.costs_s.get(key) or state.guessed_s.get(key)
         if seconds is None:
-            seconds = costs_s[key] = self._guess_s(func, args, results)
+            seconds = self._guess_s(func, args, results)
+            state.remember(state.guessed_s, {key: seconds})
         return seconds
 
     def _guess_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
@@ -330,7 +378,10 @@ class Entry:
         """What is in a tensor now is to be kept, or made again."""
         run = self._run
         with torch._C._DisableTorchDispatch(), self._state.lock:
-            storage = tensor.untyped_storage()
+            try:
+                storage = tensor.untyped_storage()
+            except RuntimeError:  # it is no range of bytes, and is never dropped
+                return
             value = run.tape.find(storage)
             if value is None or value in run.tape.roots:
                 return
@@ -349,8 +400,14 @@ class Entry:
                 run.drop(value)
 
 
-def _unpack(packed: KeptHandle) -> Tensor:
+def _unpack(packed: KeptHandle | PassedOn) -> Tensor:
     return packed.unpack()
+
+
+def _largest_bytes(tape: Tape) -> int:
+    """Return the most that one op has made."""
+    made = (sum(call.outs_bytes) for call in tape.calls)
+    return max((*made, *(root.num_bytes for root in tape.roots.values() if root.is_inside)), default=0)
 
 
 def _trace_of(run: Run, saves: list[SaveKey], *, is_first: bool) -> OpTrace:
@@ -359,6 +416,7 @@ def _trace_of(run: Run, saves: list[SaveKey], *, is_first: bool) -> OpTrace:
     tape.sync()
     lineage = tape.lineage
     made = [value for value in values if lineage.maker[value] != NO_OP]
+    words = {key.value: key.keep for key in saves}  # of those that were given before the save: they tell one trace from another
     return OpTrace(
         funcs=tape.funcs,
         saves=saves,
@@ -370,8 +428,9 @@ def _trace_of(run: Run, saves: list[SaveKey], *, is_first: bool) -> OpTrace:
             lineage=lineage,
             saves=tuple(run.saves),
             uses=tuple(reversed(run.saves)),
-            fixed=frozenset(values) - frozenset(made) | (run.fixed & values.keys()),
-            dropped=frozenset(run.wished & values.keys()),
-            retained_bytes={value: root.num_bytes for value, root in tape.roots.items() if root.is_inside or root.is_lost},
+            use_ends=ends_of(run.save_nodes[::-1]),
+            fixed=frozenset(values) - frozenset(made) | {value for value, keep in words.items() if keep},
+            dropped=frozenset(value for value, keep in words.items() if keep is False),
+            retained_bytes=tape.retained_bytes(),
         ),
     )

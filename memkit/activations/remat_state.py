@@ -17,7 +17,10 @@ from memkit.activations.tape import CostKey, Tape
 from memkit.activations.traces import OpTrace, OpTraces
 from memkit.device import Device
 from memkit.hooks import after_backward, backward_task
-from memkit.plan import RematPlan
+from memkit.plan import RematPlan, ends_of
+
+_MAX_COSTS = 8192
+"""For so many kinds and sizes of ops it is remembered what they take."""
 
 
 class RematState:
@@ -36,7 +39,9 @@ class RematState:
         """Where tensors are dropped."""
         self._ledgers: dict[Device, Ledger] = {}
         self.costs_s: dict[CostKey, float] = {}
-        """What ops take, by their names and sizes: measured, or else estimated."""
+        """What ops take, by their names and sizes, as it was measured."""
+        self.guessed_s: dict[CostKey, float] = {}
+        """What ops are thought to take that were not measured."""
         self._timed: list[tuple[OpTrace | None, Tape]] = []
         self._warned = set[str]()
 
@@ -59,6 +64,12 @@ class RematState:
 
     # What a forward has taught
 
+    def remember(self, costs_s: dict[CostKey, float], found: dict[CostKey, float]) -> None:
+        """Add to what is known, and forget the oldest if that is too much."""
+        costs_s.update(found)
+        while len(costs_s) > _MAX_COSTS:
+            del costs_s[next(iter(costs_s))]
+
     def note_timed(self, trace: OpTrace | None, tape: Tape) -> None:
         """The ops of a forward were timed: what they took is read later, when they are done."""
         self._timed.append((trace, tape))
@@ -66,7 +77,7 @@ class RematState:
     def read_times(self) -> None:
         """Take up what the ops of the last iteration took."""
         for trace, tape in self._timed:
-            self.costs_s.update(tape.read_times())
+            self.remember(self.costs_s, tape.read_times())
             if trace is None or trace.is_measured or trace.num_seen == 1:
                 continue  # in its first forward a kernel is loaded, or chosen among several
             if len(tape.lineage.seconds) == len(trace.step.lineage.seconds):
@@ -77,8 +88,8 @@ class RematState:
 
     # The backward
 
-    def unpack(self, run: Run, handle: Handle) -> Tensor:
-        """Return a saved tensor, for work on the current stream; make it again if it was dropped."""
+    def unpack(self, run: Run, handle: Handle, node: int) -> Tensor:
+        """Return what a node has saved, for work on the current stream; make it again if it was dropped."""
         with self.lock:
             record = handle.record
             ledger, value, task = record.ledger, record.index, backward_task()
@@ -86,7 +97,7 @@ class RematState:
             if task != -1 and run.task != task:
                 self._begin_backward(run, task)
             if task != -1:
-                run.note_use(value)
+                run.note_use(value, node)
             if handle.geometry is None:
                 run.evictable.pop(value, None)
                 ledger.serve(handle)
@@ -94,7 +105,8 @@ class RematState:
             original = record.original()
             if original is not None:
                 ledger.serve(handle)
-                return handle.geometry.over(original)
+                return handle.over_original(original)
+            ledger.fetched_copy(record)  # gives up one that was written to
             if record.residency is Residency.DROPPED:
                 self._make(run, handle)
             if record.num_awaiting <= 1:
@@ -129,20 +141,21 @@ class RematState:
             trace = run.trace
             if is_first and isinstance(trace, OpTrace) and not trace.has_order and next(run.records(), None) is None:
                 trace.has_order = True
-                trace.learn(replace(trace.step, uses=tuple(run.uses)))
+                trace.learn(replace(trace.step, uses=tuple(run.uses), use_ends=ends_of(run.use_nodes)))
 
 
 class RunUnpacker:
-    """Brings the tensors of one run back. Handles hold it, so that the run goes with the last of them."""
+    """Brings back what one node of a run's graph has saved. Handles hold it, so that the run goes with the last of them."""
 
-    __slots__ = ("_run", "_state")
+    __slots__ = ("_node", "_run", "_state")
 
-    def __init__(self, state: RematState, run: Run) -> None:
+    def __init__(self, state: RematState, run: Run, node: int) -> None:
         self._state = state
         self._run = run
+        self._node = node
 
     def unpack(self, handle: Handle) -> Tensor:
-        return self._state.unpack(self._run, handle)
+        return self._state.unpack(self._run, handle, self._node)
 
 
 states: dict[str, RematState] = {}

@@ -9,28 +9,39 @@ from dataclasses import dataclass, field, fields
 from tabulate import tabulate
 
 from memkit.activations.ledger import Ledger
+from memkit.activations.recorder import recording_cost_s
 from memkit.activations.stats import EventPairs
 from memkit.device.base import MemoryCounter
-from memkit.sizes import format_mib
+from memkit.sizes import format_bytes
 
 
 @dataclass(slots=True, eq=False)
 class RematCounts:
     """What one iteration has done so far."""
 
+    budget: int | float = 1.0
+    """As it was asked for."""
     budget_bytes: float = math.inf
     follows_plan: bool = False
     num_ops: int = 0
-    recorder_s: float = 0.0
     num_saved: int = 0
     saved_bytes: int = 0
     num_dropped: int = 0
     dropped_bytes: int = 0
     peak_bytes: int = 0
+    largest_bytes: int = 0
+    """The most that one op has made in forwards without a plan."""
+    is_to_be_judged: bool = False
+    """Whether nobody has looked yet at whether it kept to the budget."""
     num_replays: int = 0
     num_replayed_ops: int = 0
     replayed_s: float = 0.0
     replayed: EventPairs = field(default_factory=EventPairs)
+
+    @property
+    def exceeds_budget(self) -> bool:
+        """Whether the score alone has not kept to the budget, beside what one op makes."""
+        return not self.follows_plan and self.peak_bytes > self.budget_bytes + self.largest_bytes
 
     def stats(
         self,
@@ -49,7 +60,7 @@ class RematCounts:
             budget_bytes=None if math.isinf(self.budget_bytes) else math.ceil(self.budget_bytes),
             follows_plan=self.follows_plan,
             num_ops=self.num_ops,
-            recorder_s=self.recorder_s,
+            recorder_s=self.num_ops * recording_cost_s(),
             num_saved=self.num_saved,
             saved_bytes=self.saved_bytes,
             num_kept=self.num_saved - self.num_dropped,
@@ -86,7 +97,8 @@ class RematStats:
     num_ops: int
     """Ops that were seen in the forward."""
     recorder_s: float
-    """Seconds of the host that recording them took, estimated from a sample of them."""
+    """Seconds of the host that recording them took, estimated: their number times what a small op in a chain takes. What saving
+    takes is left out."""
     num_saved: int
     saved_bytes: int
     num_kept: int
@@ -123,7 +135,7 @@ class RematStats:
         if value is None:
             return "-"
         if name.endswith("_bytes"):
-            return format_mib(value)
+            return format_bytes(value)
         if name.endswith("_s"):
             return f"{1e3 * value:.2f} ms"
         return str(value)

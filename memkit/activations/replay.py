@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memkit.activations.ledger import KeptHandle, Ledger, Record, Residency
 from memkit.activations.remat_stats import RematCounts
+from memkit.activations.settings import with_settings
 from memkit.activations.tape import Call, Tape, tensor_of, tensors_in
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
@@ -46,6 +47,9 @@ class Run(Residents):
         """The value of each save that counts."""
         self.uses: list[int] = []
         """The value of each request of the first backward."""
+        self.save_nodes: list[int] = []
+        self.use_nodes: list[int] = []
+        """The numbers of the nodes that save, and that ask."""
         self.fixed = set[int]()
         """Saved values that stay."""
         self.wished = set[int]()
@@ -69,11 +73,12 @@ class Run(Residents):
 
     # Forward
 
-    def note_save(self, value: int) -> None:
-        """Note one more save of a value that counts."""
+    def note_save(self, value: int, node: int) -> None:
+        """Note one more save of a value that counts, by a node of the graph."""
         self.clock += 1
         self._saved_at[value] = len(self.saves)
         self.saves.append(value)
+        self.save_nodes.append(node)
 
     def record_of(self, value: int) -> Record | None:
         """Return the record of a value, if a graph may still ask for it."""
@@ -110,10 +115,11 @@ class Run(Residents):
             self.ledger.expect(record)
         self._awaited = sorted(self._records)
 
-    def note_use(self, value: int) -> None:
-        """The backward asks for a value."""
+    def note_use(self, value: int, node: int) -> None:
+        """The backward asks for a value, for a node of the graph."""
         self.clock += 1
         self.uses.append(value)
+        self.use_nodes.append(node)
         while self._awaited and self.record_of(self._awaited[-1]) is None:
             self._awaited.pop()
         anchors = self.tape.anchors
@@ -264,6 +270,7 @@ class Run(Residents):
             ReplayMismatchError: with verification, an op has made something else than in the forward.
         """
         self.tape.sync()
+        self.tape.see_versions()
         device = self.ledger.device
         here = device.current_stream()
         others = [stream for stream in self._streams if stream != here]
@@ -271,7 +278,7 @@ class Run(Residents):
         for stream in others:  # what was made on them, and what was freed on them, comes before
             device.wait_event(here, device.record_event(stream, timed=False))
         try:
-            with _below_everything(), torch.profiler.record_function("memkit::replay"):
+            with _below_everything(), with_settings(self.tape.settings), torch.profiler.record_function("memkit::replay"):
                 self.rebuild(value)
         finally:
             self._temps.clear()
@@ -317,15 +324,23 @@ class Run(Residents):
         results = _draw(call, args, kwargs) if draws else call.func(*args, **kwargs)
         temps, outs = self._temps, self.lineage.outs[op]
         if notes is None:
-            temps[outs[0]] = results.untyped_storage()
+            self._note_made(call, outs[0], results.untyped_storage())
             return
-        made = list(tensors_in(results))
+        made = tensors_in(results)
         for value, place in zip(outs, notes.places, strict=False):
-            temps[value] = made[place].untyped_storage()
+            self._note_made(call, value, made[place].untyped_storage())
         for value, written in zip(outs[len(notes.places) :], notes.written, strict=True):
             if written in in_place:
                 temps.pop(written, None)
             temps[value] = over[written]
+
+    def _note_made(self, call: Call, value: int, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() != call.outs_bytes[value - call.first]:
+            raise ReplayMismatchError(
+                f"{self._name(value)} has made {call.outs_bytes[value - call.first]} bytes in the forward, and "
+                f"{storage.nbytes()} when it was run again. Has a setting of torch changed meanwhile?"
+            )
+        self._temps[value] = storage
 
     def _to_be_written(self, call: Call, in_place: Collection[int]) -> dict[int, torch.UntypedStorage]:
         """Return the storages that a call writes to: those that the replay may write over, or copies, or new ones."""

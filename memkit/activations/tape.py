@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from memkit.activations.ledger import KeptHandle
 from memkit.activations.ops import OpKind
+from memkit.activations.settings import current_settings
 from memkit.device.base import Device, Event
-from memkit.hooks import owner_of
+from memkit.hooks import has_own_dispatch, owner_of
 from memkit.plan import NO_OP, Lineage
 from memkit.sizes import byte_view, tensor_over
 
@@ -96,13 +97,14 @@ class CallNotes(NamedTuple):
 class Root:
     """A value that nothing here makes: weakly known until something is to be made from it, held from then on."""
 
-    __slots__ = ("alias", "is_inside", "is_lost", "lent", "num_bytes", "tensor", "version")
+    __slots__ = ("alias", "is_inside", "is_lost", "lent", "num_bytes", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, version: int | None, *, is_inside: bool) -> None:
         owner = owner_of(storage)
         self.lent = None if owner is None else owner.lend(tensor)
         """Gives the tensor again, where its storage is another's at times."""
         self.tensor = weakref.ref(tensor)
+        self.storage = weakref.ref(storage)
         self.num_bytes = storage.nbytes()
         self.version = version
         """Of the tensor's counter when it was seen; None where that is not known, as just after a write."""
@@ -111,6 +113,11 @@ class Root:
         self.is_lost = False
         """Whether something else has been written where it was."""
         self.alias: Tensor | None = None
+
+    def living(self) -> Tensor | None:
+        """Return the tensor, if it is alive, over the storage that it had, and nothing else was written there."""
+        tensor = None if self.is_lost else self.tensor()
+        return tensor if tensor is not None and tensor.untyped_storage() is self.storage() else None
 
 
 class Anchor:
@@ -158,6 +165,7 @@ class Tape:
         """What ops are thought to take, where `known_s` does not tell."""
         self.originals: dict[int, Tensor] | None = {} if is_verified else None
         """What each value was, in host memory."""
+        self.settings = current_settings()
         self.calls: list[Call] = []
         self.funcs: list[Any] = []
         """Every op that was seen, made again or not: the sequence that tells one forward from another."""
@@ -166,6 +174,10 @@ class Tape:
         """Values that are held though autograd did not save them, in the order in which they were made."""
         self.pinned: dict[int, KeptHandle] = {}
         """Saved values that cannot be made again, but from which something is."""
+        self.hidden = set[int]()
+        """Roots that may be written to without a trace, as the statistics of a batch norm are."""
+        self.unversioned: list[Root | Anchor] = []
+        """What is held since the op that wrote to it: the counter is raised after that."""
         self.overwritten = set[int]()
         """Values over which an op has written. What was saved of them may be whole: writes to the parts of `unsafe_chunk` count
         for each part alone."""
@@ -215,12 +227,21 @@ class Tape:
         value = self.find(storage)
         return self.add_root(tensor, storage, is_inside=False) if value is None else value
 
-    def add_root(self, tensor: Tensor, storage: torch.UntypedStorage, *, is_inside: bool, is_written: bool = False) -> int:
+    def add_root(
+        self,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        *,
+        is_inside: bool,
+        is_written: bool = False,
+        is_hidden: bool = False,
+    ) -> int:
         """Return a new value that is in a tensor's storage from now on, and that nothing here makes.
 
         Args:
             is_inside: whether nobody else may hold it.
             is_written: whether it was just written, so that the tensor's counter is about to be raised.
+            is_hidden: whether it may be written to without a trace.
         """
         value = self.num_values
         version = None if is_written or tensor.is_inference() else tensor._version
@@ -228,9 +249,20 @@ class Tape:
         self.roots[value] = Root(tensor if base is None else base, storage, version, is_inside=is_inside)
         self.current[storage._cdata] = (weakref.ref(storage), value)
         self.num_values = value + 1
+        if is_hidden:
+            self.hidden.add(value)
         if value in self.retained:
             self.hold(value, is_in_dispatch=True)
         return value
+
+    def note_hidden(self, tensor: Tensor) -> None:
+        """What is in a tensor now may be written to without a trace, if it is a root."""
+        storage = tensor.untyped_storage()
+        value = self.find(storage)
+        if value is None:
+            self.add_root(tensor, storage, is_inside=False, is_hidden=True)
+        elif value in self.roots:
+            self.hidden.add(value)
 
     def num_writes(self, value: int) -> float:
         """Return how often ops have written to what a value is in, no bound if that began before."""
@@ -275,19 +307,40 @@ class Tape:
         root = self.roots[value]
         if root.alias is not None or root.lent is not None:
             return True
-        tensor = root.tensor()
-        if tensor is None or root.is_lost:
+        tensor = root.living()
+        if tensor is None:
             return False
+        if value in self.hidden:
+            self._copy_root(root, tensor)
+            return True
         root.alias = _alias_in_dispatch(tensor) if is_in_dispatch else tensor.detach()
-        if root.version is None and not is_in_dispatch and not tensor.is_inference():
-            root.version = tensor._version
+        if root.version is None and not tensor.is_inference():
+            if is_in_dispatch:
+                self.unversioned.append(root)
+            else:
+                root.version = tensor._version
         if root.is_inside and counts:
             self.held_bytes += root.num_bytes
         return True
 
+    def _copy_root(self, root: Root, tensor: Tensor) -> None:
+        """Hold a root as it is now, whatever is written to it later."""
+        root.alias = tensor_of(source_of(None, 0, tensor), tensor.untyped_storage().clone())
+        root.version = root.alias._version
+        self.held_bytes += root.num_bytes
+
+    def see_versions(self) -> None:
+        """Take note of counters that have been raised by now, since the op that did it is over."""
+        while self.unversioned:
+            held = self.unversioned.pop()
+            if held.alias is not None and held.version is None and not held.alias.is_inference():
+                held.version = held.alias._version
+
     def hold_made(self, value: int, tensor: Tensor, *, is_written: bool = False) -> None:
         """Hold a value that an op has just made."""
-        self.anchors[value] = Anchor(_alias_in_dispatch(tensor), None if is_written else tensor._version)
+        anchor = self.anchors[value] = Anchor(_alias_in_dispatch(tensor), None if is_written else tensor._version)
+        if is_written:
+            self.unversioned.append(anchor)
         self.held_bytes += tensor.untyped_storage().nbytes()
 
     def release(self, value: int) -> None:
@@ -316,14 +369,27 @@ class Tape:
             root.is_lost = True
             return
         assert root.alias is not None
-        source = source_of(None, value, root.alias)
-        root.alias = tensor_of(source, root.alias.untyped_storage().clone())
-        root.version = root.alias._version
-        if not root.is_inside:
-            self.held_bytes += root.num_bytes
+        if value in self.hidden:
+            return  # it is a copy
+        if root.is_inside:
+            self.held_bytes -= root.num_bytes
+        self._copy_root(root, root.alias)
+
+    def retained_bytes(self) -> dict[int, int]:
+        """Return the roots that are gone unless they are held on purpose, and what that takes.
+
+        Made here, or written over; or gone by now: then they take nothing if the storage is somebody else's.
+        """
+        found = {}
+        for value, root in self.roots.items():
+            if root.is_inside or root.is_lost:
+                found[value] = root.num_bytes
+            elif root.alias is None and root.lent is None and root.living() is None:
+                found[value] = 0 if root.storage() is not None else root.num_bytes
+        return found
 
     def root_storage(self, value: int) -> torch.UntypedStorage:
-        """Return the storage of a root that is held.
+        """Return the storage of a root that is held, and see that it is as it was.
 
         Raises:
             RuntimeError: it was written to, or resized, behind the recorder's back.
@@ -374,6 +440,7 @@ class Tape:
 
     def close(self) -> None:
         """The forward is over: nothing more is recorded."""
+        self.see_versions()
         self.current.clear()
 
 
@@ -400,4 +467,6 @@ def tensors_in(argument: Any) -> list[Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN_TYPES and tensor.layout is _STRIDED and not tensor.is_nested
+    if type(tensor) not in _PLAIN_TYPES and has_own_dispatch(tensor):
+        return False
+    return tensor.layout is _STRIDED and not tensor.is_nested and not tensor.is_quantized

@@ -18,6 +18,8 @@ class SaveKey(NamedTuple):
     """How many ops were seen before."""
     value: int
     num_bytes: int
+    keep: bool | None = None
+    """The user's word on it until then: whether it stays, or is made again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +79,11 @@ class OpTraces:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    @property
+    def latest(self) -> OpTrace | None:
+        """The last one seen."""
+        return self._known[0] if self._known else None
 
     def are_measured(self) -> bool:
         """Tell whether it is known what each op takes in all that may come again. Which one a forward is shows too late."""

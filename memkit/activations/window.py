@@ -226,7 +226,7 @@ class OffloadWindow:
         if handle.geometry is None:
             return handle.alias
         original = handle.record.original()
-        return None if original is None else handle.geometry.over(original)
+        return None if original is None else handle.over_original(original)
 
     def _fetch_now(self, record: Record) -> None:
         """Make a fetched copy of the record available to the current stream, whatever room there is."""

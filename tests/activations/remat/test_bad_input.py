@@ -24,6 +24,8 @@ import memkit
         ({"budget": ""}, ValueError, "budget: "),
         ({"budget": "-2GiB"}, ValueError, "budget: .*-2GiB"),
         ({"budget": "0GiB"}, ValueError, "budget: .*0"),
+        ({"budget": "0.5"}, ValueError, r'budget: "0.5" is a number without a unit. .* as a float \(0.5\)'),
+        ({"budget": " 0.75 "}, ValueError, "budget: .* without a unit"),
         ({"budget": True}, TypeError, "found True"),
         ({"budget": None}, TypeError, "found None"),
         ({"budget": [1]}, TypeError, r"found \[1\]"),
@@ -36,6 +38,9 @@ import memkit
         ({"min_bytes": -1}, ValueError, "min_bytes is a number of bytes, 0 or more; found -1"),
         ({"min_bytes": 1.5}, TypeError, r"min_bytes is a number of bytes \(an int\); found 1.5"),
         ({"min_bytes": True}, TypeError, "min_bytes is .*; found True"),
+        ({"strict": "yes"}, TypeError, "strict is True or False; found 'yes'"),
+        ({"strict": None}, TypeError, "strict is True or False; found None"),
+        ({"verify": 3}, TypeError, "verify is True or False; found 3"),
         ({"device": "cuda"}, TypeError, "device is a memkit.device.Device; found str. For CUDA, leave it away"),
         ({"device": torch.device("cpu")}, TypeError, "device is a memkit.device.Device; found device"),
     ],
@@ -82,6 +87,16 @@ def test_unknown_tags() -> None:
     memkit.reset("unknown")
     with pytest.raises(ValueError, match="known tags: none"):
         memkit.remat_stats("known")
+
+
+@pytest.mark.parametrize("name", ["keep", "recompute"])
+@pytest.mark.parametrize("thing", [None, 3, (torch.ones(2), torch.ones(2))])
+def test_words_are_about_tensors(name: str, thing: object) -> None:
+    wanted = rf"memkit\.{name} takes one tensor; found {type(thing).__name__}"
+    with pytest.raises(TypeError, match=wanted):
+        getattr(memkit, name)(thing)
+    with memkit.Rematerialize(0.5, "words"), pytest.raises(TypeError, match=wanted):
+        getattr(memkit, name)(thing)
 
 
 def test_context_that_raised_at_entry_can_be_entered_later() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -14,7 +15,7 @@ import memkit
 from memkit.activations.offload import CPUOffload
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits, gradients, inputs_on, mlp
-from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step
+from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
 from tests.activations.remat.cases import COMPUTATIONS
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
@@ -186,6 +187,78 @@ def test_words_without_a_context_do_nothing() -> None:
 
     assert memkit.keep(x) is x
     assert memkit.recompute(x) is x
+
+
+def test_words_about_what_is_no_range_of_bytes_do_nothing() -> None:
+    sparse = torch.eye(4).to_sparse()
+    with memkit.Rematerialize(0.5, "sparse", min_bytes=0):
+        assert memkit.keep(sparse) is sparse
+        assert memkit.recompute(sparse) is sparse
+
+
+def _num_dropped_with(word: Callable[[Tensor], Tensor] | None, x: Tensor, context: Context, *, is_late: bool = False) -> int:
+    """Return how many values a step drops that has a word on the fourth of its eight saved values, before or after its save."""
+    given: list[Tensor] = []
+
+    def say(y: Tensor) -> None:
+        if word is not None:
+            given.append(y)
+            if not is_late:
+                word(y)
+
+    with context() as entered:
+        y = _marked(x, say, 3)
+        if is_late:
+            for value in given:
+                word(value)
+        given.clear()
+    num_dropped = memkit.remat_stats(entered.tag).num_dropped
+    y.sum().backward()
+    return num_dropped
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_wish_of_one_step_is_none_of_the_next(is_late: bool, device: Device, remat_on: Remat) -> None:
+    x, context = leaf_on(device.torch_device), lambda: remat_on("1GiB", "once")
+
+    found = [_num_dropped_with(memkit.recompute if number == 0 else None, x, context, is_late=is_late) for number in range(5)]
+
+    assert found == [1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_wish_of_a_later_step_counts(is_late: bool, device: Device, remat_on: Remat) -> None:
+    x, context = leaf_on(device.torch_device), lambda: remat_on("1GiB", "later")
+
+    found = [_num_dropped_with(memkit.recompute if number >= 2 else None, x, context, is_late=is_late) for number in range(6)]
+
+    assert found == [0, 0, 1, 1, 1, 1]
+
+
+def test_what_one_step_keeps_another_may_drop(device: Device, remat_on: Remat) -> None:
+    x = leaf_on(device.torch_device)
+    dropped = []
+    for number in range(5):
+        with remat_on(2 * UNIT_BYTES, "kept once"):
+            y = x
+            for _ in range(8):
+                y = y.clone()
+                y = (memkit.keep(y) if number == 0 else y).sin()
+        dropped.append(memkit.remat_stats("kept once").num_dropped)
+        y.sum().backward()
+
+    assert dropped[0] == 0
+    assert all(num_dropped >= 5 for num_dropped in dropped[1:])
+
+
+def test_words_that_come_again_are_planned(device: Device, remat_on: Remat) -> None:
+    x, context = leaf_on(device.torch_device), lambda: remat_on("1GiB", "again")
+    follows = []
+    for number in range(6):
+        _num_dropped_with(memkit.recompute if number == 0 else None, x, context)
+        follows.append(memkit.remat_stats("again").follows_plan)
+
+    assert follows[-1]
 
 
 # Plans

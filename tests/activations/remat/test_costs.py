@@ -8,7 +8,7 @@ from torch import nn
 
 from memkit.activations import remat_state
 from tests.activations.chains import chain
-from tests.activations.remat.conftest import Remat
+from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.5])
@@ -26,6 +26,31 @@ def test_ops_are_timed_in_the_second_step_only(budget: float, torch_device: torc
     (trace,) = remat_state.states["timed"].traces
     assert trace.is_measured
     assert all(seconds > 0 for seconds in trace.step.lineage.seconds)
+
+
+@pytest.mark.parametrize("name", ["guessed_s", "costs_s"])
+def test_costs_of_very_many_shapes_are_not_all_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remat_state, "_MAX_COSTS", 10)
+    state = remat_state.RematState("many")
+
+    for size in range(25):
+        state.remember(getattr(state, name), {(torch.sin, size, size): 1e-6})
+
+    assert [key[1] for key in getattr(state, name)] == list(range(15, 25))
+
+
+@pytest.mark.filterwarnings(NO_PLAN_FITS)
+def test_new_shapes_are_forgotten(torch_device: torch.device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remat_state, "_MAX_COSTS", 10)
+    for size in range(1, 25):
+        x = torch.randn(size, device=torch_device, requires_grad=True)
+        with remat_on(0.5, "shapes"):
+            loss = x.sin().cos().sum()
+        loss.backward()
+
+    state = remat_state.states["shapes"]
+    assert len(state.guessed_s) == 10
+    assert 0 < len(state.costs_s) <= 10
 
 
 def test_forward_after_a_backward_in_the_same_context_is_timed_as_any_other(

@@ -18,6 +18,11 @@ from tests.models import CASES
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
 BUDGETS = (0.8, 0.4, 0.1)
+NOTHING_TO_GAIN = {
+    ("custom_function_in_place", "plan"),  # its writes are counted twice: it is kept
+    ("custom_function_in_place", "dtr"),
+    ("attention", "plan"),  # one node has saved all, and needs all of it at once
+}
 
 
 @pytest.mark.parametrize("policy", ["plan", "dtr"])
@@ -37,7 +42,7 @@ def test_computations(name: str, policy: str, device: Device, remat_on: Remat) -
         assert stats.live_records == 0
         assert stats.follows_plan == (policy == "plan")
         memkit.reset("computation")
-    assert num_replays > 0 or name == "custom_function_in_place"  # whose writes are counted twice: it is kept
+    assert num_replays > 0 or (name, policy) in NOTHING_TO_GAIN
 
 
 @pytest.mark.parametrize("name", COMPUTATIONS)

@@ -1,0 +1,238 @@
+"""What changes between the forward and the replay, and what is no plain range of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import memkit
+from memkit.device import Device
+from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+
+
+def _same_as_plain(step: Callable[[Context], list[Tensor]], remat_on: Remat, *, budget: float = 1, num_steps: int = 3) -> None:
+    plain = step(nullcontext)
+    for _ in range(num_steps):
+        assert_same_bits(step(lambda: remat_on(budget, "hazard")), plain)
+
+
+@contextmanager
+def _noticed_writes() -> Iterator[None]:
+    """Autograd's in-place error is as good as the gradient of the plain run."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+
+
+@pytest.mark.parametrize("budget", [1, 0.4, 0.2])
+def test_write_behind_the_back_to_what_a_plan_holds_raises_in_every_step(
+    budget: float, torch_device: torch.device, remat_on: Remat
+) -> None:
+    for _ in range(3):
+        x = torch.ones(4, device=torch_device, requires_grad=True)
+        with remat_on(budget, "held"):
+            held = torch.zeros(4, device=torch_device)
+            held[:2] = torch.ones(2, device=torch_device)
+            loss = sum(((held * scale).sin() * x).sum() for scale in range(6))
+        held.add_(1)
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.3, 0.2, 0.1, 0.05])
+def test_anchor_that_was_written_to_is_not_used(budget: float, torch_device: torch.device, remat_on: Remat) -> None:
+    def step(context: Context) -> list[Tensor]:
+        x = torch.linspace(0, 1, 64, device=torch_device).requires_grad_()
+        with context():
+            h = x * 1.0
+            for _ in range(24):
+                h = h + h.sin() * h.cos()
+                h.add_(0.1)
+        loss = h.sum()
+        h.detach().mul_(2)
+        loss.backward()
+        return [x.grad]
+
+    plain = step(nullcontext)
+    for _ in range(3):
+        with _noticed_writes():
+            assert_same_bits(step(lambda: remat_on(budget, "anchors")), plain)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_statistics_that_another_forward_updates(is_inside: bool, torch_device: torch.device, remat_on: Remat) -> None:
+    def step(context: Context) -> list[Tensor]:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(3).to(torch_device).requires_grad_(False)
+        x, w = torch.randn(8, 3, device=torch_device), torch.ones(3, device=torch_device, requires_grad=True)
+        norm.eval()
+        with context():
+            first = (norm(x) * w).sum()
+        norm.train()
+        with context() if is_inside else nullcontext():
+            second = (norm(x) * w).sum()
+        (first + second).backward()
+        return [w.grad, norm.running_mean]
+
+    _same_as_plain(step, remat_on)
+
+
+def test_default_dtype_that_has_changed(torch_device: torch.device, remat_on: Remat) -> None:
+    def step(context: Context) -> list[Tensor]:
+        n, x = torch.arange(4, device=torch_device), torch.ones(4, device=torch_device, requires_grad=True)
+        with context():
+            loss = ((n / 7).cos() * x).sum()
+        torch.set_default_dtype(torch.float64)
+        try:
+            loss.backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return [x.grad]
+
+    _same_as_plain(step, remat_on)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
+@contextmanager
+def _medium_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("setting", [_without_onednn, _medium_precision])
+def test_backend_settings_of_the_forward_hold_in_the_replay(
+    setting: Context, torch_device: torch.device, remat_on: Remat
+) -> None:
+    def step(context: Context) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(2304, 256)).to(torch_device)
+        with setting(), context():
+            y = layers(torch.randn(16, 3, 16, 16, device=torch_device))
+            loss = (y @ y.t()).sin().sum()
+        loss.backward()
+        return [param.grad for param in layers.parameters()]
+
+    _same_as_plain(step, remat_on)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.mkldnn.enabled
+
+
+class Named(Tensor):
+    """A subclass that adds nothing to what ops do."""
+
+
+@pytest.mark.parametrize("write", [lambda t: t.add_(1), lambda t: t.copy_(t.new_full((4,), 3.0)), lambda t: t.zero_()])
+def test_writes_to_a_subclass_without_dispatch(
+    write: Callable[[Tensor], object], torch_device: torch.device, remat_on: Remat
+) -> None:
+    def step(context: Context) -> list[Tensor]:
+        x = torch.ones(4, device=torch_device, requires_grad=True)
+        with context():
+            named = (x * 1).as_subclass(Named)
+            write(named)
+            loss = (named * 2 * x).sin().sum()
+        del named
+        loss.backward()
+        return [x.grad.as_subclass(Tensor)]
+
+    _same_as_plain(step, remat_on)
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_wrapper_subclasses_stay(is_outside: bool, device: Device, remat_on: Remat) -> None:
+    def step(context: Context) -> list[Tensor]:
+        x = torch.linspace(0, 1, 4, device=device.torch_device)
+        a = TwoTensor(x, x * 2).requires_grad_()
+        offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
+        with offload if is_outside and context is not nullcontext else nullcontext(), context():
+            loss = (a.sin() * a).exp().sum()
+        loss.backward()
+        return [a.grad.a, a.grad.b]
+
+    _same_as_plain(step, remat_on)
+
+
+def test_jagged_tensors_stay(torch_device: torch.device, remat_on: Remat) -> None:
+    def step(context: Context) -> list[Tensor]:
+        x = torch.linspace(0, 1, 8, device=torch_device).requires_grad_()
+        with context():
+            nested = torch.nested.nested_tensor_from_jagged((x * 2).view(8, 1), torch.tensor([0, 3, 8], device=torch_device))
+            loss = (nested.sin() * nested).values().exp().sum()
+        loss.backward()
+        return [x.grad]
+
+    _same_as_plain(step, remat_on)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_parameter_that_is_given_other_data(is_new: bool, torch_device: torch.device, remat_on: Remat) -> None:
+    def step(context: Context) -> list[Tensor]:
+        scale = nn.Parameter(torch.ones(4, device=torch_device), requires_grad=False)
+        x = torch.ones(4, device=torch_device, requires_grad=True)
+        with context():
+            y = scale * 2
+            if is_new:
+                scale.data = torch.full((4,), 5.0, device=torch_device)
+            loss = (y * x).sum()
+        scale.data = torch.full((4,), 7.0, device=torch_device)
+        del y
+        loss.backward()
+        return [x.grad]
+
+    _same_as_plain(step, remat_on)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_quantized_tensors(remat_on: Remat, torch_device: torch.device) -> None:
+    def step(context: Context) -> list[Tensor]:
+        x = torch.linspace(0, 1, 4, device=torch_device).requires_grad_()
+        with context():
+            quantized = torch.quantize_per_tensor(x.detach() * 2, 0.1, 0, torch.quint8)
+            loss = (torch.relu(quantized).dequantize() * x).sum()
+        del quantized
+        loss.backward()
+        return [x.grad]
+
+    _same_as_plain(step, remat_on)
+
+
+@pytest.mark.parametrize("make", [lambda w: torch.tensor(1.5), lambda w: w.detach(), lambda w: w.data])
+def test_values_made_from_a_root_that_has_died_can_be_dropped(make: Callable[[Tensor], Tensor], remat_on: Remat) -> None:
+    w = torch.full((1,), 1.5)
+
+    def step(context: Context) -> list[Tensor]:
+        x = torch.linspace(0, 1, 256).requires_grad_()
+        with context():
+            y = x
+            for _ in range(8):
+                y = torch.sin(y * make(w)).exp().clamp(max=2)
+        y.square().mean().backward()
+        return [x.grad]
+
+    _same_as_plain(step, remat_on, budget=0.35)
+    stats = memkit.remat_stats("hazard")
+    assert stats.ledger_peak_bytes <= stats.budget_bytes + 2048
