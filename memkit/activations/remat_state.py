@@ -108,6 +108,8 @@ class RematState:
                 return handle.over_original(original)
             ledger.fetched_copy(record)  # gives up one that was written to
             if record.residency is Residency.DROPPED:
+                if task == -1:
+                    run.compare_settings()
                 self._make(run, handle)
             if record.num_awaiting <= 1:
                 run.evictable.pop(value, None)

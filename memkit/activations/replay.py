@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Container, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memkit.activations.ledger import KeptHandle, Ledger, Record, Residency
 from memkit.activations.remat_stats import RematCounts
-from memkit.activations.settings import with_settings
+from memkit.activations.settings import current_settings, with_settings
 from memkit.activations.tape import Call, Tape, tensor_of, tensors_in
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
@@ -70,6 +70,7 @@ class Run(Residents):
         self._awaited: list[int] = []
         """Saved values, up to the latest that may still be asked for."""
         self._now = 0
+        self._has_other_settings = False
 
     # Forward
 
@@ -107,6 +108,7 @@ class Run(Residents):
     def begin_backward(self, task: int, order: Sequence[int] | None) -> None:
         """A backward begins to ask, in an order that is known or guessed as the reverse of the saves."""
         self.task = task
+        self.compare_settings()
         self._now = 0
         self._places.clear()
         for place, value in enumerate(reversed(self.saves) if order is None else order):
@@ -114,6 +116,10 @@ class Run(Residents):
         for _, record in self.records():
             self.ledger.expect(record)
         self._awaited = sorted(self._records)
+
+    def compare_settings(self) -> None:
+        """Tell replays whether they must change what is set for the process: looked at once for each backward."""
+        self._has_other_settings = current_settings() != self.tape.settings
 
     def note_use(self, value: int, node: int) -> None:
         """The backward asks for a value, for a node of the graph."""
@@ -278,7 +284,8 @@ class Run(Residents):
         for stream in others:  # what was made on them, and what was freed on them, comes before
             device.wait_event(here, device.record_event(stream, timed=False))
         try:
-            with _below_everything(), with_settings(self.tape.settings), torch.profiler.record_function("memkit::replay"):
+            settings = with_settings(self.tape.settings) if self._has_other_settings else nullcontext()
+            with _below_everything(), settings, torch.profiler.record_function("memkit::replay"):
                 self.rebuild(value)
         finally:
             self._temps.clear()

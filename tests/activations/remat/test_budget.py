@@ -184,6 +184,7 @@ def test_peak_falls_with_the_budget(name: str) -> None:
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.filterwarnings(NO_PLAN_FITS)
 @pytest.mark.parametrize("max_replays", [1, 2, 5])
 def test_replays_are_capped(max_replays: int, device: Device, remat_on: Remat) -> None:
     """A long chain that is asked for from its end, with next to no room."""

@@ -236,3 +236,19 @@ def test_values_made_from_a_root_that_has_died_can_be_dropped(make: Callable[[Te
     _same_as_plain(step, remat_on, budget=0.35)
     stats = memkit.remat_stats("hazard")
     assert stats.ledger_peak_bytes <= stats.budget_bytes + 2048
+
+
+def test_default_dtype_that_has_changed_when_saved_tensors_are_read_outside_a_backward(
+    torch_device: torch.device, remat_on: Remat
+) -> None:
+    n, x = torch.arange(4, device=torch_device), torch.ones(4, device=torch_device, requires_grad=True)
+    with remat_on(1, "read"):
+        loss = ((n / 7).cos() * x).sum()
+    node = loss.grad_fn.next_functions[0][0]
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = node._saved_other if node._saved_other is not None else node._saved_self
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    assert_same_bits([found], [(n / 7).cos()])
