@@ -45,17 +45,17 @@ class OpKind:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it makes new values from old ones, and does nothing else."""
+        """Whether it makes new values from old ones, and does nothing else, unless it copies to another device."""
         return self._only_computes and not self.written
 
     @property
     def is_in_place(self) -> bool:
         """Whether it makes a new value of its first argument, where that was, and does nothing else."""
-        return self._only_computes and self.written == (0,) and not self.overwrites
+        return self._only_computes and self.written == (0,) and not (self.overwrites or self.may_cross)
 
     @property
     def _only_computes(self) -> bool:
-        return self.op_class is OpClass.REPLAYED and not (self.statistics or self.is_random or self.may_cross)
+        return self.op_class is OpClass.REPLAYED and not (self.statistics or self.is_random)
 
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp", "symm_mem"})

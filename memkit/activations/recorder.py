@@ -26,7 +26,7 @@ _get_storage = Tensor.untyped_storage
 _STRIDED = torch.strided
 _is_in_backward = torch._C._current_graph_task_id
 _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than all that is in it
-_VIEW, _PLAIN = "view", "plain"
+_VIEW, _PLAIN, _COPY = "view", "plain", "copy"
 _NUM_MEASURED = 100
 
 
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
         self._generator_of = generator_of
         self._estimate_s = estimate_s
         self._paths: dict[Any, Any] = {}
-        """Of the ops seen: how they are recorded. One of the two words, or a method of the class: bound to this object it would
+        """Of the ops seen: how they are recorded. One of the three words, or a method of the class: bound to this object it would
         keep it alive."""
 
     @classmethod
@@ -76,8 +76,8 @@ class Recorder(TorchDispatchMode):
         path = self._paths.get(func)
         if path is _VIEW:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if path is not _PLAIN or types or (kwargs and _has_tensors(kwargs)):
-            record = Recorder._record if path is _PLAIN else path or Recorder._record_first
+        if (path is not _PLAIN and path is not _COPY) or types or (kwargs and _has_tensors(kwargs)):
+            record = Recorder._record if type(path) is str else path or Recorder._record_first
             return record(self, func, types, args, kwargs)
         current = tape.current
         sources: list[Source] = []
@@ -118,6 +118,9 @@ class Recorder(TorchDispatchMode):
         found = current.get(storage._cdata)
         if found is not None and found[0]() is storage:
             return results  # it returned what was there
+        if path is _COPY and results.device != args[0].device:
+            tape.add_roots(results)
+            return results
         calls, value = tape.calls, tape.num_values
         if len(calls) >= len(tape.known_s):
             tape.seconds[len(calls)] = self._estimate_s(func, args, results)
@@ -145,7 +148,7 @@ class Recorder(TorchDispatchMode):
         if self.tape.is_timed or self.tape.originals is not None:
             return Recorder._record
         if kind.is_plain:
-            return _PLAIN
+            return _COPY if kind.may_cross else _PLAIN
         return Recorder._record_in_place if kind.is_in_place else Recorder._record
 
     # What is not plain

@@ -137,6 +137,17 @@ def test_several_results_are_several_values(num_results: int) -> None:
     assert set(values) <= set(tape.lineage.outs[-1])
 
 
+def test_copies_are_made_again_unless_they_cross_devices() -> None:
+    x = torch.ones(2)
+
+    with recorded() as tape:
+        for dtype in (torch.float64, torch.float16):  # the second takes the short path
+            here = x.to(dtype)
+            there = x.to("meta", dtype)
+            assert tape.value_of(here) not in tape.roots
+            assert tape.value_of(there) in tape.roots
+
+
 def test_backward_is_not_recorded() -> None:
     x = _leaf()
     with recorded() as tape:
