@@ -52,8 +52,8 @@ class Recorder(TorchDispatchMode):
         self._generator_of = generator_of
         self._estimate_s = estimate_s
         self._paths: dict[Any, Any] = {}
-        """Of the ops seen: how they are recorded. One of the three words, or a method of the class: bound to this object it would
-        keep it alive."""
+        """Of the ops seen: how they are recorded. One of the three words, or a method of the class: bound to this object it
+        would keep it alive."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
