@@ -23,13 +23,14 @@ from memkit.errors import (
     DataDependentError,
     DeviceUnavailableError,
     HostMemoryError,
+    LayerOffloadError,
     MemkitError,
     ProfileError,
     RaceError,
     ReplayMismatchError,
     ReportFormatError,
 )
-from memkit.plan import Action, DTRScore, RematPlan, schedules
+from memkit.plan import Action, DTRScore, RematPlan, ResidencyPlan, schedules
 from memkit.profile import (
     MemoryReport,
     ModuleRecord,
@@ -39,6 +40,7 @@ from memkit.profile import (
     find_report,
     profile_memory,
 )
+from memkit.weights import LayerOffload, LayerStats
 
 __all__ = [
     "Action",
@@ -49,6 +51,9 @@ __all__ = [
     "DataDependentError",
     "DeviceUnavailableError",
     "HostMemoryError",
+    "LayerOffload",
+    "LayerOffloadError",
+    "LayerStats",
     "MemkitError",
     "MemoryReport",
     "ModuleRecord",
@@ -60,6 +65,7 @@ __all__ = [
     "Rematerialize",
     "ReplayMismatchError",
     "ReportFormatError",
+    "ResidencyPlan",
     "RunInfo",
     "SavedCategory",
     "SavedTensorRecord",

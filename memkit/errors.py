@@ -7,6 +7,7 @@
     ├── ReportFormatError          a file is no memkit report, or is newer than this memkit
     ├── HostMemoryError            host memory cannot be locked, or a limit on it is met
     ├── BudgetInfeasible           no plan keeps to the budget that was asked for
+    ├── LayerOffloadError          streamed weights are not where they were left, or cannot be used like this
     ├── ReplayMismatchError        an op that was run again has made something else
     └── RaceError                  two streams touched the same bytes in no order (only `ReferenceDevice` can tell)
 
@@ -50,6 +51,11 @@ class BudgetInfeasible(MemkitError):  # noqa: N818  # it names a fact, as in lin
     def __init__(self, message: str, smallest_bytes: int) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+
+
+class LayerOffloadError(MemkitError):
+    """Raised when the weights that `LayerOffload` streams were moved or cast by somebody else, or are used in a way that it
+    cannot keep exact."""
 
 
 class ReplayMismatchError(MemkitError):

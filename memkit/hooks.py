@@ -6,10 +6,11 @@ reverse order, on success and on error. The functions that look into torch's pri
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -72,6 +73,10 @@ class HookSet:
             self._handles.pop().remove()
 
 
+HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What packs a tensor that autograd saves, and what unpacks it."""
+
+
 class SavedTensorHooks(AbstractContextManager[Any]):
     """A context in which autograd hands each tensor that it saves to `pack`, and gets it back from `unpack`.
 
@@ -96,9 +101,12 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         """Which of memkit's contexts these are the hooks of."""
         self.is_last = is_last
         """Whether no other may be inside, which would hide tensors from these. What they keep they offer to those outside."""
+        self.outer: HookPair | None = None
+        """The pair that was on top before: these may hand on to it what they do not want."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def __enter__(self) -> SavedTensorHooks:
+        self.outer = innermost_pair()
         self._hooks.__enter__()
         _stacked.hooks.append(self)
         return self
@@ -106,6 +114,54 @@ class SavedTensorHooks(AbstractContextManager[Any]):
     def __exit__(self, *_: object) -> None:
         _stacked.hooks.remove(self)
         self._hooks.__exit__()
+
+
+class KeptHandle:
+    """A saved tensor that stays as it is.
+
+    Saved-tensor hooks switch off autograd's check that nobody wrote to a saved tensor; this does it again. The alias shares
+    the version counter of the tensor, so it counts writes through any view. It is not the tensor itself, which may hold the
+    graph.
+    """
+
+    __slots__ = ("__weakref__", "alias", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.alias = tensor.detach()
+        self.version = tensor._version
+
+    def unpack(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: it was written to since it was saved.
+        """
+        self.check_version()
+        return self.alias
+
+    def is_unchanged(self) -> bool:
+        """Tell whether nobody has written to the tensor since it was saved."""
+        return self.alias._version == self.version
+
+    def check_version(self) -> None:
+        """Raise autograd's own error if the tensor was written to since it was saved."""
+        if not self.is_unchanged():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.alias.type()} {list(self.size)}] is at version {self.alias._version}; expected version "
+                f"{self.version} instead. Hint: the backtrace of the operation that failed to compute its gradient is shown "
+                "by torch.autograd.set_detect_anomaly(True)."
+            )
+
+    @property
+    def size(self) -> torch.Size:
+        return self.alias.size()
+
+
+@functools.cache
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor without elements: an alias that holds no bytes shares its empty storage."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 class _Stacked(threading.local):
@@ -193,6 +249,11 @@ def in_compiled_function() -> bool:
     return callback is not None and callback is not False
 
 
+def num_users(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and variables hold a storage; the one that asks counts as well."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 def node_number() -> int:
     """Return a number that is the same for all tensors that one graph node saves in this thread, and another for each node."""
     return int(torch._C._autograd._get_sequence_nr())
@@ -211,10 +272,28 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def innermost_pair() -> HookPair | None:
+    """Return the hooks that a tensor saved now would be given to, and had back from; None if there are none."""
+    pair: HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return pair
+
+
 def innermost_pack() -> Callable[[Tensor], object] | None:
     """Return the pack hook that a tensor saved now would be given to, or None if there is none."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pair = innermost_pair()
     return None if pair is None else pair[0]
+
+
+def _packs_on_top() -> Iterator[Callable[[Tensor], object]]:
+    """Yield the innermost pack hook, and as long as it is of one of memkit's contexts, the next one outside of it."""
+    pair = innermost_pair()
+    for hooks in (*reversed(_stacked.hooks), None):
+        if pair is None:
+            return
+        yield pair[0]
+        if hooks is None or pair[0] is not hooks.pack:
+            return
+        pair = hooks.outer
 
 
 def in_checkpoint() -> bool:
@@ -223,8 +302,7 @@ def in_checkpoint() -> bool:
     The non-reentrant kind shows by its saved-tensor hooks, the reentrant kind (which only turns grad mode off) by its frame on
     the Python stack.
     """
-    pack = innermost_pack()
-    if pack is not None and getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
+    if any(getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__ for pack in _packs_on_top()):
         return True
     if torch.is_grad_enabled():
         return False

@@ -7,7 +7,6 @@ is noted by finalizers, on whatever thread, and taken up in `Ledger.sweep`: no c
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from memkit.activations.stats import IterationCounts
 from memkit.device.base import Device, Stream
+from memkit.hooks import KeptHandle, nothing
 from memkit.sizes import tensor_over
 from memkit.transfer.arena import Span
 from memkit.transfer.lanes import Passage
@@ -72,54 +72,6 @@ class Geometry(NamedTuple):
             is_conj=self.is_conj,
             is_neg=self.is_neg,
         )
-
-
-@functools.cache
-def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor without elements: an alias that holds no bytes shares its empty storage."""
-    return torch.empty(0, dtype=dtype, device=device)
-
-
-class KeptHandle:
-    """A saved tensor that stays as it is.
-
-    Saved-tensor hooks switch off autograd's check that nobody wrote to a saved tensor; this does it again. The alias shares
-    the version counter of the tensor, so it counts writes through any view. It is not the tensor itself, which may hold the
-    graph.
-    """
-
-    __slots__ = ("__weakref__", "alias", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.alias = tensor.detach()
-        self.version = tensor._version
-
-    def unpack(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it was written to since it was saved.
-        """
-        self.check_version()
-        return self.alias
-
-    def is_unchanged(self) -> bool:
-        """Tell whether nobody has written to the tensor since it was saved."""
-        return self.alias._version == self.version
-
-    def check_version(self) -> None:
-        """Raise autograd's own error if the tensor was written to since it was saved."""
-        if not self.is_unchanged():
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.alias.type()} {list(self.size)}] is at version {self.alias._version}; expected version "
-                f"{self.version} instead. Hint: the backtrace of the operation that failed to compute its gradient is shown "
-                "by torch.autograd.set_detect_anomaly(True)."
-            )
-
-    @property
-    def size(self) -> torch.Size:
-        return self.alias.size()
 
 
 class Unpacker(Protocol):

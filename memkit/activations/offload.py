@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memkit.activations.eligibility import is_from_leaf
-from memkit.activations.ledger import KeptHandle
 from memkit.activations.passes import Pass
 from memkit.activations.stats import IterationCounts, OffloadStats, fragmentation_hint
 from memkit.activations.window import OffloadWindow, settle_retired
 from memkit.device import Device, open_device
-from memkit.hooks import SavedTensorHooks, backward_task, dynamo_is_loaded, in_checkpoint, is_in_last, node_number
+from memkit.hooks import KeptHandle, SavedTensorHooks, backward_task, dynamo_is_loaded, in_checkpoint, is_in_last, node_number
 from memkit.plan import auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
 from memkit.sizes import check_bytes, storage_key

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memkit.activations.ledger import KeptHandle, Residency, nothing
+from memkit.activations.ledger import Residency
 from memkit.activations.recorder import Recorder
 from memkit.activations.remat_state import RematState, RunUnpacker
 from memkit.activations.remat_stats import RematCounts
@@ -25,12 +25,14 @@ from memkit.device import CpuDevice, Device, default_generator, open_device
 from memkit.device.ceilings import GUESSED, Ceilings, measure_ceilings
 from memkit.errors import BudgetInfeasible
 from memkit.hooks import (
+    KeptHandle,
     SavedTensorHooks,
     dynamo_is_loaded,
     has_own_dispatch,
     in_compiled_function,
     innermost_hooks,
     node_number,
+    nothing,
 )
 from memkit.plan import NO_OP, DTRScore, RematPlan, Step, ends_of
 from memkit.sizes import format_bytes

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memkit.activations.ledger import KeptHandle, Ledger, Record, Residency
+from memkit.activations.ledger import Ledger, Record, Residency
 from memkit.activations.remat_stats import RematCounts
 from memkit.activations.settings import current_settings, with_settings
 from memkit.activations.tape import Call, Tape, tensor_of, tensors_in
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
+from memkit.hooks import KeptHandle
 from memkit.plan import NO_OP, DTRScore, Residents
 from memkit.sizes import byte_view, format_mib
 

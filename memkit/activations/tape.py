@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memkit.activations.ledger import KeptHandle
 from memkit.activations.ops import OpKind
 from memkit.activations.settings import current_settings
 from memkit.device.base import Device, Event
-from memkit.hooks import has_own_dispatch, owner_of
+from memkit.hooks import KeptHandle, has_own_dispatch, owner_of
 from memkit.plan import NO_OP, Lineage
 from memkit.sizes import byte_view, tensor_over
 
@@ -246,8 +245,9 @@ class Tape:
         value = self.num_values
         version = None if is_written or tensor.is_inference() else tensor._version
         base = tensor._base  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
-        self.roots[value] = Root(tensor if base is None else base, storage, version, is_inside=is_inside)
-        self.current[storage._cdata] = (weakref.ref(storage), value)
+        root = self.roots[value] = Root(tensor if base is None else base, storage, version, is_inside=is_inside)
+        if root.lent is None:  # else the storage may have another's bytes when it is met again
+            self.current[storage._cdata] = (weakref.ref(storage), value)
         self.num_values = value + 1
         if is_hidden:
             self.hidden.add(value)

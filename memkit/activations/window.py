@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from memkit.activations.copies import CopyLedger
-from memkit.activations.ledger import Handle, KeptHandle, Record, Residency
+from memkit.activations.ledger import Handle, Record, Residency
 from memkit.activations.passes import Pass, SaveKey, Traces, trace_of
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_on
-from memkit.hooks import after_backward, backward_task, node_number
+from memkit.hooks import KeptHandle, after_backward, backward_task, node_number
 from memkit.plan import Action
 from memkit.profile import MemoryReport
 from memkit.sizes import format_mib

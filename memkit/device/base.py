@@ -91,8 +91,8 @@ class Device(ABC):
         """Let all work that is put on `stream` from now on start only when `event` is reached."""
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """Make the host wait until all work on the device is done."""
+    def synchronize(self, event: Event | None = None) -> None:
+        """Make the host wait until an event is reached, or until all work on the device is done."""
 
     # Memory and copies
 

@@ -65,7 +65,7 @@ class CpuDevice(Device):
     def wait_event(self, stream: Stream, event: Event) -> None:
         pass
 
-    def synchronize(self) -> None:
+    def synchronize(self, event: Event | None = None) -> None:
         pass
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:

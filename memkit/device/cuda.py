@@ -146,8 +146,12 @@ class CudaDevice(Device):
         assert isinstance(event, CudaEvent)
         _of(stream).wait_event(event.event)
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
+    def synchronize(self, event: Event | None = None) -> None:
+        if event is None:
+            torch.cuda.synchronize(self.torch_device)
+        else:
+            assert isinstance(event, CudaEvent)
+            event.event.synchronize()
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         return torch.UntypedStorage(num_bytes, device=self.torch_device)

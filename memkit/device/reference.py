@@ -276,14 +276,22 @@ class ReferenceDevice(Device):
                 waiting.queue.append(event)
                 waiting.num_enqueued += 1
 
-    def synchronize(self) -> None:
+    def synchronize(self, event: Event | None = None) -> None:
         with self._lock:
-            for stream in self._streams:
+            if event is not None:
+                assert isinstance(event, ReferenceEvent)
+                self._land(event.stream, event.position)
+                self._order_all_behind(event.clock)
+            for stream in self._streams if event is None else ():
                 self._land(stream, stream.num_enqueued)
-                for number, count in stream.clock.items():
-                    for other in self._streams:
-                        other.clock[number] = max(other.clock.get(number, 0), count)
+                self._order_all_behind(stream.clock)
             self._raise_races()
+
+    def _order_all_behind(self, clock: dict[int, int]) -> None:
+        """The host has waited: whatever is put on any stream from now on comes later."""
+        for number, count in list(clock.items()):
+            for stream in self._streams:
+                stream.clock[number] = max(stream.clock.get(number, 0), count)
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         with self._lock:

@@ -8,21 +8,37 @@ from memkit.plan.lineage import NO_OP, Lineage, Step, ends_of
 from memkit.plan.planner import RematPlanner
 from memkit.plan.ratio import check_ratio, plan_ratio
 from memkit.plan.remat import PlannedValue, RematPlan
+from memkit.plan.residency import (
+    LayerResidency,
+    PlannedLayer,
+    ResidencyPlan,
+    plan_auto,
+    plan_budget,
+    plan_fraction,
+    plan_resident,
+    spread,
+)
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.simulation import Outcome, simulate
+from memkit.plan.streaming import LayerCosts, StepPrediction, predict_step, slot_size_of, slot_sizes
 
 __all__ = [
     "NO_OP",
     "Action",
     "DTRScore",
+    "LayerCosts",
+    "LayerResidency",
     "Lineage",
     "Outcome",
     "Plan",
+    "PlannedLayer",
     "PlannedValue",
     "RematPlan",
     "RematPlanner",
+    "ResidencyPlan",
     "Residents",
     "Step",
+    "StepPrediction",
     "StepTime",
     "TimedSave",
     "auto_ratio",
@@ -31,10 +47,18 @@ __all__ = [
     "drop_order",
     "ends_of",
     "limit_of",
+    "plan_auto",
+    "plan_budget",
+    "plan_fraction",
     "plan_ratio",
+    "plan_resident",
+    "predict_step",
     "roofline_s",
     "simulate",
     "simulate_lanes",
+    "slot_size_of",
+    "slot_sizes",
+    "spread",
     "takes_peak",
     "timed_saves",
 ]

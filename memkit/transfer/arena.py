@@ -61,6 +61,8 @@ class Span:
     pieces: tuple[Tensor, ...]
     free_events: tuple[Event, ...]
     extents: tuple[_Extent, ...]
+    whole: Tensor | None
+    """All its bytes as one tensor, also across such edges: for the host. None if it is scattered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +137,7 @@ class Arena:
                 pieces=self._pieces(extents, num_bytes),
                 free_events=self._pending_on(extents),
                 extents=extents,
+                whole=self._whole(extents, num_bytes),
             )
             self._spans[span.offset] = span
             self._in_use_bytes += size
@@ -294,6 +297,11 @@ class Arena:
     def _segments_under(self, extent: _Extent) -> Iterable[_Segment]:
         at = bisect_right(self._segments, extent[0], key=lambda segment: segment.start) - 1
         return itertools.takewhile(lambda segment: segment.start < extent[1], itertools.islice(self._segments, at, None))
+
+    def _whole(self, extents: tuple[_Extent, ...], num_bytes: int) -> Tensor | None:
+        assert self._addresses is not None
+        start = extents[0][0]
+        return self._addresses.bytes[start : start + num_bytes] if len(extents) == 1 else None
 
     def _pieces(self, extents: tuple[_Extent, ...], num_bytes: int) -> tuple[Tensor, ...]:
         pieces = []

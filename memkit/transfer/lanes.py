@@ -15,7 +15,7 @@ from memkit.transfer.arena import Span
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One copy of a storage over the link. `done` is what others wait for; from `started` to it the lane was busy."""
+    """One copy over the link. `done` is what others wait for; from `started` to it the lane was busy."""
 
     num_bytes: int
     started: Event
@@ -35,11 +35,14 @@ class Lanes:
         self._back = device.new_stream("H2D")
 
     def copy_out(self, storage: torch.UntypedStorage, span: Span, *, after: Event) -> Passage:
-        """Copy a whole storage into a span, once `after` is reached and the span's last users are done with it."""
+        """Copy a storage into a span, once `after` is reached and the span's last users are done with it.
+
+        The storage may be larger than the span: its first bytes are copied.
+        """
         return self._copy(self._out, storage, span, is_out=True, after=(after, *span.free_events))
 
     def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event]) -> Passage:
-        """Copy a span into a storage, once the events are reached."""
+        """Copy a span into a storage, or to the start of a larger one, once the events are reached."""
         return self._copy(self._back, storage, span, is_out=False, after=after)
 
     def _copy(
@@ -55,7 +58,7 @@ class Lanes:
             offset += piece.numel()
             destination, source = (piece, part) if is_out else (part, piece)
             device.copy(destination, source, lane)
-        return Passage(storage.nbytes(), started, device.record_event(lane))
+        return Passage(span.num_bytes, started, device.record_event(lane))
 
 
 _lanes: dict[Device, Lanes] = {}

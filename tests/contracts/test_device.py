@@ -143,3 +143,36 @@ def test_allocated_storages_are_counted(device: Device) -> None:
     del storage
 
     assert (during - before, counter.allocated_bytes()) == (4 * MIB, before)
+
+
+def test_host_waits_for_an_event_and_for_nothing_else(device: Device, host: Tensor) -> None:
+    out, other = device.new_stream("D2H"), device.new_stream("other")
+    source = _filled(device, 7)
+    device.wait_event(out, device.record_event(timed=False))
+
+    device.copy(host, byte_view(source), out)
+    left = device.record_event(out, timed=False)
+    _delay(device, other)
+    behind = device.record_event(other, timed=False)
+    device.synchronize(left)
+
+    assert left.is_reached()
+    assert (host == 7).all()
+    if isinstance(device, CudaDevice):
+        assert not behind.is_reached()
+    device.wait_event(device.current_stream(), left)
+
+
+def test_work_comes_after_what_the_host_has_waited_for(device: Device, host: Tensor) -> None:
+    out, back = device.new_stream("D2H"), device.new_stream("H2D")
+    source = _filled(device, 7)
+    device.wait_event(out, device.record_event(timed=False))
+    device.copy(host, byte_view(source), out)
+
+    device.synchronize(device.record_event(out, timed=False))
+    host.fill_(9)
+    device.copy(byte_view(source), host, back)
+    device.wait_event(device.current_stream(), device.record_event(back, timed=False))
+    device.note_read(source)
+
+    assert (byte_view(source) == 9).all()

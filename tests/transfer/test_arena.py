@@ -269,6 +269,18 @@ def test_above_a_gibibyte_little_more_is_held_than_was_in_use(seed: int) -> None
     assert num_scattered < 0.1 * 20 * 60
 
 
+def test_span_is_one_range_for_the_host_also_across_segments() -> None:
+    host = Arena(CpuDevice())
+    span = host.take(3 * PAGE + 5)
+
+    assert len(span.pieces) > 1
+    assert span.whole is not None
+    assert span.whole.numel() == 3 * PAGE + 5
+    span.whole.fill_(3)
+    assert all((piece == 3).all() for piece in span.pieces)
+    host.give(span)
+
+
 def test_scatters_a_span_rather_than_hold_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "LOOSE_BYTES", 0)
     host = Arena(CpuDevice())
@@ -279,6 +291,7 @@ def test_scatters_a_span_rather_than_hold_too_much(monkeypatch: pytest.MonkeyPat
     scattered = host.take(3 * MIB)
 
     assert scattered.extents == ((MIB, 2 * MIB), (3 * MIB, 5 * MIB))
+    assert scattered.whole is None
     assert (sum(piece.numel() for piece in scattered.pieces), host.held_bytes) == (3 * MIB, 8 * MIB)
 
     host.give(scattered)

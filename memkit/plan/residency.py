@@ -1,0 +1,301 @@
+"""Which layers' weights stay on the device and which stream from host memory: sizes and seconds in, a plan out.
+
+A streamed layer lives in host memory and is copied into a *slot* on the device ahead of each use. How large the slots are and
+how a step goes is in `memkit.plan.streaming`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from fractions import Fraction
+from itertools import product
+
+from tabulate import tabulate
+
+from memkit.plan.ratio import check_ratio
+from memkit.plan.streaming import LayerCosts, check_count, predict_step, size_classes, slot_sizes, transfer_s
+from memkit.sizes import MIB, format_bytes
+
+_HIDDEN = 1.01
+"""Copies hide if a step takes at most so many times its computation."""
+
+
+class LayerResidency(str, Enum):
+    """Where the weights of a layer live."""
+
+    RESIDENT = "resident"
+    """On the device, in their own storage, always: they never move."""
+    STREAMED = "streamed"
+    """In host memory; a copy is in a slot on the device around each use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLayer:
+    """Where one layer is to live, and what that is expected to cost."""
+
+    name: str
+    residency: LayerResidency
+    num_bytes: int
+    forward_s: float | None
+    backward_s: float | None
+    transfer_s: float | None
+    """What one copy to the device takes, or would take; None if the speed of the link is not known."""
+    stall_s: float | None
+    """How long compute waits for it in a forward and a backward; None if that cannot be predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencyPlan:
+    """Where each layer is to live, in the order of the forward, and the slots for those that stream."""
+
+    layers: tuple[PlannedLayer, ...]
+    slot_bytes: tuple[int, ...]
+    """The size of each slot, largest first. A layer uses the slots of the smallest size that holds it: see `slot_size_of`."""
+    predicted_s: float | None
+    """Seconds of a forward and a backward, from empty slots; None if compute or the link was not measured."""
+
+    @property
+    def streamed(self) -> tuple[str, ...]:
+        """The names of the layers that stream."""
+        return tuple(layer.name for layer in self.layers if layer.residency is LayerResidency.STREAMED)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of the layers that stream."""
+        return sum(layer.num_bytes for layer in self.layers if layer.residency is LayerResidency.STREAMED)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the layers that stay."""
+        return sum(layer.num_bytes for layer in self.layers if layer.residency is LayerResidency.RESIDENT)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device: the layers that stay, and the slots. Not gradients, nor activations."""
+        return self.resident_bytes + sum(self.slot_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory: all that streams, as a slot holds only a copy."""
+        return self.streamed_bytes
+
+    @property
+    def compute_s(self) -> float | None:
+        """Seconds of a forward and a backward that wait for nothing; None if they were not measured."""
+        return _compute_s(self.layers)
+
+    def explain(self) -> str:
+        """Return the plan as a table, one line per layer, with the totals in the last lines."""
+        rows = []
+        for layer in self.layers:
+            compute = f"{_format_ms(layer.forward_s)} / {_format_ms(layer.backward_s)}"
+            transfer = _format_ms(layer.transfer_s if layer.residency is LayerResidency.STREAMED else None)
+            size = f"{layer.num_bytes / MIB:.2f}"
+            rows.append((layer.name, layer.residency.value, size, compute, transfer, _format_ms(layer.stall_s)))
+        headers = ("layer", "weights", "MiB", "compute (ms)", "transfer (ms)", "stall (ms)")
+        table = tabulate(rows, headers=headers, colalign=("left", "left", *["right"] * 4), disable_numparse=True)
+        slots = ", ".join(f"{count} of {format_bytes(size)}" for size, count in Counter(self.slot_bytes).items())
+        return "\n".join(
+            (
+                table,
+                f"streamed: {len(self.streamed)} of {len(self.layers)} layers, {format_bytes(self.streamed_bytes)}",
+                f"slots: {slots or 'none'}",
+                f"device: {format_bytes(self.device_bytes)}, host: {format_bytes(self.host_bytes)}",
+                f"forward and backward: {_format_ms(self.predicted_s)} ms, compute alone {_format_ms(self.compute_s)} ms",
+            )
+        )
+
+
+def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
+    """Return which of some layers stream: so many of them, spread evenly, gaps between them differing by one at most.
+
+    The last of them is the last layer, so that the first comes late: a step begins with nothing in the slots, and only layers
+    that stay hide its first copy. The first layer streams only if all do.
+
+    Raises:
+        ValueError: there are not so many layers.
+
+    Example:
+        >>> spread(8, 4), spread(8, 3), spread(8, 7)
+        ((1, 3, 5, 7), (2, 5, 7), (1, 2, 3, 4, 5, 6, 7))
+    """
+    if not 0 <= num_streamed <= num_layers:
+        raise ValueError(f"num_streamed must be from 0 to the number of layers, {num_layers}; found {num_streamed}")
+    return tuple((count * num_layers - 1) // num_streamed for count in range(1, num_streamed + 1))
+
+
+def plan_fraction(
+    layers: Sequence[LayerCosts], fraction: float, *, num_slots: int, link_bytes_per_s: float | None = None
+) -> ResidencyPlan:
+    """Return the plan that streams a fraction of the layers' bytes, or as little more as whole layers allow.
+
+    Each class of sizes gives its share, spread evenly over its layers. A layer without bytes never streams.
+
+    Args:
+        layers: all layers, in the order of the forward.
+        fraction: 0 to 1.
+        num_slots: slots for each class of sizes.
+        link_bytes_per_s: how fast copies are; without it nothing is predicted.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range, or there are no layers.
+    """
+    fraction = check_ratio(fraction, where="offload_fraction")
+    wanted_bytes = fraction * sum(layer.num_bytes for layer in layers) * (1 - 1e-9)  # 0.1 is a little more than a tenth
+    choices = _even_choices(layers, num_slots)
+    return _plan(
+        layers, _fewest_streamed(choice for choice in choices if choice.streamed_bytes >= wanted_bytes), link_bytes_per_s
+    )
+
+
+def plan_resident(
+    layers: Sequence[LayerCosts], num_resident: int, *, num_slots: int, link_bytes_per_s: float | None = None
+) -> ResidencyPlan:
+    """Return the plan that keeps so many layers on the device and streams the others; a layer without bytes always stays.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range, or there are no layers.
+    """
+    check_count("resident", num_resident, least=0, most=len(layers))
+    choices = _even_choices(layers, num_slots)
+    num_streamed = min(len(layers) - num_resident, max(len(choice.streamed) for choice in choices))
+    return _plan(layers, min(choice for choice in choices if len(choice.streamed) == num_streamed), link_bytes_per_s)
+
+
+def plan_budget(
+    layers: Sequence[LayerCosts], budget_bytes: int, *, num_slots: int, link_bytes_per_s: float | None = None
+) -> ResidencyPlan:
+    """Return the plan that streams the fewest bytes such that resident layers and slots fit a budget.
+
+    There are fewer slots only where nothing fits with as many as asked for: without a spare one, no copy overlaps. The least is
+    that everything streams through one slot for each class of sizes.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range, there are no layers, or not even the least fits.
+    """
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
+        raise TypeError(f"device_budget is a number of bytes (an int); found {budget_bytes!r}")
+    check_count("slots", num_slots, least=1)
+    for fewer_slots in range(num_slots, 0, -1):
+        choices = _even_choices(layers, fewer_slots)
+        fitting = [choice for choice in choices if choice.device_bytes <= budget_bytes]
+        if fitting:
+            return _plan(layers, _fewest_streamed(fitting), link_bytes_per_s)
+    least_bytes = min(choices).device_bytes
+    largest = max(layers, key=lambda layer: layer.num_bytes)
+    others = "" if least_bytes == largest.num_bytes else ", and one for each other size of layer"
+    raise ValueError(
+        f"the layers' weights need at least {format_bytes(least_bytes)} of device_budget (a slot that holds {largest.name}, "
+        f"{format_bytes(largest.num_bytes)}{others}); found {format_bytes(budget_bytes)}. Raise device_budget by "
+        f"{least_bytes - budget_bytes} bytes or more, or split {largest.name}."
+    )
+
+
+def plan_auto(
+    layers: Sequence[LayerCosts], *, num_slots: int, link_bytes_per_s: float, budget_bytes: int | None = None
+) -> ResidencyPlan:
+    """Return the plan that streams the most that hides behind the computation; where a budget needs more, the least that fits.
+
+    It hides as long as a step takes at most 1 % longer than its computation.
+
+    Raises:
+        TypeError, ValueError: a layer was not measured, or as `plan_budget` does.
+    """
+    choices = sorted(_even_choices(layers, num_slots))
+    limit_s = _HIDDEN * predict_step(layers, (), (), link_bytes_per_s).total_s
+    steps = (predict_step(layers, choice.streamed, choice.slot_bytes, link_bytes_per_s) for choice in choices)
+    hiding = next(choice for choice, step in zip(choices, steps, strict=True) if step.total_s <= limit_s)
+    if budget_bytes is not None and hiding.device_bytes > budget_bytes:
+        return plan_budget(layers, budget_bytes, num_slots=num_slots, link_bytes_per_s=link_bytes_per_s)
+    return _plan(layers, hiding, link_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class _Choice:
+    """Layers that may stream together, and what that takes. The least of some choices leaves the fewest bytes on the device."""
+
+    device_bytes: int
+    streamed_bytes: int
+    resident: tuple[int, ...]
+    """Of choices that cost the same, the least keeps the first layers: they hide the first copies."""
+    streamed: tuple[int, ...] = field(compare=False)  # all others
+    slot_bytes: tuple[int, ...] = field(compare=False)  # theirs
+
+
+def _even_choices(layers: Sequence[LayerCosts], num_slots: int) -> list[_Choice]:
+    """Return the choices of layers that every plan chooses from: each is spread evenly over each class of sizes."""
+    if not layers:
+        raise ValueError("a plan needs at least one layer; found none")
+    sizes = [layer.num_bytes for layer in layers]
+    classes = [members for members in size_classes(sizes) if sizes[members[0]]]
+    choices = []
+    for counts in _even_counts([len(members) for members in classes]):
+        chosen = [members[at] for members, count in zip(classes, counts, strict=True) for at in spread(len(members), count)]
+        streamed = tuple(sorted(chosen))
+        resident = tuple(sorted(set(range(len(layers))).difference(chosen)))
+        slot_bytes = slot_sizes([sizes[index] for index in streamed], num_slots)
+        choices.append(
+            _Choice(
+                device_bytes=sum(sizes[index] for index in resident) + sum(slot_bytes),
+                streamed_bytes=sum(sizes[index] for index in streamed),
+                resident=resident,
+                streamed=streamed,
+                slot_bytes=slot_bytes,
+            )
+        )
+    return choices
+
+
+def _fewest_streamed(choices: Iterable[_Choice]) -> _Choice:
+    return min(choices, key=lambda choice: (choice.streamed_bytes, choice))
+
+
+def _even_counts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return how many layers of each class may stream together: the same share of each, rounded down or up.
+
+    With more than four classes there are too many ways to round: then they take turns, whichever is furthest behind.
+    """
+    if len(lengths) > 4:
+        turns = sorted((Fraction(2 * turn + 1, length), -kind) for kind, length in enumerate(lengths) for turn in range(length))
+        before = [Counter(-kind for _, kind in turns[:num_turns]) for num_turns in range(len(turns) + 1)]
+        return [tuple(counter[kind] for kind in range(len(lengths))) for counter in before]
+    shares = {Fraction(count, length) for length in lengths for count in range(length)} or {Fraction()}
+    roundings = list(product((0, 1), repeat=len(lengths)))
+    lowest = [[int(share * length) for length in lengths] for share in shares]
+    return sorted({tuple(map(sum, zip(low, up, strict=True))) for low in lowest for up in roundings})
+
+
+def _plan(layers: Sequence[LayerCosts], choice: _Choice, link_bytes_per_s: float | None) -> ResidencyPlan:
+    """Return the plan of a choice, with all that can be predicted of it."""
+    prediction = None
+    if link_bytes_per_s is not None and _compute_s(layers) is not None:
+        prediction = predict_step(layers, choice.streamed, choice.slot_bytes, link_bytes_per_s)
+    planned = tuple(
+        PlannedLayer(
+            name=layer.name,
+            residency=LayerResidency.STREAMED if index in choice.streamed else LayerResidency.RESIDENT,
+            num_bytes=layer.num_bytes,
+            forward_s=layer.forward_s,
+            backward_s=layer.backward_s,
+            transfer_s=None if link_bytes_per_s is None else transfer_s(layer.num_bytes, link_bytes_per_s),
+            stall_s=prediction.forward_stall_s[index] + prediction.backward_stall_s[index] if prediction else None,
+        )
+        for index, layer in enumerate(layers)
+    )
+    predicted_s = prediction.total_s if prediction else None
+    return ResidencyPlan(layers=planned, slot_bytes=choice.slot_bytes, predicted_s=predicted_s)
+
+
+def _compute_s(layers: Sequence[LayerCosts] | Sequence[PlannedLayer]) -> float | None:
+    forward_s = [layer.forward_s for layer in layers if layer.forward_s is not None]
+    backward_s = [layer.backward_s for layer in layers if layer.backward_s is not None]
+    is_measured = len(forward_s) == len(backward_s) == len(layers)
+    return math.fsum(forward_s) + math.fsum(backward_s) if is_measured else None
+
+
+def _format_ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.3f}"

@@ -1,0 +1,197 @@
+"""What streams of one layer: which tensors, where they lie in its extent, and the master copy in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memkit.errors import LayerOffloadError
+from memkit.sizes import byte_view, storage_key, tensor_over
+from memkit.transfer.arena import Arena, Span
+from memkit.weights.placement import overlapping
+
+HEADER_BYTES = 512
+"""Where the first tensor of an extent begins: compilers treat offset 0 as a case of its own."""
+_ALIGNMENT_BYTES = 512
+"""As the caching allocator aligns: the kernel that is chosen may depend on it."""
+
+
+class StreamedParameter:
+    """One parameter that streams.
+
+    While its layer runs, `parameter.data` lies in a slot; at all other times it is `master`, in host memory.
+    """
+
+    __slots__ = ("device", "dtype", "master", "name", "offset", "parameter", "places", "size", "stride")
+
+    def __init__(self, name: str, parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]], offset: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.places = tuple(places)
+        """The modules that hold it, and under which name."""
+        self.offset = offset
+        """Where its first element lies in the extent, in bytes."""
+        self.size, self.stride, self.dtype = parameter.size(), parameter.stride(), parameter.dtype
+        self.device = parameter.device
+        """Where it was found."""
+        self.master: Tensor = parameter.data
+
+    def over(self, storage: torch.UntypedStorage, *, start: int = 0) -> Tensor:
+        """Return the tensor as it lies in a storage whose first byte is that of the extent at `start`."""
+        offset = (self.offset - start) // self.dtype.itemsize
+        return tensor_over(storage, self.dtype, offset=offset, size=self.size, stride=self.stride)
+
+
+class LayerExtent:
+    """The streamed parameters of one layer, packed side by side.
+
+    Args:
+        name: the layer's, in the model.
+        module: the layer.
+        parameters: what streams of it: not empty, of plain tensors.
+        position: its number among the layers that stream.
+    """
+
+    def __init__(self, name: str, module: nn.Module, parameters: Iterable[nn.Parameter], position: int) -> None:
+        self.name = name
+        self.module = module
+        self.position = position
+        self.span: Span | None = None
+        self.is_on_host = False
+        """Whether the masters are in the span."""
+        self.num_changes = 0
+        """How often bytes were put into the master that no version counter knows of."""
+        self.num_bound = 0
+        """How many of the layer's forwards are going on."""
+        wanted = {id(parameter) for parameter in parameters}
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        named: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, inner in module.named_modules(remove_duplicate=True):
+            for key, parameter in inner._parameters.items():
+                if parameter is not None and id(parameter) in wanted:
+                    places.setdefault(id(parameter), []).append((inner, key))
+                    full = ".".join(part for part in (name, prefix, key) if part)
+                    named.setdefault(id(parameter), (full, parameter))
+        self._regions: list[tuple[int, int, list[StreamedParameter]]] = []
+        """Where each range of bytes that belongs together begins and ends in the extent, and what lies in it."""
+        self.parameters: list[StreamedParameter] = []
+        end = HEADER_BYTES
+        for group in overlapping([named[key][1] for key in named]):
+            start, first = end, min(low for _, low, _ in group)
+            region = [
+                StreamedParameter(*named[id(parameter)], places[id(parameter)], start + low - first)
+                for parameter, low, _ in group
+            ]
+            stop = start + max(high for _, _, high in group) - first
+            self._regions.append((start, stop, region))
+            self.parameters += region
+            end = -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.num_bytes = end
+
+    def reserve(self, arena: Arena) -> None:
+        """Take the host memory that the master needs. Nothing is moved yet.
+
+        Raises:
+            HostMemoryError: there is no room for it.
+        """
+        self.span = arena.take(self.num_bytes)
+        assert self.span.whole is not None, "an arena that is new does not scatter"
+
+    def move_to_host(self) -> None:
+        """Copy the parameters to the master, and let them be that."""
+        assert self.span is not None
+        assert self.span.whole is not None
+        memory = self.span.whole.numpy()
+        with _plainly():
+            for start, stop, region in self._regions:
+                # A storage of its own, so that saving a parameter writes no more than its bytes.
+                storage = torch.frombuffer(memory, dtype=torch.uint8, count=stop - start, offset=start).untyped_storage()
+                for streamed in region:
+                    streamed.master = streamed.over(storage, start=start)
+                    streamed.master.copy_(streamed.parameter.data)
+                    streamed.parameter.data = streamed.master
+        self.is_on_host = True
+
+    def restore(self) -> None:
+        """Let the parameters be tensors of their own again, where they were found."""
+        self.is_on_host = False
+        with _plainly():
+            for _, _, region in self._regions:
+                copied: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
+                for streamed in region:
+                    key = storage_key(streamed.master.untyped_storage()), streamed.device
+                    if key not in copied:
+                        source = byte_view(streamed.master.untyped_storage())
+                        copied[key] = source.to(streamed.device, copy=True).untyped_storage()
+                    whole = streamed.master
+                    streamed.parameter.data = tensor_over(
+                        copied[key], streamed.dtype, offset=whole.storage_offset(), size=streamed.size, stride=streamed.stride
+                    )
+
+    def bind(self, storage: torch.UntypedStorage) -> None:
+        """Let the parameters lie in a slot."""
+        with _plainly():
+            for streamed in self.parameters:
+                streamed.parameter.data = streamed.over(storage)
+
+    def unbind(self) -> None:
+        """Let the parameters be the master again."""
+        with _plainly():
+            for streamed in self.parameters:
+                streamed.parameter.data = streamed.master
+
+    def state(self) -> tuple[int, ...]:
+        """Return what changes with every write to the master that can be seen."""
+        return (self.num_changes, *[streamed.parameter._version for streamed in self.parameters])
+
+    def adopt(self) -> list[StreamedParameter]:
+        """Take over parameters that were put in the place of others (`load_state_dict(assign=True)`), and return them.
+
+        Raises:
+            LayerOffloadError: a parameter was moved, or is of another kind now.
+        """
+        adopted = []
+        for streamed in self.parameters:
+            module, key = streamed.places[0]
+            found = module._parameters.get(key)
+            if found is streamed.parameter and storage_key(found.untyped_storage()) == storage_key(
+                streamed.master.untyped_storage()
+            ):
+                continue
+            if found is None:
+                raise LayerOffloadError(f'"{streamed.name}" is gone from its module while LayerOffload streams it. {_ADVICE}')
+            now = found.data
+            if (
+                type(now) is not Tensor
+                or now.dtype != streamed.dtype
+                or now.size() != streamed.size
+                or now.device.type != "cpu"
+            ):
+                raise LayerOffloadError(
+                    f'"{streamed.name}" streams as {streamed.dtype}, {list(streamed.size)}, and is {now.dtype}, '
+                    f"{list(now.size())} on {now.device} now: was the model moved or cast (.to(), .cuda(), .half())? {_ADVICE}"
+                )
+            with _plainly():
+                streamed.master.copy_(now)
+                found.data = streamed.master
+            for inner, inner_key in streamed.places[1:]:
+                if inner._parameters.get(inner_key) is streamed.parameter:
+                    inner._parameters[inner_key] = found
+            streamed.parameter = found
+            self.num_changes += 1
+            adopted.append(streamed)
+        return adopted
+
+
+_ADVICE = "Call offload.close() first, change the model, and make a new LayerOffload."
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Return a context in which `data` is set as it is meant: no mode sees it, and inference mode does not mark it."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield

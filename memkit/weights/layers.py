@@ -1,0 +1,326 @@
+"""`LayerOffload`: weights of layers in host memory, streamed through a few slots on the device."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from memkit.device import Device, cuda_is_available, open_device
+from memkit.errors import LayerOffloadError
+from memkit.hooks import HookSet, backward_task
+from memkit.plan import LayerCosts, ResidencyPlan, plan_budget, plan_fraction, plan_resident
+from memkit.sizes import parse_bytes, storage_key
+from memkit.transfer.arena import Arena
+from memkit.weights.calls import Calls
+from memkit.weights.extents import LayerExtent
+from memkit.weights.placement import Placement, is_plain, shared_between
+from memkit.weights.saving import WeightHooks
+from memkit.weights.selection import LayerChoice, find_layers, refuse_wrapped
+from memkit.weights.stats import LayerStats
+from memkit.weights.streaming import Streamer
+
+_TRAIN = ("auto", "frozen")
+
+_managers: weakref.WeakValueDictionary[int, LayerOffload] = weakref.WeakValueDictionary()
+"""Who streams a parameter, by its id: whoever does keeps it alive."""
+
+
+class LayerOffload:
+    """Keep a share of a model's layers in host memory, and stream their weights to the device just ahead of use.
+
+    Evenly spaced layers stream through a few slots, forward and backward; the others stay on the device. What autograd saves of
+    streamed weights is a reference to the layer, not its bytes, so that gradients are exact, bit for bit, without
+    checkpointing, in any order of execution and with several graphs alive. All other parameters and buffers are moved to the
+    device.
+
+    In between forwards and backwards the streamed parameters are tensors in host memory: `state_dict()`, `load_state_dict()`
+    and in-place writes work on those.
+
+    Args:
+        model: on any device; its parameters stay the same objects. May be larger than the device, on the CPU.
+        layers: names, modules, or a predicate of name and module. By default the elements of the longest `ModuleList`s whose
+            elements are of one class.
+        offload_fraction: the share of the layers' bytes that streams, from 0 to 1.
+        device_budget: bytes of the device for the weights of layers, slots included: an int, or text such as "6GiB".
+        resident: how many layers stay on the device. Exactly one of these three is given.
+        slots: how many layers of one size may be on the device on their way at once: in use, ready, in flight.
+        train: "frozen": what streams is not trained; parameters inside of streamed layers that require grad (LoRA) stay on the
+            device. "auto" chooses.
+        host_limit_bytes: the most host memory to take.
+        device: where the model runs; by default the current CUDA device, or the CPU where there is none.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument is out of range, there are no layers, or the model is managed by another library.
+        HostMemoryError: there is not enough host memory. Nothing was moved then.
+        torch.OutOfMemoryError: the device has no room for what stays there.
+
+    Example:
+        >>> import torch, memkit
+        >>> model = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8)).requires_grad_(False)
+        >>> x = torch.randn(2, 64, requires_grad=True)
+        >>> with memkit.LayerOffload(model, offload_fraction=0.5, device=memkit.device.ReferenceDevice()) as offload:
+        ...     for layer in model:
+        ...         x = layer(x)
+        ...     x.sum().backward()
+        >>> len(offload.plan.streamed)
+        4
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: LayerChoice = None,
+        *,
+        offload_fraction: float | None = None,
+        device_budget: int | str | None = None,
+        resident: int | None = None,
+        slots: int = 3,
+        train: str = "auto",
+        host_limit_bytes: int | None = None,
+        device: Device | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"LayerOffload needs a torch.nn.Module; found {type(model).__name__}")
+        if train not in _TRAIN:
+            raise ValueError(f"train is one of {_TRAIN}; found {train!r}")
+        if device is not None and not isinstance(device, Device):
+            raise TypeError(f"device is a memkit.device.Device; found {type(device).__name__}. For CUDA, leave it away")
+        refuse_wrapped(model)
+        self.model = model
+        self.device = device or open_device(torch.device("cuda" if cuda_is_available() else "cpu"))
+        self._layers = find_layers(model, layers)
+        for name, parameter in model.named_parameters():
+            _check_unmanaged(name, parameter)
+        extents = self._extents_of(train)
+        self.plan = _plan(self._layers, extents, offload_fraction, device_budget, resident, slots)
+        self._extents = [extents[name] for name in self.plan.streamed]
+        for position, extent in enumerate(self._extents):
+            extent.position = position
+        self._placement, self._hooks, self._calls = Placement(), HookSet(), Calls()
+        self._streamer: Streamer | None = None
+        self._is_closed = False
+        self._arena = Arena(self.device, limit_bytes=host_limit_bytes)
+        try:
+            for extent in self._extents:
+                extent.reserve(self._arena)
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _extents_of(self, train: str) -> dict[str, LayerExtent]:
+        """Return what of each layer may stream."""
+        tied, found = shared_between(self.model, self._layers), dict[str, LayerExtent]()
+        seen = set[int]()
+        for name, module in self._layers.items():
+            chosen = []
+            for key, parameter in module.named_parameters():
+                if parameter.is_meta:
+                    raise ValueError(
+                        f'LayerOffload: "{name}.{key}" has no data (device "meta"). Load the weights first, on the CPU'
+                    )
+                if not is_plain(parameter) or parameter.requires_grad or not parameter.numel():
+                    continue
+                key_of_storage = storage_key(parameter.untyped_storage())
+                if key_of_storage in tied:
+                    if key_of_storage not in seen:
+                        seen.add(key_of_storage)
+                        warnings.warn(
+                            f"LayerOffload: {', '.join(tied[key_of_storage])} share their bytes, so they stay on the device",
+                            stacklevel=4,
+                        )
+                    continue
+                chosen.append(parameter)
+            if chosen:
+                found[name] = LayerExtent(name, module, chosen, len(found))
+        return found
+
+    def _begin(self) -> None:
+        """Move everything to where it belongs, and have the model's forwards seen."""
+        streamed = {id(item.parameter) for extent in self._extents for item in extent.parameters}
+        for extent in self._extents:
+            extent.move_to_host()
+            _managers.update((id(item.parameter), self) for item in extent.parameters)
+        tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if id(tensor) not in streamed]
+        self._placement.place(tensors, self.device.torch_device)
+        self._streamer = Streamer(self.device, self._extents, self.plan.slot_bytes)
+        within = {id(inner) for extent in self._extents for inner in extent.module.modules()}
+        for module in self.model.modules():
+            is_outer = id(module) not in within and any(id(inner) in within for inner in module.modules())
+            if is_outer and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                self._hooks.around_forward(module, before=self._before_outer, after=self._after)
+        for extent in self._extents:
+            self._hooks.around_forward(extent.module, before=partial(self._before_layer, extent), after=self._after)
+
+    # Forwards
+
+    def _before_outer(self, module: nn.Module, _: Any) -> None:
+        self._calls.begin(module, depth=1)
+        if len(self._calls) == 1 and backward_task() == -1:
+            self._streams.begin_pass()
+
+    def _before_layer(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
+        call = self._calls.begin(module, depth=1)
+        if not extent.num_bound:
+            for adopted in extent.adopt():
+                _managers[id(adopted.parameter)] = self
+        if len(self._calls) == 1 and backward_task() == -1:
+            self._streams.begin_pass(extent)
+        slot = self._streams.use(extent)
+        if not extent.num_bound:
+            extent.bind(slot.storage)
+        extent.num_bound += 1
+        hooks = WeightHooks(self._streams) if torch.is_grad_enabled() else None
+        call.end = partial(self._end_layer, extent, extent.state(), hooks)
+        if hooks is not None:
+            hooks.begin()
+
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        self._calls.end(module)
+
+    def _end_layer(self, extent: LayerExtent, state: object, hooks: WeightHooks | None) -> None:
+        if hooks is not None:
+            hooks.end()
+        self._streams.release(extent)
+        extent.num_bound -= 1
+        if extent.num_bound:
+            return
+        extent.unbind()
+        if extent.state() != state:
+            self._streams.forget()
+            raise LayerOffloadError(
+                f'the forward of "{extent.name}" has written to its own weights, which stream: that is lost. Have this layer '
+                "stay on the device: name the others by layers="
+            )
+
+    @property
+    def _streams(self) -> Streamer:
+        assert self._streamer is not None
+        return self._streamer
+
+    def __enter__(self) -> LayerOffload:
+        if self._is_closed:
+            raise ValueError("this LayerOffload is closed; make a new one")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
+        raise LayerOffloadError(
+            "a model was copied, or pickled whole, while LayerOffload streams its weights. Copy it before, or after "
+            "offload.close(); to save it, use model.state_dict()"
+        )
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        self.__deepcopy__({})
+
+    # At rest
+
+    def close(self) -> None:
+        """Stop streaming, and put every tensor back to where it was found. Calling it again does nothing.
+
+        Graphs that are alive cannot be run backward any more.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._calls.end_interrupted()
+        self._hooks.remove()
+        if self._streamer is not None:
+            self._streamer.close()
+        for extent in self._extents:
+            if extent.is_on_host:
+                extent.restore()
+            if extent.span is not None:
+                self._arena.give(extent.span)
+            for item in extent.parameters:
+                _managers.pop(id(item.parameter), None)
+        self._placement.restore()
+        self._arena.close()
+
+    @contextmanager
+    def gather(self, layer: str | nn.Module) -> Iterator[nn.Module]:
+        """Return a context in which the weights of a layer may be read and written in any way, in host memory.
+
+        Slots forget what they hold of it.
+
+        Args:
+            layer: its name, or the module.
+
+        Raises:
+            ValueError: the model has no such layer.
+        """
+        name = layer if isinstance(layer, str) else next((name for name, item in self._layers.items() if item is layer), None)
+        if name not in self._layers:
+            raise ValueError(f"gather: {layer!r} is none of the layers ({', '.join(self._layers)})")
+        extent = next((extent for extent in self._extents if extent.name == name), None)
+        try:
+            yield self._layers[name]
+        finally:
+            if extent is not None:
+                extent.adopt()
+                extent.num_changes += 1
+
+    def stats(self) -> LayerStats:
+        """Return what was moved so far, and what had to be waited for."""
+        streamer = self._streams
+        with streamer.lock:
+            return LayerStats(
+                num_streamed=len(self._extents),
+                num_resident=len(self._layers) - len(self._extents),
+                streamed_bytes=sum(extent.num_bytes for extent in self._extents),
+                slot_bytes=streamer.ring.num_bytes,
+                host_bytes=self._arena.held_bytes,
+                h2d_bytes=streamer.h2d_bytes,
+                d2h_bytes=0,
+                num_fetches=streamer.num_fetches,
+                num_demand_fetches=streamer.num_demand_fetches,
+                num_overflows=streamer.ring.num_overflows,
+                stall_s=dict(zip((extent.name for extent in self._extents), streamer.stalls.seconds(), strict=True)),
+            )
+
+
+def _check_unmanaged(name: str, parameter: nn.Parameter) -> None:
+    manager = _managers.get(id(parameter))
+    if manager is not None:
+        raise ValueError(f'LayerOffload: "{name}" is streamed by another LayerOffload already. Close that one first')
+
+
+def _plan(
+    layers: Mapping[str, nn.Module],
+    extents: Mapping[str, LayerExtent],
+    offload_fraction: float | None,
+    device_budget: int | str | None,
+    resident: int | None,
+    slots: int,
+) -> ResidencyPlan:
+    """Return which layers stream."""
+    given = [name for name, size in _sizes(offload_fraction, device_budget, resident) if size is not None]
+    if len(given) != 1:
+        raise ValueError(
+            "LayerOffload takes exactly one of offload_fraction, device_budget and resident; found "
+            f"{' and '.join(given) or 'none'}"
+        )
+    costs = [LayerCosts(name=name, num_bytes=extents[name].num_bytes if name in extents else 0) for name in layers]
+    if offload_fraction is not None:
+        return plan_fraction(costs, offload_fraction, num_slots=slots)
+    if resident is not None:
+        return plan_resident(costs, resident, num_slots=slots)
+    assert device_budget is not None
+    return plan_budget(costs, parse_bytes(device_budget), num_slots=slots)
+
+
+def _sizes(
+    offload_fraction: float | None, device_budget: int | str | None, resident: int | None
+) -> tuple[tuple[str, object], ...]:
+    return ("offload_fraction", offload_fraction), ("device_budget", device_budget), ("resident", resident)

@@ -1,0 +1,99 @@
+"""Tensors that do not stream: which they are, and how they get to the device and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memkit.sizes import byte_view, storage_key, tensor_over, unique_storages
+
+
+def extent_bytes(tensor: Tensor) -> int:
+    """Return from the first byte of a tensor to behind its last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((length - 1) * step for length, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return int(1 + last) * tensor.dtype.itemsize
+
+
+def overlapping(tensors: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, int, int]]]:
+    """Yield plain tensors together that have bytes in common, with where each begins and ends in its storage."""
+    ranges: dict[int, list[tuple[Tensor, int, int]]] = {}
+    for tensor in tensors:
+        low = int(tensor.storage_offset()) * tensor.dtype.itemsize
+        found = ranges.setdefault(storage_key(tensor.untyped_storage()), [])
+        found.append((tensor, low, low + extent_bytes(tensor)))
+    for found in ranges.values():
+        found.sort(key=lambda item: item[1:])
+        group: list[tuple[Tensor, int, int]] = []
+        for item in found:
+            if group and item[1] >= max(high for _, _, high in group):
+                yield group
+                group = []
+            group.append(item)
+        yield group
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tell whether a parameter or a buffer is a range of bytes, and no tensor that wraps others."""
+    return type(tensor.data) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
+    """Move tensors, each in place; those that have bytes in common still have them in common then."""
+    with torch.no_grad(), _disable_current_modes():
+        for tensor in tensors:
+            if not is_plain(tensor):
+                tensor.data = tensor.data.to(torch_device)
+        for group in overlapping([tensor for tensor in tensors if is_plain(tensor)]):
+            first, last = min(low for _, low, _ in group), max(high for _, _, high in group)
+            source = byte_view(group[0][0].untyped_storage())[first:last]
+            storage = torch.empty(last - first, dtype=torch.uint8, device=torch_device).untyped_storage()
+            byte_view(storage).copy_(source)
+            for tensor, low, _ in group:
+                offset = (low - first) // tensor.dtype.itemsize
+                tensor.data = tensor_over(storage, tensor.dtype, offset=offset, size=tensor.size(), stride=tensor.stride())
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+                tensor.grad = tensor.grad.to(torch_device)
+
+
+class Placement:
+    """Has tensors on the device, and knows where they were found."""
+
+    def __init__(self) -> None:
+        self._found: dict[torch.device, list[Tensor]] = {}
+
+    def place(self, tensors: Iterable[Tensor], torch_device: torch.device) -> None:
+        """Move tensors to the device, but for those that are there."""
+        for tensor in tensors:
+            if tensor.device != torch_device:
+                self._found.setdefault(tensor.device, []).append(tensor)
+        for moved in self._found.values():
+            move(moved, torch_device)
+
+    def restore(self) -> None:
+        """Move them back."""
+        for torch_device, moved in self._found.items():
+            move(moved, torch_device)
+        self._found.clear()
+
+
+def shared_between(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[int, list[str]]:
+    """Return the storages that parameters of several layers have in common, or of one and of what is no layer, by key, with the
+    names of the parameters."""
+    layers_of: dict[int, set[int]] = {}
+    for number, layer in enumerate(layers.values()):
+        for module in layer.modules():
+            layers_of.setdefault(id(module), set()).add(number)
+    homes: dict[int, set[int]] = {}
+    names: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            for storage in () if parameter is None else unique_storages([parameter]):
+                homes.setdefault(storage, set()).update(layers_of.get(id(module), {-1}))
+                names.setdefault(storage, []).append(f"{prefix}.{key}" if prefix else key)
+    return {storage: names[storage] for storage, found in homes.items() if len(found) > 1}

@@ -1,0 +1,57 @@
+"""What autograd is given to save while a streamed layer runs: handles for what lies in a slot, the rest as others want it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memkit.hooks import KeptHandle, SavedTensorHooks, dynamo_is_loaded, has_own_dispatch
+from memkit.weights.streaming import StreamedHandle, Streamer
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_NoDispatch = torch._C._DisableTorchDispatch
+
+
+class _Passed:
+    """A saved tensor that the hooks outside were given."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self._packed = packed
+        self._unpack = unpack
+
+    def unpack(self) -> Tensor:
+        return self._unpack(self._packed)
+
+
+class WeightHooks:
+    """The saved-tensor hooks of one forward of a streamed layer, over those that were on top: another context's of memkit, a
+    user's, those of a checkpoint."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+        self._hooks = SavedTensorHooks(self._pack, _unpack, owner=self, compiled=dynamo_is_loaded())
+
+    def begin(self) -> None:
+        self._hooks.__enter__()
+
+    def end(self) -> None:
+        self._hooks.__exit__()
+
+    def _pack(self, tensor: Tensor) -> KeptHandle | _Passed:
+        is_plain = type(tensor) in _PLAIN_TYPES or not has_own_dispatch(tensor)
+        if is_plain and tensor.layout is torch.strided and self._streamer.ring.at(tensor.untyped_storage()) is not None:
+            with _NoDispatch():  # it is no part of the forward
+                return StreamedHandle(self._streamer, tensor)
+        if self._hooks.outer is not None:
+            pack, unpack = self._hooks.outer
+            return _Passed(pack(tensor), unpack)
+        return KeptHandle(tensor)
+
+
+def _unpack(packed: KeptHandle | _Passed) -> Tensor:
+    return packed.unpack()

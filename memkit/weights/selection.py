@@ -1,0 +1,116 @@
+"""Which modules of a model are the layers that may stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from torch import nn
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+LayerChoice = Iterable[str | nn.Module] | Callable[[str, nn.Module], bool] | None
+"""Names or modules, or what tells by name and module whether it is a layer; None for the longest lists of equal modules."""
+
+_SHARE_OF_LONGEST = 0.5
+"""Lists that have at least this share of the elements of the longest count as well: a model may have two kinds of layers."""
+
+
+def find_layers(model: nn.Module, choice: LayerChoice) -> dict[str, nn.Module]:
+    """Return the layers of a model by name, in the order in which they are registered.
+
+    Raises:
+        TypeError: the choice is neither names, modules nor a function.
+        ValueError: there are none, a name or a module is not of the model, or one layer contains another.
+    """
+    modules = dict(model.named_modules())
+    if choice is None:
+        found = _elements_of_lists(modules)
+        if not found:
+            raise ValueError(
+                f"{type(model).__name__} has no layers that could be found: no ModuleList (or Sequential) of at least two "
+                "modules of one class. Name them: LayerOffload(model, layers=[...])"
+            )
+    elif callable(choice):
+        found = {name: module for name, module in modules.items() if module is not model and choice(name, module)}
+        found = _outermost(found)
+        if not found:
+            raise ValueError("layers: the predicate is true for none of the modules")
+    else:
+        found = _named(modules, choice)
+    _check_nesting(found)
+    return {name: found[name] for name in modules if name in found}
+
+
+def _named(modules: dict[str, nn.Module], choice: Iterable[str | nn.Module]) -> dict[str, nn.Module]:
+    if isinstance(choice, str | nn.Module):
+        raise TypeError(f"layers is a list of names or modules, or a predicate; found one {type(choice).__name__}")
+    names = {id(module): name for name, module in modules.items()}
+    found: dict[str, nn.Module] = {}
+    for item in choice:
+        if isinstance(item, nn.Module):
+            name = names.get(id(item))
+            if name is None:
+                raise ValueError(f"layers: a {type(item).__name__} is no module of the model")
+        elif isinstance(item, str):
+            name = item
+            if name not in modules:
+                raise ValueError(f'layers: the model has no module "{name}"')
+        else:
+            raise TypeError(f"layers holds names or modules; found {type(item).__name__}")
+        found[name] = modules[name]
+    if not found:
+        raise ValueError("layers is empty: name at least one, or leave it away to have them found")
+    return found
+
+
+def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the elements of the longest lists of modules of one class; of Sequentials where there is no such list."""
+    for kind in (nn.ModuleList, nn.Sequential):
+        lists = _outermost(
+            {name: module for name, module in modules.items() if isinstance(module, kind) and _is_homogeneous(module)}
+        )
+        longest = max((len(module) for module in lists.values()), default=0)
+        chosen = {name: module for name, module in lists.items() if len(module) >= _SHARE_OF_LONGEST * longest}
+        if chosen:
+            return {
+                f"{name}.{key}" if name else key: item
+                for name, module in chosen.items()
+                for key, item in module.named_children()
+            }
+    return {}
+
+
+def _is_homogeneous(module: nn.ModuleList | nn.Sequential) -> bool:
+    return len(module) > 1 and len({type(item) for item in module}) == 1 and any(True for _ in module[0].parameters())
+
+
+def _outermost(found: Mapping[str, _Module]) -> dict[str, _Module]:
+    """Return those that no other contains."""
+    inside = {id(inner) for module in found.values() for inner in module.modules() if inner is not module}
+    return {name: module for name, module in found.items() if id(module) not in inside}
+
+
+def _check_nesting(found: dict[str, nn.Module]) -> None:
+    outermost = _outermost(found)
+    for name in found:
+        if name not in outermost:
+            raise ValueError(f'layers: "{name}" is inside of another layer. Layers must not contain each other')
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise where another library already decides where the parameters are.
+
+    Raises:
+        ValueError: the model is wrapped by FSDP, or its parameters are sharded.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind.startswith("FSDP") or kind == "FullyShardedDataParallel":
+            raise ValueError(
+                f'LayerOffload: "{name or kind}" is wrapped by FSDP ({kind}), which moves its parameters itself. Use one of '
+                "the two: FSDP2 has torch.distributed.fsdp.CPUOffloadPolicy"
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor":  # importing the class takes seconds
+            raise ValueError(f'LayerOffload: "{name}" is a DTensor, whose shards another library moves. Use one of the two')

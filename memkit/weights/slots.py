@@ -1,0 +1,180 @@
+"""Device memory that layers take turns in: who has which slot, and from when on the next may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from memkit.device.base import Device, Event, Stream
+from memkit.hooks import Owner, disown, num_users, own
+from memkit.plan import slot_size_of
+from memkit.sizes import storage_key
+from memkit.weights.extents import LayerExtent
+
+
+class Slot:
+    """A storage of its own, with the bytes of one layer at a time.
+
+    It is in use while the layer runs, or while anybody else holds its storage: a tensor that a node of the graph was given, a
+    view that somebody keeps. What reads it does so on the streams noted here.
+    """
+
+    __slots__ = ("_device", "_freed", "extent", "is_overflow", "num_bytes", "ready", "state", "storage")
+
+    def __init__(self, device: Device, num_bytes: int, *, is_overflow: bool = False) -> None:
+        self.storage = device.allocate(num_bytes)
+        self.num_bytes = num_bytes
+        self.is_overflow = is_overflow
+        """Whether it was taken because all others were in use: it goes as soon as nobody uses it."""
+        self.extent: LayerExtent | None = None
+        """Whose bytes it has, or will have once `ready` is reached."""
+        self.state: object = None
+        """What the extent's `state()` was when its bytes were copied."""
+        self.ready: Event | None = None
+        self._device = device
+        stream = device.current_stream()
+        self._freed: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}
+        """The streams that have used it since it was filled: behind which event they no longer do, None if they may still."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody uses it."""
+        return (self.extent is None or self.extent.num_bound == 0) and num_users(self.storage) == 1
+
+    def holds(self, extent: LayerExtent) -> bool:
+        """Tell whether it has the bytes of a layer as they are now."""
+        return self.extent is extent and self.state == extent.state()
+
+    def forget(self) -> None:
+        """What it holds is not to be found any more."""
+        self.state = None
+
+    def fill(self, extent: LayerExtent, copy: Callable[[torch.UntypedStorage, Iterable[Event]], Event]) -> None:
+        """Have the bytes of a layer copied here, once all work that uses the slot is done.
+
+        Args:
+            copy: puts the copy into a storage on a lane, behind some events, and returns what is reached when it is done.
+        """
+        after = [freed or self._device.record_event(stream, timed=False) for stream, freed in self._freed.items()]
+        self.ready = copy(self.storage, after)
+        self.extent, self.state = extent, extent.state()
+        self._freed = {}
+
+    def use(self, stream: Stream) -> None:
+        """Let work that is put on a stream from now on read the slot."""
+        assert self.ready is not None
+        if stream not in self._freed:
+            self._device.wait_event(stream, self.ready)
+        self._freed[stream] = None
+        self._device.note_read(self.storage)
+
+    def release(self, stream: Stream) -> None:
+        """The work that uses the slot has been put on a stream."""
+        self._device.note_read(self.storage)
+        self._freed[stream] = self._device.record_event(stream, timed=False)
+
+    def settle(self, stream: Stream) -> None:
+        """Let a stream wait for all that uses the slot, so that its memory can go back to it."""
+        if self.ready is not None:
+            self._device.wait_event(stream, self.ready)
+        for other, freed in self._freed.items():
+            if other != stream:
+                self._device.wait_event(stream, freed or self._device.record_event(other, timed=False))
+
+
+class SlotRing:
+    """All slots of a device: some of each size, and more for a while where all of a size are in use.
+
+    Args:
+        device: where they are.
+        slot_bytes: the size of each.
+        owner: who lends them out.
+    """
+
+    def __init__(self, device: Device, slot_bytes: Sequence[int], owner: Owner) -> None:
+        self._device = device
+        self._owner = owner
+        self._slot_bytes = tuple(slot_bytes)
+        self._slots: list[Slot] = []
+        self.num_overflows = 0
+        """How often there was no slot."""
+        try:
+            for num_bytes in slot_bytes:
+                self._slots.append(self._new(num_bytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slot_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device that they take now."""
+        return sum(slot.num_bytes for slot in self._slots)
+
+    def holding(self, extent: LayerExtent) -> Slot | None:
+        """Return the slot that has the bytes of a layer as they are now, or will have them."""
+        return next((slot for slot in self._slots if slot.holds(extent)), None)
+
+    def at(self, storage: torch.UntypedStorage) -> Slot | None:
+        """Return the slot that a storage is, None if it is none."""
+        key = storage_key(storage)
+        return next((slot for slot in self._slots if storage_key(slot.storage) == key), None)
+
+    def find_idle(self, extent: LayerExtent, rank: Callable[[LayerExtent], float | None]) -> Slot | None:
+        """Return a slot that a layer may take, None if there is none.
+
+        Args:
+            rank: how far away the next use of a layer is that would have to go, None if it must stay.
+        """
+        size = slot_size_of(extent.num_bytes, self._slot_bytes)
+        best, best_rank = None, -1.0
+        for slot in self._slots:
+            if slot.num_bytes != size or slot.is_overflow or not slot.is_idle:
+                continue
+            is_empty = slot.extent is None or not slot.holds(slot.extent)
+            found = float("inf") if is_empty or slot.extent is None else rank(slot.extent)
+            if found is not None and found > best_rank:
+                best, best_rank = slot, found
+        return best
+
+    def overflow(self, extent: LayerExtent) -> Slot:
+        """Return one more slot, for a while.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room.
+        """
+        slot = self._new(extent.num_bytes, is_overflow=True)
+        self._slots.append(slot)
+        self.num_overflows += 1
+        return slot
+
+    def sweep(self, current: LayerExtent | None) -> None:
+        """Give those up that were taken for a while, and that nobody uses."""
+        for slot in [slot for slot in self._slots if slot.is_overflow and slot.extent is not current and slot.is_idle]:
+            self._drop(slot)
+
+    def forget(self) -> None:
+        """What the slots hold is not to be found any more: somebody may have written to the masters unseen."""
+        for slot in self._slots:
+            slot.forget()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        while self._slots:
+            self._drop(self._slots[-1])
+
+    def _new(self, num_bytes: int, *, is_overflow: bool = False) -> Slot:
+        slot = Slot(self._device, num_bytes, is_overflow=is_overflow)
+        own(slot.storage, self._owner)
+        return slot
+
+    def _drop(self, slot: Slot) -> None:
+        slot.settle(self._device.current_stream())
+        disown(slot.storage)
+        self._slots.remove(slot)

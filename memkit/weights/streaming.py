@@ -1,0 +1,248 @@
+"""Brings the weights of layers to the device, when they are used and ahead of that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from memkit.device.base import Device, Event
+from memkit.hooks import KeptHandle, backward_task, nothing
+from memkit.sizes import tensor_over
+from memkit.transfer.lanes import lanes_of
+from memkit.weights.extents import LayerExtent
+from memkit.weights.routes import Phase, Route
+from memkit.weights.slots import Slot, SlotRing
+
+_MOST_PENDING = 256
+
+
+class Stalls:
+    """How long the device has waited for each layer: read from events, as far as they are reached."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._seconds = [0.0] * num_layers
+        self._pending: list[tuple[int, Event, Event]] = []
+
+    def add(self, layer: int, start: Event, end: Event) -> None:
+        """Note that a stream has waited for a layer between two events."""
+        self._pending.append((layer, start, end))
+        if len(self._pending) > _MOST_PENDING:
+            self.seconds()
+
+    def seconds(self) -> tuple[float, ...]:
+        """Return the seconds of each layer so far."""
+        waiting = []
+        for layer, start, end in self._pending:
+            if end.is_reached():
+                self._seconds[layer] += start.elapsed_s(end)
+            else:
+                waiting.append((layer, start, end))
+        self._pending = waiting
+        return tuple(self._seconds)
+
+
+class Streamer:
+    """Brings layers into slots. It is the owner of the slots' storages.
+
+    Any use of a layer finds its bytes: they are in a slot, or are fetched then. Whatever is expected next is fetched ahead, as
+    far as slots are free that nobody needs sooner. What a slot holds is good for the pass and its backward: before each new
+    pass the slots forget, since not every write to a master can be seen.
+
+    Args:
+        device: where the slots are.
+        extents: the layers that stream, in the order in which they are expected to run.
+        slot_bytes: the size of each slot.
+    """
+
+    can_lend = True
+
+    def __init__(self, device: Device, extents: Sequence[LayerExtent], slot_bytes: Sequence[int]) -> None:
+        self.device = device
+        self.extents = tuple(extents)
+        self.lock = threading.RLock()
+        self.ring = SlotRing(device, slot_bytes, self)
+        self.stalls = Stalls(len(self.extents))
+        self.h2d_bytes = 0
+        self.num_fetches = 0
+        self.num_demand_fetches = 0
+        """Fetches that began no sooner than the layer was needed."""
+        self._lanes = lanes_of(device)
+        order = range(len(self.extents))
+        self._routes = {phase: Route(order[::-1] if phase is Phase.BACKWARD else order) for phase in Phase}
+        self._current: LayerExtent | None = None
+        self._phase = Phase.FORWARD
+        self._task = -1
+
+    # Passes
+
+    def begin_pass(self, first: LayerExtent | None = None) -> None:
+        """A forward begins that is no part of another, nor of a backward.
+
+        Args:
+            first: the layer, if it is called by itself. Where it is the next of the pass before, that goes on.
+        """
+        with self.lock:
+            if first is not None and self._current is not None and self._routes[self._phase].is_next(first.position):
+                return
+            self.ring.forget()
+            self._current = None
+            for phase in (Phase.FORWARD, Phase.SAMPLING):
+                self._routes[phase].begin()
+            self._phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
+            self._prefetch()
+
+    def _find_phase(self) -> Phase:
+        task = backward_task()
+        if task == -1:
+            return Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
+        if task != self._task:
+            self._task = task
+            route = self._routes[Phase.BACKWARD]
+            route.begin()
+            route.expect(self._routes[Phase.FORWARD].noted[::-1])
+        return Phase.BACKWARD
+
+    # Using layers
+
+    def use(self, extent: LayerExtent) -> Slot:
+        """Return the slot with the bytes of a layer, for work that is put on the current stream from now on.
+
+        Raises:
+            torch.OutOfMemoryError: all slots are in use, and the device has no room for one more.
+        """
+        with self.lock:
+            phase = self._find_phase()
+            if extent is not self._current or phase is not self._phase:
+                self._current, self._phase = extent, phase
+                self._routes[phase].note(extent.position)
+                self.ring.sweep(extent)
+            slot = self.ring.holding(extent)
+            if slot is None:
+                slot = self._demand(extent)
+            self._wait(slot, extent)
+            self._prefetch()
+            return slot
+
+    def release(self, extent: LayerExtent) -> None:
+        """The forward of a layer is over: its work is on the current stream."""
+        with self.lock:
+            for slot in self.ring:
+                if slot.extent is extent:
+                    slot.release(self.device.current_stream())
+
+    def _wait(self, slot: Slot, extent: LayerExtent) -> None:
+        stream = self.device.current_stream()
+        assert slot.ready is not None
+        if slot.ready.is_reached():
+            slot.use(stream)
+            return
+        start = self.device.record_event(stream)
+        slot.use(stream)
+        self.stalls.add(extent.position, start, self.device.record_event(stream))
+
+    def _demand(self, extent: LayerExtent) -> Slot:
+        """Fetch a layer that is needed now."""
+        upcoming = self._upcoming()
+
+        def rank(other: LayerExtent) -> float:
+            return upcoming.index(other) if other in upcoming else len(upcoming)
+
+        slot = self.ring.find_idle(extent, rank) or self.ring.overflow(extent)
+        self.num_demand_fetches += 1
+        self._fetch(extent, slot)
+        return slot
+
+    def _prefetch(self) -> None:
+        """Fetch what is expected next. Nothing is fetched past what is needed sooner."""
+        upcoming = self._upcoming()
+        for place, extent in enumerate(upcoming[: len(self.ring)]):
+            if self.ring.holding(extent) is not None:
+                continue
+
+            def rank(other: LayerExtent, place: int = place) -> float | None:
+                if other is self._current or other in upcoming[:place]:
+                    return None
+                return upcoming.index(other) if other in upcoming else len(upcoming)
+
+            slot = self.ring.find_idle(extent, rank)
+            if slot is None:
+                return
+            self._fetch(extent, slot)
+
+    def _upcoming(self) -> list[LayerExtent]:
+        """Return the layers that are expected next, each once, but for the current one."""
+        order: Iterable[int] = self._routes[self._phase].upcoming()
+        if self._phase is Phase.FORWARD:
+            order = chain(order, reversed(self._routes[Phase.FORWARD].known))
+        found = dict.fromkeys(self.extents[layer] for layer in order)
+        return [extent for extent in found if extent is not self._current]
+
+    def _fetch(self, extent: LayerExtent, slot: Slot) -> None:
+        def copy(storage: torch.UntypedStorage, after: Iterable[Event]) -> Event:
+            assert extent.span is not None
+            return self._lanes.copy_back(extent.span, storage, after=after).done
+
+        with torch.profiler.record_function(f"memkit::fetch ({extent.name})"):
+            slot.fill(extent, copy)
+        self.h2d_bytes += extent.num_bytes
+        self.num_fetches += 1
+
+    def forget(self) -> None:
+        """Somebody may have written to the masters unseen."""
+        with self.lock:
+            self.ring.forget()
+
+    # Lending
+
+    def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return what gives a tensor again whose bytes are in a slot now: see `memkit.hooks.Owner`."""
+        return StreamedHandle(self, tensor).unpack
+
+    def close(self) -> None:
+        """Give the slots' memory back; the host waits for all copies."""
+        with self.lock:
+            self.device.synchronize()
+            self.ring.close()
+
+
+class StreamedHandle(KeptHandle):
+    """A saved tensor that lies in a slot: a parameter, or a view of one. It holds none of its bytes."""
+
+    __slots__ = ("_dtype", "_extent", "_is_conj", "_is_neg", "_num_changes", "_offset", "_size", "_streamer", "_stride")
+
+    def __init__(self, streamer: Streamer, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        slot = streamer.ring.at(tensor.untyped_storage())
+        assert slot is not None
+        assert slot.extent is not None
+        self._streamer = streamer
+        self._extent = slot.extent
+        self._num_changes = slot.extent.num_changes
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._offset, self._dtype = tensor.storage_offset(), tensor.dtype
+        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
+        self.alias.data = nothing(tensor.dtype, tensor.device)
+
+    @property
+    def size(self) -> torch.Size:
+        return self._size
+
+    def is_unchanged(self) -> bool:
+        return super().is_unchanged() and self._num_changes == self._extent.num_changes
+
+    def unpack(self) -> Tensor:
+        self.check_version()
+        slot = self._streamer.use(self._extent)
+        return tensor_over(
+            slot.storage,
+            self._dtype,
+            offset=self._offset,
+            size=self._size,
+            stride=self._stride,
+            is_conj=self._is_conj,
+            is_neg=self._is_neg,
+        )

@@ -1,0 +1,468 @@
+"""`memkit.plan.residency`: which layers stream, what that takes, and what a plan says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memkit.plan import (
+    LayerCosts,
+    LayerResidency,
+    ResidencyPlan,
+    plan_auto,
+    plan_budget,
+    plan_fraction,
+    plan_resident,
+    slot_sizes,
+    spread,
+)
+from tests.plan.test_streaming import MIB, alike, kinds, layer_of, num_slots_of_plans, speeds, timed_layers, untimed
+
+
+def streamed_of(plan: ResidencyPlan) -> list[int]:
+    return [index for index, layer in enumerate(plan.layers) if layer.residency is LayerResidency.STREAMED]
+
+
+# Which layers
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 80), st.data())
+def test_spread_gaps_differ_by_one_at_most(num_layers: int, data: st.DataObject) -> None:
+    num_streamed = data.draw(st.integers(0, num_layers))
+
+    chosen = spread(num_layers, num_streamed)
+
+    gaps = [after - before for before, after in pairwise(chosen)]
+    assert len(set(chosen)) == num_streamed
+    assert set(chosen) <= set(range(num_layers))
+    assert max(gaps, default=0) - min(gaps, default=0) <= 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 80), st.data())
+def test_spread_begins_as_late_as_it_can(num_layers: int, data: st.DataObject) -> None:
+    num_streamed = data.draw(st.integers(1, num_layers))
+
+    chosen = spread(num_layers, num_streamed)
+
+    assert chosen[-1] == num_layers - 1
+    assert chosen[0] == math.ceil(num_layers / num_streamed) - 1
+    assert (chosen[0] == 0) == (num_streamed == num_layers)
+
+
+def test_spread_keeps_the_first_of_every_two() -> None:
+    assert spread(8, 4) == (1, 3, 5, 7)
+    assert spread(9, 3) == (2, 5, 8)
+    assert spread(7, 5) == (1, 2, 4, 5, 6)
+    assert spread(3, 0) == ()
+
+
+@pytest.mark.parametrize("num_streamed", [-1, 4])
+def test_spread_refuses_more_than_there_are(num_streamed: int) -> None:
+    with pytest.raises(ValueError) as error:
+        spread(3, num_streamed)
+
+    assert str(error.value) == f"num_streamed must be from 0 to the number of layers, 3; found {num_streamed}"
+
+
+@pytest.mark.parametrize(
+    ("fraction", "num_streamed"), [(0.0, 0), (0.1, 3), (0.25, 7), (0.5, 14), (0.51, 15), (1.0, 28), (1, 28)]
+)
+def test_fraction_of_layers_alike_is_one_of_their_number(fraction: float, num_streamed: int) -> None:
+    plan = plan_fraction(untimed([7 * MIB] * 28), fraction, num_slots=3)
+
+    assert streamed_of(plan) == list(spread(28, num_streamed))
+
+
+def test_half_of_two_kinds_is_half_of_each() -> None:
+    layers = untimed([2 * MIB] * 19 + [MIB] * 38)
+
+    plan = plan_fraction(layers, 0.5, num_slots=3)
+
+    streamed = streamed_of(plan)
+    assert plan.streamed_bytes == 38 * MIB  # half to the byte
+    assert sum(index < 19 for index in streamed) in (9, 10)
+    assert {after - before for before, after in pairwise(streamed)} <= {1, 2, 3}
+    assert plan.slot_bytes == (2 * MIB,) * 3 + (MIB,) * 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(kinds, min_size=1, max_size=24), st.floats(0, 1), num_slots_of_plans)
+def test_fraction_streams_the_fewest_bytes_that_spread_evenly(sizes: list[int], fraction: float, num_slots: int) -> None:
+    plan = plan_fraction(untimed(sizes), fraction, num_slots=num_slots)
+
+    classes = [[index for index, size in enumerate(sizes) if size in alike] for alike in ([64], [15, 16], [4])]
+    classes = [members for members in classes if members]
+    counts = [sum(index in members for index in streamed_of(plan)) for members in classes]
+    for members, count in zip(classes, counts, strict=True):
+        chosen = [place for place, index in enumerate(members) if index in streamed_of(plan)]
+        assert tuple(chosen) == spread(len(members), count)
+    wanted_bytes = fraction * sum(sizes) * (1 - 1e-9)
+    fewest = min(
+        streamed_bytes
+        for counts in product(*(range(len(members) + 1) for members in classes))
+        if is_even(counts, [len(members) for members in classes])
+        for streamed_bytes in [
+            sum(
+                sizes[members[place]]
+                for members, count in zip(classes, counts, strict=True)
+                for place in spread(len(members), count)
+            )
+        ]
+        if streamed_bytes >= wanted_bytes
+    )
+    assert plan.streamed_bytes == fewest
+    assert is_even(counts, [len(members) for members in classes])
+
+
+def is_even(counts: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Whether some share of each class, rounded down or up, is its count."""
+    least = max(Fraction(count - 1, length) for count, length in zip(counts, lengths, strict=True))
+    most = min(Fraction(count + 1, length) for count, length in zip(counts, lengths, strict=True))
+    return least < most
+
+
+def test_of_choices_that_cost_the_same_the_first_layers_stay() -> None:
+    layers = untimed([4 * MIB] + [2 * MIB] * 4)
+
+    plan = plan_fraction(layers, 1 / 3, num_slots=2)
+
+    assert streamed_of(plan) == [2, 4]  # not [0], as many bytes in as large slots
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=20), st.floats(0, 1), st.floats(0, 1), num_slots_of_plans)
+def test_larger_fraction_never_streams_fewer_bytes(sizes: list[int], first: float, second: float, num_slots: int) -> None:
+    layers = untimed(sizes)
+
+    less, more = (plan_fraction(layers, fraction, num_slots=num_slots) for fraction in sorted((first, second)))
+
+    assert less.streamed_bytes <= more.streamed_bytes
+    assert more.streamed_bytes >= max(first, second) * sum(sizes) * (1 - 1e-9)
+
+
+def test_many_sizes_stay_within_a_layer_of_the_fraction() -> None:
+    sizes = [2 ** (index % 8) for index in range(64)]
+
+    plan = plan_fraction(untimed(sizes), 0.5, num_slots=3)
+
+    assert sum(sizes) / 2 <= plan.streamed_bytes < sum(sizes) / 2 + 128
+    assert {sum(sizes[index] == 2**kind for index in streamed_of(plan)) for kind in range(8)} <= {3, 4, 5}
+
+
+def test_layer_without_bytes_never_streams() -> None:
+    layers = untimed([MIB, 0, MIB, 0])
+
+    assert plan_fraction(layers, 1.0, num_slots=2).streamed == ("layers.0", "layers.2")
+    assert plan_resident(layers, 0, num_slots=2).streamed == ("layers.0", "layers.2")
+    assert plan_fraction(untimed([0, 0]), 1.0, num_slots=2).streamed == ()
+
+
+# Resident layers and budgets
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=16), st.data())
+def test_resident_layers_are_as_many_as_asked_for(sizes: list[int], data: st.DataObject) -> None:
+    num_resident = data.draw(st.integers(0, len(sizes)))
+
+    plan = plan_resident(untimed(sizes), num_resident, num_slots=3)
+
+    assert len(plan.layers) - len(plan.streamed) == num_resident
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(kinds, min_size=1, max_size=16), st.data(), num_slots_of_plans)
+def test_plan_totals_are_those_of_its_layers(sizes: list[int], data: st.DataObject, num_slots: int) -> None:
+    plan = plan_resident(untimed(sizes), data.draw(st.integers(0, len(sizes))), num_slots=num_slots)
+
+    streamed = [sizes[index] for index in streamed_of(plan)]
+    assert plan.streamed_bytes == plan.host_bytes == sum(streamed)
+    assert plan.resident_bytes == sum(sizes) - sum(streamed)
+    assert plan.slot_bytes == slot_sizes(streamed, num_slots)
+    assert plan.device_bytes == plan.resident_bytes + sum(plan.slot_bytes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 20), num_slots_of_plans)
+def test_budget_of_layers_alike_streams_as_few_as_fit(num_layers: int, budget: int, num_slots: int) -> None:
+    plan = plan_budget(untimed([MIB] * num_layers), budget * MIB, num_slots=num_slots)
+
+    fewest = {
+        slots: [count for count in range(num_layers + 1) if num_layers - count + min(count, slots) <= budget]
+        for slots in range(1, num_slots + 1)
+    }
+    slots = max(slots for slots, counts in fewest.items() if counts)
+    assert len(plan.streamed) == fewest[slots][0]
+    assert len(plan.slot_bytes) == min(slots, len(plan.streamed))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 64), min_size=1, max_size=16), st.integers(0, 800), num_slots_of_plans)
+def test_plan_fits_its_budget_or_is_refused_with_one_that_it_fits(sizes: list[int], budget: int, num_slots: int) -> None:
+    layers = untimed(sizes)
+    try:
+        plan = plan_budget(layers, budget, num_slots=num_slots)
+    except ValueError as error:
+        least = int(str(error).removeprefix("the layers' weights need at least ").split()[0])
+        assert plan_budget(layers, least, num_slots=num_slots).device_bytes == least > budget
+    else:
+        assert plan.device_bytes <= budget
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(kinds, min_size=1, max_size=12), st.integers(0, 400), st.integers(0, 400))
+def test_larger_budget_never_streams_more_through_as_many_slots(sizes: list[int], first: int, second: int) -> None:
+    least = sum(slot_sizes(sizes, 1))
+
+    less, more = (plan_budget(untimed(sizes), least + extra, num_slots=1).streamed_bytes for extra in sorted((first, second)))
+
+    assert more <= less
+
+
+def test_budget_too_small_for_three_slots_gets_two_then_one() -> None:
+    layers = untimed([MIB] * 8)
+
+    slots = [len(plan_budget(layers, budget * MIB, num_slots=3).slot_bytes) for budget in (8, 7, 3, 2, 1)]
+
+    assert slots == [0, 3, 3, 2, 1]
+
+
+def test_budget_too_small_names_the_least_and_the_largest_layer() -> None:
+    with pytest.raises(ValueError) as error:
+        plan_budget(untimed([MIB, 3 * MIB, MIB]), 3 * MIB, num_slots=3)
+    with pytest.raises(ValueError) as error_of_one_size:
+        plan_budget(untimed([3 * MIB] * 4), 2 * MIB, num_slots=3)
+
+    assert str(error.value) == (
+        "the layers' weights need at least 4.00 MiB of device_budget (a slot that holds layers.1, 3.00 MiB, and one for each "
+        "other size of layer); found 3.00 MiB. Raise device_budget by 1048576 bytes or more, or split layers.1."
+    )
+    assert str(error_of_one_size.value) == (
+        "the layers' weights need at least 3.00 MiB of device_budget (a slot that holds layers.0, 3.00 MiB); found 2.00 MiB. "
+        "Raise device_budget by 1048576 bytes or more, or split layers.0."
+    )
+
+
+# Seconds
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3)), min_size=1, max_size=20))
+def test_resident_layers_take_exactly_their_compute(times: list[tuple[float, float]]) -> None:
+    layers = [layer_of(index, MIB, forward, backward) for index, (forward, backward) in enumerate(times)]
+
+    plan = plan_fraction(layers, 0.0, num_slots=3, link_bytes_per_s=1e9)
+
+    assert plan.predicted_s == plan.compute_s
+    assert [layer.stall_s for layer in plan.layers] == [0.0] * len(layers)
+
+
+# As much as hides
+
+
+def test_auto_streams_all_but_the_first_where_every_copy_hides_behind_a_layer() -> None:
+    plan = plan_auto(alike(12, num_bytes=MIB, forward_s=1.0, backward_s=2.0), num_slots=3, link_bytes_per_s=MIB)
+
+    assert streamed_of(plan) == list(range(1, 12))
+    assert plan.predicted_s == plan.compute_s == 36.0
+
+
+def test_auto_streams_everything_where_the_first_copy_is_short() -> None:
+    plan = plan_auto(alike(12, num_bytes=MIB, forward_s=1.0, backward_s=2.0), num_slots=3, link_bytes_per_s=4 * MIB)
+
+    assert len(plan.streamed) == 12
+    assert plan.predicted_s == 36.25
+
+
+def test_auto_streams_almost_every_second_layer_where_a_copy_takes_two() -> None:
+    plan = plan_auto(alike(24, num_bytes=MIB, forward_s=1.0, backward_s=2.0), num_slots=3, link_bytes_per_s=MIB / 2)
+
+    # the last layer's compute begins after 23 s: 11 copies are over then
+    assert len(plan.streamed) == 11
+    assert plan.predicted_s == plan.compute_s == 72.0
+
+
+def test_auto_streams_nothing_where_that_frees_nothing() -> None:
+    plan = plan_auto(alike(3, num_bytes=MIB, forward_s=1.0, backward_s=2.0), num_slots=3, link_bytes_per_s=MIB)
+
+    assert plan.streamed == ()
+
+
+@settings(max_examples=100, deadline=None)
+@given(timed_layers(), num_slots_of_plans, speeds)
+def test_auto_hides_and_leaves_least_on_the_device_of_all_fractions(
+    layers: list[LayerCosts], num_slots: int, speed: float
+) -> None:
+    plan = plan_auto(layers, num_slots=num_slots, link_bytes_per_s=speed)
+
+    assert plan.predicted_s is not None
+    assert plan.compute_s is not None
+    assert plan.predicted_s <= 1.01 * plan.compute_s
+    for percent in range(0, 101, 5):
+        other = plan_fraction(layers, percent / 100, num_slots=num_slots, link_bytes_per_s=speed)
+        assert other.predicted_s is not None
+        assert other.predicted_s > 1.01 * plan.compute_s or other.device_bytes >= plan.device_bytes
+
+
+def test_auto_with_a_budget_that_needs_more_streams_the_least_that_fits() -> None:
+    layers = alike(12, num_bytes=MIB, forward_s=1.0, backward_s=2.0)
+
+    plan = plan_auto(layers, num_slots=3, link_bytes_per_s=MIB / 10, budget_bytes=9 * MIB)
+
+    assert plan == plan_budget(layers, 9 * MIB, num_slots=3, link_bytes_per_s=MIB / 10)
+    assert len(plan.streamed) == 6
+
+
+def test_auto_with_a_budget_to_spare_is_auto_without() -> None:
+    layers = alike(12, num_bytes=MIB, forward_s=1.0, backward_s=2.0)
+
+    plan = plan_auto(layers, num_slots=3, link_bytes_per_s=MIB, budget_bytes=9 * MIB)
+
+    assert plan == plan_auto(layers, num_slots=3, link_bytes_per_s=MIB)
+
+
+# What a plan says
+
+
+def test_explain_lists_every_layer_and_the_totals() -> None:
+    layers = [layer_of(index, size * MIB, 0.002, 0.004) for index, size in enumerate([8, 8, 8, 8, 2, 2])]
+    layers[5] = replace(layers[5], forward_s=0.0105)
+
+    plan = plan_fraction(layers, 0.75, num_slots=1, link_bytes_per_s=2048 * MIB)
+
+    assert plan.explain() == (
+        "layer     weights      MiB    compute (ms)    transfer (ms)    stall (ms)\n"
+        "--------  ---------  -----  --------------  ---------------  ------------\n"
+        "layers.0  resident    8.00   2.000 / 4.000                -         0.000\n"
+        "layers.1  streamed    8.00   2.000 / 4.000            3.906         5.812\n"
+        "layers.2  streamed    8.00   2.000 / 4.000            3.906         7.812\n"
+        "layers.3  streamed    8.00   2.000 / 4.000            3.906         3.906\n"
+        "layers.4  streamed    2.00   2.000 / 4.000            0.977         0.977\n"
+        "layers.5  streamed    2.00  10.500 / 4.000            0.977         0.977\n"
+        "streamed: 5 of 6 layers, 28.00 MiB\n"
+        "slots: 1 of 8.00 MiB, 1 of 2.00 MiB\n"
+        "device: 18.00 MiB, host: 28.00 MiB\n"
+        "forward and backward: 63.984 ms, compute alone 44.500 ms"
+    )
+
+
+def test_explain_shows_what_is_not_known_as_a_dash() -> None:
+    plan = plan_fraction([layer_of(0, MIB, 0.001), layer_of(1, MIB)], 0.5, num_slots=3)
+
+    assert plan.explain() == (
+        "layer     weights      MiB    compute (ms)    transfer (ms)    stall (ms)\n"
+        "--------  ---------  -----  --------------  ---------------  ------------\n"
+        "layers.0  resident    1.00       1.000 / -                -             -\n"
+        "layers.1  streamed    1.00           - / -                -             -\n"
+        "streamed: 1 of 2 layers, 1.00 MiB\n"
+        "slots: 1 of 1.00 MiB\n"
+        "device: 2.00 MiB, host: 1.00 MiB\n"
+        "forward and backward: - ms, compute alone - ms"
+    )
+
+
+def test_seconds_of_a_copy_are_known_without_those_of_compute() -> None:
+    plan = plan_fraction(untimed([MIB, MIB]), 0.5, num_slots=3, link_bytes_per_s=2 * MIB)
+
+    assert [layer.transfer_s for layer in plan.layers] == [0.5, 0.5]
+    assert [layer.stall_s for layer in plan.layers] == [None, None]
+    assert (plan.predicted_s, plan.compute_s) == (None, None)
+
+
+def test_stall_of_a_layer_is_that_of_forward_and_backward() -> None:
+    layers = alike(4, num_bytes=5, forward_s=1.0, backward_s=2.0)
+
+    plan = plan_fraction(layers, 1.0, num_slots=1, link_bytes_per_s=1.0)
+
+    assert [layer.stall_s for layer in plan.layers] == [10.0, 10.0, 10.0, 5.0]
+    assert plan.predicted_s == 47.0
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, math.nan])
+def test_fraction_out_of_range_is_refused(fraction: float) -> None:
+    with pytest.raises(ValueError) as error:
+        plan_fraction(untimed([MIB]), fraction, num_slots=3)
+
+    assert str(error.value) == f"offload_fraction must be from 0 (move nothing) to 1 (move everything); found {fraction}"
+
+
+@pytest.mark.parametrize("num_slots", [0, -1])
+def test_no_slots_are_refused(num_slots: int) -> None:
+    layers = untimed([MIB])
+    plans: list[Callable[[], object]] = [
+        lambda: plan_fraction(layers, 0.5, num_slots=num_slots),
+        lambda: plan_resident(layers, 0, num_slots=num_slots),
+        lambda: plan_budget(layers, MIB, num_slots=num_slots),
+        lambda: slot_sizes([MIB], num_slots),
+    ]
+    for plan in plans:
+        with pytest.raises(ValueError) as error:
+            plan()
+
+        assert str(error.value) == f"slots must be at least 1; found {num_slots}"
+
+
+@pytest.mark.parametrize("num_resident", [-1, 3])
+def test_resident_out_of_range_is_refused(num_resident: int) -> None:
+    with pytest.raises(ValueError) as error:
+        plan_resident(untimed([MIB] * 2), num_resident, num_slots=3)
+
+    assert str(error.value) == f"resident must be from 0 to the number of layers, 2; found {num_resident}"
+
+
+def test_counts_and_bytes_of_another_type_are_refused() -> None:
+    layers = untimed([MIB])
+    with pytest.raises(TypeError) as error_of_slots:
+        plan_fraction(layers, 0.5, num_slots=True)
+    with pytest.raises(TypeError) as error_of_resident:
+        plan_resident(layers, 0.5, num_slots=3)  # type: ignore[arg-type]  # that is the test
+    with pytest.raises(TypeError) as error_of_budget:
+        plan_budget(layers, "1GiB", num_slots=3)  # type: ignore[arg-type]  # that is the test
+
+    assert str(error_of_slots.value) == "slots must be an int; found True"
+    assert str(error_of_resident.value) == "resident must be an int; found 0.5"
+    assert str(error_of_budget.value) == "device_budget is a number of bytes (an int); found '1GiB'"
+
+
+def test_no_layers_are_refused() -> None:
+    plans: list[Callable[[], object]] = [
+        lambda: plan_fraction([], 0.5, num_slots=3),
+        lambda: plan_resident([], 0, num_slots=3),
+        lambda: plan_budget([], MIB, num_slots=3),
+        lambda: plan_auto([], num_slots=3, link_bytes_per_s=1.0),
+    ]
+    for plan in plans:
+        with pytest.raises(ValueError) as error:
+            plan()
+
+        assert str(error.value) == "a plan needs at least one layer; found none"
+
+
+def test_auto_without_measured_seconds_names_the_layer() -> None:
+    layers = [layer_of(0, MIB, 1.0, 2.0), layer_of(1, MIB, 1.0)]
+    with pytest.raises(ValueError) as error:
+        plan_auto(layers, num_slots=3, link_bytes_per_s=1.0)
+
+    assert str(error.value) == (
+        "a prediction needs the seconds of each layer's forward and backward; layers.1 was not measured"
+    )
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, math.nan])
+def test_link_without_speed_is_refused(speed: float) -> None:
+    with pytest.raises(ValueError) as error:
+        plan_fraction(untimed([MIB]), 0.0, num_slots=3, link_bytes_per_s=speed)
+
+    assert str(error.value) == f"link_bytes_per_s must be positive; found {speed}"
