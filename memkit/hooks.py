@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class RemovableHandle(Protocol):
@@ -60,6 +61,21 @@ class HookSet:
             hook()
 
         self._handles.append(node.register_prehook(pre_hook))
+
+    def around_accumulation(self, parameter: Tensor, *, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call `before()` ahead of each gradient that the engine adds to `parameter.grad`, and `after()` behind it.
+
+        `before` is also called for gradients that `torch.autograd.grad` returns.
+        """
+
+        def pre_hook(_: Tensor) -> None:
+            before()
+
+        def post_hook(_: Tensor) -> None:
+            after()
+
+        self._handles.append(parameter.register_hook(pre_hook))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(post_hook))
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Call `before(module, args)` ahead of every module's forward, `after(module, args, output)` behind it, in all
@@ -262,6 +278,15 @@ def node_number() -> int:
 def backward_task() -> int:
     """Return autograd's number of the backward that runs in this thread, -1 outside of one."""
     return int(torch._C._current_graph_task_id())
+
+
+def gradient_node(parameter: Tensor) -> Any:
+    """Return the node that adds to a parameter's gradient: a new one if no graph that is alive has used it as it is now.
+
+    Source: `torch.autograd.graph.get_gradient_edge`.
+    """
+    with torch.enable_grad(), _disable_current_modes():
+        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -282,3 +282,49 @@ def supernet(model: nn.Module, num_blocks: int, batch: int, size: int = 224) -> 
         forward=forward,
         loss=lambda output: nn.functional.cross_entropy(output, labels),
     )
+
+
+def llama_3b(
+    batch: int = 4,
+    length: int = 2048,
+    *,
+    num_layers: int = 28,
+    width: int = 3072,
+    inner: int = 8192,
+    num_heads: int = 24,
+    rank: int = 0,
+    checkpoint: bool = False,
+) -> Workload:
+    """A Llama, by default of 3.2 billion parameters, bfloat16; head and loss are in the forward.
+
+    Args:
+        rank: of LoRA on the projections of queries and values, with all else frozen; 0 leaves everything trainable.
+        checkpoint: each layer, as transformers does it.
+    """
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config).bfloat16()
+    model.train()
+    tokens = torch.randint(32000, (batch, length))
+    if rank:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"]))  # type: ignore[arg-type]
+        model.enable_input_require_grads()  # type: ignore[operator]  # of transformers
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # of transformers
+
+    def forward() -> Tensor:
+        logits = model(input_ids=tokens).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    name = "llama_3.2b" + (f"_lora{rank}" if rank else "") + ("_checkpointed" if checkpoint else "")
+    return Workload(name=name, model=model, forward=forward, loss=lambda loss: loss)

@@ -43,9 +43,10 @@ class Calls(threading.local):
         return call
 
     def end(self, module: nn.Module) -> None:
-        """A call has returned or raised."""
+        """A call has returned or raised: to be called from its hook."""
         self.end_interrupted()
-        if self._calls and self._calls[-1].module is module:
+        # One that has raised may be over by now. Then the last call of the module is one further outside, which goes on.
+        if self._calls and self._calls[-1].module is module and self._calls[-1].frame is sys._getframe(2):
             self._end_last()
 
     def end_interrupted(self) -> None:

@@ -40,6 +40,15 @@ class StreamedParameter:
         """Where it was found."""
         self.master: Tensor = parameter.data
 
+    @property
+    def gradient_stride(self) -> tuple[int, ...]:
+        """How the elements of a gradient lie: as the parameter's, which `AccumulateGrad` sees to."""
+        return self.stride if _is_dense(self.size, self.stride) else _contiguous(self.size)
+
+    def over_gradient(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return a gradient of the parameter that fills a storage."""
+        return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.gradient_stride)
+
     def over(self, storage: torch.UntypedStorage, *, start: int = 0) -> Tensor:
         """Return the tensor as it lies in a storage whose first byte is that of the extent at `start`."""
         offset = (self.offset - start) // self.dtype.itemsize
@@ -112,7 +121,7 @@ class LayerExtent:
                 storage = torch.frombuffer(memory, dtype=torch.uint8, count=stop - start, offset=start).untyped_storage()
                 for streamed in region:
                     streamed.master = streamed.over(storage, start=start)
-                    streamed.master.copy_(streamed.parameter.data)
+                    _distinct(streamed.master).copy_(_distinct(streamed.parameter.data))
                     streamed.parameter.data = streamed.master
         self.is_on_host = True
 
@@ -131,6 +140,9 @@ class LayerExtent:
                     streamed.parameter.data = tensor_over(
                         copied[key], streamed.dtype, offset=whole.storage_offset(), size=streamed.size, stride=streamed.stride
                     )
+                    grad = streamed.parameter.grad
+                    if grad is not None and grad.device != streamed.device:
+                        streamed.parameter.grad = grad.to(streamed.device)
 
     def bind(self, storage: torch.UntypedStorage) -> None:
         """Let the parameters lie in a slot."""
@@ -188,6 +200,32 @@ class LayerExtent:
 
 
 _ADVICE = "Call offload.close() first, change the model, and make a new LayerOffload."
+
+
+def _is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether elements lie side by side, each in a place of its own."""
+    expected = 1
+    for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(size):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor that was expanded, each once."""
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 @contextmanager

@@ -21,13 +21,16 @@ from memkit.sizes import parse_bytes, storage_key
 from memkit.transfer.arena import Arena
 from memkit.weights.calls import Calls
 from memkit.weights.extents import LayerExtent
+from memkit.weights.gradients import HostGradients
 from memkit.weights.placement import Placement, is_plain, shared_between
 from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import LayerChoice, find_layers, refuse_wrapped
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
 
-_TRAIN = ("auto", "frozen")
+_TRAIN = ("auto", "frozen", "host")
+_MOSTLY = 0.5
+"""Layers are trained whose parameters require grad by more than this share of their bytes."""
 
 _managers: weakref.WeakValueDictionary[int, LayerOffload] = weakref.WeakValueDictionary()
 """Who streams a parameter, by its id: whoever does keeps it alive."""
@@ -53,7 +56,9 @@ class LayerOffload:
         resident: how many layers stay on the device. Exactly one of these three is given.
         slots: how many layers of one size may be on the device on their way at once: in use, ready, in flight.
         train: "frozen": what streams is not trained; parameters inside of streamed layers that require grad (LoRA) stay on the
-            device. "auto" chooses.
+            device. "host": gradients of what streams go to host memory as they are made, and the masters there are what an
+            optimizer steps. "auto" is "host" if most of the layers' bytes require grad, else "frozen"; `LayerOffload.train`
+            says which.
         host_limit_bytes: the most host memory to take.
         device: where the model runs; by default the current CUDA device, or the CPU where there is none.
 
@@ -100,24 +105,29 @@ class LayerOffload:
         self._layers = find_layers(model, layers)
         for name, parameter in model.named_parameters():
             _check_unmanaged(name, parameter)
-        extents = self._extents_of(train)
+        self.train = _choose(train, self._layers)
+        extents = self._extents_of()
         self.plan = _plan(self._layers, extents, offload_fraction, device_budget, resident, slots)
         self._extents = [extents[name] for name in self.plan.streamed]
         for position, extent in enumerate(self._extents):
             extent.position = position
         self._placement, self._hooks, self._calls = Placement(), HookSet(), Calls()
         self._streamer: Streamer | None = None
+        self._gradients: HostGradients | None = None
         self._is_closed = False
         self._arena = Arena(self.device, limit_bytes=host_limit_bytes)
         try:
             for extent in self._extents:
                 extent.reserve(self._arena)
+            if self.train == "host":
+                _refuse_replicas(self.model)
+                self._gradients = HostGradients(self.device, self._arena, self._extents, self._hooks)
             self._begin()
         except BaseException:
             self.close()
             raise
 
-    def _extents_of(self, train: str) -> dict[str, LayerExtent]:
+    def _extents_of(self) -> dict[str, LayerExtent]:
         """Return what of each layer may stream."""
         tied, found = shared_between(self.model, self._layers), dict[str, LayerExtent]()
         seen = set[int]()
@@ -128,7 +138,7 @@ class LayerOffload:
                     raise ValueError(
                         f'LayerOffload: "{name}.{key}" has no data (device "meta"). Load the weights first, on the CPU'
                     )
-                if not is_plain(parameter) or parameter.requires_grad or not parameter.numel():
+                if not is_plain(parameter) or not parameter.numel() or (parameter.requires_grad and self.train == "frozen"):
                     continue
                 key_of_storage = storage_key(parameter.untyped_storage())
                 if key_of_storage in tied:
@@ -165,16 +175,26 @@ class LayerOffload:
 
     def _before_outer(self, module: nn.Module, _: Any) -> None:
         self._calls.begin(module, depth=1)
+        self._begin_pass(None)
+
+    def _begin_pass(self, first: LayerExtent | None) -> None:
+        """A forward begins; see whether it is one of its own."""
         if len(self._calls) == 1 and backward_task() == -1:
-            self._streams.begin_pass()
+            self._streams.begin_pass(first)
 
     def _before_layer(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
         call = self._calls.begin(module, depth=1)
         if not extent.num_bound:
             for adopted in extent.adopt():
                 _managers[id(adopted.parameter)] = self
-        if len(self._calls) == 1 and backward_task() == -1:
-            self._streams.begin_pass(extent)
+        self._begin_pass(extent)
+        if self._gradients is not None:
+            self._gradients.watch(extent)
+        elif any(item.parameter.requires_grad for item in extent.parameters):
+            raise LayerOffloadError(
+                f'parameters of "{extent.name}" require grad, which stream as frozen ones. Use train="host", or set this '
+                "before LayerOffload is made: what requires grad then stays on the device"
+            )
         slot = self._streams.use(extent)
         if not extent.num_bound:
             extent.bind(slot.storage)
@@ -190,6 +210,8 @@ class LayerOffload:
     def _end_layer(self, extent: LayerExtent, state: object, hooks: WeightHooks | None) -> None:
         if hooks is not None:
             hooks.end()
+            if self._gradients is not None:
+                self._gradients.note_forward(extent)
         self._streams.release(extent)
         extent.num_bound -= 1
         if extent.num_bound:
@@ -238,6 +260,8 @@ class LayerOffload:
         self._hooks.remove()
         if self._streamer is not None:
             self._streamer.close()
+        if self._gradients is not None:
+            self._gradients.close()
         for extent in self._extents:
             if extent.is_on_host:
                 extent.restore()
@@ -282,11 +306,29 @@ class LayerOffload:
                 slot_bytes=streamer.ring.num_bytes,
                 host_bytes=self._arena.held_bytes,
                 h2d_bytes=streamer.h2d_bytes,
-                d2h_bytes=0,
+                d2h_bytes=0 if self._gradients is None else self._gradients.d2h_bytes,
                 num_fetches=streamer.num_fetches,
                 num_demand_fetches=streamer.num_demand_fetches,
                 num_overflows=streamer.ring.num_overflows,
                 stall_s=dict(zip((extent.name for extent in self._extents), streamer.stalls.seconds(), strict=True)),
+            )
+
+
+def _choose(train: str, layers: Mapping[str, nn.Module]) -> str:
+    """Return how layers are trained."""
+    if train != "auto":
+        return train
+    parameters = [parameter for layer in layers.values() for parameter in layer.parameters()]
+    trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    return "host" if trained_bytes > _MOSTLY * sum(parameter.nbytes for parameter in parameters) else "frozen"
+
+
+def _refuse_replicas(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(
+                f'LayerOffload: train="host" takes gradients away that {type(module).__name__} would reduce. Use FSDP2 to train '
+                'on several devices, or train="frozen" (LoRA)'
             )
 
 
@@ -311,13 +353,20 @@ def _plan(
             "LayerOffload takes exactly one of offload_fraction, device_budget and resident; found "
             f"{' and '.join(given) or 'none'}"
         )
-    costs = [LayerCosts(name=name, num_bytes=extents[name].num_bytes if name in extents else 0) for name in layers]
+    costs = [_costs(name, extents.get(name)) for name in layers]
     if offload_fraction is not None:
         return plan_fraction(costs, offload_fraction, num_slots=slots)
     if resident is not None:
         return plan_resident(costs, resident, num_slots=slots)
     assert device_budget is not None
     return plan_budget(costs, parse_bytes(device_budget), num_slots=slots)
+
+
+def _costs(name: str, extent: LayerExtent | None) -> LayerCosts:
+    if extent is None:
+        return LayerCosts(name=name, num_bytes=0)
+    trained = [item.parameter for item in extent.parameters if item.parameter.requires_grad]
+    return LayerCosts(name=name, num_bytes=extent.num_bytes, grad_bytes=sum(parameter.nbytes for parameter in trained))
 
 
 def _sizes(

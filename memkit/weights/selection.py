@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -23,7 +24,7 @@ def find_layers(model: nn.Module, choice: LayerChoice) -> dict[str, nn.Module]:
         TypeError: the choice is neither names, modules nor a function.
         ValueError: there are none, a name or a module is not of the model, or one layer contains another.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     if choice is None:
         found = _elements_of_lists(modules)
         if not found:
@@ -39,13 +40,17 @@ def find_layers(model: nn.Module, choice: LayerChoice) -> dict[str, nn.Module]:
     else:
         found = _named(modules, choice)
     _check_nesting(found)
-    return {name: found[name] for name in modules if name in found}
+    names = dict[int, str]()
+    for name in modules:
+        if name in found:
+            names.setdefault(id(found[name]), name)
+    return {name: found[name] for name in names.values()}
 
 
 def _named(modules: dict[str, nn.Module], choice: Iterable[str | nn.Module]) -> dict[str, nn.Module]:
     if isinstance(choice, str | nn.Module):
         raise TypeError(f"layers is a list of names or modules, or a predicate; found one {type(choice).__name__}")
-    names = {id(module): name for name, module in modules.items()}
+    names = {id(module): name for name, module in reversed(modules.items())}  # the first name of each
     found: dict[str, nn.Module] = {}
     for item in choice:
         if isinstance(item, nn.Module):
@@ -82,7 +87,8 @@ def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _is_homogeneous(module: nn.ModuleList | nn.Sequential) -> bool:
-    return len(module) > 1 and len({type(item) for item in module}) == 1 and any(True for _ in module[0].parameters())
+    kinds = {type_before_parametrizations(item) for item in module}
+    return len(module) > 1 and len(kinds) == 1 and any(True for _ in module[0].parameters())
 
 
 def _outermost(found: Mapping[str, _Module]) -> dict[str, _Module]:

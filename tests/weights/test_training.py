@@ -1,0 +1,240 @@
+"""`train="host"`: gradients go to host memory, and an optimizer steps the masters there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import Device
+from tests.weights.cases import RUNS, Stack, compare, in_order, inputs, reused
+
+MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "adamw one by one": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=False),
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("run", RUNS)
+def test_gradients(run: str, slots: int, device: Device) -> None:
+    stats = compare(Stack(run=RUNS[run]), device, offload_fraction=1.0, slots=slots, train="host")
+
+    assert stats.d2h_bytes > 0
+
+
+class Oracle:
+    """The plain model on the device; what streams in the other is stepped as copies on the host."""
+
+    def __init__(self, model: nn.Module, streamed: set[str], make: MakeOptimizer) -> None:
+        self.model = copy.deepcopy(model)
+        self._copies = {
+            name: nn.Parameter(parameter.detach().cpu().clone())
+            for name, parameter in self.model.named_parameters()
+            if name in streamed
+        }
+        self.parameters = [self._copies.get(name, parameter) for name, parameter in self.model.named_parameters()]
+        self.optimizer = make(iter(self.parameters))
+
+    def take_gradients(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name in self._copies and parameter.grad is not None:
+                self._copies[name].grad = parameter.grad.cpu()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in self._copies:
+                    parameter.copy_(self._copies[name])
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+
+
+def _streamed_names(model: nn.Module, offload: memkit.LayerOffload) -> set[str]:
+    return {
+        f"{layer}.{name}" for layer in offload.plan.streamed for name, _ in model.get_submodule(layer).named_parameters()
+    }
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("num_batches", [1, 3])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_twenty_steps(make: str, num_batches: int, max_norm: float | None, device: Device) -> None:
+    model = Stack(4).to(device.torch_device)
+    start = copy.deepcopy(model)
+    with memkit.LayerOffload(model, device=device, offload_fraction=0.5, train="host") as offload:
+        oracle = Oracle(start, _streamed_names(model, offload), OPTIMIZERS[make])
+        optimizer = OPTIMIZERS[make](model.parameters())
+        for _ in range(20):
+            batches = inputs(device, num_batches)
+            for batch in batches:
+                oracle.model(batch).square().mean().backward()
+                model(batch).square().mean().backward()
+            oracle.take_gradients()
+            if max_norm is not None:
+                expected = nn.utils.clip_grad_norm_(oracle.parameters, max_norm)
+                assert torch.equal(nn.utils.clip_grad_norm_(model.parameters(), max_norm), expected)
+            oracle.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, tensor in oracle.model.state_dict().items():
+                assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), name
+
+
+def _host_model(device: Device, **options: object) -> tuple[nn.Module, nn.Module, memkit.LayerOffload]:
+    model = Stack(4).to(device.torch_device)
+    plain = copy.deepcopy(model)
+    return plain, model, memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host", **options)  # type: ignore[arg-type]
+
+
+def test_parameters_and_gradients_are_on_the_host_between_passes(device: Device) -> None:
+    _, model, offload = _host_model(device)
+    with offload:
+        model(inputs(device)[0]).sum().backward()
+
+        layers = model.get_submodule("layers")
+        assert all(parameter.device.type == "cpu" for parameter in layers.parameters())
+        assert all(parameter.grad is not None and parameter.grad.device.type == "cpu" for parameter in layers.parameters())
+
+
+def test_kept_gradients_are_not_overwritten(device: Device) -> None:
+    plain, model, offload = _host_model(device)
+    batches = inputs(device)
+    with offload:
+        kept = []
+        for batch in batches:
+            for one in (plain, model):
+                one.zero_grad()
+                one(batch).square().sum().backward()
+            kept.append([parameter.grad for parameter in model.parameters()])
+            expected = [parameter.grad for parameter in plain.parameters()]
+            assert all(_same(one, other) for one, other in zip(kept[-1], expected, strict=True))
+            plain.zero_grad()
+            model.zero_grad()
+        assert not _same(kept[0][3], kept[1][3])
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.cpu(), other.cpu())
+
+
+def test_zero_grad_between_forward_and_backward(device: Device) -> None:
+    plain, model, offload = _host_model(device)
+    with offload:
+        for set_to_none in (True, False, True):
+            for batch in inputs(device):
+                for one in (plain, model):
+                    loss = one(batch).square().sum()
+                    one.zero_grad(set_to_none=set_to_none)
+                    loss.backward()
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert _same(one.grad, other.grad)
+
+
+def test_two_graphs_at_once_over_a_reused_layer(device: Device) -> None:
+    plain = Stack(4, run=reused).to(device.torch_device)
+    model = copy.deepcopy(plain)
+    first, second = inputs(device)
+    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host"):
+        for one in (plain, model):
+            losses = [one(batch).square().sum() for batch in (first, second)]
+            losses[0].backward()
+            losses[1].backward(retain_graph=True)
+            losses[1].backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert _same(one.grad, other.grad)
+
+
+def test_grad_returns_gradients_and_leaves_grad_alone(device: Device) -> None:
+    plain, model, offload = _host_model(device)
+    first, second = inputs(device)
+    with offload:
+        found = []
+        for one in (plain, model):
+            one(first).square().sum().backward()
+            found.append(torch.autograd.grad(one(second).square().sum(), list(one.parameters())))
+        assert all(_same(one, other) for one, other in zip(*found, strict=True))
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert _same(one.grad, other.grad)
+
+
+def test_some_parameters_are_frozen(device: Device) -> None:
+    model = Stack(4)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name)
+
+    compare(model, device, offload_fraction=1.0, train="host")
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise ArithmeticError("the test's own")
+
+
+def test_backward_that_fails_leaves_earlier_gradients(device: Device) -> None:
+    fails = False
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        x = in_order(layers[:2], x)  # type: ignore[arg-type]
+        return in_order(layers[2:], _Failing.apply(x) if fails else x)  # type: ignore[arg-type]
+
+    plain = Stack(4, run=run).to(device.torch_device)
+    model = copy.deepcopy(plain)
+    model._run = run
+    first, second = inputs(device)
+    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host"):
+        for one in (plain, model):
+            fails = False
+            one(first).square().sum().backward()
+            fails = True
+            loss = one(second).square().sum()
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            one.zero_grad()
+            fails = False
+            one(second).square().sum().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert _same(one.grad, other.grad)
+
+
+def test_mode_is_chosen_by_what_is_trained(device: Device) -> None:
+    model = Stack(4).to(device.torch_device)
+    with memkit.LayerOffload(model, device=device, offload_fraction=1.0) as offload:
+        assert offload.train == "host"
+    model.get_submodule("layers").requires_grad_(False)
+    with memkit.LayerOffload(model, device=device, offload_fraction=1.0) as offload:
+        assert offload.train == "frozen"
+
+
+def test_gradients_with_a_graph_of_their_own_are_refused(device: Device) -> None:
+    _, model, offload = _host_model(device)
+    with offload, pytest.raises(memkit.LayerOffloadError, match=r"layers\.3\..*create_graph"):
+        model(inputs(device)[0]).square().sum().backward(create_graph=True)
+
+
+def test_close_leaves_gradients_of_their_own(device: Device) -> None:
+    plain, model, offload = _host_model(device)
+    batch = inputs(device)[0]
+    with offload:
+        for one in (plain, model):
+            one(batch).square().sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert one.grad.device == one.device
+        assert _same(one.grad, other.grad)
