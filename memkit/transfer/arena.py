@@ -15,9 +15,9 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -63,6 +63,13 @@ class Span:
     extents: tuple[_Extent, ...]
     whole: Tensor | None
     """All its bytes as one tensor, also across such edges: for the host. None if it is scattered."""
+
+    def part(self, start: int, end: int) -> Span:
+        """Return some bytes of a span that was pinned as one, as a span. Only the whole is given back."""
+        assert self.whole is not None
+        assert len(self.pieces) == 1
+        piece = self.whole[start:end]
+        return replace(self, offset=self.offset + start, num_bytes=end - start, pieces=(piece,), extents=(), whole=piece)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,22 +136,42 @@ class Arena:
         with self._lock:
             extents = self._find(size)
             self._await_pins([segment for extent in extents for segment in self._segments_under(extent)])
-            for extent in extents:
-                self._cut(extent)
-            span = Span(
-                offset=extents[0][0],
-                num_bytes=num_bytes,
-                pieces=self._pieces(extents, num_bytes),
-                free_events=self._pending_on(extents),
-                extents=extents,
-                whole=self._whole(extents, num_bytes),
-            )
-            self._spans[span.offset] = span
-            self._in_use_bytes += size
-            self.peak_in_use_bytes = max(self.peak_in_use_bytes, self._in_use_bytes)
-            if not span.free_events:
-                self._note_free(span)
-            return span
+            return self._span(extents, num_bytes)
+
+    def take_pinned_as_one(self, sizes_bytes: Sequence[int]) -> list[Span]:
+        """Return spans each of which is pinned as one, so that any copy from and to it may be: all are pinned side by side.
+
+        They are never where other spans were, and take whole pages: for what stays.
+
+        Raises:
+            HostMemoryError: there is no room for all of them, or the system does not pin as much. None is taken then.
+        """
+        with self._lock:
+            committed = self._commit([_rounded(num_bytes, PAGE_BYTES) for num_bytes in sizes_bytes])
+            self._await_pins(committed, all_or_none=True)
+            extents = [
+                (segment.start, segment.start + _rounded(num_bytes, ALIGNMENT_BYTES))
+                for segment, num_bytes in zip(committed, sizes_bytes, strict=True)
+            ]
+            return [self._span((extent,), num_bytes) for extent, num_bytes in zip(extents, sizes_bytes, strict=True)]
+
+    def _span(self, extents: tuple[_Extent, ...], num_bytes: int) -> Span:
+        for extent in extents:
+            self._cut(extent)
+        span = Span(
+            offset=extents[0][0],
+            num_bytes=num_bytes,
+            pieces=self._pieces(extents, num_bytes),
+            free_events=self._pending_on(extents),
+            extents=extents,
+            whole=self._whole(extents, num_bytes),
+        )
+        self._spans[span.offset] = span
+        self._in_use_bytes += _rounded(num_bytes, ALIGNMENT_BYTES)
+        self.peak_in_use_bytes = max(self.peak_in_use_bytes, self._in_use_bytes)
+        if not span.free_events:
+            self._note_free(span)
+        return span
 
     def give(self, span: Span, last_use: Event | None = None) -> None:
         """Take a span back. Its bytes mean nothing any more, once `last_use` is reached.
@@ -175,7 +202,7 @@ class Arena:
         with self._lock, contextlib.suppress(HostMemoryError):
             if self.limit_bytes is not None:
                 num_bytes = min(num_bytes, self.limit_bytes // PAGE_BYTES * PAGE_BYTES)
-            self._commit(num_bytes - self.held_bytes)
+            self._commit(_shares(num_bytes - self.held_bytes))
 
     def trim(self, num_bytes: int = 0) -> None:
         """Give free memory back to the system: whole segments, from the high end down to `num_bytes`.
@@ -210,11 +237,11 @@ class Arena:
             most_in_use_bytes = max(self.peak_in_use_bytes, self._in_use_bytes + size)
             is_bounded = self.held_bytes + whole_bytes <= max(_SLACK * most_in_use_bytes, LOOSE_BYTES)
             try:
-                self._await_pins(self._commit(whole_bytes if is_bounded else least_bytes), all_or_none=True)
+                self._await_pins(self._commit(_shares(whole_bytes if is_bounded else least_bytes)), all_or_none=True)
             except HostMemoryError:
                 if not is_bounded or whole_bytes == least_bytes:
                     raise
-                self._await_pins(self._commit(least_bytes), all_or_none=True)
+                self._await_pins(self._commit(_shares(least_bytes)), all_or_none=True)
         fitting = next((gap for gap in self._gaps if gap[1] - gap[0] >= size), None)
         extents = []
         for start, end in [fitting] if fitting else sorted(self._gaps, key=lambda gap: gap[0] - gap[1]):
@@ -255,18 +282,18 @@ class Arena:
 
     # Committed memory
 
-    def _commit(self, num_bytes: int) -> list[_Segment]:
-        """Begin to touch and pin memory behind what is committed. It is a gap at once: who takes it waits for the pins."""
-        if num_bytes <= 0:
+    def _commit(self, sizes_bytes: Sequence[int]) -> list[_Segment]:
+        """Begin to touch and pin memory behind what is committed, in segments of these sizes, which are multiples of a page. It
+        is a gap at once: who takes it waits for the pins."""
+        if not sizes_bytes:
             return []
-        num_bytes, start = _rounded(num_bytes, PAGE_BYTES), self._segments[-1].end if self._segments else 0
+        num_bytes, start = sum(sizes_bytes), self._segments[-1].end if self._segments else 0
         if self.limit_bytes is not None and self.held_bytes + num_bytes > self.limit_bytes:
             raise _no_room(num_bytes, self.limit_bytes - self.held_bytes, "host_limit_bytes")
         self._addresses = self._addresses or _Addresses()
         if start + num_bytes > self._addresses.num_bytes:
             raise _no_room(num_bytes, self._addresses.num_bytes - start, "the system's limit on addresses")
-        share = min(max(num_bytes // _NUM_THREADS, SMALLEST_SEGMENT_BYTES), LARGEST_SEGMENT_BYTES)
-        edges = [*range(start, start + num_bytes, _rounded(share, PAGE_BYTES)), start + num_bytes]
+        edges = list(itertools.accumulate(sizes_bytes, initial=start))
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="memkit-pin")
         added = []
         for first, last in itertools.pairwise(edges):
@@ -374,6 +401,13 @@ def _unpin(device: Device, segments: list[_Segment]) -> None:
     for segment in segments:
         if segment.pinned.exception() is None:
             device.unpin(segment.bytes)
+
+
+def _shares(num_bytes: int) -> list[int]:
+    """Return the sizes of segments in which so many bytes are pinned side by side."""
+    num_bytes = _rounded(max(num_bytes, 0), PAGE_BYTES)
+    share = _rounded(min(max(num_bytes // _NUM_THREADS, SMALLEST_SEGMENT_BYTES), LARGEST_SEGMENT_BYTES), PAGE_BYTES)
+    return [min(share, num_bytes - start) for start in range(0, num_bytes, share)]
 
 
 def _rounded(num_bytes: int, to: int) -> int:

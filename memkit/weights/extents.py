@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memkit.errors import LayerOffloadError
+from memkit.hooks import num_users
 from memkit.sizes import byte_view, storage_key, tensor_over
-from memkit.transfer.arena import Arena, Span
-from memkit.weights.placement import overlapping
+from memkit.transfer.arena import Span
+from memkit.weights.placement import is_plain, overlapping
 
 HEADER_BYTES = 512
 """Where the first tensor of an extent begins: compilers treat offset 0 as a case of its own."""
@@ -49,6 +51,22 @@ class StreamedParameter:
         """Return a gradient of the parameter that fills a storage."""
         return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.gradient_stride)
 
+    def is_at_master(self, parameter: Tensor) -> bool:
+        """Tell whether a parameter lies in the master's storage."""
+        return storage_key(parameter.untyped_storage()) == storage_key(self.master.untyped_storage())
+
+    def is_as_master(self, parameter: Tensor) -> bool:
+        """Tell whether a parameter is just what the master is."""
+        place, master = (parameter.storage_offset(), parameter.size(), parameter.stride()), self.master
+        is_same = place == (master.storage_offset(), master.size(), master.stride()) and parameter.dtype == master.dtype
+        return is_same and self.is_at_master(parameter)
+
+    def current_parameters(self) -> list[nn.Parameter]:
+        """Return the parameter, and what somebody has put in its place since."""
+        found = (module._parameters.get(key) for module, key in self.places)
+        now = (parameter for parameter in found if isinstance(parameter, nn.Parameter) and is_plain(parameter))
+        return list({id(parameter): parameter for parameter in (self.parameter, *now)}.values())
+
     def over(self, storage: torch.UntypedStorage, *, start: int = 0) -> Tensor:
         """Return the tensor as it lies in a storage whose first byte is that of the extent at `start`."""
         offset = (self.offset - start) // self.dtype.itemsize
@@ -70,6 +88,7 @@ class LayerExtent:
         self.module = module
         self.position = position
         self.span: Span | None = None
+        """The host memory for the master, pinned as one."""
         self.is_on_host = False
         """Whether the masters are in the span."""
         self.num_changes = 0
@@ -101,17 +120,8 @@ class LayerExtent:
             end = -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self.num_bytes = end
 
-    def reserve(self, arena: Arena) -> None:
-        """Take the host memory that the master needs. Nothing is moved yet.
-
-        Raises:
-            HostMemoryError: there is no room for it.
-        """
-        self.span = arena.take(self.num_bytes)
-        assert self.span.whole is not None, "an arena that is new does not scatter"
-
     def move_to_host(self) -> None:
-        """Copy the parameters to the master, and let them be that."""
+        """Copy the parameters to the master, in `span`, and let them be that."""
         assert self.span is not None
         assert self.span.whole is not None
         memory = self.span.whole.numpy()
@@ -125,9 +135,16 @@ class LayerExtent:
                     streamed.parameter.data = streamed.master
         self.is_on_host = True
 
-    def restore(self) -> None:
-        """Let the parameters be tensors of their own again, where they were found."""
+    def restore(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
+        """Let the parameters be tensors of their own again, where they were found.
+
+        Those that somebody has put in the place of others since are his, and stay as they are.
+
+        Returns:
+            Storages of the master that somebody else holds (a `state_dict`), each with one of the same bytes.
+        """
         self.is_on_host = False
+        held = []
         with _plainly():
             for _, _, region in self._regions:
                 copied: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
@@ -136,13 +153,20 @@ class LayerExtent:
                     if key not in copied:
                         source = byte_view(streamed.master.untyped_storage())
                         copied[key] = source.to(streamed.device, copy=True).untyped_storage()
-                    whole = streamed.master
-                    streamed.parameter.data = tensor_over(
-                        copied[key], streamed.dtype, offset=whole.storage_offset(), size=streamed.size, stride=streamed.stride
-                    )
+                    for parameter in streamed.current_parameters():
+                        now = parameter.data
+                        if streamed.is_at_master(parameter):
+                            offset, size, stride = now.storage_offset(), now.size(), now.stride()
+                            parameter.data = tensor_over(copied[key], now.dtype, offset=offset, size=size, stride=stride)
+                        elif now.device != streamed.device:
+                            parameter.data = now.to(streamed.device)
                     grad = streamed.parameter.grad
                     if grad is not None and grad.device != streamed.device:
                         streamed.parameter.grad = grad.to(streamed.device)
+                storage = region[0].master.untyped_storage()
+                if num_users(storage) > len(region) + 1:
+                    held.append((storage, next(iter(copied.values()))))
+        return held
 
     def bind(self, storage: torch.UntypedStorage) -> None:
         """Let the parameters lie in a slot."""
@@ -166,37 +190,63 @@ class LayerExtent:
         Raises:
             LayerOffloadError: a parameter was moved, or is of another kind now.
         """
-        adopted = []
-        for streamed in self.parameters:
+        adopted = [streamed for streamed in self.parameters if self._is_replaced(streamed)]
+        for streamed in adopted:
             module, key = streamed.places[0]
-            found = module._parameters.get(key)
-            if found is streamed.parameter and storage_key(found.untyped_storage()) == storage_key(
-                streamed.master.untyped_storage()
-            ):
-                continue
-            if found is None:
-                raise LayerOffloadError(f'"{streamed.name}" is gone from its module while LayerOffload streams it. {_ADVICE}')
-            now = found.data
-            if (
-                type(now) is not Tensor
-                or now.dtype != streamed.dtype
-                or now.size() != streamed.size
-                or now.device.type != "cpu"
-            ):
-                raise LayerOffloadError(
-                    f'"{streamed.name}" streams as {streamed.dtype}, {list(streamed.size)}, and is {now.dtype}, '
-                    f"{list(now.size())} on {now.device} now: was the model moved or cast (.to(), .cuda(), .half())? {_ADVICE}"
-                )
-            with _plainly():
-                streamed.master.copy_(now)
-                found.data = streamed.master
+            old, found = streamed.parameter, module._parameters[key]
+            assert found is not None
             for inner, inner_key in streamed.places[1:]:
-                if inner._parameters.get(inner_key) is streamed.parameter:
+                if inner._parameters.get(inner_key) is old:
                     inner._parameters[inner_key] = found
             streamed.parameter = found
+            if old is not found and streamed.is_at_master(old):
+                is_kept = weakref.ref(old)
+                del old
+                if (kept := is_kept()) is not None:  # who has it reads and writes there what it is, not what has replaced it
+                    with _plainly():
+                        kept.data = kept.data.clone()
+        for streamed in adopted:
+            self._take_over(streamed)
             self.num_changes += 1
-            adopted.append(streamed)
         return adopted
+
+    def _is_replaced(self, streamed: StreamedParameter) -> bool:
+        """Tell whether somebody has put another tensor in the place of a parameter; raise where it is of another kind."""
+        module, key = streamed.places[0]
+        found = module._parameters.get(key)
+        if found is streamed.parameter and streamed.is_as_master(found):
+            return False
+        if found is None:
+            raise LayerOffloadError(f'"{streamed.name}" is gone from its module while LayerOffload streams it. {_ADVICE}')
+        if not isinstance(found, nn.Parameter):
+            raise LayerOffloadError(
+                f'"{streamed.name}" streams, and is a {type(found).__name__} that is no parameter now: was the model called by '
+                "torch.func.functional_call? That cannot run with weights that stream"
+            )
+        now = found.data
+        if type(now) is not Tensor or now.dtype != streamed.dtype or now.size() != streamed.size or now.device.type != "cpu":
+            raise LayerOffloadError(
+                f'"{streamed.name}" streams as {streamed.dtype}, {list(streamed.size)}, and is {now.dtype}, '
+                f"{list(now.size())} on {now.device} now: was the model moved or cast (.to(), .cuda(), .half())? {_ADVICE}"
+            )
+        return True
+
+    def _take_over(self, streamed: StreamedParameter) -> None:
+        """Write to the master what a parameter is now, and let it be that."""
+        found = streamed.parameter
+        if not streamed.is_as_master(found):
+            source = found.data
+            if streamed.is_at_master(found):
+                source = source.clone()
+                found.data = source
+            if num_users(streamed.master.untyped_storage()) > 2:
+                raise LayerOffloadError(
+                    f'"{streamed.name}" was given another tensor (`parameter.data = other`) while somebody still holds the one '
+                    "that it was, which is where LayerOffload has its weights. Write to it instead: parameter.data.copy_(other)"
+                )
+            with _plainly():
+                _distinct(streamed.master).copy_(_distinct(source))
+                found.data = streamed.master
 
 
 _ADVICE = "Call offload.close() first, change the model, and make a new LayerOffload."

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet, after_backward, backward_task, gradient_node, num_users
-from memkit.transfer.arena import Arena, Span
+from memkit.transfer.arena import ALIGNMENT_BYTES, Arena, Span
 from memkit.transfer.lanes import lanes_of
 from memkit.weights.extents import LayerExtent, StreamedParameter
 
@@ -41,14 +42,14 @@ class _Token:
 
 
 class _Buffer:
-    """Pinned host memory for one gradient."""
+    """Pinned host memory for one gradient: `span`, or a part of one."""
 
     __slots__ = ("span", "storage")
 
-    def __init__(self, arena: Arena, num_bytes: int) -> None:
-        self.span = arena.take(num_bytes)
-        assert self.span.whole is not None
-        self.storage = torch.frombuffer(self.span.whole.numpy(), dtype=torch.uint8).untyped_storage()
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        assert span.whole is not None
+        self.storage = torch.frombuffer(span.whole.numpy(), dtype=torch.uint8).untyped_storage()
 
     @property
     def is_idle(self) -> bool:
@@ -61,9 +62,9 @@ class _Gradient:
 
     __slots__ = ("buffers", "kept", "num_bytes", "parts", "tokens", "total")
 
-    def __init__(self, arena: Arena, streamed: StreamedParameter) -> None:
-        self.num_bytes = streamed.parameter.numel() * streamed.dtype.itemsize
-        self.buffers = [_Buffer(arena, self.num_bytes)]
+    def __init__(self, span: Span) -> None:
+        self.num_bytes = span.num_bytes
+        self.buffers = [_Buffer(span)]
         self.tokens = weakref.WeakSet[_Token]()
         self.parts: dict[int, Tensor] = {}
         """On the device: what each backward has made so far."""
@@ -87,7 +88,7 @@ class HostGradients:
         hooks: where the hooks are noted.
     """
 
-    def __init__(self, device: Device, arena: Arena, extents: Iterable[LayerExtent], hooks: HookSet) -> None:
+    def __init__(self, device: Device, arena: Arena, extents: Sequence[LayerExtent], hooks: HookSet) -> None:
         self._device = device
         self._arena = arena
         self._lanes = lanes_of(device)
@@ -104,8 +105,21 @@ class HostGradients:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="memkit-grad")
         self._additions: list[Future[None]] = []
         self.d2h_bytes = 0
+        self._spans: list[Span] = []
+        """What was taken of the arena, and is given back in the end."""
+        trained = [[item for item in extent.parameters if item.parameter.requires_grad] for extent in extents]
+        self._take_memory([parameters for parameters in trained if parameters])
         for extent in extents:
             self.watch(extent)
+
+    def _take_memory(self, groups: Sequence[Sequence[StreamedParameter]]) -> None:
+        """Take memory for the gradients of groups of parameters, each group's pinned as one."""
+        ends = [list(accumulate((_room_bytes(item) for item in group), initial=0)) for group in groups]
+        spans = self._arena.take_pinned_as_one([found[-1] for found in ends])
+        self._spans += spans
+        for group, starts, span in zip(groups, ends, spans, strict=True):
+            for item, start in zip(group, starts, strict=False):
+                self._gradients[item] = _Gradient(span.part(start, start + _gradient_bytes(item)))
 
     def watch(self, extent: LayerExtent) -> None:
         """See the gradients of a layer, of those of its parameters that require one now."""
@@ -114,7 +128,7 @@ class HostGradients:
             if parameter.requires_grad and self._watched.get(streamed) is not parameter:
                 self._watched[streamed] = parameter
                 if streamed not in self._gradients:
-                    self._gradients[streamed] = _Gradient(self._arena, streamed)
+                    self._take_memory([[streamed]])
                 self._hooks.around_accumulation(
                     parameter,
                     before=self._bound(self._before, streamed),
@@ -139,14 +153,14 @@ class HostGradients:
     def close(self) -> None:
         """Let go of the hooks' state and the host memory; gradients stay where they are, in memory of their own."""
         self._threads.shutdown()
-        for streamed, gradient in self._gradients.items():
+        for streamed in self._gradients:
             grad = streamed.parameter.grad
             if grad is not None:
                 streamed.parameter.grad = None
                 streamed.parameter.grad = grad.clone() if grad.layout is torch.strided else grad
-            for buffer in gradient.buffers:
-                self._arena.give(buffer.span)
         self._gradients.clear()
+        for span in self._spans:
+            self._arena.give(span)
 
     # In a backward
 
@@ -179,7 +193,7 @@ class HostGradients:
     def end_backward(self, task: int, *, has_failed: bool = False) -> None:
         """A backward has ended: what is left goes now; once no other runs, all is put to where it is looked for.
 
-        Where it has failed, gradients are as the engine leaves them: of some parameters with what it has made, of others without.
+        Where it has failed, gradients are as the engine leaves them: of some parameters with what it has made.
         """
         for streamed, gradient in self._gradients.items():
             if has_failed:
@@ -212,7 +226,8 @@ class HostGradients:
         if gradient.total is None:
             buffer = next((buffer for buffer in gradient.buffers if buffer.is_idle), None)
             if buffer is None:  # somebody keeps the gradient of an earlier step
-                buffer = _Buffer(self._arena, gradient.num_bytes)
+                self._spans += self._arena.take_pinned_as_one([gradient.num_bytes])
+                buffer = _Buffer(self._spans[-1])
                 gradient.buffers.append(buffer)
             self._copy_out(streamed, part, buffer.span)
             gradient.total = streamed.over_gradient(buffer.storage)
@@ -263,6 +278,14 @@ class HostGradients:
         additions, self._additions = self._additions, []
         for addition in additions:
             addition.result()
+
+
+def _gradient_bytes(streamed: StreamedParameter) -> int:
+    return streamed.parameter.numel() * streamed.dtype.itemsize
+
+
+def _room_bytes(streamed: StreamedParameter) -> int:
+    return -(-_gradient_bytes(streamed) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class _Ending:

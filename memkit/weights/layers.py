@@ -17,7 +17,7 @@ from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet, backward_task
 from memkit.plan import LayerCosts, ResidencyPlan, plan_budget, plan_fraction, plan_resident
-from memkit.sizes import parse_bytes, storage_key
+from memkit.sizes import byte_view, parse_bytes, storage_key
 from memkit.transfer.arena import Arena
 from memkit.weights.calls import Calls
 from memkit.weights.extents import LayerExtent
@@ -117,8 +117,9 @@ class LayerOffload:
         self._is_closed = False
         self._arena = Arena(self.device, limit_bytes=host_limit_bytes)
         try:
-            for extent in self._extents:
-                extent.reserve(self._arena)
+            spans = self._arena.take_pinned_as_one([extent.num_bytes for extent in self._extents])
+            for extent, span in zip(self._extents, spans, strict=True):
+                extent.span = span
             if self.train == "host":
                 _refuse_replicas(self.model)
                 self._gradients = HostGradients(self.device, self._arena, self._extents, self._hooks)
@@ -262,15 +263,18 @@ class LayerOffload:
             self._streamer.close()
         if self._gradients is not None:
             self._gradients.close()
+        held = []
         for extent in self._extents:
             if extent.is_on_host:
-                extent.restore()
+                held += extent.restore()
             if extent.span is not None:
                 self._arena.give(extent.span)
             for item in extent.parameters:
                 _managers.pop(id(item.parameter), None)
         self._placement.restore()
         self._arena.close()
+        for storage, restored in held:  # the arena has given the memory back; the addresses still are whose tensors are there
+            byte_view(storage).copy_(byte_view(restored))
 
     @contextmanager
     def gather(self, layer: str | nn.Module) -> Iterator[nn.Module]:
@@ -282,8 +286,10 @@ class LayerOffload:
             layer: its name, or the module.
 
         Raises:
-            ValueError: the model has no such layer.
+            ValueError: the model has no such layer, or this is closed.
         """
+        if self._is_closed:
+            raise ValueError("this LayerOffload is closed: the weights are where they were, use them there")
         name = layer if isinstance(layer, str) else next((name for name, item in self._layers.items() if item is layer), None)
         if name not in self._layers:
             raise ValueError(f"gather: {layer!r} is none of the layers ({', '.join(self._layers)})")
@@ -327,14 +333,14 @@ def _refuse_replicas(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(
-                f'LayerOffload: train="host" takes gradients away that {type(module).__name__} would reduce. Use FSDP2 to train '
-                'on several devices, or train="frozen" (LoRA)'
+                f'LayerOffload: train="host" takes gradients away that {type(module).__name__} would reduce. Use FSDP2 to '
+                'train on several devices, or train="frozen" (LoRA)'
             )
 
 
 def _check_unmanaged(name: str, parameter: nn.Parameter) -> None:
     manager = _managers.get(id(parameter))
-    if manager is not None:
+    if manager is not None and any(item.parameter is parameter for extent in manager._extents for item in extent.parameters):
         raise ValueError(f'LayerOffload: "{name}" is streamed by another LayerOffload already. Close that one first')
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memkit.device.base import Device, Event
+from memkit.errors import LayerOffloadError
 from memkit.hooks import KeptHandle, backward_task, nothing
 from memkit.sizes import tensor_over
 from memkit.transfer.lanes import lanes_of
@@ -76,6 +77,7 @@ class Streamer:
         self._current: LayerExtent | None = None
         self._phase = Phase.FORWARD
         self._task = -1
+        self._is_closed = False
 
     # Passes
 
@@ -112,9 +114,14 @@ class Streamer:
         """Return the slot with the bytes of a layer, for work that is put on the current stream from now on.
 
         Raises:
+            LayerOffloadError: this is closed.
             torch.OutOfMemoryError: all slots are in use, and the device has no room for one more.
         """
         with self.lock:
+            if self._is_closed:
+                raise LayerOffloadError(
+                    f'the weights of "{extent.name}" do not stream any more: its LayerOffload is closed. Run the backward before'
+                )
             phase = self._find_phase()
             if extent is not self._current or phase is not self._phase:
                 self._current, self._phase = extent, phase
@@ -205,6 +212,7 @@ class Streamer:
     def close(self) -> None:
         """Give the slots' memory back; the host waits for all copies."""
         with self.lock:
+            self._is_closed = True
             self.device.synchronize()
             self.ring.close()
 

@@ -281,6 +281,37 @@ def test_span_is_one_range_for_the_host_also_across_segments() -> None:
     host.give(span)
 
 
+def test_spans_that_are_pinned_as_one() -> None:
+    device = CountingDevice()
+    host = Arena(device)
+    first = host.take(MIB)
+
+    spans = host.take_pinned_as_one([3 * PAGE + 5, 100, PAGE])
+
+    assert [len(span.pieces) for span in spans] == [1, 1, 1]
+    assert [device.pinned[span.pieces[0].data_ptr()] for span in spans] == [4 * PAGE, PAGE, PAGE]
+    part = spans[0].part(512, PAGE + 512)
+    assert part.pieces[0].data_ptr() == spans[0].pieces[0].data_ptr() + 512
+    assert part.num_bytes == part.pieces[0].numel() == PAGE
+    for span in (first, *spans):
+        host.give(span)
+    host.close()
+    assert not device.pinned
+
+
+def test_spans_that_are_pinned_as_one_are_taken_together_or_not_at_all() -> None:
+    host = Arena(CountingDevice(), limit_bytes=4 * PAGE)
+
+    with pytest.raises(HostMemoryError, match="host_limit_bytes"):
+        host.take_pinned_as_one([PAGE] * 5)
+
+    assert (host.in_use_bytes, host.held_bytes) == (0, 0)
+    failing = Arena(CountingDevice(failing_pins=(2,)))
+    with pytest.raises(HostMemoryError, match="pins no more"):
+        failing.take_pinned_as_one([PAGE] * 3)
+    assert (failing.in_use_bytes, failing.held_bytes) == (0, 0)
+
+
 def test_scatters_a_span_rather_than_hold_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "LOOSE_BYTES", 0)
     host = Arena(CpuDevice())
