@@ -18,8 +18,8 @@ class Call:
     module: nn.Module
     frame: FrameType | None
     """Where it is called from: once that is off the stack, the call is over."""
-    end: Callable[[], None] | None = None
-    """What to do then; None where it did not come to begin."""
+    end: Callable[[bool], None] | None = None
+    """What to do then, told whether it has returned; None where it did not come to begin."""
 
 
 class Calls(threading.local):
@@ -47,21 +47,21 @@ class Calls(threading.local):
         self.end_interrupted()
         # One that has raised may be over by now. Then the last call of the module is one further outside, which goes on.
         if self._calls and self._calls[-1].module is module and self._calls[-1].frame is sys._getframe(2):
-            self._end_last()
+            self._end_last(has_returned=True)
 
     def end_interrupted(self) -> None:
         """End the calls that were left by an interrupt: torch runs hooks after exceptions, but not after those."""
         if not self._calls:
             return
-        frame: FrameType | None = sys._getframe()
         stack = set[FrameType]()
+        frame = sys._getframe().f_back  # not its own: that would hold itself, and with it what all others have in their hands
         while frame is not None:
             stack.add(frame)
             frame = frame.f_back
         while self._calls and self._calls[-1].frame not in stack:
-            self._end_last()
+            self._end_last(has_returned=False)
 
-    def _end_last(self) -> None:
+    def _end_last(self, *, has_returned: bool) -> None:
         call = self._calls.pop()
         if call.end is not None:
-            call.end()
+            call.end(has_returned)

@@ -174,6 +174,13 @@ class LayerExtent:
             for streamed in self.parameters:
                 streamed.parameter.data = streamed.over(storage)
 
+    def write_back(self) -> None:
+        """Copy what the parameters are to the master."""
+        with _plainly():
+            for streamed in self.parameters:
+                if streamed.parameter.size() == streamed.size:
+                    _distinct(streamed.master).copy_(_distinct(streamed.parameter.data))
+
     def unbind(self) -> None:
         """Let the parameters be the master again."""
         with _plainly():

@@ -17,14 +17,14 @@ from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet, backward_task
 from memkit.plan import LayerCosts, ResidencyPlan, plan_budget, plan_fraction, plan_resident
-from memkit.sizes import byte_view, parse_bytes, storage_key
+from memkit.sizes import byte_view, check_bytes, parse_bytes, storage_key
 from memkit.transfer.arena import Arena
 from memkit.weights.calls import Calls
 from memkit.weights.extents import LayerExtent
 from memkit.weights.gradients import HostGradients
 from memkit.weights.placement import Placement, is_plain, shared_between
 from memkit.weights.saving import WeightHooks
-from memkit.weights.selection import LayerChoice, find_layers, refuse_wrapped
+from memkit.weights.selection import LayerChoice, find_layers, refuse_without_data, refuse_wrapped
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
 
@@ -99,7 +99,9 @@ class LayerOffload:
             raise ValueError(f"train is one of {_TRAIN}; found {train!r}")
         if device is not None and not isinstance(device, Device):
             raise TypeError(f"device is a memkit.device.Device; found {type(device).__name__}. For CUDA, leave it away")
+        host_limit_bytes = None if host_limit_bytes is None else check_bytes("host_limit_bytes", host_limit_bytes)
         refuse_wrapped(model)
+        refuse_without_data(model)
         self.model = model
         self.device = device or open_device(torch.device("cuda" if cuda_is_available() else "cpu"))
         self._layers = find_layers(model, layers)
@@ -114,7 +116,7 @@ class LayerOffload:
         self._placement, self._hooks, self._calls = Placement(), HookSet(), Calls()
         self._streamer: Streamer | None = None
         self._gradients: HostGradients | None = None
-        self._is_closed = False
+        self._is_closed = self._is_entered = False
         self._arena = Arena(self.device, limit_bytes=host_limit_bytes)
         try:
             spans = self._arena.take_pinned_as_one([extent.num_bytes for extent in self._extents])
@@ -135,10 +137,6 @@ class LayerOffload:
         for name, module in self._layers.items():
             chosen = []
             for key, parameter in module.named_parameters():
-                if parameter.is_meta:
-                    raise ValueError(
-                        f'LayerOffload: "{name}.{key}" has no data (device "meta"). Load the weights first, on the CPU'
-                    )
                 if not is_plain(parameter) or not parameter.numel() or (parameter.requires_grad and self.train == "frozen"):
                     continue
                 key_of_storage = storage_key(parameter.untyped_storage())
@@ -208,7 +206,7 @@ class LayerOffload:
     def _after(self, module: nn.Module, *_: Any) -> None:
         self._calls.end(module)
 
-    def _end_layer(self, extent: LayerExtent, state: object, hooks: WeightHooks | None) -> None:
+    def _end_layer(self, extent: LayerExtent, state: object, hooks: WeightHooks | None, has_returned: bool) -> None:
         if hooks is not None:
             hooks.end()
             if self._gradients is not None:
@@ -217,8 +215,11 @@ class LayerOffload:
         extent.num_bound -= 1
         if extent.num_bound:
             return
+        if not has_returned:  # since an interrupt the slot was what somebody may have written to
+            extent.write_back()
+            self._streams.forget()
         extent.unbind()
-        if extent.state() != state:
+        if has_returned and extent.state() != state:
             self._streams.forget()
             raise LayerOffloadError(
                 f'the forward of "{extent.name}" has written to its own weights, which stream: that is lost. Have this layer '
@@ -233,6 +234,9 @@ class LayerOffload:
     def __enter__(self) -> LayerOffload:
         if self._is_closed:
             raise ValueError("this LayerOffload is closed; make a new one")
+        if self._is_entered:
+            raise ValueError("this LayerOffload is entered already: one `with` is enough")
+        self._is_entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -256,8 +260,10 @@ class LayerOffload:
         """
         if self._is_closed:
             return
-        self._is_closed = True
         self._calls.end_interrupted()
+        if len(self._calls):
+            raise LayerOffloadError("offload.close() was called within a forward of the model. Call it when that is over")
+        self._is_closed = True
         self._hooks.remove()
         if self._streamer is not None:
             self._streamer.close()
@@ -298,7 +304,6 @@ class LayerOffload:
             yield self._layers[name]
         finally:
             if extent is not None:
-                extent.adopt()
                 extent.num_changes += 1
 
     def stats(self) -> LayerStats:
@@ -365,7 +370,11 @@ def _plan(
     if resident is not None:
         return plan_resident(costs, resident, num_slots=slots)
     assert device_budget is not None
-    return plan_budget(costs, parse_bytes(device_budget), num_slots=slots)
+    try:
+        budget_bytes = parse_bytes(device_budget)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"device_budget: {error}") from None
+    return plan_budget(costs, budget_bytes, num_slots=slots)
 
 
 def _costs(name: str, extent: LayerExtent | None) -> LayerCosts:

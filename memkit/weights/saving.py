@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +36,17 @@ class WeightHooks:
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
-        self._hooks = SavedTensorHooks(self._pack, _unpack, owner=self, compiled=dynamo_is_loaded())
+        pack, unpack = _functions(dynamo_is_loaded())
+        self._hooks = SavedTensorHooks(partial(pack, self), unpack, owner=self)
 
     def begin(self) -> None:
         self._hooks.__enter__()
 
     def end(self) -> None:
         self._hooks.__exit__()
+        del self._hooks  # it holds this object
 
-    def _pack(self, tensor: Tensor) -> KeptHandle | _Passed:
+    def pack(self, tensor: Tensor) -> KeptHandle | _Passed:
         is_plain = type(tensor) in _PLAIN_TYPES or not has_own_dispatch(tensor)
         if is_plain and tensor.layout is torch.strided and self._streamer.ring.at(tensor.untyped_storage()) is not None:
             with _NoDispatch():  # it is no part of the forward
@@ -55,3 +59,11 @@ class WeightHooks:
 
 def _unpack(packed: KeptHandle | _Passed) -> Tensor:
     return packed.unpack()
+
+
+@functools.cache
+def _functions(beside_dynamo: bool) -> tuple[Callable[[WeightHooks, Tensor], Any], Callable[[Any], Tensor]]:
+    """Return what packs and unpacks. Compiled code calls both, and Dynamo would try to compile them."""
+    if beside_dynamo:
+        return torch.compiler.disable(WeightHooks.pack), torch.compiler.disable(_unpack)
+    return WeightHooks.pack, _unpack

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -25,6 +26,10 @@ def find_layers(model: nn.Module, choice: LayerChoice) -> dict[str, nn.Module]:
         ValueError: there are none, a name or a module is not of the model, or one layer contains another.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    is_one = isinstance(choice, str | nn.Module)
+    if is_one or not (choice is None or callable(choice) or isinstance(choice, Iterable)):
+        what = f"one {type(choice).__name__}" if is_one else repr(choice)
+        raise TypeError(f"layers is a list of names or modules, or a predicate; found {what}")
     if choice is None:
         found = _elements_of_lists(modules)
         if not found:
@@ -48,8 +53,6 @@ def find_layers(model: nn.Module, choice: LayerChoice) -> dict[str, nn.Module]:
 
 
 def _named(modules: dict[str, nn.Module], choice: Iterable[str | nn.Module]) -> dict[str, nn.Module]:
-    if isinstance(choice, str | nn.Module):
-        raise TypeError(f"layers is a list of names or modules, or a predicate; found one {type(choice).__name__}")
     names = {id(module): name for name, module in reversed(modules.items())}  # the first name of each
     found: dict[str, nn.Module] = {}
     for item in choice:
@@ -102,6 +105,19 @@ def _check_nesting(found: dict[str, nn.Module]) -> None:
     for name in found:
         if name not in outermost:
             raise ValueError(f'layers: "{name}" is inside of another layer. Layers must not contain each other')
+
+
+def refuse_without_data(model: nn.Module) -> None:
+    """Raise where a parameter or a buffer has no data that could be moved.
+
+    Raises:
+        ValueError: one is on torch's "meta" device, or is one of a lazy module that has not run yet.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f'LayerOffload: "{name}" has no data: its module is lazy. Run the model once first')
+        if tensor.is_meta:
+            raise ValueError(f'LayerOffload: "{name}" has no data (device "meta"). Load the weights first, on the CPU')
 
 
 def refuse_wrapped(model: nn.Module) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import gc
+import weakref
 
+import pytest
+import torch
+
+import memkit
 from memkit.device import Device
-from tests.weights.cases import RUNS, Stack, compare, only_lora
+from tests.weights.cases import RUNS, Stack, compare, inputs, only_lora
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 6])
@@ -34,3 +39,27 @@ def test_layers_are_fetched_ahead_once_the_order_is_known(device: Device) -> Non
     assert stats.num_fetches == num_steps * 2 * (8 + 8 - 3)
     assert stats.num_demand_fetches == 0
     assert stats.h2d_bytes == stats.num_fetches * stats.streamed_bytes // 8
+
+
+@pytest.mark.parametrize("train", ["frozen", "host"])
+@pytest.mark.parametrize("run", ["in order", "checkpoint", "reentrant checkpoint"])
+def test_nothing_is_left_to_the_garbage_collector(run: str, train: str, device: Device) -> None:
+    model = (only_lora(Stack(run=RUNS[run])) if train == "frozen" else Stack(run=RUNS[run])).to(device.torch_device)
+    left: list[int] = []
+    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train=train):
+        for _ in range(3):
+            gc.collect()
+            gc.disable()
+            try:
+                (batch,) = inputs(device, 1)
+                seen = weakref.WeakSet[torch.UntypedStorage]()
+                handle = model.get_submodule("layers.1").register_forward_pre_hook(
+                    lambda _, args, seen=seen: seen.add(args[0].untyped_storage())
+                )
+                model(batch).square().mean().backward()
+                handle.remove()
+                left.append(len(seen))
+            finally:
+                gc.enable()
+
+    assert left == [0, 0, 0]
