@@ -6,9 +6,20 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from types import FrameType
 
 from torch import nn
+
+
+class Ending(Enum):
+    """How a call was over."""
+
+    RETURNED = "returned"
+    RAISED = "raised"
+    """With an exception, as also a checkpoint that has made again all it needs: nobody could do anything since."""
+    LEFT = "left"
+    """By an interrupt, some time ago: anything may have been done since."""
 
 
 @dataclass(slots=True, eq=False)
@@ -18,8 +29,8 @@ class Call:
     module: nn.Module
     frame: FrameType | None
     """Where it is called from: once that is off the stack, the call is over."""
-    end: Callable[[bool], None] | None = None
-    """What to do then, told whether it has returned; None where it did not come to begin."""
+    end: Callable[[Ending], None] | None = None
+    """What to do then; None where it did not come to begin."""
 
 
 class Calls(threading.local):
@@ -44,24 +55,35 @@ class Calls(threading.local):
 
     def end(self, module: nn.Module) -> None:
         """A call has returned or raised: to be called from its hook."""
-        self.end_interrupted()
-        # One that has raised may be over by now. Then the last call of the module is one further outside, which goes on.
-        if self._calls and self._calls[-1].module is module and self._calls[-1].frame is sys._getframe(2):
-            self._end_last(has_returned=True)
+        stack = _stack()
+        while self._calls:
+            last = self._calls[-1]
+            is_over = last.frame not in stack  # torch runs hooks after an exception when that has left the call
+            if last.module is module and (is_over or last.frame is sys._getframe(2)):
+                self._end_last(Ending.RAISED if is_over else Ending.RETURNED)
+                return
+            if not is_over:
+                return
+            self._end_last(Ending.LEFT)
 
     def end_interrupted(self) -> None:
         """End the calls that were left by an interrupt: torch runs hooks after exceptions, but not after those."""
-        if not self._calls:
-            return
-        stack = set[FrameType]()
-        frame = sys._getframe().f_back  # not its own: that would hold itself, and with it what all others have in their hands
-        while frame is not None:
-            stack.add(frame)
-            frame = frame.f_back
+        stack = _stack() if self._calls else ()
         while self._calls and self._calls[-1].frame not in stack:
-            self._end_last(has_returned=False)
+            self._end_last(Ending.LEFT)
 
-    def _end_last(self, *, has_returned: bool) -> None:
+    def _end_last(self, ending: Ending) -> None:
         call = self._calls.pop()
         if call.end is not None:
-            call.end(has_returned)
+            call.end(ending)
+
+
+def _stack() -> set[FrameType]:
+    """Return the frames that are on the stack, without this one and the one that asks: a frame that held itself would keep what
+    all the others have in their hands until the garbage is collected."""
+    stack = set[FrameType]()
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        stack.add(frame)
+        frame = frame.f_back
+    return stack

@@ -19,7 +19,7 @@ from memkit.hooks import HookSet, backward_task
 from memkit.plan import LayerCosts, ResidencyPlan, plan_budget, plan_fraction, plan_resident
 from memkit.sizes import byte_view, check_bytes, parse_bytes, storage_key
 from memkit.transfer.arena import Arena
-from memkit.weights.calls import Calls
+from memkit.weights.calls import Calls, Ending
 from memkit.weights.extents import LayerExtent
 from memkit.weights.gradients import HostGradients
 from memkit.weights.placement import Placement, is_plain, shared_between
@@ -206,7 +206,7 @@ class LayerOffload:
     def _after(self, module: nn.Module, *_: Any) -> None:
         self._calls.end(module)
 
-    def _end_layer(self, extent: LayerExtent, state: object, hooks: WeightHooks | None, has_returned: bool) -> None:
+    def _end_layer(self, extent: LayerExtent, state: object, hooks: WeightHooks | None, ending: Ending) -> None:
         if hooks is not None:
             hooks.end()
             if self._gradients is not None:
@@ -215,12 +215,14 @@ class LayerOffload:
         extent.num_bound -= 1
         if extent.num_bound:
             return
-        if not has_returned:  # since an interrupt the slot was what somebody may have written to
+        if ending is Ending.LEFT:  # since an interrupt the slot was what somebody may have written to
             extent.write_back()
             self._streams.forget()
         extent.unbind()
-        if has_returned and extent.state() != state:
+        if ending is not Ending.LEFT and extent.state() != state:
             self._streams.forget()
+            if ending is Ending.RAISED:
+                return
             raise LayerOffloadError(
                 f'the forward of "{extent.name}" has written to its own weights, which stream: that is lost. Have this layer '
                 "stay on the device: name the others by layers="
@@ -363,6 +365,11 @@ def _plan(
         raise ValueError(
             "LayerOffload takes exactly one of offload_fraction, device_budget and resident; found "
             f"{' and '.join(given) or 'none'}"
+        )
+    if not extents and offload_fraction != 0 and resident != len(layers):
+        raise ValueError(
+            'LayerOffload: none of the layers has parameters that may stream. With train="frozen" those that require grad stay on '
+            "the device, and tied ones do always"
         )
     costs = [_costs(name, extents.get(name)) for name in layers]
     if offload_fraction is not None:

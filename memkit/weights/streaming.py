@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
-from memkit.hooks import KeptHandle, backward_task, nothing
+from memkit.hooks import KeptHandle, backward_task, nothing, sharing_counters
 from memkit.sizes import tensor_over
 from memkit.transfer.lanes import lanes_of
 from memkit.weights.extents import LayerExtent
@@ -19,6 +19,7 @@ from memkit.weights.routes import Phase, Route
 from memkit.weights.slots import Slot, SlotRing
 
 _MOST_PENDING = 256
+_NoDispatch = torch._C._DisableTorchDispatch
 
 
 class Stalls:
@@ -76,7 +77,6 @@ class Streamer:
         self._routes = {phase: Route(order[::-1] if phase is Phase.BACKWARD else order) for phase in Phase}
         self._current: LayerExtent | None = None
         self._phase = Phase.FORWARD
-        self._task = -1
         self._is_closed = False
 
     # Passes
@@ -87,7 +87,7 @@ class Streamer:
         Args:
             first: the layer, if it is called by itself. Where it is the next of the pass before, that goes on.
         """
-        with self.lock:
+        with _NoDispatch(), self.lock:
             if first is not None and self._current is not None and self._routes[self._phase].is_next(first.position):
                 return
             self.ring.forget()
@@ -98,14 +98,12 @@ class Streamer:
             self._prefetch()
 
     def _find_phase(self) -> Phase:
-        task = backward_task()
-        if task == -1:
+        if backward_task() == -1:
             return Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
-        if task != self._task:
-            self._task = task
+        if self._phase is not Phase.BACKWARD:  # reentrant checkpoints have their forwards without grad mode
             route = self._routes[Phase.BACKWARD]
             route.begin()
-            route.expect(self._routes[Phase.FORWARD].noted[::-1])
+            route.expect(self._routes[self._phase].noted[::-1])
         return Phase.BACKWARD
 
     # Using layers
@@ -117,10 +115,11 @@ class Streamer:
             LayerOffloadError: this is closed.
             torch.OutOfMemoryError: all slots are in use, and the device has no room for one more.
         """
-        with self.lock:
+        with _NoDispatch(), self.lock:  # no mode is to see what is no part of the forward
             if self._is_closed:
                 raise LayerOffloadError(
-                    f'the weights of "{extent.name}" do not stream any more: its LayerOffload is closed. Run the backward before'
+                    f'the weights of "{extent.name}" do not stream any more: its LayerOffload is closed. Run the backward '
+                    "before"
                 )
             phase = self._find_phase()
             if extent is not self._current or phase is not self._phase:
@@ -136,7 +135,7 @@ class Streamer:
 
     def release(self, extent: LayerExtent) -> None:
         """The forward of a layer is over: its work is on the current stream."""
-        with self.lock:
+        with _NoDispatch(), self.lock:
             for slot in self.ring:
                 if slot.extent is extent:
                     slot.release(self.device.current_stream())
@@ -207,7 +206,8 @@ class Streamer:
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what gives a tensor again whose bytes are in a slot now: see `memkit.hooks.Owner`."""
-        return StreamedHandle(self, tensor).unpack
+        with sharing_counters(), _NoDispatch(), torch.no_grad():
+            return StreamedHandle(self, tensor).unpack
 
     def close(self) -> None:
         """Give the slots' memory back; the host waits for all copies."""

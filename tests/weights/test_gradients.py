@@ -63,3 +63,13 @@ def test_nothing_is_left_to_the_garbage_collector(run: str, train: str, device: 
                 gc.enable()
 
     assert left == [0, 0, 0]
+
+
+@pytest.mark.parametrize("train", ["frozen", "host"])
+@pytest.mark.parametrize("run", ["checkpoint", "reentrant checkpoint"])
+def test_checkpointed_layers_are_fetched_once_in_a_backward(run: str, train: str, device: Device) -> None:
+    model = Stack(8, run=RUNS[run])
+    stats = compare(only_lora(model) if train == "frozen" else model, device, offload_fraction=1.0, num_steps=3, train=train)
+
+    assert stats.num_fetches == 3 * 2 * (8 + 8 - 3)
+    assert stats.num_demand_fetches == 0
