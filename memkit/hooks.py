@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -129,7 +129,16 @@ class SavedTensorHooks(AbstractContextManager[Any]):
 
     def __exit__(self, *_: object) -> None:
         _stacked.hooks.remove(self)
-        self._hooks.__exit__()
+        above = []
+        while (pair := innermost_pair()) is not None and pair[0] is not self.pack:
+            above.append(pair)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        if pair is not None:
+            self._hooks.__exit__()  # above it are those that were set after an interrupt has left it there
+        else:
+            del above[:1]  # after an interrupt somebody else's exit has taken it off, and left this one instead
+        for pair in reversed(above):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 class KeptHandle:
@@ -248,6 +257,13 @@ _eval_frame = torch._C._dynamo.eval_frame
 def has_own_dispatch(tensor: Tensor) -> bool:
     """Tell whether a tensor's class says itself what ops do, as those that wrap other tensors."""
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def sharing_counters() -> AbstractContextManager[object]:
+    """Return a context in which an alias of a tensor shares its version counter, also for a mode that handles an op: there
+    autograd's layers are off, which see to that."""
+    is_off = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
+    return torch.overrides.enable_reentrant_dispatch() if is_off else nullcontext()
 
 
 def dynamo_is_loaded() -> bool:

@@ -9,6 +9,8 @@ import torch
 
 from memkit.profile import registry
 
+torch.set_num_threads(1)  # tests run side by side, and on small tensors several threads only get in each other's way
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():

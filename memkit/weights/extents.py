@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memkit.device.base import Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import num_users
 from memkit.sizes import byte_view, storage_key, tensor_over
@@ -41,6 +42,16 @@ class StreamedParameter:
         self.device = parameter.device
         """Where it was found."""
         self.master: Tensor = parameter.data
+
+    def bind(self, storage: torch.UntypedStorage) -> None:
+        """Let the parameter lie in a slot."""
+        with _plainly():
+            self.parameter.data = self.over(storage)
+
+    def unbind(self) -> None:
+        """Let the parameter be the master."""
+        with _plainly():
+            self.parameter.data = self.master
 
     @property
     def gradient_stride(self) -> tuple[int, ...]:
@@ -93,6 +104,8 @@ class LayerExtent:
         """Whether the masters are in the span."""
         self.num_changes = 0
         """How often bytes were put into the master that no version counter knows of."""
+        self.written: Event | None = None
+        """Behind the last copy to the master."""
         self.num_bound = 0
         """How many of the layer's forwards are going on."""
         wanted = {id(parameter) for parameter in parameters}
@@ -189,7 +202,7 @@ class LayerExtent:
 
     def state(self) -> tuple[int, ...]:
         """Return what changes with every write to the master that can be seen."""
-        return (self.num_changes, *[streamed.parameter._version for streamed in self.parameters])
+        return (self.num_changes, *[_version_of(streamed.parameter) for streamed in self.parameters])
 
     def adopt(self) -> list[StreamedParameter]:
         """Take over parameters that were put in the place of others (`load_state_dict(assign=True)`), and return them.
@@ -275,6 +288,13 @@ def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(length, 1)
     return tuple(reversed(strides))
+
+
+def _version_of(parameter: nn.Parameter) -> int:
+    try:
+        return parameter._version
+    except RuntimeError:  # it was made in inference mode, where no tensor has a counter
+        return 0
 
 
 def _distinct(tensor: Tensor) -> Tensor:

@@ -16,19 +16,20 @@ from torch import nn
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet, backward_task
-from memkit.plan import LayerCosts, ResidencyPlan, plan_budget, plan_fraction, plan_resident
-from memkit.sizes import byte_view, check_bytes, parse_bytes, storage_key
+from memkit.sizes import byte_view, check_bytes, storage_key
 from memkit.transfer.arena import Arena
 from memkit.weights.calls import Calls, Ending
 from memkit.weights.extents import LayerExtent
+from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
 from memkit.weights.gradients import HostGradients
 from memkit.weights.placement import Placement, is_plain, shared_between
 from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import LayerChoice, find_layers, refuse_without_data, refuse_wrapped
+from memkit.weights.shares import plan_share
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
 
-_TRAIN = ("auto", "frozen", "host")
+_TRAIN = ("auto", "frozen", "host", "fused")
 _MOSTLY = 0.5
 """Layers are trained whose parameters require grad by more than this share of their bytes."""
 
@@ -57,8 +58,13 @@ class LayerOffload:
         slots: how many layers of one size may be on the device on their way at once: in use, ready, in flight.
         train: "frozen": what streams is not trained; parameters inside of streamed layers that require grad (LoRA) stay on the
             device. "host": gradients of what streams go to host memory as they are made, and the masters there are what an
-            optimizer steps. "auto" is "host" if most of the layers' bytes require grad, else "frozen"; `LayerOffload.train`
-            says which.
+            optimizer steps. "fused": each parameter is stepped on the device within the backward, as soon as its gradient is
+            complete, and the masters are written then; gradients cannot be accumulated, nor clipped by their global norm.
+            "auto" is "fused" where there is an `optimizer`, else "host" if most of the layers' bytes require grad, else
+            "frozen"; `LayerOffload.train` says which.
+        optimizer: for "fused": makes an optimizer of parameters, such as `functools.partial(torch.optim.AdamW, lr=1e-4)`. It is
+            called once, with all parameters that require grad; `LayerOffload.optimizer` is what it returned, for schedulers and
+            `state_dict`. Its state stays on the device, and counts in `device_budget`.
         host_limit_bytes: the most host memory to take.
         device: where the model runs; by default the current CUDA device, or the CPU where there is none.
 
@@ -90,6 +96,7 @@ class LayerOffload:
         resident: int | None = None,
         slots: int = 3,
         train: str = "auto",
+        optimizer: MakeOptimizer | None = None,
         host_limit_bytes: int | None = None,
         device: Device | None = None,
     ) -> None:
@@ -107,23 +114,34 @@ class LayerOffload:
         self._layers = find_layers(model, layers)
         for name, parameter in model.named_parameters():
             _check_unmanaged(name, parameter)
-        self.train = _choose(train, self._layers)
+        self.train = _choose(train, self._layers, optimizer)
         extents = self._extents_of()
-        self.plan = _plan(self._layers, extents, offload_fraction, device_budget, resident, slots)
+        state_ratio = 0.0 if optimizer is None else state_bytes_per_byte(optimizer)
+        self.plan = plan_share(
+            {name: extents.get(name) for name in self._layers},
+            offload_fraction=offload_fraction,
+            device_budget=device_budget,
+            resident=resident,
+            num_slots=slots,
+            state_ratio=state_ratio,
+        )
         self._extents = [extents[name] for name in self.plan.streamed]
         for position, extent in enumerate(self._extents):
             extent.position = position
         self._placement, self._hooks, self._calls = Placement(), HookSet(), Calls()
         self._streamer: Streamer | None = None
-        self._gradients: HostGradients | None = None
+        self._gradients: HostGradients | FusedSteps | None = None
+        self._make = optimizer
         self._is_closed = self._is_entered = False
         self._arena = Arena(self.device, limit_bytes=host_limit_bytes)
         try:
-            spans = self._arena.take_pinned_as_one([extent.num_bytes for extent in self._extents])
+            with torch.inference_mode(False):  # else host memory could not be written to outside of that
+                spans = self._arena.take_pinned_as_one([extent.num_bytes for extent in self._extents])
             for extent, span in zip(self._extents, spans, strict=True):
                 extent.span = span
+            if self.train != "frozen":
+                _refuse_replicas(self.model, self.train)
             if self.train == "host":
-                _refuse_replicas(self.model)
                 self._gradients = HostGradients(self.device, self._arena, self._extents, self._hooks)
             self._begin()
         except BaseException:
@@ -136,7 +154,7 @@ class LayerOffload:
         seen = set[int]()
         for name, module in self._layers.items():
             chosen = []
-            for key, parameter in module.named_parameters():
+            for parameter in module.parameters():
                 if not is_plain(parameter) or not parameter.numel() or (parameter.requires_grad and self.train == "frozen"):
                     continue
                 key_of_storage = storage_key(parameter.untyped_storage())
@@ -162,6 +180,9 @@ class LayerOffload:
         tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if id(tensor) not in streamed]
         self._placement.place(tensors, self.device.torch_device)
         self._streamer = Streamer(self.device, self._extents, self.plan.slot_bytes)
+        if self._make is not None:
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self._gradients = FusedSteps(self.device, self._streamer, self._make, trained, self._hooks)
         within = {id(inner) for extent in self._extents for inner in extent.module.modules()}
         for module in self.model.modules():
             is_outer = id(module) not in within and any(id(inner) in within for inner in module.modules())
@@ -227,6 +248,12 @@ class LayerOffload:
                 f'the forward of "{extent.name}" has written to its own weights, which stream: that is lost. Have this layer '
                 "stay on the device: name the others by layers="
             )
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What steps the parameters with `train="fused"`, None otherwise. It is not to be called; schedulers may change its
+        groups, and `state_dict` works."""
+        return self._gradients.optimizer if isinstance(self._gradients, FusedSteps) else None
 
     @property
     def _streams(self) -> Streamer:
@@ -327,8 +354,14 @@ class LayerOffload:
             )
 
 
-def _choose(train: str, layers: Mapping[str, nn.Module]) -> str:
+def _choose(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOptimizer | None) -> str:
     """Return how layers are trained."""
+    if optimizer is not None and (train not in ("auto", "fused") or not callable(optimizer)):
+        raise ValueError(f'optimizer makes the optimizer for train="fused"; found {optimizer!r} with train="{train}"')
+    if train == "fused" and optimizer is None:
+        raise ValueError('train="fused" needs an optimizer, such as functools.partial(torch.optim.AdamW, lr=1e-4); found None')
+    if train == "auto" and optimizer is not None:
+        return "fused"
     if train != "auto":
         return train
     parameters = [parameter for layer in layers.values() for parameter in layer.parameters()]
@@ -336,11 +369,11 @@ def _choose(train: str, layers: Mapping[str, nn.Module]) -> str:
     return "host" if trained_bytes > _MOSTLY * sum(parameter.nbytes for parameter in parameters) else "frozen"
 
 
-def _refuse_replicas(model: nn.Module) -> None:
+def _refuse_replicas(model: nn.Module, train: str) -> None:
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(
-                f'LayerOffload: train="host" takes gradients away that {type(module).__name__} would reduce. Use FSDP2 to '
+                f'LayerOffload: train="{train}" takes gradients away that {type(module).__name__} would reduce. Use FSDP2 to '
                 'train on several devices, or train="frozen" (LoRA)'
             )
 
@@ -349,49 +382,3 @@ def _check_unmanaged(name: str, parameter: nn.Parameter) -> None:
     manager = _managers.get(id(parameter))
     if manager is not None and any(item.parameter is parameter for extent in manager._extents for item in extent.parameters):
         raise ValueError(f'LayerOffload: "{name}" is streamed by another LayerOffload already. Close that one first')
-
-
-def _plan(
-    layers: Mapping[str, nn.Module],
-    extents: Mapping[str, LayerExtent],
-    offload_fraction: float | None,
-    device_budget: int | str | None,
-    resident: int | None,
-    slots: int,
-) -> ResidencyPlan:
-    """Return which layers stream."""
-    given = [name for name, size in _sizes(offload_fraction, device_budget, resident) if size is not None]
-    if len(given) != 1:
-        raise ValueError(
-            "LayerOffload takes exactly one of offload_fraction, device_budget and resident; found "
-            f"{' and '.join(given) or 'none'}"
-        )
-    if not extents and offload_fraction != 0 and resident != len(layers):
-        raise ValueError(
-            'LayerOffload: none of the layers has parameters that may stream. With train="frozen" those that require grad stay on '
-            "the device, and tied ones do always"
-        )
-    costs = [_costs(name, extents.get(name)) for name in layers]
-    if offload_fraction is not None:
-        return plan_fraction(costs, offload_fraction, num_slots=slots)
-    if resident is not None:
-        return plan_resident(costs, resident, num_slots=slots)
-    assert device_budget is not None
-    try:
-        budget_bytes = parse_bytes(device_budget)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"device_budget: {error}") from None
-    return plan_budget(costs, budget_bytes, num_slots=slots)
-
-
-def _costs(name: str, extent: LayerExtent | None) -> LayerCosts:
-    if extent is None:
-        return LayerCosts(name=name, num_bytes=0)
-    trained = [item.parameter for item in extent.parameters if item.parameter.requires_grad]
-    return LayerCosts(name=name, num_bytes=extent.num_bytes, grad_bytes=sum(parameter.nbytes for parameter in trained))
-
-
-def _sizes(
-    offload_fraction: float | None, device_budget: int | str | None, resident: int | None
-) -> tuple[tuple[str, object], ...]:
-    return ("offload_fraction", offload_fraction), ("device_budget", device_budget), ("resident", resident)

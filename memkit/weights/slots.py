@@ -20,7 +20,7 @@ class Slot:
     view that somebody keeps. What reads it does so on the streams noted here.
     """
 
-    __slots__ = ("_device", "_freed", "extent", "is_overflow", "num_bytes", "ready", "state", "storage")
+    __slots__ = ("_device", "_freed", "_left", "extent", "is_dirty", "is_overflow", "num_bytes", "ready", "state", "storage")
 
     def __init__(self, device: Device, num_bytes: int, *, is_overflow: bool = False) -> None:
         self.storage = device.allocate(num_bytes)
@@ -32,6 +32,10 @@ class Slot:
         self.state: object = None
         """What the extent's `state()` was when its bytes were copied."""
         self.ready: Event | None = None
+        self.is_dirty = False
+        """Whether it has weights that the master does not have yet."""
+        self._left: Event | None = None
+        """Behind the last copy to the master."""
         self._device = device
         stream = device.current_stream()
         self._freed: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}
@@ -40,7 +44,7 @@ class Slot:
     @property
     def is_idle(self) -> bool:
         """Whether nobody uses it."""
-        return (self.extent is None or self.extent.num_bound == 0) and num_users(self.storage) == 1
+        return not self.is_dirty and (self.extent is None or self.extent.num_bound == 0) and num_users(self.storage) == 1
 
     def holds(self, extent: LayerExtent) -> bool:
         """Tell whether it has the bytes of a layer as they are now."""
@@ -57,6 +61,8 @@ class Slot:
             copy: puts the copy into a storage on a lane, behind some events, and returns what is reached when it is done.
         """
         after = [freed or self._device.record_event(stream, timed=False) for stream, freed in self._freed.items()]
+        if self._left is not None:
+            after.append(self._left)
         self.ready = copy(self.storage, after)
         self.extent, self.state = extent, extent.state()
         self._freed = {}
@@ -74,10 +80,31 @@ class Slot:
         self._device.note_read(self.storage)
         self._freed[stream] = self._device.record_event(stream, timed=False)
 
+    def claim(self, stream: Stream) -> None:
+        """Let work that is put on a stream from now on write to the slot."""
+        if self._left is not None:
+            self._device.wait_event(stream, self._left)
+
+    def note_written(self, extent: LayerExtent) -> None:
+        """Work on the current stream has written to the weights here: the slot has them as they are now."""
+        self.state, self.is_dirty = extent.state(), True
+        self._device.note_written(self.storage, -sum(extent.state()))
+
+    def write_back(self, copy: Callable[[torch.UntypedStorage, Event], Event]) -> Event:
+        """Have its bytes copied to the master, behind what the current stream has done with them; return what is reached then.
+
+        Args:
+            copy: puts the copy on a lane, behind an event.
+        """
+        self._left, self.is_dirty = copy(self.storage, self._device.record_event(timed=False)), False
+        return self._left
+
     def settle(self, stream: Stream) -> None:
         """Let a stream wait for all that uses the slot, so that its memory can go back to it."""
         if self.ready is not None:
             self._device.wait_event(stream, self.ready)
+        if self._left is not None:
+            self._device.wait_event(stream, self._left)
         for other, freed in self._freed.items():
             if other != stream:
                 self._device.wait_event(stream, freed or self._device.record_event(other, timed=False))

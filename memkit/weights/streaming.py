@@ -190,12 +190,25 @@ class Streamer:
     def _fetch(self, extent: LayerExtent, slot: Slot) -> None:
         def copy(storage: torch.UntypedStorage, after: Iterable[Event]) -> Event:
             assert extent.span is not None
-            return self._lanes.copy_back(extent.span, storage, after=after).done
+            written = () if extent.written is None else (extent.written,)
+            return self._lanes.copy_back(extent.span, storage, after=(*after, *written)).done
 
         with torch.profiler.record_function(f"memkit::fetch ({extent.name})"):
             slot.fill(extent, copy)
         self.h2d_bytes += extent.num_bytes
         self.num_fetches += 1
+
+    def write_back(self, extent: LayerExtent) -> Event:
+        """Have the master of a layer be what is in its slot, which was written to; return what is reached then."""
+
+        def copy(storage: torch.UntypedStorage, after: Event) -> Event:
+            assert extent.span is not None
+            return self._lanes.copy_out(storage, extent.span, after=after).done
+
+        with self.lock:
+            slot = next(slot for slot in self.ring if slot.extent is extent and slot.is_dirty)
+            extent.written = slot.write_back(copy)
+            return extent.written
 
     def forget(self) -> None:
         """Somebody may have written to the masters unseen."""

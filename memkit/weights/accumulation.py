@@ -1,0 +1,187 @@
+"""When the gradient of a streamed parameter is complete, so that somebody may take it.
+
+[Note: when a gradient is complete] A parameter that is bound to a slot and back changes its device, which makes torch give it a
+new `AccumulateGrad` node each time. A layer that is used twice in one graph then has two nodes, and each brings a part of the
+gradient. The parts are added on the device, as the engine would have done, until each node of the graphs that are alive has
+brought its own; if some do not (another graph is alive, a branch has no gradient), until the backward is over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from memkit.errors import LayerOffloadError
+from memkit.hooks import HookSet, after_backward, backward_task, gradient_node
+from memkit.weights.extents import LayerExtent, StreamedParameter
+
+_TOKEN = "memkit"
+
+
+class _Token:
+    """Stands for one node that brings gradients: it lives as long as the node."""
+
+    __slots__ = ("__weakref__", "task")
+
+    def __init__(self) -> None:
+        self.task = -1
+        """The last backward in which the node has brought some."""
+
+
+class _Sum:
+    """What has come of one parameter's gradient."""
+
+    __slots__ = ("parameter", "parts", "tokens")
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        """The one that is watched."""
+        self.tokens = weakref.WeakSet[_Token]()
+        self.parts: dict[int, Tensor] = {}
+        """On the device: what each backward has made so far."""
+
+    def is_complete(self, task: int) -> bool:
+        """See [Note: when a gradient is complete]."""
+        return all(token.task == task for token in self.tokens)
+
+
+class Accumulation(ABC):
+    """Sees the gradients of streamed parameters as they are made, and hands over each when it is complete.
+
+    `Parameter.grad` holds nothing of them meanwhile.
+
+    Args:
+        hooks: where the hooks are noted.
+    """
+
+    def __init__(self, hooks: HookSet) -> None:
+        self._hooks = hooks
+        self._sums: dict[StreamedParameter, _Sum] = {}
+        self._tasks: list[int] = []
+        """The backwards that run, each within the one before."""
+
+    @abstractmethod
+    def _admit(self, streamed: StreamedParameter) -> None:
+        """A parameter is watched from now on."""
+
+    @abstractmethod
+    def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
+        """A backward is about to bring a gradient of a parameter whose `grad` was this; it is None now."""
+
+    @abstractmethod
+    def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
+        """The gradient that a backward has made is complete. It is on the device."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """No backward runs any more."""
+
+    def watch(self, extent: LayerExtent) -> None:
+        """See the gradients of a layer, of those of its parameters that require one now."""
+        for streamed in extent.parameters:
+            parameter, known = streamed.parameter, self._sums.get(streamed)
+            if parameter.requires_grad and (known is None or known.parameter is not parameter):
+                self._sums[streamed] = _Sum(parameter)
+                if known is None:
+                    self._admit(streamed)
+                self._hooks.around_accumulation(
+                    parameter, before=_bound(self._before, streamed), after=_bound(self._after, streamed)
+                )
+
+    def note_forward(self, extent: LayerExtent) -> None:
+        """A layer's forward is over, and its parameters are bound to a slot still: note the nodes that it may have made."""
+        for streamed in extent.parameters:
+            known = self._sums.get(streamed)
+            if known is None or not streamed.parameter.requires_grad:
+                continue
+            node = gradient_node(streamed.parameter)
+            if _TOKEN not in node.metadata:
+                token = node.metadata[_TOKEN] = _Token()
+                known.tokens.add(token)
+                node.register_prehook(_Firing(token))
+
+    # In a backward
+
+    def _enter_backward(self) -> int:
+        """Return the backward that runs; the first time, have its end seen."""
+        task = backward_task()
+        if task not in self._tasks:
+            self._tasks.append(task)
+            after_backward(_Ending(self, task))
+        return task
+
+    def _before(self, streamed: StreamedParameter) -> None:
+        """The engine has a gradient of a parameter, and is about to add it to `grad`."""
+        self._enter_backward()
+        grad = streamed.parameter.grad
+        if grad is not None:
+            streamed.parameter.grad = None
+            self._set_aside(streamed, grad)
+
+    def _after(self, streamed: StreamedParameter) -> None:
+        """The engine has put a gradient, or a part of one, to `grad`."""
+        task, known, made = backward_task(), self._sums[streamed], streamed.parameter.grad
+        streamed.parameter.grad = None
+        if made is None:
+            return
+        if made.requires_grad:
+            raise LayerOffloadError(
+                f'"{streamed.name}" streams, and its gradient was asked for with create_graph=True, which what is made of it '
+                "cannot have. Use torch.autograd.grad, or leave this layer on the device"
+            )
+        part = known.parts.get(task)
+        known.parts[task] = made if part is None else part + made
+        if known.is_complete(task):
+            self._take(streamed, known.parts.pop(task))
+
+    def end_backward(self, task: int, *, has_failed: bool = False) -> None:
+        """A backward has ended: what is left is handed over now.
+
+        Where it has failed, gradients are as the engine leaves them: of some parameters with what it has made.
+        """
+        for streamed, known in self._sums.items():
+            part = known.parts.pop(task, None)
+            if part is not None and not has_failed:
+                self._take(streamed, part)
+        self._tasks.remove(task)
+        if not self._tasks:
+            self._finish()
+
+
+def _bound(method: Callable[[StreamedParameter], None], streamed: StreamedParameter) -> Callable[[], None]:
+    return lambda: method(streamed)
+
+
+class _Ending:
+    """Called when a backward has ended well. If it fails, the engine drops it, which tells as much."""
+
+    __slots__ = ("_accumulation", "_task")
+
+    def __init__(self, accumulation: Accumulation, task: int) -> None:
+        self._accumulation: Accumulation | None = accumulation
+        self._task = task
+
+    def __call__(self) -> None:
+        accumulation, self._accumulation = self._accumulation, None
+        if accumulation is not None:
+            accumulation.end_backward(self._task)
+
+    def __del__(self) -> None:
+        if self._accumulation is not None:
+            self._accumulation.end_backward(self._task, has_failed=True)
+
+
+class _Firing:
+    """Called when a node is about to bring its gradient."""
+
+    __slots__ = ("_token",)
+
+    def __init__(self, token: _Token) -> None:
+        self._token = token
+
+    def __call__(self, _: Any) -> None:
+        self._token.task = backward_task()

@@ -1,0 +1,163 @@
+"""Optimizer steps inside of the backward: each streamed parameter is stepped in its slot as soon as its gradient is complete,
+and the new weights go back to the master. Gradients never pile up. Source: LOMO, arXiv 2306.09782, and torch's tutorial on
+`Tensor.register_post_accumulate_grad_hook`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit.device.base import Device, Event
+from memkit.errors import LayerOffloadError
+from memkit.hooks import HookSet
+from memkit.sizes import storage_bytes
+from memkit.transfer.lanes import lanes_of
+from memkit.weights.accumulation import Accumulation
+from memkit.weights.extents import LayerExtent, StreamedParameter
+from memkit.weights.streaming import Streamer
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+_ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, or to clip their global norm, use train="host"'
+
+
+class FusedSteps(Accumulation):
+    """Steps parameters inside of the backward: those that stream, and the others as well.
+
+    Args:
+        device: where the steps are taken.
+        streamer: brings the layers.
+        make: makes an optimizer of parameters. One is made, of all that is trained: its groups hold for every step, so that
+            schedulers and `state_dict` work on it. Its state is on the device.
+        trained: all that is trained.
+        hooks: where the hooks are noted.
+    """
+
+    def __init__(
+        self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter], hooks: HookSet
+    ) -> None:
+        super().__init__(hooks)
+        self.optimizer = make(trained)
+        self._device = device
+        self._streamer = streamer
+        self._lanes = lanes_of(device)
+        self._layers = {item: extent for extent in streamer.extents for item in extent.parameters}
+        self._waiting: dict[LayerExtent, set[StreamedParameter]] = {}
+        """Layers with parameters that were stepped, and which of them are still to be."""
+        self._last: Event | None = None
+        self._num_backwards = 0
+        self.d2h_bytes = 0
+        for extent in streamer.extents:
+            self.watch(extent)
+        streamed = {id(item.parameter) for item in self._layers}
+        for parameter in trained:
+            if id(parameter) not in streamed:
+                self._step_by_itself(parameter)
+        self.optimizer.register_step_pre_hook(self._before_users_step)
+        self._is_stepping = False
+
+    def close(self) -> None:
+        """Nothing is left to do: each backward has waited for what it wrote."""
+
+    def _step_by_itself(self, parameter: nn.Parameter) -> None:
+        """Step a parameter that does not stream."""
+
+        def before() -> None:
+            self._enter_backward()
+            _refuse(parameter.grad, "a parameter")
+
+        def after() -> None:
+            self._step(parameter)
+            parameter.grad = None
+
+        self._hooks.around_accumulation(parameter, before=before, after=after)
+
+    def _before_users_step(self, *_: Any) -> None:
+        """The user's own `step()` has nothing to do; two backwards before it would have been meant as one step."""
+        if self._is_stepping:
+            return
+        num_backwards, self._num_backwards = self._num_backwards, 0
+        if num_backwards > 1:
+            raise LayerOffloadError(f"optimizer.step() was called after {num_backwards} backwards. {_ADVICE}")
+
+    # In a backward
+
+    def _admit(self, streamed: StreamedParameter) -> None:
+        pass
+
+    def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
+        _refuse(grad, f'"{streamed.name}"')
+
+    def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
+        extent, parameter = self._layers[streamed], streamed.parameter
+        with self._streamer.lock:
+            slot = self._streamer.use(extent)
+            slot.claim(self._device.current_stream())
+            streamed.bind(slot.storage)
+            parameter.grad = made
+            try:
+                self._step(parameter)
+            finally:
+                parameter.grad = None
+                if not extent.num_bound:
+                    streamed.unbind()
+            slot.note_written(extent)
+        waiting = self._waiting.setdefault(extent, {item for item in extent.parameters if item.parameter.requires_grad})
+        waiting.discard(streamed)
+        if not waiting:
+            self._write_back(extent)
+
+    def _write_back(self, extent: LayerExtent) -> None:
+        """Have the master of a layer be what is in its slot."""
+        del self._waiting[extent]
+        with torch.profiler.record_function(f"memkit::write back ({extent.name})"):
+            self._last = self._streamer.write_back(extent)
+        self.d2h_bytes += extent.num_bytes
+
+    def _finish(self) -> None:
+        self._num_backwards += 1
+        for extent in list(self._waiting):
+            self._write_back(extent)
+        if self._last is not None:  # whoever reads a master finds what was written
+            self._device.synchronize(self._last)
+            self._last = None
+
+    def _step(self, parameter: nn.Parameter) -> None:
+        """Let the optimizer step one parameter."""
+        state = self.optimizer.state[parameter]
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
+                state[name] = value.to(parameter.device)  # `load_state_dict` puts it to where the parameter is at rest
+        with self._only(parameter), torch.profiler.record_function("memkit::step"):
+            self.optimizer.step()
+
+    @contextmanager
+    def _only(self, parameter: nn.Parameter) -> Iterator[None]:
+        """Return a context in which the optimizer's groups are one, that of a parameter, with nothing else in it."""
+        groups = self.optimizer.param_groups
+        group = next(group for group in groups if any(item is parameter for item in group["params"]))
+        self.optimizer.param_groups, self._is_stepping = [{**group, "params": [parameter]}], True
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups, self._is_stepping = groups, False
+
+
+def _refuse(grad: Tensor | None, name: str) -> None:
+    if grad is not None:
+        raise LayerOffloadError(f"{name} has a gradient already when a backward brings one. {_ADVICE}")
+
+
+def state_bytes_per_byte(make: MakeOptimizer) -> float:
+    """Return how many bytes of state an optimizer keeps for each byte of parameters."""
+    parameter = nn.Parameter(torch.zeros(1024))
+    optimizer = make([parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = [item for item in optimizer.state[parameter].values() if isinstance(item, Tensor) and item.numel() > 1]
+    return storage_bytes(state) / parameter.nbytes

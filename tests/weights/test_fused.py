@@ -1,0 +1,159 @@
+"""`train="fused"`: the optimizer steps within the backward, and the result is that of a plain model on the device."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import memkit
+from memkit.device import Device
+from tests.weights.cases import RUNS, Stack, inputs, reused
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "adamw fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+}
+
+
+def _fused(model: nn.Module, device: Device, make: str = "adamw", **options: object) -> memkit.LayerOffload:
+    given: dict[str, object] = {"offload_fraction": 1.0, "optimizer": OPTIMIZERS[make], "device": device, **options}
+    return memkit.LayerOffload(model, **given)  # type: ignore[arg-type]
+
+
+def _compare(model: nn.Module, device: Device, make: str, num_steps: int, **options: object) -> None:
+    """See that a model is the same after each step as a plain one on the device."""
+    plain = model.to(device.torch_device)
+    model = copy.deepcopy(plain)
+    optimizer = OPTIMIZERS[make](plain.parameters())
+    with _fused(model, device, make, **options):
+        for step in range(num_steps):
+            (batch,) = inputs(device, 1)
+            for one in (plain, model):
+                one(batch + step / 100).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, tensor in plain.state_dict().items():
+                assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), (step, name)
+            assert all(parameter.grad is None for parameter in model.parameters())
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("run", RUNS)
+def test_orders(run: str, slots: int, device: Device) -> None:
+    _compare(Stack(4, run=RUNS[run]), device, "adamw", 3, slots=slots)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_twenty_steps(make: str, device: Device) -> None:
+    _compare(Stack(4), device, make, 20, slots=2)
+
+
+def test_scheduler_and_state_dict_work_on_the_optimizer(device: Device) -> None:
+    plain = Stack(4).to(device.torch_device)
+    model = copy.deepcopy(plain)
+    optimizer = OPTIMIZERS["adamw"](plain.parameters())
+    with _fused(model, device) as offload:
+        assert offload.optimizer is not None
+        schedulers = [torch.optim.lr_scheduler.StepLR(item, 1, gamma=0.5) for item in (optimizer, offload.optimizer)]
+        for step in range(4):
+            (batch,) = inputs(device, 1)
+            for one in (plain, model):
+                one(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for scheduler in schedulers:
+                scheduler.step()
+            if step == 1:
+                offload.optimizer.load_state_dict(copy.deepcopy(offload.optimizer.state_dict()))
+        found, expected = offload.optimizer.state_dict(), optimizer.state_dict()
+        assert found["param_groups"] == expected["param_groups"]
+        assert found["state"].keys() == expected["state"].keys()
+        for number, state in expected["state"].items():
+            for name, value in state.items():
+                assert torch.equal(found["state"][number][name].cpu(), value.cpu()), (number, name)
+        for name, tensor in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), name
+
+
+def test_state_stays_on_the_device_and_counts_in_the_budget(device: Device) -> None:
+    model = Stack(8).to(device.torch_device)
+    layer_bytes = memkit.LayerOffload(model, offload_fraction=0.0, train="frozen", device=device)
+    layer_bytes.close()
+    with _fused(copy.deepcopy(model), device) as offload:
+        one = offload.plan.layers[0].num_bytes
+    trained = sum(parameter.nbytes for parameter in model.get_submodule("layers").parameters())
+
+    with _fused(copy.deepcopy(model), device, offload_fraction=None, device_budget=2 * trained + 5 * one) as offload:
+        assert len(offload.plan.streamed) == 6
+    with pytest.raises(ValueError, match="device_budget"):
+        _fused(copy.deepcopy(model), device, offload_fraction=None, device_budget=2 * trained)
+
+
+def test_layer_that_is_reused_is_stepped_once(device: Device) -> None:
+    plain = Stack(4, run=reused).to(device.torch_device)
+    model = copy.deepcopy(plain)
+    optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    (batch,) = inputs(device, 1)
+    with _fused(model, device, "sgd"):
+        for one in (plain, model):
+            one(batch).square().mean().backward()
+        optimizer.step()
+        for name, tensor in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), name
+
+
+def test_own_step_after_each_backward_does_nothing(device: Device) -> None:
+    model = Stack(4).to(device.torch_device)
+    with _fused(model, device) as offload:
+        assert offload.optimizer is not None
+        (batch,) = inputs(device, 1)
+        model(batch).square().mean().backward()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        offload.optimizer.step()
+        offload.optimizer.zero_grad()
+
+        for name, tensor in before.items():
+            assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_accumulation_is_refused(device: Device) -> None:
+    model = Stack(4).to(device.torch_device)
+    with _fused(model, device) as offload:
+        assert offload.optimizer is not None
+        for batch in inputs(device):
+            model(batch).square().mean().backward()
+        with pytest.raises(memkit.LayerOffloadError, match=r"after 2 backwards.*train=.host"):
+            offload.optimizer.step()
+        model.get_submodule("layers.0.up").weight.grad = torch.zeros(24, 16)
+        with pytest.raises(memkit.LayerOffloadError, match=r"layers\.0\.up\.weight.*has a gradient already"):
+            model(batch).square().mean().backward()
+
+
+def test_graph_from_before_a_step_raises_as_autograd_does(device: Device) -> None:
+    model = Stack(4).to(device.torch_device)
+    first, second = inputs(device)
+    with _fused(model, device):
+        losses = [model(batch).square().mean() for batch in (first, second)]
+        losses[0].backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            losses[1].backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": None, "train": "fused"}, "needs an optimizer"),
+        ({"train": "host"}, 'with train="host"'),
+        ({"optimizer": "adam"}, "makes the optimizer"),
+    ],
+)
+def test_bad_input(options: dict[str, object], message: str, device: Device) -> None:
+    with pytest.raises(ValueError, match=message):
+        _fused(Stack(2).to(device.torch_device), device, **options)
