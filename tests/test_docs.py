@@ -9,10 +9,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import memkit
+from memkit.weights.extents import LayerExtent
+from memkit.weights.slots import Slot
+from memkit.weights.streaming import Streamer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,6 +44,66 @@ def test_readme_shows_what_its_example_prints(capsys: pytest.CaptureFixture[str]
         return re.sub(r"torch \S+", "torch", text)
 
     assert without_version(_blocks(readme, "text")[0]) == without_version(capsys.readouterr().out)
+
+
+def test_page_on_layer_offload_shows_the_plan_that_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "layer-offload.md"
+    names: dict[str, object] = {}
+
+    for block in _blocks(page, "python")[:2]:
+        exec(compile(block, str(page), "exec"), names)
+
+    assert _blocks(page, "text")[0] in capsys.readouterr().out
+
+
+def test_page_on_layer_offload_draws_the_schedule_that_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "layer-offload.md"
+    table = next(block for block in _blocks(page, "text") if block.startswith("time"))
+    rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()[2:]]
+    names: dict[str, Any] = {}
+    exec(compile(_blocks(page, "python")[0], str(page), "exec"), names)
+    model = names["Model"](num_layers=6)
+    model.layers.requires_grad_(False)
+    uses, copies, holds = list[str](), list[str](), list[list[str]]()
+    use, fetch = Streamer.use, Streamer._fetch
+
+    def note_use(streamer: Streamer, extent: LayerExtent) -> Slot:
+        slot = use(streamer, extent)
+        row = f"{streamer._phase.value} {extent.position}"
+        if row not in uses:
+            uses.append(row)
+            holds.append([str(found.extent.position) for found in streamer.ring if found.extent is not None])
+        return slot
+
+    def note_fetch(streamer: Streamer, extent: LayerExtent, slot: Slot) -> None:
+        copies.append(f"layer {extent.position} to slot {list(streamer.ring).index(slot)}")
+        fetch(streamer, extent, slot)
+
+    monkeypatch.setattr(Streamer, "use", note_use)
+    monkeypatch.setattr(Streamer, "_fetch", note_fetch)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=names["device"]):
+        model(names["x"]).sum().backward()
+
+    assert [row[1] for row in rows if row[1] not in ("stem", "head, loss")] == uses
+    assert [row[2] for row in rows if row[2] != "-"] == copies
+    assert [slot.removesuffix(" in use") for slot in rows[-1][3:]] == holds[-1]
+    _check_times(rows)
+
+
+def _check_times(rows: list[list[str]]) -> None:
+    """See that a layer is computed in a slot that it was copied to, and that no layer is copied to a slot in use."""
+    held = ["-"] * 3
+    for _, compute, copy, *slots in rows:
+        copied = re.fullmatch(r"layer (\d) to slot (\d)", copy)
+        for number, shown in enumerate(slots):
+            if copied is not None and number == int(copied[2]):
+                assert shown == "filling"
+                continue
+            layer = held[number]
+            assert shown == (f"{layer} in use" if compute.endswith((f"forward {layer}", f"backward {layer}")) else layer)
+        assert compute in ("stem", "head, loss") or any(shown.endswith("in use") for shown in slots)
+        if copied is not None:
+            held[int(copied[2])] = copied[1]
 
 
 def test_readme_commands_are_the_ones_that_ci_runs() -> None:

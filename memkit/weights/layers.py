@@ -50,8 +50,8 @@ class LayerOffload:
 
     Args:
         model: on any device; its parameters stay the same objects. May be larger than the device, on the CPU.
-        layers: names, modules, or a predicate of name and module. By default the elements of the longest `ModuleList`s whose
-            elements are of one class.
+        layers: names, modules, or a predicate of name and module. By default the elements of the longest lists (`ModuleList`)
+            whose elements are of one class.
         offload_fraction: the share of the layers' bytes that streams, from 0 to 1.
         device_budget: bytes of the device for the weights of layers, slots included: an int, or text such as "6GiB".
         resident: how many layers stay on the device. Exactly one of these three is given.

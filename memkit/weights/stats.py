@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from tabulate import tabulate
 
@@ -35,14 +35,15 @@ class LayerStats:
     """For each layer that streams, seconds that the device has waited for it, as far as they are known yet."""
 
     def __str__(self) -> str:
-        rows = []
-        for item in fields(self):
-            value = getattr(self, item.name)
-            name = item.name.removesuffix("_bytes").removesuffix("_s").removeprefix("num_").replace("_", " ")
-            if item.name.endswith("_bytes"):
-                rows.append((name, format_bytes(value)))
-            elif isinstance(value, dict):
-                rows.append((name, f"{1e3 * sum(value.values()):.2f} ms"))
-            else:
-                rows.append((name, str(value)))
+        rows = [
+            ("layers that stream", f"{self.num_streamed} ({format_bytes(self.streamed_bytes)})"),
+            ("layers that stay", str(self.num_resident)),
+            ("slots", format_bytes(self.slot_bytes)),
+            ("host memory", format_bytes(self.host_bytes)),
+            ("moved to the device", format_bytes(self.h2d_bytes)),
+            ("moved to the host", format_bytes(self.d2h_bytes)),
+            ("fetches", f"{self.num_fetches}, {self.num_demand_fetches} of them on demand"),
+            ("overflows", str(self.num_overflows)),
+            ("stalls", f"{1e3 * sum(self.stall_s.values()):.2f} ms"),
+        ]
         return tabulate(rows, tablefmt="plain", disable_numparse=True)
