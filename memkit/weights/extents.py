@@ -202,7 +202,7 @@ class LayerExtent:
 
     def state(self) -> tuple[int, ...]:
         """Return what changes with every write to the master that can be seen."""
-        return (self.num_changes, *[_version_of(streamed.parameter) for streamed in self.parameters])
+        return (self.num_changes, *[streamed.parameter._version for streamed in self.parameters])
 
     def adopt(self) -> list[StreamedParameter]:
         """Take over parameters that were put in the place of others (`load_state_dict(assign=True)`), and return them.
@@ -288,13 +288,6 @@ def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(length, 1)
     return tuple(reversed(strides))
-
-
-def _version_of(parameter: nn.Parameter) -> int:
-    try:
-        return parameter._version
-    except RuntimeError:  # it was made in inference mode, where no tensor has a counter
-        return 0
 
 
 def _distinct(tensor: Tensor) -> Tensor:

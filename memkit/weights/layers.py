@@ -24,7 +24,7 @@ from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
 from memkit.weights.gradients import HostGradients
 from memkit.weights.placement import Placement, is_plain, shared_between
 from memkit.weights.saving import WeightHooks
-from memkit.weights.selection import LayerChoice, find_layers, refuse_without_data, refuse_wrapped
+from memkit.weights.selection import LayerChoice, find_layers, refuse_unmovable, refuse_wrapped
 from memkit.weights.shares import plan_share
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
@@ -108,7 +108,7 @@ class LayerOffload:
             raise TypeError(f"device is a memkit.device.Device; found {type(device).__name__}. For CUDA, leave it away")
         host_limit_bytes = None if host_limit_bytes is None else check_bytes("host_limit_bytes", host_limit_bytes)
         refuse_wrapped(model)
-        refuse_without_data(model)
+        refuse_unmovable(model)
         self.model = model
         self.device = device or open_device(torch.device("cuda" if cuda_is_available() else "cpu"))
         self._layers = find_layers(model, layers)

@@ -44,7 +44,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
     """Move tensors, each in place; those that have bytes in common still have them in common then."""
-    with torch.no_grad(), _disable_current_modes():
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         for tensor in tensors:
             if not is_plain(tensor):
                 tensor.data = tensor.data.to(torch_device)

@@ -107,17 +107,19 @@ def _check_nesting(found: dict[str, nn.Module]) -> None:
             raise ValueError(f'layers: "{name}" is inside of another layer. Layers must not contain each other')
 
 
-def refuse_without_data(model: nn.Module) -> None:
-    """Raise where a parameter or a buffer has no data that could be moved.
+def refuse_unmovable(model: nn.Module) -> None:
+    """Raise where a parameter or a buffer has no data that could be moved, or cannot be given other data.
 
     Raises:
-        ValueError: one is on torch's "meta" device, or is one of a lazy module that has not run yet.
+        ValueError: one is on torch's "meta" device, of a lazy module that has not run yet, or was made in inference mode.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f'LayerOffload: "{name}" has no data: its module is lazy. Run the model once first')
         if tensor.is_meta:
             raise ValueError(f'LayerOffload: "{name}" has no data (device "meta"). Load the weights first, on the CPU')
+        if tensor.is_inference():
+            raise ValueError(f'LayerOffload: "{name}" was made in inference mode, so that it cannot be moved. Make it outside')
 
 
 def refuse_wrapped(model: nn.Module) -> None:

@@ -60,9 +60,7 @@ class Oracle:
 
 
 def _streamed_names(model: nn.Module, offload: memkit.LayerOffload) -> set[str]:
-    return {
-        f"{layer}.{name}" for layer in offload.plan.streamed for name, _ in model.get_submodule(layer).named_parameters()
-    }
+    return {f"{layer}.{name}" for layer in offload.plan.streamed for name, _ in model.get_submodule(layer).named_parameters()}
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.05])

@@ -1,0 +1,205 @@
+"""What `LayerOffload` is given that it cannot use, and what it says to that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memkit
+from memkit.device import ReferenceDevice
+from tests.weights.cases import WIDTH, Block, Stack, only_lora
+
+HALF = {"offload_fraction": 0.5}
+
+
+class FSDPStack(Stack):
+    pass
+
+
+def _wrapped_inside() -> nn.Module:
+    model = Stack(2)
+    model.layers[1].up = FullyShardedDataParallel()
+    return model
+
+
+class FullyShardedDataParallel(nn.Module):
+    pass
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Stack()
+
+
+def _partly_on_meta() -> nn.Module:
+    model = Stack()
+    model.layers[2].up.to("meta")
+    return model
+
+
+def _head_on_meta() -> nn.Module:
+    model = Stack()
+    model.head.to("meta")
+    return model
+
+
+def _in_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return Stack()
+
+
+def _lazy() -> nn.Module:
+    return nn.ModuleList(nn.LazyLinear(4) for _ in range(3))
+
+
+BAD_MODELS: dict[str, tuple[Any, type[Exception], str]] = {
+    "no module": (lambda: [nn.Linear(1, 1)], TypeError, r"needs a torch.nn.Module; found list"),
+    "no layers": (
+        lambda: nn.Linear(2, 2),
+        ValueError,
+        r"Linear has no layers that could be found: no ModuleList .* LayerOffload\(model, layers=\[\.\.\.\]\)",
+    ),
+    "one layer": (lambda: Stack(1), ValueError, r"Stack has no layers that could be found"),
+    "layers of several classes": (lambda: nn.ModuleList([nn.Linear(1, 1), Block()]), ValueError, "has no layers"),
+    "layers without parameters": (lambda: nn.ModuleList([nn.ReLU(), nn.ReLU()]), ValueError, "has no layers"),
+    "fsdp": (FSDPStack, ValueError, r'"FSDPStack" is wrapped by FSDP .*CPUOffloadPolicy'),
+    "fsdp inside": (_wrapped_inside, ValueError, r'"layers.1.up" is wrapped by FSDP \(FullyShardedDataParallel\)'),
+    "meta": (_on_meta, ValueError, r'"stem.weight" has no data \(device "meta"\). Load the weights first'),
+    "partly meta": (_partly_on_meta, ValueError, r'"layers.2.up.weight" has no data \(device "meta"\)'),
+    "meta outside of the layers": (_head_on_meta, ValueError, r'"head.weight" has no data \(device "meta"\)'),
+    "inference mode": (_in_inference_mode, ValueError, r'"stem.weight" was made in inference mode'),
+    "lazy": (_lazy, ValueError, r'"0.weight" has no data: its module is lazy'),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MODELS)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_model(case: str) -> None:
+    build, kind, message = BAD_MODELS[case]
+    model = build()
+    with pytest.raises(kind, match=message):
+        memkit.LayerOffload(model, device=ReferenceDevice(), **HALF)
+
+    if isinstance(model, nn.Module):
+        assert not [module for module in model.modules() if module._forward_hooks and case != "lazy"]
+
+
+BAD_LAYERS: dict[str, tuple[Any, type[Exception], str]] = {
+    "unknown name": (["layers.0", "layers.9"], ValueError, r'layers: the model has no module "layers.9"'),
+    "unknown module": ([nn.Linear(1, 1)], ValueError, r"layers: a Linear is no module of the model"),
+    "empty": ([], ValueError, r"layers is empty"),
+    "one name": ("layers.0", TypeError, r"layers is a list of names or modules, or a predicate; found one str"),
+    "one module": (nn.Linear(1, 1), TypeError, r"found one Linear"),
+    "number": ([1], TypeError, r"layers holds names or modules; found int"),
+    "no list": (3, TypeError, r"layers is .* found"),
+    "nested": (["layers.0", "layers.0.up"], ValueError, r'layers: "layers.0.up" is inside of another layer'),
+    "nested in the list": (["layers", "layers.1"], ValueError, r'layers: "layers.1" is inside of another layer'),
+    "predicate": (lambda name, module: False, ValueError, r"the predicate is true for none"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LAYERS)
+def test_layers(case: str) -> None:
+    layers, kind, message = BAD_LAYERS[case]
+
+    with pytest.raises(kind, match=message):
+        memkit.LayerOffload(only_lora(Stack()), layers, device=ReferenceDevice(), **HALF)
+
+
+BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no size": ({}, ValueError, r"exactly one of offload_fraction, device_budget and resident; found none"),
+    "two sizes": (
+        {"offload_fraction": 0.5, "resident": 2},
+        ValueError,
+        r"exactly one of offload_fraction, device_budget and resident; found offload_fraction and resident",
+    ),
+    "three sizes": (
+        {"offload_fraction": 0.5, "resident": 2, "device_budget": "1GiB"},
+        ValueError,
+        r"found offload_fraction and device_budget and resident",
+    ),
+    "negative fraction": ({"offload_fraction": -0.1}, ValueError, r"offload_fraction.* found -0.1"),
+    "fraction above 1": ({"offload_fraction": 1.5}, ValueError, r"offload_fraction.* found 1.5"),
+    "nan": ({"offload_fraction": float("nan")}, ValueError, r"offload_fraction.* found nan"),
+    "text as fraction": ({"offload_fraction": "half"}, TypeError, r"offload_fraction.* found 'half'"),
+    "bool as fraction": ({"offload_fraction": True}, TypeError, r"offload_fraction.* found True"),
+    "negative resident": ({"resident": -1}, ValueError, r"resident must be from 0 to the number of layers, 6; found -1"),
+    "too many resident": ({"resident": 7}, ValueError, r"resident must be from 0 to the number of layers, 6; found 7"),
+    "part of a layer resident": ({"resident": 2.5}, TypeError, r"resident must be an int; found 2.5"),
+    "budget too small": (
+        {"device_budget": 1000},
+        ValueError,
+        r"need at least 5.00 KiB of device_budget \(a slot that holds layers.0, 5.00 KiB\); found 1000 bytes. "
+        r"Raise device_budget by 4120 bytes or more, or split layers.0",
+    ),
+    "budget of 0": ({"device_budget": 0}, ValueError, r"device_budget.* found 0"),
+    "negative budget": ({"device_budget": -5}, ValueError, r"device_budget.* found -5"),
+    "budget without a unit that exists": ({"device_budget": "6 XB"}, ValueError, r'device_budget.* found "6 XB"'),
+    "budget as a float": ({"device_budget": 1e9}, TypeError, r"device_budget.* found 1000000000.0"),
+    "no slots": ({"offload_fraction": 0.5, "slots": 0}, ValueError, r"slots must be at least 1; found 0"),
+    "no slots, all resident": ({"resident": 6, "slots": 0}, ValueError, r"slots must be at least 1; found 0"),
+    "slots as text": ({"offload_fraction": 0.5, "slots": "3"}, TypeError, r"slots must be an int; found '3'"),
+    "train": ({"offload_fraction": 0.5, "train": "all"}, ValueError, r"train is one of .*; found 'all'"),
+    "device": (
+        {"offload_fraction": 0.5, "device": torch.device("cpu")},
+        TypeError,
+        r"device is a memkit.device.Device; found device. For CUDA, leave it away",
+    ),
+    "limit as text": (
+        {"offload_fraction": 0.5, "host_limit_bytes": "1GiB"},
+        TypeError,
+        r"host_limit_bytes is a number of bytes \(an int\); found '1GiB'",
+    ),
+    "negative limit": ({"offload_fraction": 0.5, "host_limit_bytes": -1}, ValueError, r"host_limit_bytes .* found -1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_options(case: str) -> None:
+    options, kind, message = BAD_OPTIONS[case]
+    model = only_lora(Stack())
+    storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
+
+    with pytest.raises(kind, match=message):
+        memkit.LayerOffload(model, **{"device": ReferenceDevice(), **options})
+
+    assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
+
+
+@pytest.mark.parametrize("size", [{"offload_fraction": 0.5}, {"resident": 2}, {"device_budget": "1GiB"}])
+def test_nothing_that_may_stream(size: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r'none of the layers .* may stream.* train="frozen"'):
+        memkit.LayerOffload(Stack(), device=ReferenceDevice(), train="frozen", **size)
+
+
+def test_parameters_are_managed_twice() -> None:
+    model = only_lora(Stack())
+    other = nn.ModuleList([nn.Linear(WIDTH, WIDTH), model.layers[5].up]).requires_grad_(False)
+
+    with memkit.LayerOffload(model, device=ReferenceDevice(), **HALF):
+        for again, name in ((model, "layers.1.norm.weight"), (other, "1.weight")):
+            with pytest.raises(ValueError, match=rf'"{name}" is streamed by another LayerOffload already'):
+                memkit.LayerOffload(again, device=ReferenceDevice(), **HALF)
+
+    memkit.LayerOffload(other, device=ReferenceDevice(), **HALF).close()
+
+
+def test_a_part_that_does_not_stream_may_be_managed_by_another() -> None:
+    model = only_lora(Stack())
+    model.others = nn.ModuleList(Block() for _ in range(2)).requires_grad_(False)
+
+    with (
+        memkit.LayerOffload(model, ["layers.0", "layers.1"], device=ReferenceDevice(), **HALF),
+        memkit.LayerOffload(model.others, device=ReferenceDevice(), **HALF),
+    ):
+        pass
+    assert not [module for module in model.modules() if module._forward_hooks]
+
+
+def test_entered_twice() -> None:
+    offload = memkit.LayerOffload(only_lora(Stack()), device=ReferenceDevice(), **HALF)
+    with offload, pytest.raises(ValueError, match="entered"), offload:
+        pass

@@ -1,0 +1,326 @@
+"""Saving, loading, copying, casting and closing a model while its layers stream."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memkit
+from memkit.device import Device
+from memkit.hooks import innermost_pack, owners, stacked_owners
+from tests.weights.cases import Stack, assert_same, inputs, only_lora, run_step
+
+ADVICE = r"Call offload.close\(\) first"
+
+
+def _hooks(model: nn.Module) -> list[Any]:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called", "_backward_hooks", "_state_dict_hooks")
+    return [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
+
+
+def _model(device: Device) -> nn.Module:
+    return only_lora(Stack()).to(device.torch_device)
+
+
+def test_state_is_that_of_the_plain_model(device: Device) -> None:
+    model = _model(device)
+    plain = copy.deepcopy(model)
+
+    with memkit.LayerOffload(model, offload_fraction=0.5, device=device):
+        run_step(model, inputs(device))
+        state = model.state_dict()
+
+    assert list(state) == list(plain.state_dict())
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(state[name].cpu(), tensor.cpu()), name
+
+
+def test_state_that_was_taken_before_keeps_its_bytes_after_close(device: Device) -> None:
+    model = _model(device)
+    plain = copy.deepcopy(model)
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+        state, weight = model.state_dict(), model.layers[2].up.weight.data
+        run_step(model, inputs(device))
+    del offload, model
+
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(state[name].cpu(), tensor.cpu()), name
+    assert torch.equal(weight.cpu(), plain.layers[2].up.weight.data.cpu())
+
+
+def test_saving_one_parameter_writes_its_bytes(device: Device, tmp_path: Path) -> None:
+    model = only_lora(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))).requires_grad_(False)
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        torch.save(model.state_dict()["1.weight"], tmp_path / "one")
+        torch.save(model.state_dict(), tmp_path / "all")
+
+    num_bytes = 4 * 256 * 256
+    assert num_bytes <= (tmp_path / "one").stat().st_size <= num_bytes + 4096
+    assert 4 * (num_bytes + 1024) <= (tmp_path / "all").stat().st_size <= 4 * (num_bytes + 1024) + 8192
+
+
+def test_state_goes_through_a_file(device: Device) -> None:
+    model, other = _model(device), _model(device)
+    file = io.BytesIO()
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        other.load_state_dict(torch.load(file))
+
+        assert_same(run_step(model, inputs(device)), run_step(other, inputs(device)))
+
+
+def test_state_is_loaded_into_a_model_that_streams(device: Device) -> None:
+    model, other = _model(device), _model(device)
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        run_step(model, inputs(device))
+        model.zero_grad()
+        model.load_state_dict(other.state_dict())
+
+        assert_same(run_step(model, inputs(device)), run_step(other, inputs(device)))
+
+
+def test_close_leaves_the_model_as_it_was(device: Device) -> None:
+    model = _model(device)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parameters, strides = list(model.parameters()), [parameter.stride() for parameter in model.parameters()]
+
+    offload = memkit.LayerOffload(model, offload_fraction=0.5, device=device)
+    assert _hooks(model)
+    run_step(model, inputs(device))
+    offload.close()
+
+    assert not _hooks(model)
+    assert innermost_pack() is None
+    assert not stacked_owners()
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert [parameter.stride() for parameter in model.parameters()] == strides
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+        assert tensor.device == before[name].device
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.untyped_storage().resize_(0)  # its own, as it was
+
+
+def test_model_runs_plainly_after_close(device: Device) -> None:
+    model = _model(device)
+    plain = copy.deepcopy(model)
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        run_step(model, inputs(device))
+    run_step(plain, inputs(device))
+
+    assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
+
+
+def test_closing_again_does_nothing(device: Device) -> None:
+    model = _model(device)
+    offload = memkit.LayerOffload(model, offload_fraction=1.0, device=device)
+    offload.close()
+    offload.close()
+
+    with pytest.raises(ValueError, match="this LayerOffload is closed; make a new one"), offload:
+        pass
+
+
+def test_closed_one_does_not_gather(device: Device) -> None:
+    model = _model(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+        pass
+
+    with pytest.raises(ValueError, match="closed"), offload.gather("layers.0"):
+        pass
+    assert torch.equal(model.layers[0].up.weight, plain.layers[0].up.weight)
+
+
+def test_closed_one_tells_what_it_did(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+        run_step(model, inputs(device))
+        before = offload.stats()
+    after = offload.stats()
+
+    assert (after.num_fetches, after.h2d_bytes) == (before.num_fetches, before.h2d_bytes)
+    assert after.slot_bytes == 0
+    assert after.host_bytes == 0
+
+
+def test_backward_after_close_raises(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+        loss = model(inputs(device)[0]).sum()
+
+    with pytest.raises(memkit.LayerOffloadError, match=r'"layers.\d" do not stream any more: its LayerOffload is closed'):
+        loss.backward()
+
+
+def test_opened_and_closed_many_times(device: Device) -> None:
+    model, batches = _model(device), inputs(device)
+    plain = copy.deepcopy(model)
+    held = set()
+
+    for _ in range(20):
+        with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+            num_hooks = len(_hooks(model))
+            assert_same(run_step(model, batches), run_step(plain, batches))
+            held.add((num_hooks, offload.stats().host_bytes, offload.stats().slot_bytes))
+        assert not _hooks(model)
+        assert not [owner for owner in owners() if owner is offload._streamer]
+
+    assert len(held) == 1
+
+
+def test_copy_and_pickle_of_the_model_raise(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+        for copied in (model, model.layers, model.layers[0], offload):
+            with pytest.raises(memkit.LayerOffloadError, match=r"Copy it before, or after offload.close\(\)"):
+                copy.deepcopy(copied)
+            with pytest.raises(memkit.LayerOffloadError, match=r"use model.state_dict\(\)"):
+                pickle.dumps(copied)
+        with pytest.raises(memkit.LayerOffloadError, match="state_dict"):
+            torch.save(model, io.BytesIO())
+        part = copy.deepcopy(model.layers[0].up)
+
+    assert torch.equal(part.weight.cpu(), model.layers[0].up.weight.cpu())
+    copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_cast_raises_at_the_next_use(dtype: torch.dtype, device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        model.to(dtype)
+
+        with pytest.raises(memkit.LayerOffloadError, match=rf'"layers.0.norm.weight" streams as .* {dtype}.* \.half.*{ADVICE}'):
+            model(inputs(device)[0].to(dtype))
+
+
+def test_cast_is_kept_by_close(device: Device) -> None:
+    model = _model(device)
+    plain = copy.deepcopy(model).to(torch.float64)
+    with memkit.LayerOffload(model, offload_fraction=0.5, device=device):
+        run_step(model, inputs(device))
+        model.zero_grad()
+        model.to(torch.float64)
+
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    batches = [batch.double() for batch in inputs(device)]
+    assert_same(run_step(model, batches), run_step(plain, batches))
+
+
+def test_cast_that_is_taken_back_goes_on(device: Device) -> None:
+    model = _model(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        model.double().float()
+        if device.torch_device.type == "cpu":
+            assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
+
+
+def test_moved_to_where_it_is(device: Device) -> None:
+    model = _model(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        model.to(memory_format=torch.contiguous_format).requires_grad_(False).eval()
+        model.train().stem.requires_grad_()
+        plain.requires_grad_(False).stem.requires_grad_()
+
+        assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
+
+
+def test_parameter_that_was_removed_raises(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        del model.layers[1].up.weight
+        with pytest.raises(memkit.LayerOffloadError, match=r'"layers.1.up.weight" is gone from its module'):
+            model(inputs(device)[0])
+
+
+def test_parametrization_that_comes_later_raises(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        torch.nn.utils.parametrizations.weight_norm(model.layers[1].up)
+        with pytest.raises(memkit.LayerOffloadError, match=r'"layers.1.up.weight" is gone from its module'):
+            model(inputs(device)[0])
+
+
+def test_adapter_that_comes_later(device: Device) -> None:
+    model, batches = _model(device), inputs(device)
+    plain = copy.deepcopy(model)
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base
+            self.scale = nn.Parameter(torch.ones(base.out_features, device=device.torch_device))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) * self.scale
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+        run_step(model, batches)
+        run_step(plain, batches)
+        for tested in (model, plain):
+            tested.layers[1].up = Adapted(tested.layers[1].up)
+
+        assert_same(run_step(model, batches), run_step(plain, batches))
+
+
+def test_layer_that_is_replaced_does_not_stream(device: Device) -> None:
+    model, batches = _model(device), inputs(device)
+    plain = copy.deepcopy(model)
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+        for tested in (model, plain):
+            torch.manual_seed(5)
+            tested.layers[1] = nn.Linear(16, 16, device=device.torch_device)
+
+        assert_same(run_step(model, batches), run_step(plain, batches))
+
+
+def test_stats_are_printed(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=0.5, slots=2, device=device) as offload:
+        run_step(model, inputs(device))
+        stats = offload.stats()
+
+    lines = [re.split(r"  +", line) for line in str(stats).splitlines()]
+    assert lines[:2] == [["layers that stream", "3 (15.00 KiB)"], ["layers that stay", "3"]]
+    assert ["overflows", "0"] in lines
+    assert set(stats.stall_s) == set(offload.plan.streamed)
+
+
+def test_plan_is_explained(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=0.5, slots=2, device=device) as offload:
+        text = offload.plan.explain()
+
+    rows = [line.split()[:2] for line in text.splitlines()[2:8]]
+    assert rows == [[f"layers.{number}", "streamed" if number % 2 else "resident"] for number in range(6)]
+    assert "streamed: 3 of 6 layers" in text
+
+
+def test_nothing_streams(device: Device) -> None:
+    model = _model(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=0.0, device=device) as offload:
+        assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
+        stats = offload.stats()
+
+    assert not any((stats.num_streamed, stats.num_fetches, stats.slot_bytes, stats.host_bytes))
+    assert not _hooks(model)

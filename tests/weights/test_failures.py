@@ -1,0 +1,371 @@
+"""Whatever fails around streamed weights: they are whole in host memory, and the next step works."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import Device
+from memkit.hooks import innermost_pack, owner_of, stacked_owners
+from memkit.transfer import arena
+from tests.weights.cases import Block, Stack, assert_same, inputs, only_lora, run_step
+
+
+class ModelError(Exception):
+    pass
+
+
+def fail(*_: Any) -> None:
+    raise ModelError("body")
+
+
+class Failing(Block):
+    """Raises behind its first half if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = super().forward(x)
+        if self.error is not None:
+            raise self.error
+        return super().forward(half)
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        raise ctx.error
+
+
+class Case:
+    """A model with streamed layers, and a plain copy of it."""
+
+    def __init__(self, device: Device, *, slots: int = 2) -> None:
+        self.model = only_lora(Stack(4, block=Failing)).to(device.torch_device)
+        self.plain = copy.deepcopy(self.model)
+        self.batches = inputs(device)
+        self.offload = memkit.LayerOffload(self.model, offload_fraction=1.0, slots=slots, device=device)
+
+    def assert_weights_are_whole(self) -> None:
+        for (name, found), expected in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            assert torch.equal(found.cpu(), expected.cpu()), name
+            assert owner_of(found.untyped_storage()) is None, name
+
+    def assert_next_step_works(self) -> None:
+        self.model.zero_grad()
+        self.plain.zero_grad()
+        assert_same(run_step(self.model, self.batches), run_step(self.plain, self.batches))
+        assert innermost_pack() is None
+        assert not stacked_owners()
+        self.assert_weights_are_whole()
+        assert self.offload.stats().slot_bytes == sum(self.offload.plan.slot_bytes)
+
+
+@pytest.mark.parametrize("is_sampling", [False, True])
+@pytest.mark.parametrize("error", [ModelError("a layer"), KeyboardInterrupt("a layer")], ids=["exception", "interrupt"])
+def test_layer_fails(error: BaseException, is_sampling: bool, device: Device) -> None:
+    case = Case(device)
+    with case.offload:
+        case.model.layers[1].error = error
+        with torch.set_grad_enabled(not is_sampling), pytest.raises(type(error), match="a layer"):
+            case.model(case.batches[0])
+        case.model.layers[1].error = None
+
+        case.assert_next_step_works()
+
+
+@pytest.mark.parametrize("error", [ModelError("a layer"), KeyboardInterrupt("a layer")], ids=["exception", "interrupt"])
+def test_layer_fails_and_all_is_closed(error: BaseException, device: Device) -> None:
+    case = Case(device)
+    case.model.layers[1].error = error
+    with pytest.raises(type(error), match="a layer"), case.offload:
+        case.model(case.batches[0])
+
+    case.assert_weights_are_whole()
+    assert innermost_pack() is None
+    assert not stacked_owners()
+    assert not case.model.layers[1]._forward_hooks
+
+
+def test_layer_is_interrupted_and_the_weights_are_read_next(device: Device) -> None:
+    case = Case(device)
+    with case.offload:
+        case.model.layers[1].error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            case.model(case.batches[0])
+        state = case.model.state_dict()
+        case.model.layers[1].error = None
+        case.assert_next_step_works()
+
+    for name, tensor in case.plain.state_dict().items():
+        assert torch.equal(state[name].cpu(), tensor.cpu()), name
+
+
+def test_layer_is_interrupted_and_its_weights_are_written_next(device: Device) -> None:
+    case = Case(device)
+    with case.offload:
+        case.model.layers[1].error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            case.model(case.batches[0])
+        case.model.layers[1].error = None
+        for tested in (case.model, case.plain):
+            with torch.no_grad():
+                tested.layers[1].up.weight.mul_(2)
+
+        case.assert_next_step_works()
+
+
+def test_layer_is_interrupted_and_weights_are_loaded_next(device: Device) -> None:
+    case = Case(device)
+    other = only_lora(Stack(4, block=Failing)).state_dict()
+    with case.offload:
+        case.model.layers[1].error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            case.model(case.batches[0])
+        case.model.layers[1].error = None
+        case.model.load_state_dict(other)
+        case.plain.load_state_dict(other)
+
+        case.assert_next_step_works()
+
+
+def test_model_is_interrupted_within_the_users_hooks(device: Device) -> None:
+    case = Case(device)
+    with case.offload:
+        case.model.layers[1].error = KeyboardInterrupt()
+        with (
+            pytest.raises(KeyboardInterrupt),
+            torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor),
+        ):
+            case.model(case.batches[0])
+        case.model.layers[1].error = None
+
+        case.assert_next_step_works()
+
+
+def test_first_step_after_an_interrupt_is_within_other_hooks(device: Device) -> None:
+    case = Case(device)
+    packed = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    with case.offload:
+        case.model.layers[1].error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            case.model(case.batches[0])
+        case.model.layers[1].error = None
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = case.model(case.batches[0])
+        assert innermost_pack() is None
+        expected = case.plain(case.batches[0])
+        output.sum().backward()
+        expected.sum().backward()
+
+        assert torch.equal(case.model.stem.weight.grad, case.plain.stem.weight.grad)
+        assert packed
+
+
+def test_first_step_after_an_interrupt_is_offloaded(device: Device) -> None:
+    case = Case(device)
+    with case.offload:
+        case.model.layers[1].error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            case.model(case.batches[0])
+        case.model.layers[1].error = None
+        with memkit.CPUOffload(1.0, min_bytes=0, device=device):
+            output = case.model(case.batches[0])
+            expected = case.plain(case.batches[0])
+        output.sum().backward()
+        expected.sum().backward()
+
+        assert torch.equal(case.model.stem.weight.grad, case.plain.stem.weight.grad)
+
+
+def test_model_fails_between_its_layers(device: Device) -> None:
+    case = Case(device)
+
+    def run_some(layers: nn.ModuleList, x: Tensor) -> None:
+        fail(layers[1](layers[0](x)))
+
+    with case.offload:
+        run, case.model._run = case.model._run, run_some
+        with pytest.raises(ModelError, match="body"):
+            case.model(case.batches[0])
+        case.model._run = run
+
+        case.assert_next_step_works()
+
+
+@pytest.mark.parametrize("error", [ModelError("backward"), KeyboardInterrupt("backward")], ids=["exception", "interrupt"])
+def test_backward_fails(error: BaseException, device: Device) -> None:
+    case = Case(device)
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        x = FailsBackward.apply(layers[1](layers[0](x)), error)
+        return layers[3](layers[2](x))
+
+    with case.offload:
+        in_order, case.model._run = case.model._run, run
+        with pytest.raises(type(error), match="backward"):
+            case.model(case.batches[0]).sum().backward()
+        case.model._run = in_order
+
+        case.assert_next_step_works()
+
+
+def test_backward_fails_in_a_checkpoint_that_runs_again(device: Device) -> None:
+    case = Case(device)
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    with case.offload:
+        in_order, case.model._run = case.model._run, run
+        loss = case.model(case.batches[0]).sum()
+        case.model.layers[1].error = ModelError("again")
+        with pytest.raises(ModelError, match="again"):
+            loss.backward()
+        case.model.layers[1].error = None
+        case.model._run = in_order
+
+        case.assert_next_step_works()
+
+
+def test_hook_of_the_user_fails(device: Device) -> None:
+    case = Case(device)
+
+    with case.offload:
+        layer = case.model.layers[1]
+        for register in (
+            layer.register_forward_pre_hook,
+            functools.partial(layer.register_forward_pre_hook, prepend=True),
+            layer.register_forward_hook,
+        ):
+            handle = register(fail)
+            with pytest.raises(ModelError, match="body"):
+                case.model(case.batches[0])
+            handle.remove()
+
+            case.assert_next_step_works()
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_device_has_no_room_for_an_overflow(is_backward: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Returning(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), self.weight.t()
+
+    def allocate(num_bytes: int) -> torch.UntypedStorage:
+        raise torch.OutOfMemoryError("no room")
+
+    model = Stack(4, block=lambda: Returning(16, 16)).to(device.torch_device)
+    model.requires_grad_(False).stem.requires_grad_()
+    x = model.stem(inputs(device)[0])
+    expected = model.layers[2](model.layers[1](model.layers[0](x)[0])[0])[0].cpu()
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=1, device=device):
+        if is_backward:
+            y = model.layers[1](model.layers[0](x)[0])[0]
+        kept = model.layers[2](x)[1]
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "allocate", allocate)
+            with pytest.raises(torch.OutOfMemoryError, match="no room"):
+                y.sum().backward() if is_backward else model.layers[1](x)
+        assert owner_of(model.layers[1].weight.untyped_storage()) is None
+        del kept
+
+        found = model.layers[2](model.layers[1](model.layers[0](x)[0])[0])[0]
+        assert torch.equal(found.cpu(), expected)
+        found.sum().backward()
+
+
+def test_device_has_no_room_for_the_slots(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = only_lora(Stack(4)).to(device.torch_device)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    allocate, num_left = device.allocate, 1
+
+    def allocate_once(num_bytes: int) -> torch.UntypedStorage:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise torch.OutOfMemoryError("no room")
+        return allocate(num_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "allocate", allocate_once)
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            memkit.LayerOffload(model, offload_fraction=1.0, device=device)
+
+    assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert_same(run_step(model, batches), run_step(plain, batches))
+    memkit.LayerOffload(model, offload_fraction=1.0, device=device).close()
+
+
+def _refused(model: nn.Module, device: Device, **options: Any) -> None:
+    storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
+    with pytest.raises(memkit.HostMemoryError, match="host memory is needed"):
+        memkit.LayerOffload(model, offload_fraction=1.0, device=device, **options)
+
+    assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
+    assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
+    memkit.LayerOffload(model, offload_fraction=1.0, device=device).close()
+
+
+def test_limit_of_host_memory_is_met_before_anything_moved(device: Device) -> None:
+    _refused(only_lora(Stack(4)).to(device.torch_device), device, host_limit_bytes=1024)
+
+
+def test_host_memory_ends_before_anything_moved(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "available_bytes", lambda: 1024)
+        model = only_lora(Stack(4)).to(device.torch_device)
+        storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
+        with pytest.raises(memkit.HostMemoryError, match="available memory"):
+            memkit.LayerOffload(model, offload_fraction=1.0, device=device)
+
+        assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
+
+
+def test_error_in_the_body_is_not_masked(device: Device) -> None:
+    case = Case(device)
+    with pytest.raises(ModelError, match="body"), case.offload:
+        fail(case.model(case.batches[0]))
+
+    case.assert_weights_are_whole()
+
+
+def test_error_in_gather_is_not_masked(device: Device) -> None:
+    case = Case(device)
+    with case.offload:
+        with pytest.raises(ModelError, match="body"), case.offload.gather("layers.1") as layer:
+            fail(layer.half())
+        case.model.float()
+
+
+def test_close_within_a_forward_raises(device: Device) -> None:
+    case = Case(device)
+    handle = case.model.layers[1].up.register_forward_hook(lambda *_: case.offload.close())
+    with pytest.raises(memkit.LayerOffloadError, match="called within a forward"):
+        case.model(case.batches[0])
+    handle.remove()
+
+    case.assert_next_step_works()
+    case.offload.close()
+    assert innermost_pack() is None

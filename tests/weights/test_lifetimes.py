@@ -1,0 +1,235 @@
+"""Several graphs, partial and repeated backwards, changing orders: gradients stay exact, and slots come free again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import Device
+from tests.weights.cases import WIDTH, Result, Stack, compare, in_order, inputs, only_lora, results, run_step
+
+Step = Callable[[nn.Module, list[Tensor]], Result]
+
+
+def _backwards_in_order(model: nn.Module, batches: list[Tensor]) -> Result:
+    outputs = [model(batch) for batch in batches]
+    for output in outputs:
+        output.square().mean().backward()
+    return results(model, outputs)
+
+
+def _backwards_in_reverse(model: nn.Module, batches: list[Tensor]) -> Result:
+    outputs = [model(batch) for batch in batches]
+    for output in reversed(outputs):
+        output.square().mean().backward()
+    return results(model, outputs)
+
+
+def _one_backward_of_two(model: nn.Module, batches: list[Tensor]) -> Result:
+    outputs = [model(batch) for batch in batches]
+    (outputs[0] * outputs[1]).mean().backward()
+    return results(model, outputs)
+
+
+def _part_of_the_outputs(model: nn.Module, batches: list[Tensor]) -> Result:
+    output = model(batches[0])
+    output[:2, 1].sum().backward()
+    return results(model, [output])
+
+
+def _part_of_the_layers(model: nn.Module, batches: list[Tensor]) -> Result:
+    """The graph ends in the middle: what comes after has no backward."""
+    hidden = in_order(model.layers[:3], model.stem(batches[0]))
+    output = model.head(in_order(model.layers[3:], hidden.detach()))
+    hidden.sum().backward()
+    return results(model, [output])
+
+
+def _retained(model: nn.Module, batches: list[Tensor]) -> Result:
+    output = model(batches[0])
+    for is_last in (False, False, True):
+        output.square().mean().backward(retain_graph=not is_last)
+    return results(model, [output])
+
+
+def _retained_between_others(model: nn.Module, batches: list[Tensor]) -> Result:
+    output = model(batches[0])
+    output.square().mean().backward(retain_graph=True)
+    other = model(batches[1])
+    other.mean().backward()
+    output.mean().backward()
+    return results(model, [output, other])
+
+
+def _grad_of_inputs(model: nn.Module, batches: list[Tensor]) -> Result:
+    x = batches[0].clone().requires_grad_()
+    output = model(x)
+    return results(model, [output, *torch.autograd.grad(output.sum(), [x, model.stem.weight])])
+
+
+def _double_backward(model: nn.Module, batches: list[Tensor]) -> Result:
+    x = batches[0].clone().requires_grad_()
+    output = model(x)
+    grad = torch.autograd.grad(output.square().sum(), x, create_graph=True)[0]
+    (grad.square().mean() + output.mean()).backward()
+    return results(model, [output, grad, x.grad])
+
+
+def _samples_in_between(model: nn.Module, batches: list[Tensor]) -> Result:
+    outputs = []
+    for batch in batches:
+        outputs.append(model(batch))
+        model.eval()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                outputs.append(model(batch * 2).clone())
+        model.train()
+        outputs[-3].square().mean().backward()
+    return results(model, outputs)
+
+
+def _dropped(model: nn.Module, batches: list[Tensor]) -> Result:
+    model(batches[1])
+    output = model(batches[0])
+    dropped = model(batches[1])
+    dropped.sum().backward(retain_graph=True)
+    del dropped
+    output.sum().backward()
+    return results(model, [output])
+
+
+def _in_a_thread(model: nn.Module, batches: list[Tensor]) -> Result:
+    """The backward runs in another thread than the forward."""
+    output = model(batches[0])
+    thread = threading.Thread(target=lambda: output.square().mean().backward())
+    thread.start()
+    thread.join()
+    return results(model, [output])
+
+
+def _anomalies(model: nn.Module, batches: list[Tensor]) -> Result:
+    with torch.autograd.detect_anomaly(check_nan=True):
+        return run_step(model, batches)
+
+
+STEPS: dict[str, Step] = {
+    "backwards in order": _backwards_in_order,
+    "backwards in reverse": _backwards_in_reverse,
+    "one backward of two": _one_backward_of_two,
+    "part of the outputs": _part_of_the_outputs,
+    "part of the layers": _part_of_the_layers,
+    "retained": _retained,
+    "retained between others": _retained_between_others,
+    "grad of inputs": _grad_of_inputs,
+    "double backward": _double_backward,
+    "samples in between": _samples_in_between,
+    "dropped": _dropped,
+    "in a thread": _in_a_thread,
+    "anomalies": _anomalies,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("step", STEPS)
+def test_gradients(step: str, slots: int, device: Device) -> None:
+    stats = compare(only_lora(Stack()), device, step=STEPS[step], offload_fraction=1.0, slots=slots)
+
+    assert stats.slot_bytes == slots * stats.streamed_bytes // stats.num_streamed
+
+
+def test_gradients_of_inputs_through_frozen_layers(device: Device) -> None:
+    compare(Stack().requires_grad_(False), device, step=_grad_of_inputs_only, offload_fraction=1.0, slots=2)
+
+
+def _grad_of_inputs_only(model: nn.Module, batches: list[Tensor]) -> Result:
+    x = batches[0].clone().requires_grad_()
+    output = model(x)
+    output.sum().backward()
+    return results(model, [output, x.grad])
+
+
+def test_nothing_to_train_in_what_comes_first(device: Device) -> None:
+    model = only_lora(Stack())
+    model.stem.requires_grad_(False)
+
+    compare(model, device, offload_fraction=1.0, slots=2)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_another_order_in_each_step(slots: int, device: Device) -> None:
+    def run_shuffled(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        order = list(layers)
+        chance = random.Random(int(x.detach().abs().sum() * 1000))
+        chance.shuffle(order)
+        return in_order(order[: chance.randint(1, len(order))], x)
+
+    compare(only_lora(Stack(run=run_shuffled)), device, num_steps=6, offload_fraction=1.0, slots=slots)
+
+
+def test_number_of_layers_that_varies(device: Device) -> None:
+    def run_some(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+            if x.detach().abs().mean() > 1.2:
+                break
+        return x
+
+    compare(only_lora(Stack(run=run_some)), device, num_steps=4, offload_fraction=0.7, slots=2)
+
+
+@pytest.mark.parametrize("step", ["backwards in order", "samples in between", "dropped", "double backward", "retained"])
+def test_no_slot_stays_in_use(step: str, device: Device) -> None:
+    model = only_lora(Stack()).to(device.torch_device)
+    batches = inputs(device)
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+        for number in range(20):
+            STEPS[step](model, batches)
+            if number == 2:
+                before = offload.stats()
+        gc.collect()
+        run_step(model, batches)
+        after = offload.stats()
+
+    per_step = (after.num_overflows - before.num_overflows) / 18
+    assert per_step <= before.num_overflows / 3
+    assert after.slot_bytes == before.slot_bytes == sum(offload.plan.slot_bytes)
+    assert after.host_bytes == before.host_bytes
+
+
+def test_dropped_graphs_hold_no_slot(device: Device) -> None:
+    model = only_lora(Stack()).to(device.torch_device)
+    batches = inputs(device)
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+        kept = [model(batches[0]) for _ in range(5)]
+        assert offload.stats().num_overflows == 0
+        del kept
+        run_step(model, batches)
+
+        assert offload.stats().num_overflows == 0
+
+
+def test_graph_outlives_many_other_passes(device: Device) -> None:
+    model = only_lora(Stack()).to(device.torch_device)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    expected = plain(batches[0])
+    expected.sum().backward()
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+        output = model(batches[0])
+        for _ in range(5):
+            with torch.no_grad():
+                model(torch.randn(3, WIDTH, device=device.torch_device))
+        output.sum().backward()
+
+        assert torch.equal(model.stem.weight.grad, plain.stem.weight.grad)
