@@ -53,13 +53,21 @@ class Calls(threading.local):
         self._calls.append(call)
         return call
 
-    def end(self, module: nn.Module) -> None:
-        """A call has returned or raised: to be called from its hook."""
+    def is_last(self, module: nn.Module) -> bool:
+        """Tell whether the innermost call is one of a module."""
+        return bool(self._calls) and self._calls[-1].module is module
+
+    def end(self, module: nn.Module, *, depth: int) -> None:
+        """A call has returned or raised.
+
+        Args:
+            depth: how many frames above this function's the module is called.
+        """
         stack = _stack()
         while self._calls:
             last = self._calls[-1]
             is_over = last.frame not in stack  # torch runs hooks after an exception when that has left the call
-            if last.module is module and (is_over or last.frame is sys._getframe(2)):
+            if last.module is module and (is_over or last.frame is sys._getframe(depth + 1)):
                 self._end_last(Ending.RAISED if is_over else Ending.RETURNED)
                 return
             if not is_over:

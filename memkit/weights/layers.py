@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -24,14 +24,10 @@ from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
 from memkit.weights.gradients import HostGradients
 from memkit.weights.placement import Placement, is_plain, shared_between
 from memkit.weights.saving import WeightHooks
-from memkit.weights.selection import LayerChoice, find_layers, refuse_unmovable, refuse_wrapped
-from memkit.weights.shares import plan_share
+from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_unmovable, refuse_wrapped
+from memkit.weights.shares import choose_mode, plan_share
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
-
-_TRAIN = ("auto", "frozen", "host", "fused")
-_MOSTLY = 0.5
-"""Layers are trained whose parameters require grad by more than this share of their bytes."""
 
 _managers: weakref.WeakValueDictionary[int, LayerOffload] = weakref.WeakValueDictionary()
 """Who streams a parameter, by its id: whoever does keeps it alive."""
@@ -102,8 +98,6 @@ class LayerOffload:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"LayerOffload needs a torch.nn.Module; found {type(model).__name__}")
-        if train not in _TRAIN:
-            raise ValueError(f"train is one of {_TRAIN}; found {train!r}")
         if device is not None and not isinstance(device, Device):
             raise TypeError(f"device is a memkit.device.Device; found {type(device).__name__}. For CUDA, leave it away")
         host_limit_bytes = None if host_limit_bytes is None else check_bytes("host_limit_bytes", host_limit_bytes)
@@ -114,7 +108,7 @@ class LayerOffload:
         self._layers = find_layers(model, layers)
         for name, parameter in model.named_parameters():
             _check_unmanaged(name, parameter)
-        self.train = _choose(train, self._layers, optimizer)
+        self.train = choose_mode(train, self._layers, optimizer)
         extents = self._extents_of()
         state_ratio = 0.0 if optimizer is None else state_bytes_per_byte(optimizer)
         self.plan = plan_share(
@@ -140,7 +134,7 @@ class LayerOffload:
             for extent, span in zip(self._extents, spans, strict=True):
                 extent.span = span
             if self.train != "frozen":
-                _refuse_replicas(self.model, self.train)
+                refuse_replicas(self.model, self.train)
             if self.train == "host":
                 self._gradients = HostGradients(self.device, self._arena, self._extents, self._hooks)
             self._begin()
@@ -190,6 +184,12 @@ class LayerOffload:
                 self._hooks.around_forward(module, before=self._before_outer, after=self._after)
         for extent in self._extents:
             self._hooks.around_forward(extent.module, before=partial(self._before_layer, extent), after=self._after)
+            holding = {id(module) for item in extent.parameters for module, _ in item.places}
+            for module in extent.module.modules():
+                if module is not extent.module and any(id(inner) in holding for inner in module.modules()):
+                    self._hooks.around_forward(
+                        module, before=partial(self._before_inner, extent), after=partial(self._after_inner, extent)
+                    )
 
     # Forwards
 
@@ -202,8 +202,26 @@ class LayerOffload:
         if len(self._calls) == 1 and backward_task() == -1:
             self._streams.begin_pass(first)
 
+    def _before_inner(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
+        """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
+        if not extent.num_bound:
+            # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
+            self._enter(extent, module, saves=backward_task() == -1)
+
+    def _after_inner(self, extent: LayerExtent, module: nn.Module, *_: Any) -> None:
+        if self._calls.is_last(module):
+            self._calls.end(module, depth=1)
+
     def _before_layer(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
-        call = self._calls.begin(module, depth=1)
+        self._enter(extent, module, saves=True)
+
+    def _enter(self, extent: LayerExtent, module: nn.Module, *, saves: bool) -> None:
+        """A forward begins that uses the weights of a layer.
+
+        Args:
+            saves: whether autograd is given handles for them. If not, it holds the slot.
+        """
+        call = self._calls.begin(module, depth=2)
         if not extent.num_bound:
             for adopted in extent.adopt():
                 _managers[id(adopted.parameter)] = self
@@ -219,19 +237,19 @@ class LayerOffload:
         if not extent.num_bound:
             extent.bind(slot.storage)
         extent.num_bound += 1
-        hooks = WeightHooks(self._streams) if torch.is_grad_enabled() else None
+        hooks = WeightHooks(self._streams) if saves and torch.is_grad_enabled() else None
         call.end = partial(self._end_layer, extent, extent.state(), hooks)
         if hooks is not None:
             hooks.begin()
 
     def _after(self, module: nn.Module, *_: Any) -> None:
-        self._calls.end(module)
+        self._calls.end(module, depth=1)
 
     def _end_layer(self, extent: LayerExtent, state: object, hooks: WeightHooks | None, ending: Ending) -> None:
         if hooks is not None:
             hooks.end()
-            if self._gradients is not None:
-                self._gradients.note_forward(extent)
+        if self._gradients is not None and torch.is_grad_enabled():
+            self._gradients.note_forward(extent)
         self._streams.release(extent)
         extent.num_bound -= 1
         if extent.num_bound:
@@ -351,30 +369,6 @@ class LayerOffload:
                 num_demand_fetches=streamer.num_demand_fetches,
                 num_overflows=streamer.ring.num_overflows,
                 stall_s=dict(zip((extent.name for extent in self._extents), streamer.stalls.seconds(), strict=True)),
-            )
-
-
-def _choose(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOptimizer | None) -> str:
-    """Return how layers are trained."""
-    if optimizer is not None and (train not in ("auto", "fused") or not callable(optimizer)):
-        raise ValueError(f'optimizer makes the optimizer for train="fused"; found {optimizer!r} with train="{train}"')
-    if train == "fused" and optimizer is None:
-        raise ValueError('train="fused" needs an optimizer, such as functools.partial(torch.optim.AdamW, lr=1e-4); found None')
-    if train == "auto" and optimizer is not None:
-        return "fused"
-    if train != "auto":
-        return train
-    parameters = [parameter for layer in layers.values() for parameter in layer.parameters()]
-    trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    return "host" if trained_bytes > _MOSTLY * sum(parameter.nbytes for parameter in parameters) else "frozen"
-
-
-def _refuse_replicas(model: nn.Module, train: str) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise ValueError(
-                f'LayerOffload: train="{train}" takes gradients away that {type(module).__name__} would reduce. Use FSDP2 to '
-                'train on several devices, or train="frozen" (LoRA)'
             )
 
 

@@ -138,3 +138,17 @@ def refuse_wrapped(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if type(parameter.data).__name__ == "DTensor":  # importing the class takes seconds
             raise ValueError(f'LayerOffload: "{name}" is a DTensor, whose shards another library moves. Use one of the two')
+
+
+def refuse_replicas(model: nn.Module, train: str) -> None:
+    """Raise where another library reduces the gradients that are taken away.
+
+    Raises:
+        ValueError: the model is, or has in it, one that is replicated.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(
+                f'LayerOffload: train="{train}" takes gradients away that {type(module).__name__} would reduce. Use FSDP2 to '
+                'train on several devices, or train="frozen" (LoRA)'
+            )

@@ -1,12 +1,40 @@
-"""From what the user asks for to the layers that stream."""
+"""From what the user asks for to the layers that stream, and how they are trained."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import nn
+
 from memkit.plan import LayerCosts, ResidencyPlan, plan_budget, plan_fraction, plan_resident
 from memkit.sizes import parse_bytes
 from memkit.weights.extents import LayerExtent
+from memkit.weights.fused import MakeOptimizer
+
+_TRAIN = ("auto", "frozen", "host", "fused")
+_MOSTLY = 0.5
+"""Layers are trained whose parameters require grad by more than this share of their bytes."""
+
+
+def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOptimizer | None) -> str:
+    """Return how layers are trained.
+
+    Raises:
+        ValueError: there is no such mode, or it does not go with the optimizer that is given.
+    """
+    if train not in _TRAIN:
+        raise ValueError(f"train is one of {_TRAIN}; found {train!r}")
+    if optimizer is not None and (train not in ("auto", "fused") or not callable(optimizer)):
+        raise ValueError(f'optimizer makes the optimizer for train="fused"; found {optimizer!r} with train="{train}"')
+    if train == "fused" and optimizer is None:
+        raise ValueError('train="fused" needs an optimizer, such as functools.partial(torch.optim.AdamW, lr=1e-4); found None')
+    if train == "auto" and optimizer is not None:
+        return "fused"
+    if train != "auto":
+        return train
+    parameters = [parameter for layer in layers.values() for parameter in layer.parameters()]
+    trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    return "host" if trained_bytes > _MOSTLY * sum(parameter.nbytes for parameter in parameters) else "frozen"
 
 
 def plan_share(

@@ -276,3 +276,41 @@ def test_handles_hold_no_bytes(device: Device) -> None:
         loss.backward()
 
         assert offload.stats().num_overflows == 0
+
+
+class _CheckpointInside(Block):
+    """Checkpoints a part of its own forward, so that its modules run again in the backward without it."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_inside_of_a_layer_finds_its_weights_in_a_slot(use_reentrant: bool, device: Device) -> None:
+    model = only_lora(Stack(4, block=_CheckpointInside)).to(device.torch_device)
+    for layer in model.layers:
+        layer.use_reentrant = use_reentrant
+    plain, batches = copy.deepcopy(model), inputs(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+        places = []
+        for layer in model.layers:
+            layer.up.register_forward_pre_hook(
+                lambda module, _: places.append(offload._streams.ring.at(module.weight.untyped_storage()) is not None)
+            )
+        for _ in range(2):
+            assert_same(run_step(model, batches), run_step(plain, batches))
+
+        assert len(places) == 2 * 2 * 2 * 4
+        assert all(places)
+
+
+def test_module_inside_of_a_layer_is_called_by_itself(device: Device) -> None:
+    model = only_lora(Stack(4)).to(device.torch_device)
+    plain, batch = copy.deepcopy(model), inputs(device)[0]
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+        for one in (model, plain):
+            (one.layers[2].up(batch).square().sum() + one(batch).square().sum()).backward()
+        assert_same(results(model, []), results(plain, []))
+        assert offload.stats().num_overflows == 0
