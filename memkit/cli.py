@@ -13,10 +13,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor, nn
 
 from memkit._version import __version__
 from memkit.activations.remat import check_budget
-from memkit.bench import OffloadBench, RematBench, Workload, bench_offload, bench_remat, predict_offload, sum_of_outputs
+from memkit.bench import (
+    LayerBench,
+    OffloadBench,
+    RematBench,
+    Workload,
+    bench_layers,
+    bench_offload,
+    bench_remat,
+    freeze_layers,
+    predict_offload,
+    sum_of_outputs,
+)
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import MemkitError
 from memkit.profile import MemoryReport, profile_memory
@@ -106,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(title="benches", required=True, metavar="BENCH")
     _add_bench_offload(benches.add_parser("offload", **_BENCH_OFFLOAD))
     _add_bench_remat(benches.add_parser("remat", **_BENCH_REMAT))
+    _add_bench_layers(benches.add_parser("layers", **_BENCH_LAYERS))
     return parser
 
 
@@ -170,10 +183,51 @@ def _add_bench_remat(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_bench_remat)
 
 
+_BENCH_LAYERS: dict[str, Any] = {
+    "help": "time and peak memory against the fraction of the layers that LayerOffload streams",
+    "description": (
+        "Time a step, and take its peak memory, with several fractions of the layers' weights streamed from host memory, "
+        "beside plain PyTorch. The model is built on the CPU, so it may be larger than the device: plain is then left out."
+    ),
+    "epilog": "example: memkit bench layers torchvision:vit_l_16 --input 32x3x224x224 --fractions 0,0.5,1 --peers",
+    "allow_abbrev": False,
+}
+
+
+def _add_bench_layers(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument(
+        "--fractions",
+        type=_ratios,
+        default=[0.0, 0.25, 0.5, 0.75, 1.0],
+        metavar="F,F,...",
+        help="shares of the layers' bytes; default: 0,0.25,0.5,0.75,1",
+    )
+    parser.add_argument(
+        "--train",
+        choices=("frozen", "host", "fused"),
+        default="frozen",
+        help="what becomes of the layers' gradients. frozen: there are none; the layers' parameters are frozen, all others are "
+        "trained, and inputs of floating point get gradients, so that the backward goes through all layers. host: they go to "
+        "host memory. fused: plain SGD steps inside of the backward; plain PyTorch then steps after it. Default: frozen",
+    )
+    parser.add_argument(
+        "--no-backward", dest="backward", action="store_false", help="forward only, in eval mode and without gradients"
+    )
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="time FSDP2's CPUOffloadPolicy as well; with --no-backward also diffusers' group offloading and accelerate's "
+        "cpu_offload, if installed",
+    )
+    _add_bench_output(parser)
+    parser.set_defaults(run=_bench_layers)
+
+
 def _add_bench_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iters", type=_positive, default=20, metavar="N", help="steps that count in each median; default: 20")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against peak memory into FILE (.png, .svg)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time and peak memory into FILE (.png, .svg)")
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
@@ -237,6 +291,41 @@ def _bench_remat(options: argparse.Namespace) -> None:
     )
 
 
+def _bench_layers(options: argparse.Namespace) -> None:
+    if not options.backward and options.train != "frozen":
+        raise UsageError(f"--train {options.train} needs a backward; found --no-backward. Leave one of the two away")
+    _check_bench_output(options)
+    _check_cuda("there is nothing to stream to")
+    device = open_device(torch.device("cuda"))
+    model = build_model(options.spec, torch.device("cpu")).train(options.backward)
+    is_frozen = options.train == "frozen"
+    if is_frozen:
+        freeze_layers(model)
+    inputs = [make_input(shape, dtype, device.torch_device) for shape, dtype in options.inputs]
+
+    def arguments() -> list[Tensor]:
+        # Where layers are frozen, there may be no parameters in front of them that a backward would go to.
+        return [item.detach().requires_grad_() if is_frozen and _may_have_grad(item) else item for item in inputs]
+
+    def step_of(model: nn.Module) -> Workload:
+        return Workload(
+            name=options.spec,
+            model=model,
+            forward=lambda: model(*arguments()),
+            loss=sum_of_outputs,
+            backward=options.backward,
+        )
+
+    result = bench_layers(
+        step_of, model, options.fractions, device, train=options.train, num_steps=options.iters, with_peers=options.peers
+    )
+    _write_bench(result, options)
+
+
+def _may_have_grad(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _check_bench_output(options: argparse.Namespace) -> None:
     for path in (options.json, options.plot):
         if path is not None:
@@ -250,7 +339,7 @@ def _check_cuda(without_one: str) -> None:
         raise UsageError(f"nothing was measured: there is no CUDA device here, and without one {without_one}")
 
 
-def _write_bench(result: OffloadBench | RematBench, options: argparse.Namespace) -> None:
+def _write_bench(result: OffloadBench | RematBench | LayerBench, options: argparse.Namespace) -> None:
     print(result.to_text())
     if options.json is not None:
         options.json.write_text(result.to_json() + "\n", encoding="utf-8")

@@ -149,6 +149,8 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
             ["bench", "remat", "torch.nn:ReLU", "--input", "2", "--budgets", "much"],
             "needs shares above 0 and up to 1, or bytes",
         ),
+        (["bench", "layers", "torch.nn:ReLU", "--input", "2", "--fractions", "0,1.5"], "needs numbers from 0 to 1"),
+        (["bench", "layers", "torch.nn:ReLU", "--input", "2", "--train", "all"], "argument --train: invalid choice: 'all'"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "required: COMMAND"),
     ],
@@ -220,6 +222,7 @@ def test_what_is_quick_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
         (["profile"], "memkit profile torchvision:resnet50 --input 256x3x224x224"),
         (["bench", "offload"], "memkit bench offload torchvision:resnet50 --input 256x3x224x224"),
         (["bench", "remat"], "memkit bench remat torchvision:resnet50 --input 256x3x224x224"),
+        (["bench", "layers"], "memkit bench layers torchvision:vit_l_16 --input 32x3x224x224"),
     ],
 )
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: list[str], example: str) -> None:

@@ -11,26 +11,26 @@ a process of its own.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import platform
-import statistics
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from setting import Setting, say
+from setting import Setting, figures_of, say
 from shared import Line, about_run, allow_tf32, run_in_process
 from workloads import llama_3b
 
 import memkit
-from memkit.bench import Workload
+from memkit.bench import Measurement, Workload, measure, measure_fraction
+from memkit.bench.measure import Engine
 from memkit.device import open_device
 from memkit.transfer.link import Link, measure_link
 
@@ -88,7 +88,11 @@ def _curve(
 ) -> Iterator[Line]:
     """Measure a workload plainly, and with shares of its layers streamed."""
     link = measure_link(setting.device) if not setting.tiny else measure_link(setting.device, num_bytes=2**20)
-    plain = _measure(setting, workload, backward=backward, offload_ratio=offload_ratio)
+    workload = replace(workload, backward=backward)
+    engine: Engine = nullcontext
+    if offload_ratio is not None:
+        engine = partial(memkit.CPUOffload, offload_ratio, "layers", device=setting.device)
+    plain = measure(workload, engine, setting.device, num_steps=setting.steps, num_warmup=_NUM_WARMUP)
     say(f"{workload.name}: plain {plain}; {link}")
     line: Line = {
         "bench": "layers",
@@ -98,103 +102,51 @@ def _curve(
         "options": options,
         "h2d_bytes_per_s": link.h2d_bytes_per_s,
         "d2h_bytes_per_s": link.d2h_bytes_per_s,
-        "plain": plain,
+        "plain": figures_of(plain),
     }
     for fraction in fractions:
         yield {
             **line,
             "fraction": fraction,
-            **setting.attempt(
-                partial(_streamed, setting, workload, fraction, link, plain, backward=backward, offload_ratio=offload_ratio, **options)
-            ),
+            **setting.attempt(partial(_streamed, setting, workload, fraction, link, plain, engine=engine, **options)),
         }
 
 
 def _streamed(
-    setting: Setting,
-    workload: Workload,
-    fraction: float,
-    link: Link,
-    plain: Line,
-    *,
-    backward: bool,
-    offload_ratio: float | None,
-    **options: Any,
+    setting: Setting, workload: Workload, fraction: float, link: Link, plain: Measurement, *, engine: Engine, **options: Any
 ) -> Line:
-    with memkit.LayerOffload(workload.model, offload_fraction=fraction, device=setting.device, **options) as offload:
-        before = offload.stats()
-        found = _measure(setting, workload, backward=backward, offload_ratio=offload_ratio)
-        stats = offload.stats()
-        num_steps = setting.steps + _NUM_WARMUP
-        grads_bytes = (stats.d2h_bytes - before.d2h_bytes) / num_steps
-    move_s = stats.streamed_bytes / link.h2d_bytes_per_s
-    roofline_s = max(plain["forward_s"], move_s)
-    if backward:
-        roofline_s += max(plain["backward_s"], move_s, grads_bytes / link.d2h_bytes_per_s)
+    row = measure_fraction(
+        workload,
+        fraction,
+        setting.device,
+        plain=plain,
+        link=link,
+        engine=engine,
+        num_steps=setting.steps,
+        num_warmup=_NUM_WARMUP,
+        **options,
+    )
     line = {
-        **found,
-        "num_streamed": stats.num_streamed,
-        "streamed_bytes": stats.streamed_bytes,
-        "slot_bytes": stats.slot_bytes,
-        "grads_bytes": grads_bytes,
-        "roofline_s": roofline_s,
-        "to_roofline": found["step_s"] / roofline_s,
-        "to_plain": found["step_s"] / plain["step_s"],
-        "fetches_per_step": (stats.num_fetches - before.num_fetches) / num_steps,
-        "demand_fetches_per_step": (stats.num_demand_fetches - before.num_demand_fetches) / num_steps,
-        "overflows": stats.num_overflows,
-        "stall_s_per_step": sum(stats.stall_s.values()) / num_steps,
+        **figures_of(row.memkit),
+        "num_streamed": row.num_streamed,
+        "streamed_bytes": row.streamed_bytes,
+        "slot_bytes": row.slot_bytes,
+        "grads_bytes": row.d2h_bytes,
+        "roofline_s": row.roofline_s,
+        "to_roofline": row.to_roofline,
+        "to_plain": row.to_plain,
+        "fetches_per_step": row.num_fetches,
+        "demand_fetches_per_step": row.num_demand_fetches,
+        "overflows": row.num_overflows,
+        "stall_s_per_step": row.stall_s,
     }
-    if plain["peak_allocated_bytes"] is not None:
-        line["peak_over_expected_bytes"] = found["peak_allocated_bytes"] - (
-            plain["peak_allocated_bytes"] - stats.streamed_bytes - (stats.streamed_bytes if grads_bytes else 0) + stats.slot_bytes
-        )
+    if row.peak_over_expected_bytes is not None:
+        line["peak_over_expected_bytes"] = row.peak_over_expected_bytes
     say(f"{workload.name}, {fraction}: {line}")
     return line
 
 
 _NUM_WARMUP = 3
-
-
-def _measure(setting: Setting, workload: Workload, *, backward: bool, offload_ratio: float | None) -> Line:
-    """Return medians over steps."""
-    device, counter = setting.device, setting.device.memory_counter()
-    workload.model.zero_grad(set_to_none=True)
-    gc.collect()
-    device.empty_cache()
-    forward_s, backward_s, step_s = [], [], []
-    for step in range(_NUM_WARMUP + setting.steps):
-        workload.model.zero_grad(set_to_none=True)
-        device.synchronize()
-        if counter is not None and step == _NUM_WARMUP:
-            counter.reset_peak()
-        start = device.record_event()
-        with ExitStack() as contexts:
-            if not backward:
-                contexts.enter_context(torch.no_grad())
-            if offload_ratio is not None:
-                contexts.enter_context(memkit.CPUOffload(offload_ratio, "layers", device=device))
-            else:
-                contexts.enter_context(nullcontext())
-            loss = workload.forward()
-        turn = device.record_event()
-        if backward:
-            loss.backward()
-        del loss
-        end = device.record_event()
-        device.synchronize()
-        if step >= _NUM_WARMUP:
-            forward_s.append(start.elapsed_s(turn))
-            backward_s.append(turn.elapsed_s(end))
-            step_s.append(start.elapsed_s(end))
-    workload.model.zero_grad(set_to_none=True)
-    return {
-        "step_s": statistics.median(step_s),
-        "forward_s": statistics.median(forward_s),
-        "backward_s": statistics.median(backward_s),
-        "peak_allocated_bytes": None if counter is None else counter.peak_bytes(),
-        "peak_reserved_bytes": None if counter is None else counter.peak_reserved_bytes(),
-    }
 
 
 def _in_processes(options: argparse.Namespace) -> int:

@@ -1,19 +1,25 @@
 """What `memkit bench` runs: training steps, timed beside plain PyTorch and others. Peers are imported only when asked for."""
 
+from memkit.bench.layers import LayerBench, LayerRow, bench_layers, freeze_layers, measure_fraction
 from memkit.bench.measure import Measurement, Workload, measure, sum_of_outputs
 from memkit.bench.offload import OffloadBench, OffloadRow, bench_offload, predict_offload
 from memkit.bench.remat import RematBench, RematRow, bench_remat
 
 __all__ = [
+    "LayerBench",
+    "LayerRow",
     "Measurement",
     "OffloadBench",
     "OffloadRow",
     "RematBench",
     "RematRow",
     "Workload",
+    "bench_layers",
     "bench_offload",
     "bench_remat",
+    "freeze_layers",
     "measure",
+    "measure_fraction",
     "predict_offload",
     "sum_of_outputs",
 ]

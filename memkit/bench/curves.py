@@ -70,6 +70,29 @@ def picture(path: Path, title: str) -> Iterator[Axes]:
     figure.savefig(path)
 
 
+@contextmanager
+def pictures_by_fraction(path: Path, title: str) -> Iterator[tuple[Axes, Axes]]:
+    """Give axes for milliseconds and, below them, for GiB, both against a fraction; and write what was drawn when it is done.
+
+    Args:
+        path: where to; the kind of picture follows from the file's name.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 7), layout="constrained")
+    times, peaks = figure.subplots(2, 1, sharex=True)
+    yield times, peaks
+    times.set(ylabel="step (ms)", title=title)
+    peaks.set(xlabel="fraction", ylabel="peak allocated (GiB)")
+    for axes in (times, peaks):
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8)
+    figure.savefig(path)
+
+
 def draw_curve(axes: Axes, style: str, label: str, points: Iterable[tuple[int | None, float]], **options: Any) -> None:
     """Draw steps, each by its peak in bytes and its seconds. Those whose peak nobody counted are left out."""
     counted = [(peak_bytes / _GIB, seconds * 1e3) for peak_bytes, seconds in points if peak_bytes is not None]

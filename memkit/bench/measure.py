@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import statistics
+import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,13 @@ Engine = Callable[[], AbstractContextManager[Any]]
 """Makes the context that a step's forward runs in: one for each step."""
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One training step without its optimizer, cut where a context begins and ends."""
+    """One step of a model, by default a training step without its optimizer, cut where a context begins and ends."""
 
     name: str
     model: nn.Module
@@ -32,6 +37,10 @@ class Workload:
     """What runs inside the context."""
     loss: Callable[[Any], Tensor]
     """Makes a number of what `forward` returned, outside of the context; the backward starts from it."""
+    backward: bool = True
+    """Without one, the forward runs without grad mode, and there is no loss."""
+    update: Callable[[], object] = nothing
+    """What follows the backward and is timed with it: an optimizer's step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +52,7 @@ class Measurement:
     forward_s: float
     """From the entry into the context to the start of the backward, so the loss is in it."""
     backward_s: float
+    """0 where there is none."""
     peak_allocated_bytes: int | None
     """None where the allocator does not count."""
     peak_reserved_bytes: int | None
@@ -61,12 +71,21 @@ def sum_of_outputs(result: Any) -> Tensor:
     return torch.stack([root.float().sum() for root in roots]).sum()
 
 
-def measure(workload: Workload, engine: Engine, device: Device, *, num_steps: int, num_warmup: int) -> Measurement:
+def measure(
+    workload: Workload,
+    engine: Engine,
+    device: Device,
+    *,
+    num_steps: int,
+    num_warmup: int,
+    after_warmup: Callable[[], None] = nothing,
+) -> Measurement:
     """Return what a step takes in an engine's context. Gradients are dropped before each step, and after the last.
 
     Args:
         num_steps: steps that count.
         num_warmup: steps ahead of them that do not.
+        after_warmup: called in between, when the device has nothing left to do.
     """
     workload.model.zero_grad(set_to_none=True)
     gc.collect()
@@ -76,17 +95,21 @@ def measure(workload: Workload, engine: Engine, device: Device, *, num_steps: in
     for step in range(num_warmup + num_steps):
         workload.model.zero_grad(set_to_none=True)
         device.synchronize()
-        if counter is not None and step == num_warmup:
-            counter.reset_peak()
+        if step == num_warmup:
+            after_warmup()
+            if counter is not None:
+                counter.reset_peak()
         start = device.record_event()
-        with engine():
+        with nullcontext() if workload.backward else torch.no_grad(), engine():
             result = workload.forward()
-        loss = workload.loss(result)
+        loss = workload.loss(result) if workload.backward else None
         del result
-        turn = device.record_event()
-        loss.backward()
-        del loss
-        end = device.record_event()
+        turn = end = device.record_event()
+        if loss is not None:
+            loss.backward()
+            loss = None
+            workload.update()
+            end = device.record_event()
         device.synchronize()
         if step >= num_warmup:
             forward_s.append(start.elapsed_s(turn))
@@ -111,3 +134,10 @@ def timer(workload: Workload, device: Device, *, num_steps: int, num_warmup: int
         return measure(workload, engine, device, num_steps=num_steps, num_warmup=num_warmup)
 
     return timed
+
+
+def let_go(error: BaseException, device: Device) -> None:
+    """Free what the frames of a caught exception keep alive, on the device as well."""
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    device.empty_cache()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import cli
-from memkit.bench import OffloadBench, RematBench, Workload, sum_of_outputs
+from memkit.bench import LayerBench, OffloadBench, RematBench, Workload, sum_of_outputs
 
 NUM_LAYERS = 6
 
@@ -57,7 +57,7 @@ def assert_fails(capsys: pytest.CaptureFixture[str], arguments: list[str], messa
     assert err.startswith("memkit: error: ")
 
 
-def assert_draws(result: OffloadBench | RematBench, folder: Path) -> None:
+def assert_draws(result: OffloadBench | RematBench | LayerBench, folder: Path) -> None:
     """A bench writes a picture."""
     pytest.importorskip("matplotlib")
 

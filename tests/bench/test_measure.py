@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,40 @@ def test_makes_a_context_for_each_step() -> None:
     measure(_workload(), engine, ReferenceDevice(), num_steps=2, num_warmup=1)
 
     assert len(made) == 3
+
+
+def test_update_follows_each_backward() -> None:
+    grads: list[bool] = []
+    workload = _workload()
+    first = next(workload.model.parameters())
+    updated = replace(workload, update=lambda: grads.append(first.grad is not None))
+
+    measure(updated, engines.plain, CpuDevice(), num_steps=2, num_warmup=1)
+
+    assert grads == [True] * 3
+
+
+def test_without_a_backward_there_is_no_grad_mode_and_no_loss() -> None:
+    modes: list[bool] = []
+    workload = _workload(lambda: modes.append(torch.is_grad_enabled()))
+    forward_only = replace(
+        workload, backward=False, loss=lambda _: pytest.fail("a loss"), update=lambda: pytest.fail("an update")
+    )
+
+    found = measure(forward_only, engines.plain, CpuDevice(), num_steps=2, num_warmup=0)
+
+    assert modes == [False, False]
+    assert found.backward_s == 0
+    assert found.step_s == found.forward_s > 0
+
+
+def test_end_of_the_warm_up_is_told() -> None:
+    calls: list[str] = []
+    workload = _workload(lambda: calls.append("step"))
+
+    measure(workload, engines.plain, CpuDevice(), num_steps=1, num_warmup=2, after_warmup=lambda: calls.append("warm"))
+
+    assert calls == ["step", "step", "warm", "step"]
 
 
 def test_sum_of_outputs_takes_all_that_requires_grad() -> None:

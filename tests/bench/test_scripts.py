@@ -25,13 +25,31 @@ SUPERNET_PHASES = [
     "remat_supernet_larger",
     "remat_supernet_largest",
 ]
+LAYERS_KEYS = {
+    "name",
+    "backward",
+    "offload_ratio",
+    "options",
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+    "step_s",
+    "forward_s",
+    "backward_s",
+    "streamed_bytes",
+    "slot_bytes",
+    "roofline_s",
+    "to_roofline",
+    "to_plain",
+    "fetches_per_step",
+    "demand_fetches_per_step",
+    "overflows",
+    "stall_s_per_step",
+}
 
 
-def _script(*arguments: str) -> list[dict[str, object]]:
+def _script(*arguments: str, name: str = "bench_remat.py") -> list[dict[str, object]]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(BENCHES / "bench_remat.py"), *arguments], capture_output=True, text=True, env=environment
-    )
+    done = subprocess.run([sys.executable, str(BENCHES / name), *arguments], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -53,6 +71,25 @@ def test_script_runs(name: str, benches: list[str]) -> None:
     for line in lines:
         assert "error" not in line
         assert line["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(("name", "fractions"), [("forward", [0.0, 0.5, 1.0]), ("host", [0.0, 0.5, 1.0])])
+def test_layers_script_has_a_line_for_each_fraction(name: str, fractions: list[float]) -> None:
+    lines = _script("--tiny", "--steps", "1", "--only", name, name="bench_layers.py")
+
+    assert [line["fraction"] for line in lines] == fractions
+    for line in lines:
+        assert "error" not in line
+        assert set(line) >= LAYERS_KEYS
+        assert set(line["plain"]) == {
+            "step_s",
+            "forward_s",
+            "backward_s",
+            "peak_allocated_bytes",
+            "peak_reserved_bytes",
+        }
+    assert [line["num_streamed"] for line in lines] == [0, 2, 4]
+    assert bool(lines[-1]["grads_bytes"]) == (name == "host")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
-from tests.weights.cases import RUNS, Stack, compare, in_order, inputs, reused
+from tests.weights.cases import RUNS, Stack, compare, in_order, inputs, only_lora, reused
 
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -238,3 +238,50 @@ def test_close_leaves_gradients_of_their_own(device: Device) -> None:
         assert one.grad is not None
         assert one.grad.device == one.device
         assert _same(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("train", ["frozen", "host"])
+def test_grad_scaler(train: str, device: Device) -> None:
+    plain = Stack(4).to(device.torch_device)
+    if train == "frozen":
+        only_lora(plain)
+    model = copy.deepcopy(plain)
+    batches = [*inputs(device, 3), torch.full_like(inputs(device)[0], float("inf")), *inputs(device, 1)]
+    with memkit.LayerOffload(model, device=device, offload_fraction=0.5, train=train):
+        for one in (plain, model):
+            scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=2.0**10)
+            optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.01)
+            for batch in batches:
+                scaler.scale(one(batch).square().mean()).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_value_([p for p in one.parameters() if p.grad is not None], 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert scaler.get_scale() == 2.0**9  # the one step with infinities was left out
+        for name, tensor in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), name
+
+
+@pytest.mark.parametrize("train", ["frozen", "host"])
+def test_nothing_grows_while_training_and_sampling_take_turns(train: str, device: Device) -> None:
+    model = Stack(4).to(device.torch_device)
+    if train == "frozen":
+        only_lora(model)
+    counter = device.memory_counter()
+    assert counter is not None
+    seen = []
+    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train=train) as offload:
+        for step in range(30):
+            counter.reset_peak()
+            for batch in inputs(device):
+                model(batch).square().mean().backward()
+            model.zero_grad()
+            with torch.no_grad():
+                model(batch)
+            stats = offload.stats()
+            if step >= 2:
+                seen.append((counter.peak_bytes(), stats.host_bytes, stats.slot_bytes, offload._arena.num_pins))
+
+    assert set(seen) == {seen[0]}
+    assert stats.num_overflows == 0

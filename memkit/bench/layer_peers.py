@@ -1,0 +1,144 @@
+"""What streaming layers is compared with: other packages' means, and FSDP2's, each on a copy of the model."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from memkit.bench import engines
+from memkit.bench.measure import Measurement, Workload, let_go, measure
+from memkit.device import Device
+from memkit.weights.selection import find_layers
+
+_log = logging.getLogger("memkit.bench")
+
+StepOf = Callable[[nn.Module], Workload]
+"""Makes the step of a model, or of a copy of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPeer:
+    """One way to have layers in host memory while they are not in use."""
+
+    name: str
+    has_backward: bool
+    """Whether a backward through it is right, and keeps to what it promises."""
+    counts_memory: bool
+    """Whether its peak is told: not where nothing is fetched ahead, so that it is no measure for what does."""
+    offloaded: Callable[[nn.Module, Device], AbstractContextManager[None]]
+    """Takes a model on the CPU, which is thrown away afterwards."""
+
+
+def measure_peers(
+    step_of: StepOf, model: nn.Module, device: Device, *, num_steps: int, num_warmup: int
+) -> tuple[dict[str, Measurement], dict[str, str]]:
+    """Return what a step takes with each peer, by name; and of those that cannot do it, why.
+
+    Args:
+        step_of: makes the step of a copy of the model.
+        model: on the CPU, or on the device if that has room for it twice.
+        device: where the steps run.
+        num_steps, num_warmup: steps that count, and steps ahead of them that do not.
+    """
+    found: dict[str, Measurement] = {}
+    left_out: dict[str, str] = {}
+    has_backward = step_of(model).backward
+    for peer in PEERS:
+        _log.info("%s", peer.name)
+        if has_backward and not peer.has_backward:
+            left_out[peer.name] = "it runs forwards only, and this step has a backward. Measure with --no-backward"
+            continue
+        try:
+            found[peer.name] = _measured(peer, step_of, model, device, num_steps, num_warmup)
+        except ImportError as error:
+            left_out[peer.name] = f"not installed ({error})"
+        except Exception as error:  # of others' code; the other lines are worth having
+            text = (str(error).strip().splitlines() or [""])[0][:300]
+            left_out[peer.name] = f"it failed: {type(error).__name__}: {text}"
+            let_go(error, device)
+    return found, left_out
+
+
+def _measured(
+    peer: LayerPeer, step_of: StepOf, model: nn.Module, device: Device, num_steps: int, num_warmup: int
+) -> Measurement:
+    its_own = copy.deepcopy(model)
+    with peer.offloaded(its_own, device):
+        found = measure(step_of(its_own), engines.plain, device, num_steps=num_steps, num_warmup=num_warmup)
+    return found if peer.counts_memory else replace(found, peak_allocated_bytes=None, peak_reserved_bytes=None)
+
+
+@contextmanager
+def _diffusers(model: nn.Module, device: Device, *, record_stream: bool) -> Iterator[None]:
+    """Source: `diffusers.hooks.apply_group_offloading`."""
+    hooks = importlib.import_module("diffusers.hooks")
+    layers = find_layers(model, None)
+    if any("." not in name for name in layers):
+        raise ValueError("it needs a list of layers inside of the model; found a model that is such a list itself")
+    hooks.apply_group_offloading(
+        model,
+        onload_device=device.torch_device,
+        offload_device=torch.device("cpu"),
+        offload_type="block_level",
+        num_blocks_per_group=1,
+        use_stream=True,
+        record_stream=record_stream,
+        # It looks for lists among the children of the model, and of the children that are named here.
+        block_modules=sorted({part for name in layers for part in name.split(".")[:-2]}),
+    )
+    yield
+
+
+@contextmanager
+def _accelerate(model: nn.Module, device: Device) -> Iterator[None]:
+    """Source: `accelerate.cpu_offload`."""
+    importlib.import_module("accelerate").cpu_offload(model, execution_device=device.torch_device)
+    yield
+
+
+@contextmanager
+def _fsdp(model: nn.Module, device: Device) -> Iterator[None]:
+    """Each layer a group, and the rest of the model one. Source: `torch.distributed.fsdp.CPUOffloadPolicy`."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    if distributed.is_initialized():
+        raise ValueError("it needs a process group of its own; found one that is there already. Run without torchrun")
+    kind = device.torch_device.type
+    store = distributed.HashStore()  # type: ignore[attr-defined]  # torch exports it, but not by name
+    distributed.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh, policy = init_device_mesh(kind, (1,)), CPUOffloadPolicy(pin_memory=kind == "cuda")
+        for layer in find_layers(model, None).values():
+            fully_shard(layer, mesh=mesh, offload_policy=policy)
+        fully_shard(model, mesh=mesh, offload_policy=policy)
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+PEERS = (
+    LayerPeer(
+        name="diffusers group offloading",
+        has_backward=False,
+        counts_memory=True,
+        offloaded=partial(_diffusers, record_stream=False),
+    ),
+    LayerPeer(
+        name="diffusers group offloading, record_stream",
+        has_backward=False,
+        counts_memory=True,
+        offloaded=partial(_diffusers, record_stream=True),
+    ),
+    LayerPeer(name="accelerate cpu_offload", has_backward=False, counts_memory=False, offloaded=_accelerate),
+    LayerPeer(name="FSDP2 CPUOffloadPolicy", has_backward=True, counts_memory=True, offloaded=_fsdp),
+)
