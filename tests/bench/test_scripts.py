@@ -75,6 +75,7 @@ def test_script_runs(name: str, benches: list[str]) -> None:
 
 @pytest.mark.parametrize(("name", "fractions"), [("forward", [0.0, 0.5, 1.0]), ("host", [0.0, 0.5, 1.0])])
 def test_layers_script_has_a_line_for_each_fraction(name: str, fractions: list[float]) -> None:
+    pytest.importorskip("transformers")
     lines = _script("--tiny", "--steps", "1", "--only", name, name="bench_layers.py")
 
     assert [line["fraction"] for line in lines] == fractions

@@ -186,16 +186,16 @@ def test_opened_and_closed_many_times(device: Device) -> None:
 def test_copy_and_pickle_of_the_model_raise(device: Device) -> None:
     model = _model(device)
     with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
-        for copied in (model, model.layers, model.layers[0], offload):
+        for copied in (model, model.layers, model.layers[0], model.layers[0].up, offload):
             with pytest.raises(memkit.LayerOffloadError, match=r"Copy it before, or after offload.close\(\)"):
                 copy.deepcopy(copied)
             with pytest.raises(memkit.LayerOffloadError, match=r"use model.state_dict\(\)"):
                 pickle.dumps(copied)
         with pytest.raises(memkit.LayerOffloadError, match="state_dict"):
             torch.save(model, io.BytesIO())
-        part = copy.deepcopy(model.layers[0].up)
+        part = copy.deepcopy(model.head)
 
-    assert torch.equal(part.weight.cpu(), model.layers[0].up.weight.cpu())
+    assert torch.equal(part.weight.cpu(), model.head.weight.cpu())
     copy.deepcopy(model)
 
 
