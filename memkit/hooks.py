@@ -77,6 +77,14 @@ class HookSet:
         self._handles.append(parameter.register_hook(pre_hook))
         self._handles.append(parameter.register_post_accumulate_grad_hook(post_hook))
 
+    def before_step(self, optimizer: torch.optim.Optimizer, hook: Callable[[], None]) -> None:
+        """Call `hook()` ahead of each step of an optimizer."""
+
+        def pre_hook(*_: Any) -> None:
+            hook()
+
+        self._handles.append(optimizer.register_step_pre_hook(pre_hook))
+
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Call `before(module, args)` ahead of every module's forward, `after(module, args, output)` behind it, in all
         threads."""

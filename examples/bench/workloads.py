@@ -33,10 +33,7 @@ def resnet50(batch: int = 256, size: int = 224) -> Workload:
     return on_images("resnet50", torchvision.models.resnet50(), batch, size)
 
 
-def llama(
-    batch: int = 8, length: int = 2048, *, num_layers: int = 16, width: int = 2048, inner: int = 5632, num_heads: int = 16
-) -> Workload:
-    """A Llama, by default of 0.95 billion parameters, bfloat16; its body in the context, head and loss outside."""
+def _llama_model(num_layers: int, width: int, inner: int, num_heads: int) -> nn.Module:
     import transformers
 
     config = transformers.LlamaConfig(
@@ -47,7 +44,15 @@ def llama(
         vocab_size=32000,
         use_cache=False,
     )
-    model = transformers.LlamaForCausalLM(config).bfloat16()
+    model: nn.Module = transformers.LlamaForCausalLM(config).bfloat16()
+    return model
+
+
+def llama(
+    batch: int = 8, length: int = 2048, *, num_layers: int = 16, width: int = 2048, inner: int = 5632, num_heads: int = 16
+) -> Workload:
+    """A Llama, by default of 0.95 billion parameters, bfloat16; its body in the context, head and loss outside."""
+    model: Any = _llama_model(num_layers, width, inner, num_heads)
     tokens = torch.randint(32000, (batch, length))
 
     def loss(hidden: Tensor) -> Tensor:
@@ -72,7 +77,7 @@ def llama_checkpointed() -> Workload:
     """The same with a checkpoint around each layer, as transformers does it."""
     workload = llama()
     workload.model.train()
-    workload.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # of transformers
+    workload.model.gradient_checkpointing_enable({"use_reentrant": False})
     return Workload(name="llama_0.95b_checkpointed", model=workload.model, forward=workload.forward, loss=workload.loss)
 
 
@@ -301,26 +306,16 @@ def llama_3b(
         rank: of LoRA on the projections of queries and values, with all else frozen; 0 leaves everything trainable.
         checkpoint: each layer, as transformers does it.
     """
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        vocab_size=32000,
-        use_cache=False,
-    )
-    model: nn.Module = transformers.LlamaForCausalLM(config).bfloat16()
+    model: Any = _llama_model(num_layers, width, inner, num_heads)
     model.train()
     tokens = torch.randint(32000, (batch, length))
     if rank:
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"]))  # type: ignore[arg-type]
-        model.enable_input_require_grads()  # type: ignore[operator]  # of transformers
+        model = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"]))
+        model.enable_input_require_grads()
     if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # of transformers
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward() -> Tensor:
         logits = model(input_ids=tokens).logits

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memkit.activations.ops import OpKind
 from memkit.activations.settings import current_settings
 from memkit.device.base import Device, Event
-from memkit.hooks import KeptHandle, has_own_dispatch, owner_of
+from memkit.hooks import KeptHandle, has_own_dispatch, owner_of, sharing_counters
 from memkit.plan import NO_OP, Lineage
 from memkit.sizes import byte_view, tensor_over
 
@@ -446,7 +446,7 @@ class Tape:
 
 def _alias_in_dispatch(tensor: Tensor) -> Tensor:
     """Return an alias of a tensor that shares its version counter, though autograd's layers are off, as they are in a mode."""
-    with torch.overrides.enable_reentrant_dispatch(), torch._C._DisableTorchDispatch(), torch.no_grad():
+    with sharing_counters(), torch._C._DisableTorchDispatch(), torch.no_grad():
         return tensor.detach()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.sizes import storage_bytes
-from memkit.transfer.lanes import lanes_of
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.extents import LayerExtent, StreamedParameter
 from memkit.weights.streaming import Streamer
@@ -45,7 +43,6 @@ class FusedSteps(Accumulation):
         self.optimizer = make(trained)
         self._device = device
         self._streamer = streamer
-        self._lanes = lanes_of(device)
         self._layers = {item: extent for extent in streamer.extents for item in extent.parameters}
         self._waiting: dict[LayerExtent, set[StreamedParameter]] = {}
         """Layers with parameters that were stepped, and which of them are still to be."""
@@ -58,8 +55,12 @@ class FusedSteps(Accumulation):
         for parameter in trained:
             if id(parameter) not in streamed:
                 self._step_by_itself(parameter)
-        self.optimizer.register_step_pre_hook(self._before_users_step)
+        self._group_of = {
+            id(parameter): number for number, group in enumerate(self.optimizer.param_groups) for parameter in group["params"]
+        }
+        """The number of each parameter's group: to look for it among all would take as many looks as there are parameters."""
         self._is_stepping = False
+        hooks.before_step(self.optimizer, self._before_users_step)
 
     def close(self) -> None:
         """Nothing is left to do: each backward has waited for what it wrote."""
@@ -77,7 +78,7 @@ class FusedSteps(Accumulation):
 
         self._hooks.around_accumulation(parameter, before=before, after=after)
 
-    def _before_users_step(self, *_: Any) -> None:
+    def _before_users_step(self) -> None:
         """The user's own `step()` has nothing to do; two backwards before it would have been meant as one step."""
         if self._is_stepping:
             return
@@ -95,6 +96,11 @@ class FusedSteps(Accumulation):
 
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
         extent, parameter = self._layers[streamed], streamed.parameter
+        if id(parameter) not in self._group_of:
+            raise LayerOffloadError(
+                f'"{streamed.name}" was put in the place of another (`load_state_dict(assign=True)`) after the optimizer was '
+                "made, which does not know it. Load without assign=True, or make a new LayerOffload"
+            )
         with self._streamer.lock:
             slot = self._streamer.use(extent)
             slot.claim(self._device.current_stream())
@@ -140,8 +146,8 @@ class FusedSteps(Accumulation):
     def _only(self, parameter: nn.Parameter) -> Iterator[None]:
         """Return a context in which the optimizer's groups are one, that of a parameter, with nothing else in it."""
         groups = self.optimizer.param_groups
-        group = next(group for group in groups if any(item is parameter for item in group["params"]))
-        self.optimizer.param_groups, self._is_stepping = [{**group, "params": [parameter]}], True
+        group = {**groups[self._group_of[id(parameter)]], "params": [parameter]}
+        self.optimizer.param_groups, self._is_stepping = [group], True
         try:
             yield
         finally:

@@ -47,6 +47,7 @@ class WeightHooks:
         del self._hooks  # it holds this object
 
     def pack(self, tensor: Tensor) -> KeptHandle | _Passed:
+        """Take a tensor that autograd saves."""
         is_plain = type(tensor) in _PLAIN_TYPES or not has_own_dispatch(tensor)
         if is_plain and tensor.layout is torch.strided and self._streamer.ring.at(tensor.untyped_storage()) is not None:
             with _NoDispatch():  # it is no part of the forward

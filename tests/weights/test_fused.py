@@ -123,6 +123,30 @@ def test_own_step_after_each_backward_does_nothing(device: Device) -> None:
             assert torch.equal(model.state_dict()[name], tensor)
 
 
+def test_optimizer_is_a_plain_one_after_close(device: Device) -> None:
+    model = Stack(4).to(device.torch_device)
+    with _fused(model, device, "sgd") as offload:
+        optimizer = offload.optimizer
+        assert optimizer is not None
+        for batch in inputs(device):
+            model(batch).square().mean().backward()
+    before = model.get_submodule("stem").weight.detach().clone()
+    model(batch).square().mean().backward()
+
+    optimizer.step()
+
+    assert not torch.equal(model.get_submodule("stem").weight, before)
+
+
+def test_parameter_that_the_optimizer_does_not_know_is_refused(device: Device) -> None:
+    model = Stack(4).to(device.torch_device)
+    with _fused(model, device):
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+        with pytest.raises(memkit.LayerOffloadError, match=r'"layers\.3\..*assign=True.*make a new LayerOffload'):
+            model(inputs(device)[0]).square().mean().backward()
+
+
 def test_accumulation_is_refused(device: Device) -> None:
     model = Stack(4).to(device.torch_device)
     with _fused(model, device) as offload:
