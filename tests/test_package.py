@@ -16,6 +16,7 @@ RANKS = {
     "_version": 0,
     "errors": 0,
     "sizes": 0,
+    "calls": 1,
     "hooks": 1,
     "device": 1,
     "transfer": 2,

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from memkit.activations.offload import CPUOffload, Ratio
+from memkit.calls import Calls, Ending
 from memkit.hooks import HookSet
 from memkit.profile import find_report
 from memkit.profile.registry import forget_report
@@ -23,21 +21,12 @@ from memkit.profile.tree import ModuleTree
 from memkit.sizes import unique_storages
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A call of an attached model that is going on."""
-
-    frame: FrameType | None
-    """Where it is called from: once that is off the stack, the call is over, however it ended."""
-    handled: BaseException | None
-    """The exception that the caller was handling already."""
-    context: CPUOffload | None = None
-    """None where entering raised."""
-
-    def end(self, error: BaseException | None) -> None:
-        if self.context is not None:
-            failure = None if error is self.handled else error
-            self.context.__exit__(None if failure is None else type(failure), failure, None)
+def _end(context: CPUOffload, ending: Ending) -> None:
+    """Leave a context as the call has ended that it was around."""
+    error: BaseException | None = None
+    if ending is not Ending.RETURNED:
+        error = sys.exc_info()[1] if ending is Ending.RAISED else KeyboardInterrupt()
+    context.__exit__(None if error is None else type(error), error, None)
 
 
 class AttachedOffload:
@@ -55,7 +44,7 @@ class AttachedOffload:
 
     def __setstate__(self, make: Callable[[], CPUOffload]) -> None:
         self._make = make
-        self._running = threading.local()
+        self._running = Calls()
         self._hooks = HookSet()
 
     def __deepcopy__(self, _: dict[int, Any]) -> AttachedOffload:
@@ -65,35 +54,19 @@ class AttachedOffload:
 
     def remove(self) -> None:
         """Let the model run without the offload again. Graphs that are alive keep working."""
-        self._end_interrupted()
+        self._running.end_interrupted()
         self._hooks.remove()
 
-    def _calls(self) -> list[_Call]:
-        """Return this thread's calls that are going on, the innermost last."""
-        calls: list[_Call] = self._running.__dict__.setdefault("calls", [])
-        return calls
-
-    def _end_interrupted(self) -> None:
-        """End the calls that were left by an interrupt: torch runs hooks after exceptions, but not after those."""
-        calls, frame, stack = self._calls(), sys._getframe(), set[FrameType]()
-        while frame.f_back is not None:
-            frame = frame.f_back
-            stack.add(frame)
-        while calls and calls[-1].frame not in stack:
-            calls.pop().end(KeyboardInterrupt())
-
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._end_interrupted()
-        call = _Call(sys._getframe(1), sys.exc_info()[1])
-        self._calls().append(call)  # first: the other hook runs even if entering raises
+        call = self._running.begin(model, depth=1)  # first: the other hook runs even if entering raises
         known = [*model.parameters(), *model.buffers()]
         known += [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         context = self._make()
         context.enter_knowing({key: weakref.ref(storage) for key, storage in unique_storages(known).items()})
-        call.context = context
+        call.end = functools.partial(_end, context)
 
-    def _after(self, *_: Any) -> None:
-        self._calls().pop().end(sys.exc_info()[1])
+    def _after(self, model: nn.Module, *_: Any) -> None:
+        self._running.end(model, depth=1)
 
 
 def attach(model: nn.Module, offload_ratio: Ratio, tag: str = "default", **options: Any) -> AttachedOffload:

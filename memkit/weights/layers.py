@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from memkit.calls import Calls, Ending
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet, backward_task
 from memkit.sizes import byte_view, check_bytes, storage_key
 from memkit.transfer.arena import Arena
-from memkit.weights.calls import Calls, Ending
 from memkit.weights.extents import LayerExtent
 from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
 from memkit.weights.gradients import HostGradients
