@@ -6,20 +6,29 @@ object that can be spared.
 
 from __future__ import annotations
 
-import functools
-import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from statistics import median
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit.activations.ops import OpClass, OpKind, kind_of
-from memkit.activations.tape import Call, CallNotes, Source, Tape, cost_key, source_of, tensors_in
-from memkit.device import CpuDevice, default_generator
+from memkit.activations.recorded import (
+    Call,
+    CallNotes,
+    Source,
+    cost_key,
+    covers,
+    crosses,
+    has_odd,
+    has_tensors,
+    source_of,
+    tensors_in,
+    written_by,
+)
+from memkit.activations.tape import Tape
 from memkit.sizes import byte_view
 
 _get_storage = Tensor.untyped_storage
@@ -27,7 +36,6 @@ _STRIDED = torch.strided
 _is_in_backward = torch._C._current_graph_task_id
 _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than all that is in it
 _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
-_NUM_MEASURED = 100
 
 
 class Recorder(TorchDispatchMode):
@@ -76,7 +84,7 @@ class Recorder(TorchDispatchMode):
         path = self._paths.get(func)
         if path is _VIEW:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if (path is not _PLAIN and path is not _COPY) or types or (kwargs and _has_tensors(kwargs)):
+        if (path is not _PLAIN and path is not _COPY) or types or (kwargs and has_tensors(kwargs)):
             record = Recorder._record if type(path) is str else path or Recorder._record_first
             return record(self, func, types, args, kwargs)
         current = tape.current
@@ -158,14 +166,14 @@ class Recorder(TorchDispatchMode):
         kind = kind_of(func)
         if kind.op_class is OpClass.VIEW:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if types or kind.op_class is OpClass.OPAQUE or _has_odd((*args, *(kwargs or {}).values())):
+        if types or kind.op_class is OpClass.OPAQUE or has_odd((*args, *(kwargs or {}).values())):
             return self._run_opaque(func, types, args, kwargs)
         if kind.statistics and args[kind.training_at]:
             return self._record_batch_norm(func, types, args, kwargs)
         for position in kind.statistics:  # another forward may update them, and leave no trace
             if args[position] is not None:
                 self.tape.note_hidden(args[position])
-        targets = _written(kind, args, kwargs) if kind.written else []
+        targets = written_by(kind, args, kwargs) if kind.written else []
         if targets and not any(self.tape.is_known(target) for target in targets):
             return self._run_on_strangers(func, args, kwargs, targets)
         kept, kept_kwargs, sources = self._take_arguments(args, kwargs)
@@ -176,7 +184,7 @@ class Recorder(TorchDispatchMode):
         if kind.written:
             return self._run_writer(func, kind, kept, kept_kwargs, sources, args, kwargs, targets, generator, state)
         results = self._run(func, args, kwargs)
-        if kind.may_cross and _crosses(args[0], results):
+        if kind.may_cross and crosses(args[0], results):
             self.tape.add_roots(results)
         else:
             self._note(func, kept, kept_kwargs, sources, args, results, kind=kind, generator=generator, state=state)
@@ -284,7 +292,7 @@ class Recorder(TorchDispatchMode):
             results = func(*args, **kwargs) if kwargs else func(*args)
             self.tape.add_roots(results)
             return results
-        targets = _written(kind, args, kwargs)
+        targets = written_by(kind, args, kwargs)
         are_inside = [self._before_write(target) for target in targets]
         results = func(*args, **kwargs) if kwargs else func(*args)
         self._add_written_roots(targets, are_inside)
@@ -350,11 +358,11 @@ class Recorder(TorchDispatchMode):
         sizes_bytes = [_get_storage(target).nbytes() for target in targets]
         results = self._run(func, args, kwargs)
         num_reads = sum(source[1] in written for source in sources) - len(targets)
-        is_whole = kind.overwrites and num_reads == 0 and all(map(_covers, targets))
+        is_whole = kind.overwrites and num_reads == 0 and all(map(covers, targets))
         can_follow = all(
             value not in tape.roots or (is_inside and is_whole) for value, is_inside in zip(written, are_inside, strict=True)
         ) and sizes_bytes == [_get_storage(target).nbytes() for target in targets]
-        if can_follow and not (kind.may_cross and _crosses(args[0], args[1])):
+        if can_follow and not (kind.may_cross and crosses(args[0], args[1])):
             self._note(
                 func,
                 kept,
@@ -407,66 +415,3 @@ class Recorder(TorchDispatchMode):
         self._add_written_roots(known, are_inside)
         self._note(kind.replayed_by or func, kept, None, sources, args, results, kind=kind)
         return results
-
-
-def _has_tensors(kwargs: dict[str, Any]) -> bool:
-    """Tell whether there may be a tensor among the keyword arguments."""
-    return any(isinstance(argument, Tensor | list | tuple) for argument in kwargs.values())
-
-
-def _written(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Tensor]:
-    """Return the tensors that an op writes to, one for each storage."""
-    found: dict[int, Tensor] = {}
-    for key in kind.written:
-        argument = (kwargs or {}).get(key) if isinstance(key, str) else args[key] if key < len(args) else None
-        for tensor in tensors_in(argument):
-            found.setdefault(_get_storage(tensor)._cdata, tensor)
-    return list(found.values())
-
-
-def _has_odd(arguments: Iterable[Any]) -> bool:
-    """Tell whether a tensor among the arguments is no range of bytes: it is sparse, nested, or in a layout of oneDNN."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            if argument.layout is not _STRIDED or argument.is_nested or argument.is_quantized:
-                return True
-        elif isinstance(argument, list | tuple) and _has_odd(argument):
-            return True
-    return False
-
-
-def _covers(tensor: Tensor) -> bool:
-    """Tell whether a tensor is all of its storage, each byte once."""
-    if tensor.numel() * tensor.itemsize != _get_storage(tensor).nbytes():
-        return False
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _crosses(one: Any, other: Any) -> bool:
-    """Tell whether what an op reads and what it makes are on different devices."""
-    return len({tensor.device for tensor in (*tensors_in(one), *tensors_in(other))}) > 1
-
-
-@functools.cache
-def recording_cost_s() -> float:
-    """Return what it takes the host to record a small op, without running it: measured once, on a chain of them."""
-    tape = Tape(CpuDevice(), known_s=[0.0] * _NUM_MEASURED)
-    x, taken_s = torch.ones(1), []
-    with _disable_current_modes(), torch.no_grad():
-        for _ in range(5):
-            start_s = time.perf_counter()
-            for _ in range(_NUM_MEASURED):
-                x.sin()
-            plain_s = time.perf_counter() - start_s
-            with Recorder(tape, default_generator, lambda *_: 0.0):
-                start_s = time.perf_counter()
-                for _ in range(_NUM_MEASURED):
-                    x.sin()
-                taken_s.append(time.perf_counter() - start_s - plain_s)
-    return max(0.0, median(taken_s) / _NUM_MEASURED)

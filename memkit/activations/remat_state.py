@@ -11,9 +11,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from memkit.activations.ledger import Handle, Ledger, Residency
+from memkit.activations.recorded import CostKey
 from memkit.activations.remat_stats import RematCounts
 from memkit.activations.replay import Run
-from memkit.activations.tape import CostKey, Tape
+from memkit.activations.tape import Tape
 from memkit.activations.traces import OpTrace, OpTraces
 from memkit.device import Device
 from memkit.hooks import after_backward, backward_task

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from tabulate import tabulate
 
 from memkit.activations.ledger import Ledger
-from memkit.activations.recorder import recording_cost_s
+from memkit.activations.recording_cost import recording_cost_s
 from memkit.activations.stats import EventPairs
 from memkit.device.base import MemoryCounter
 from memkit.sizes import format_bytes

@@ -15,9 +15,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memkit.activations.ledger import Ledger, Record, Residency
+from memkit.activations.recorded import Call, tensor_of, tensors_in
 from memkit.activations.remat_stats import RematCounts
 from memkit.activations.settings import current_settings, with_settings
-from memkit.activations.tape import Call, Tape, tensor_of, tensors_in
+from memkit.activations.tape import Tape
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.hooks import KeptHandle

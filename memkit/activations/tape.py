@@ -7,90 +7,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from memkit.activations.ops import OpKind
+from memkit.activations.recorded import Call, CostKey, source_of, tensor_of, tensors_in
 from memkit.activations.settings import current_settings
 from memkit.device.base import Device, Event
-from memkit.hooks import KeptHandle, has_own_dispatch, owner_of, sharing_counters
+from memkit.hooks import KeptHandle, owner_of, sharing_counters
 from memkit.plan import NO_OP, Lineage
-from memkit.sizes import byte_view, tensor_over
-
-Source = tuple[Any, int, torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype, bool, bool]
-"""One tensor among the arguments of a call: its position or its name (in a list: with the place there), the value that it is,
-and how it lies in that value's storage: size, stride, offset, dtype, and whether it is read conjugated or negated."""
-
-
-def source_of(key: Any, value: int, tensor: Tensor) -> Source:
-    """Return what is remembered of a tensor among the arguments of a call."""
-    return (
-        key,
-        value,
-        tensor.size(),
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
-def tensor_of(source: Source, storage: torch.UntypedStorage) -> Tensor:
-    """Return the tensor that a call is given, over the storage that its value is in now."""
-    _, _, size, stride, offset, dtype, is_conj, is_neg = source
-    return tensor_over(storage, dtype, offset=offset, size=size, stride=stride, is_conj=is_conj, is_neg=is_neg)
-
-
-_PLAIN_TYPES = (Tensor, nn.Parameter)
-_STRIDED = torch.strided
-
-CostKey = tuple[Any, int, int]
-
-
-def cost_key(func: Any, args: Sequence[Any], results: Any) -> CostKey:
-    """Return what ops have in common that take about as long: the op, and the bytes of its first argument and first result."""
-    first = args[0] if args else None
-    result = results[0] if type(results) is tuple and results else results
-    return (
-        func,
-        first.nbytes if isinstance(first, Tensor) and first.layout is _STRIDED else 0,
-        result.nbytes if isinstance(result, Tensor) and result.layout is _STRIDED else 0,
-    )
-
-
-class Call(NamedTuple):
-    """One op to repeat."""
-
-    func: Callable[..., Any]
-    args: Sequence[Any]
-    """Its arguments, None in the place of tensors."""
-    kwargs: dict[str, Any] | None
-    sources: Sequence[Source]
-    """Its tensors."""
-    first: int
-    """The first of the values that it makes."""
-    outs_bytes: tuple[int, ...]
-    """The bytes of the values that it makes."""
-    notes: CallNotes | None = None
-
-
-class CallNotes(NamedTuple):
-    """What is remarkable about a call."""
-
-    kind: OpKind
-    places: tuple[int, ...]
-    """For each value that it makes, but those that it writes over an argument, its place among the tensors it returns."""
-    written: tuple[int, ...] = ()
-    """The values that it writes over. What they become are the last of the values that it makes."""
-    is_whole: bool = False
-    """Whether it needs nothing of what it writes over."""
-    generator: torch.Generator | None = None
-    state: Tensor | None = None
-    """The state of the generator before the op drew from it."""
+from memkit.sizes import byte_view
 
 
 class Root:
@@ -448,25 +376,3 @@ def _alias_in_dispatch(tensor: Tensor) -> Tensor:
     """Return an alias of a tensor that shares its version counter, though autograd's layers are off, as they are in a mode."""
     with sharing_counters(), torch._C._DisableTorchDispatch(), torch.no_grad():
         return tensor.detach()
-
-
-def tensors_in(argument: Any) -> list[Tensor]:
-    """Return the plain tensors in what an op was given, or has returned: those that are ranges of bytes."""
-    if isinstance(argument, Tensor):
-        return [argument] if _is_plain(argument) else []
-    if isinstance(argument, list | tuple):
-        found: list[Tensor] = []
-        for item in argument:
-            if isinstance(item, Tensor):
-                if _is_plain(item):
-                    found.append(item)
-            elif item is not None:
-                found += tensors_in(item)
-        return found
-    return []
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    if type(tensor) not in _PLAIN_TYPES and has_own_dispatch(tensor):
-        return False
-    return tensor.layout is _STRIDED and not tensor.is_nested and not tensor.is_quantized
