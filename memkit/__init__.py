@@ -40,7 +40,7 @@ from memkit.profile import (
     find_report,
     profile_memory,
 )
-from memkit.weights import LayerOffload, LayerStats
+from memkit.weights import GradScaler, LayerOffload, LayerStats
 
 __all__ = [
     "Action",
@@ -50,6 +50,7 @@ __all__ = [
     "DTRScore",
     "DataDependentError",
     "DeviceUnavailableError",
+    "GradScaler",
     "HostMemoryError",
     "LayerOffload",
     "LayerOffloadError",

@@ -19,6 +19,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 
 class RemovableHandle(Protocol):
@@ -319,6 +320,44 @@ def after_backward(callback: Callable[[], None]) -> None:
     Source: `torch.autograd.Variable._execution_engine.queue_callback`, which DistributedDataParallel uses.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class _BackwardEnd:
+    """Called when a backward has ended well. If it fails, the engine drops it, which tells as much."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Callable[[bool], None]) -> None:
+        self._hook: Callable[[bool], None] | None = hook
+
+    def __call__(self) -> None:
+        self._tell(False)
+
+    def __del__(self) -> None:
+        self._tell(True)
+
+    def _tell(self, has_failed: bool) -> None:
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook(has_failed)
+
+
+def when_backward_ends(hook: Callable[[bool], None]) -> None:
+    """Call `hook(has_failed)` once the backward that runs in this thread is over, however that is."""
+    after_backward(_BackwardEnd(hook))
+
+
+def before_backward_of(outputs: object, hook: Callable[[], None]) -> None:
+    """Call `hook()` each time the autograd engine has a gradient of one of the tensors in `outputs`, a tensor or tensors in
+    tuples, lists, dictionaries and whatever else `torch.utils._pytree` knows. The graph keeps the hook."""
+
+    def pre_hook(_: tuple[Tensor, ...]) -> None:
+        hook()
+
+    tensors = (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs)
+    nodes = (tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor))
+    for node in dict.fromkeys(node for node in nodes if node is not None):
+        node.register_prehook(pre_hook)
 
 
 def innermost_pair() -> HookPair | None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet, after_backward, backward_task, gradient_node
+from memkit.hooks import HookSet, backward_task, gradient_node, when_backward_ends
 from memkit.weights.extents import LayerExtent, StreamedParameter
 
 _TOKEN = "memkit"
@@ -111,7 +112,7 @@ class Accumulation(ABC):
         task = backward_task()
         if task not in self._tasks:
             self._tasks.append(task)
-            after_backward(_Ending(self, task))
+            when_backward_ends(partial(self._end_backward, task))
         return task
 
     def _before(self, streamed: StreamedParameter) -> None:
@@ -138,7 +139,7 @@ class Accumulation(ABC):
         if known.is_complete(task):
             self._take(streamed, known.parts.pop(task))
 
-    def end_backward(self, task: int, *, has_failed: bool = False) -> None:
+    def _end_backward(self, task: int, has_failed: bool) -> None:
         """A backward has ended: what is left is handed over now.
 
         Where it has failed, gradients are as the engine leaves them: of some parameters with what it has made.
@@ -154,25 +155,6 @@ class Accumulation(ABC):
 
 def _bound(method: Callable[[StreamedParameter], None], streamed: StreamedParameter) -> Callable[[], None]:
     return lambda: method(streamed)
-
-
-class _Ending:
-    """Called when a backward has ended well. If it fails, the engine drops it, which tells as much."""
-
-    __slots__ = ("_accumulation", "_task")
-
-    def __init__(self, accumulation: Accumulation, task: int) -> None:
-        self._accumulation: Accumulation | None = accumulation
-        self._task = task
-
-    def __call__(self) -> None:
-        accumulation, self._accumulation = self._accumulation, None
-        if accumulation is not None:
-            accumulation.end_backward(self._task)
-
-    def __del__(self) -> None:
-        if self._accumulation is not None:
-            self._accumulation.end_backward(self._task, has_failed=True)
 
 
 class _Firing:

@@ -53,6 +53,13 @@ class StreamedParameter:
         with _plainly():
             self.parameter.data = self.master
 
+    def lie_as(self, source: Tensor) -> None:
+        """Let the elements of the master lie in the order of those of another tensor, if they can."""
+        is_alone = self.master.untyped_storage().nbytes() == source.nbytes
+        if is_alone and _is_dense(self.size, self.stride) and _is_dense(source.size(), source.stride()):
+            self.stride = source.stride()
+            self.master = tensor_over(self.master.untyped_storage(), self.dtype, offset=0, size=self.size, stride=self.stride)
+
     @property
     def gradient_stride(self) -> tuple[int, ...]:
         """How the elements of a gradient lie: as the parameter's, which `AccumulateGrad` sees to."""
@@ -265,6 +272,7 @@ class LayerExtent:
                     "that it was, which is where LayerOffload has its weights. Write to it instead: parameter.data.copy_(other)"
                 )
             with _plainly():
+                streamed.lie_as(source)
                 _distinct(streamed.master).copy_(_distinct(source))
                 found.data = streamed.master
 

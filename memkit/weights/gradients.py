@@ -7,7 +7,7 @@ taken away, and only when the backward is over the sum is put there, on the host
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 
@@ -60,10 +60,14 @@ class HostGradients(Accumulation):
         arena: where they go.
         extents: the layers that stream.
         hooks: where the hooks are noted.
+        rest: has all parameters be where they are at rest.
     """
 
-    def __init__(self, device: Device, arena: Arena, extents: Sequence[LayerExtent], hooks: HookSet) -> None:
+    def __init__(
+        self, device: Device, arena: Arena, extents: Sequence[LayerExtent], hooks: HookSet, rest: Callable[[], None]
+    ) -> None:
         super().__init__(hooks)
+        self._rest = rest
         self._device = device
         self._arena = arena
         self._lanes = lanes_of(device)
@@ -116,6 +120,7 @@ class HostGradients(Accumulation):
     def _finish(self) -> None:
         """Let `grad` be the sum, in host memory."""
         self._await()
+        self._rest()
         for streamed, gradient in self._gradients.items():
             found = gradient.total if gradient.total is not None else gradient.kept
             gradient.total = gradient.kept = None

@@ -16,7 +16,7 @@ from torch import nn
 from memkit.calls import Calls, Ending
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet, backward_task
+from memkit.hooks import HookSet, backward_task, before_backward_of
 from memkit.sizes import byte_view, check_bytes, storage_key
 from memkit.transfer.arena import Arena
 from memkit.weights.extents import LayerExtent
@@ -136,7 +136,9 @@ class LayerOffload:
             if self.train != "frozen":
                 refuse_replicas(self.model, self.train)
             if self.train == "host":
-                self._gradients = HostGradients(self.device, self._arena, self._extents, self._hooks)
+                self._gradients = HostGradients(
+                    self.device, self._arena, self._extents, self._hooks, lambda: self._streams.rest()
+                )
             self._begin()
         except BaseException:
             self.close()
@@ -183,7 +185,9 @@ class LayerOffload:
             if is_outer and not isinstance(module, nn.ModuleList | nn.ModuleDict):
                 self._hooks.around_forward(module, before=self._before_outer, after=self._after)
         for extent in self._extents:
-            self._hooks.around_forward(extent.module, before=partial(self._before_layer, extent), after=self._after)
+            self._hooks.around_forward(
+                extent.module, before=partial(self._before_layer, extent), after=partial(self._after_layer, extent)
+            )
             holding = {id(module) for item in extent.parameters for module, _ in item.places}
             for module in extent.module.modules():
                 if module is not extent.module and any(id(inner) in holding for inner in module.modules()):
@@ -204,23 +208,18 @@ class LayerOffload:
 
     def _before_inner(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
         """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
-        if not extent.num_bound:
-            # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
-            self._enter(extent, module, saves=backward_task() == -1)
+        if not self._streams.is_in_forward(extent):
+            self._enter(extent, module)
 
     def _after_inner(self, extent: LayerExtent, module: nn.Module, *_: Any) -> None:
         if self._calls.is_last(module):
             self._calls.end(module, depth=1)
 
     def _before_layer(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
-        self._enter(extent, module, saves=True)
+        self._enter(extent, module)
 
-    def _enter(self, extent: LayerExtent, module: nn.Module, *, saves: bool) -> None:
-        """A forward begins that uses the weights of a layer.
-
-        Args:
-            saves: whether autograd is given handles for them. If not, it holds the slot.
-        """
+    def _enter(self, extent: LayerExtent, module: nn.Module) -> None:
+        """A forward begins that uses the weights of a layer."""
         call = self._calls.begin(module, depth=2)
         if not extent.num_bound:
             for adopted in extent.adopt():
@@ -237,13 +236,21 @@ class LayerOffload:
         if not extent.num_bound:
             extent.bind(slot.storage)
         extent.num_bound += 1
-        hooks = WeightHooks(self._streams) if saves and torch.is_grad_enabled() else None
+        hooks = None
+        if torch.is_grad_enabled():
+            # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
+            is_part = module is not extent.module and backward_task() != -1
+            hooks = WeightHooks(self._streams, hands_on_weights=is_part)
         call.end = partial(self._end_layer, extent, extent.state(), hooks)
         if hooks is not None:
             hooks.begin()
 
     def _after(self, module: nn.Module, *_: Any) -> None:
         self._calls.end(module, depth=1)
+
+    def _after_layer(self, extent: LayerExtent, module: nn.Module, _: Any, output: Any) -> None:
+        self._calls.end(module, depth=1)
+        before_backward_of(output, partial(self._streams.begin_backward, extent))
 
     def _end_layer(self, extent: LayerExtent, state: object, hooks: WeightHooks | None, ending: Ending) -> None:
         if hooks is not None:

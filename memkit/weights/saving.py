@@ -32,10 +32,16 @@ class _Passed:
 
 class WeightHooks:
     """The saved-tensor hooks of one forward of a streamed layer, over those that were on top: another context's of memkit, a
-    user's, those of a checkpoint."""
+    user's, those of a checkpoint.
 
-    def __init__(self, streamer: Streamer) -> None:
+    Args:
+        streamer: brings the weights.
+        hands_on_weights: whether those, if there are any, are given the weights as well, which hold the slot then.
+    """
+
+    def __init__(self, streamer: Streamer, *, hands_on_weights: bool) -> None:
         self._streamer = streamer
+        self._hands_on_weights = hands_on_weights
         pack, unpack = _functions(dynamo_is_loaded())
         self._hooks = SavedTensorHooks(partial(pack, self), unpack, owner=self)
 
@@ -50,8 +56,10 @@ class WeightHooks:
         """Take a tensor that autograd saves."""
         is_plain = type(tensor) in _PLAIN_TYPES or not has_own_dispatch(tensor)
         if is_plain and tensor.layout is torch.strided and self._streamer.ring.at(tensor.untyped_storage()) is not None:
-            with _NoDispatch():  # it is no part of the forward
-                return StreamedHandle(self._streamer, tensor)
+            if self._hooks.outer is None or not self._hands_on_weights:
+                with _NoDispatch():  # it is no part of the forward
+                    return StreamedHandle(self._streamer, tensor)
+            tensor = tensor.detach()  # the parameter itself leaves the slot before this is used
         if self._hooks.outer is not None:
             pack, unpack = self._hooks.outer
             return _Passed(pack(tensor), unpack)

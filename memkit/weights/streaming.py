@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
-from memkit.hooks import KeptHandle, backward_task, nothing, sharing_counters
+from memkit.hooks import KeptHandle, backward_task, nothing, sharing_counters, when_backward_ends
 from memkit.sizes import tensor_over
 from memkit.transfer.lanes import lanes_of
 from memkit.weights.extents import LayerExtent
@@ -77,6 +77,9 @@ class Streamer:
         self._routes = {phase: Route(order[::-1] if phase is Phase.BACKWARD else order) for phase in Phase}
         self._current: LayerExtent | None = None
         self._phase = Phase.FORWARD
+        self._in_backward: LayerExtent | None = None
+        self._backward = -1
+        """The last backward whose end is seen."""
         self._is_closed = False
 
     # Passes
@@ -90,6 +93,7 @@ class Streamer:
         with _NoDispatch(), self.lock:
             if first is not None and self._current is not None and self._routes[self._phase].is_next(first.position):
                 return
+            self.rest()
             self.ring.forget()
             self._current = None
             for phase in (Phase.FORWARD, Phase.SAMPLING):
@@ -123,6 +127,7 @@ class Streamer:
                 )
             phase = self._find_phase()
             if extent is not self._current or phase is not self._phase:
+                self.rest()
                 self._current, self._phase = extent, phase
                 self._routes[phase].note(extent.position)
                 self.ring.sweep(extent)
@@ -132,6 +137,38 @@ class Streamer:
             self._wait(slot, extent)
             self._prefetch()
             return slot
+
+    def begin_backward(self, extent: LayerExtent) -> None:
+        """The backward of a layer begins: until that of another does, its parameters lie in the slot.
+
+        Autograd's saved tensors do not need that. Whatever else knows the parameters does: a `torch.autograd.Function` that
+        keeps them in its `ctx`, a checkpoint inside of the layer that computes with them.
+        """
+        with _NoDispatch(), self.lock:
+            if self._is_closed or self._in_backward is extent:
+                return
+            slot = self.use(extent)
+            if not extent.num_bound:
+                extent.bind(slot.storage)
+            extent.num_bound += 1
+            self._in_backward = extent
+            if self._backward != backward_task():
+                self._backward = backward_task()
+                when_backward_ends(lambda _: self.rest())
+
+    def is_in_forward(self, extent: LayerExtent) -> bool:
+        """Tell whether a forward of a layer is going on."""
+        return extent.num_bound > (self._in_backward is extent)
+
+    def rest(self) -> None:
+        """No backward of a layer is going on."""
+        with _NoDispatch(), self.lock:
+            extent, self._in_backward = self._in_backward, None
+            if extent is not None:
+                self.release(extent)
+                extent.num_bound -= 1
+                if not extent.num_bound:
+                    extent.unbind()
 
     def release(self, extent: LayerExtent) -> None:
         """The forward of a layer is over: its work is on the current stream."""
@@ -226,6 +263,7 @@ class Streamer:
         """Give the slots' memory back; the host waits for all copies."""
         with self.lock:
             self._is_closed = True
+            self.rest()
             self.device.synchronize()
             self.ring.close()
 

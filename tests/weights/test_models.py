@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -154,6 +154,32 @@ class KeepsWeight(torch.autograd.Function):
         return grad @ ctx.weight.t(), None
 
 
+class KeepsParameter(torch.autograd.Function):
+    """Keeps the parameter itself."""
+
+    places: ClassVar[list[object]] = []
+    """Who owned its storage in each backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        KeepsParameter.places.append(owner_of(ctx.weight.untyped_storage()))
+        return grad @ ctx.weight.t(), None
+
+
+class HiddenParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return KeepsParameter.apply(x, self.weight)
+
+
 class Hidden(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -180,6 +206,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "complex": Complex,
     "embedding": Embedded,
     "weight kept by a function": Hidden,
+    "parameter kept by a function": HiddenParameter,
     "weight norm": _parametrized(parametrizations.weight_norm),
     "spectral norm": _parametrized(parametrizations.spectral_norm),
     "old spectral norm": _parametrized(nn.utils.spectral_norm),
@@ -203,6 +230,7 @@ def train_and_sample(model: nn.Module, batches: list[Tensor]) -> Result:
     return {**results(model, outputs), "rng": torch.get_rng_state()}
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk of memory")  # of cuDNN
 @pytest.mark.parametrize("block", BLOCKS)
 def test_layers_of_many_kinds(block: str, device: Device) -> None:
     model = only_lora(Stack(4, block=BLOCKS[block]))
@@ -210,6 +238,17 @@ def test_layers_of_many_kinds(block: str, device: Device) -> None:
     stats = compare(model, device, step=train_and_sample, offload_fraction=1.0, slots=2)
 
     assert stats.num_streamed == 4
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_parameters_are_in_the_slot_while_their_layer_runs_backward(slots: int, device: Device) -> None:
+    KeepsParameter.places.clear()
+
+    stats = compare(only_lora(Stack(4, block=HiddenParameter)), device, offload_fraction=1.0, slots=slots)
+
+    assert len(KeepsParameter.places) == 2 * 2 * 2 * 4
+    assert sum(owner is not None for owner in KeepsParameter.places) == 2 * 2 * 4
+    assert stats.num_overflows == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

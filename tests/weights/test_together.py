@@ -151,13 +151,15 @@ def test_hooks_of_the_user_inside_of_a_layer_that_keep_what_they_are_given(devic
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_inside_of_a_layer(use_reentrant: bool, device: Device) -> None:
-    """Its recompute does not call the layer, so that it reads the weights where they rest."""
-    if device.torch_device.type != "cpu":
-        pytest.skip("the weights rest on the host")
+    """Its recompute does not call the layer, but computes with a parameter of it."""
 
     class Inside(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(WIDTH))
+
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=use_reentrant)
+            return checkpoint(lambda x: super(Inside, self).forward(x) * self.scale, x, use_reentrant=use_reentrant)
 
     compare(only_lora(Stack(4, block=Inside)), device, offload_fraction=1.0, slots=2)
 

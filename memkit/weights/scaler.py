@@ -1,0 +1,40 @@
+"""Loss scaling where gradients are in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FUSED = "_step_supports_amp_scaling"
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` that waits for what it sends to gradients in host memory.
+
+    With `LayerOffload(train="host")` gradients of what streams are in host memory, those of the rest on the device. torch's own
+    scaler, and its fused optimizers, copy the scale to the host without waiting for it, so that these gradients are multiplied
+    by whatever was in that memory before. This one brings it there first: the host waits for the device once in each step.
+    Arguments and methods are those of `torch.amp.GradScaler`.
+
+    Example:
+        >>> import memkit
+        >>> scaler = memkit.GradScaler("cpu", init_scale=1024.0)
+    """
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step the optimizer unless a gradient is infinite or NaN, as `torch.amp.GradScaler.step` does."""
+        if not getattr(optimizer, _FUSED, False):
+            return super().step(optimizer, *args, **kwargs)
+        setattr(optimizer, _FUSED, False)  # else the optimizer would bring the scale to the host itself
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            setattr(optimizer, _FUSED, True)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # From pageable host memory to a device, torch has read a tensor when the call returns; the other way it may not wait.
+        return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
