@@ -1,4 +1,4 @@
-"""What streaming layers is compared with: other packages' means, and FSDP2's, each on a copy of the model."""
+"""What streaming layers is compared with: other packages' means, FSDP2's, and a hand-made loop, each on a copy of the model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from memkit.bench import engines
+from memkit.bench.block_swap import BlockSwap
 from memkit.bench.measure import Measurement, Workload, let_go, measure
 from memkit.device import Device
+from memkit.weights.placement import Placement
 from memkit.weights.selection import find_layers
 
 _log = logging.getLogger("memkit.bench")
@@ -50,21 +52,30 @@ def measure_peers(
     """
     found: dict[str, Measurement] = {}
     left_out: dict[str, str] = {}
-    has_backward = step_of(model).backward
     for peer in PEERS:
-        _log.info("%s", peer.name)
-        if has_backward and not peer.has_backward:
-            left_out[peer.name] = "it runs forwards only, and this step has a backward. Measure with --no-backward"
-            continue
-        try:
-            found[peer.name] = _measured(peer, step_of, model, device, num_steps, num_warmup)
-        except ImportError as error:
-            left_out[peer.name] = f"not installed ({error})"
-        except Exception as error:  # of others' code; the other lines are worth having
-            text = (str(error).strip().splitlines() or [""])[0][:300]
-            left_out[peer.name] = f"it failed: {type(error).__name__}: {text}"
-            let_go(error, device)
+        result = measure_peer(peer, step_of, model, device, num_steps=num_steps, num_warmup=num_warmup)
+        if isinstance(result, Measurement):
+            found[peer.name] = result
+        else:
+            left_out[peer.name] = result
     return found, left_out
+
+
+def measure_peer(
+    peer: LayerPeer, step_of: StepOf, model: nn.Module, device: Device, *, num_steps: int, num_warmup: int
+) -> Measurement | str:
+    """Return what a step takes with one peer, or why it cannot do it. The arguments are those of `measure_peers`."""
+    _log.info("%s", peer.name)
+    if step_of(model).backward and not peer.has_backward:
+        return "it runs forwards only, and this step has a backward. Measure with --no-backward"
+    try:
+        return _measured(peer, step_of, model, device, num_steps, num_warmup)
+    except ImportError as error:
+        return f"not installed ({error})"
+    except Exception as error:  # of others' code; the other lines are worth having
+        text = (str(error).strip().splitlines() or [""])[0][:300]
+        let_go(error, device)
+        return f"it failed: {type(error).__name__}: {text}"
 
 
 def _measured(
@@ -126,6 +137,18 @@ def _fsdp(model: nn.Module, device: Device) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+@contextmanager
+def _block_swap(model: nn.Module, device: Device) -> Iterator[None]:
+    """Each layer, frozen weights only; all else on the device. Source: `memkit.bench.block_swap`."""
+    swap = BlockSwap([*find_layers(model, None).values()], device)
+    moved = {id(parameter) for parameter in swap.parameters}
+    Placement().place([x for x in (*model.parameters(), *model.buffers()) if id(x) not in moved], device.torch_device)
+    try:
+        yield
+    finally:
+        swap.close()
+
+
 PEERS = (
     LayerPeer(
         name="diffusers group offloading",
@@ -140,5 +163,6 @@ PEERS = (
         offloaded=partial(_diffusers, record_stream=True),
     ),
     LayerPeer(name="accelerate cpu_offload", has_backward=False, counts_memory=False, offloaded=_accelerate),
+    LayerPeer(name="block swap", has_backward=True, counts_memory=True, offloaded=_block_swap),
     LayerPeer(name="FSDP2 CPUOffloadPolicy", has_backward=True, counts_memory=True, offloaded=_fsdp),
 )

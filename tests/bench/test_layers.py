@@ -336,9 +336,12 @@ def test_peers_are_not_touched_unless_asked_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_peers_that_run_forwards_only_are_left_out_of_a_training_step() -> None:
-    found, left_out = _measure(_step_of(), Stack())
+    model = Stack()
+    freeze_layers(model)
 
-    assert list(found) == ["FSDP2 CPUOffloadPolicy"]
+    found, left_out = _measure(_step_of(), model)
+
+    assert list(found) == ["block swap", "FSDP2 CPUOffloadPolicy"]
     assert len(left_out) == 3
     assert set(left_out.values()) == {"it runs forwards only, and this step has a backward. Measure with --no-backward"}
 
@@ -347,11 +350,23 @@ def test_peers_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPat
     for name in ("diffusers", "diffusers.hooks", "accelerate"):
         monkeypatch.setitem(sys.modules, name, None)
 
-    found, left_out = _measure(_step_of(backward=False), Stack())
+    model = Stack()
+    freeze_layers(model)
 
-    assert list(found) == ["FSDP2 CPUOffloadPolicy"]
+    found, left_out = _measure(_step_of(backward=False), model)
+
+    assert list(found) == ["block swap", "FSDP2 CPUOffloadPolicy"]
     assert len(left_out) == 3
     assert all(reason.startswith("not installed (import of ") for reason in left_out.values())
+
+
+def test_block_swap_is_left_out_where_layers_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_peers, "PEERS", _peers("block swap"))
+
+    found, left_out = _measure(_step_of(), Stack())
+
+    assert found == {}
+    assert "it moves frozen weights only" in left_out["block swap"]
 
 
 def test_peer_that_fails_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
