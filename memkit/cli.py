@@ -217,8 +217,8 @@ def _add_bench_layers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="time FSDP2's CPUOffloadPolicy as well; with --no-backward also diffusers' group offloading and accelerate's "
-        "cpu_offload, if installed",
+        help="time FSDP2's CPUOffloadPolicy and, where layers are frozen, a block-swap loop as well; with --no-backward also "
+        "diffusers' group offloading and accelerate's cpu_offload, if installed",
     )
     _add_bench_output(parser)
     parser.set_defaults(run=_bench_layers)

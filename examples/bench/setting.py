@@ -1,4 +1,4 @@
-"""Where the benches of `bench_remat.py` run, and how what they find is told."""
+"""Where the benches of `bench_remat.py` and `bench_layers.py` run, and how what they find is told."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class Setting:
     """Small models and small images: shows that all of it runs, and nothing else."""
     ends_s: float
     """When the process of the bench is ended, by `time.perf_counter`."""
+    fractions: tuple[float, ...] = ()
+    """Shares of the layers to stream, where they were given; else those of the bench."""
 
     @property
     def min_bytes(self) -> int:

@@ -317,9 +317,15 @@ def llama_3b(
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
+    name = "llama_3.2b" + (f"_lora{rank}" if rank else "") + ("_checkpointed" if checkpoint else "")
+    return on_tokens(name, model, tokens)
+
+
+def on_tokens(name: str, model: nn.Module, tokens: Tensor) -> Workload:
+    """A language model on tokens, [batch, length], which are the labels as well; head and loss are in the forward."""
+
     def forward() -> Tensor:
         logits = model(input_ids=tokens).logits
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
-    name = "llama_3.2b" + (f"_lora{rank}" if rank else "") + ("_checkpointed" if checkpoint else "")
     return Workload(name=name, model=model, forward=forward, loss=lambda loss: loss)

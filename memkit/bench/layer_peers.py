@@ -150,6 +150,7 @@ def _block_swap(model: nn.Module, device: Device) -> Iterator[None]:
 
 
 PEERS = (
+    LayerPeer(name="block swap", has_backward=True, counts_memory=True, offloaded=_block_swap),
     LayerPeer(
         name="diffusers group offloading",
         has_backward=False,
@@ -163,6 +164,5 @@ PEERS = (
         offloaded=partial(_diffusers, record_stream=True),
     ),
     LayerPeer(name="accelerate cpu_offload", has_backward=False, counts_memory=False, offloaded=_accelerate),
-    LayerPeer(name="block swap", has_backward=True, counts_memory=True, offloaded=_block_swap),
     LayerPeer(name="FSDP2 CPUOffloadPolicy", has_backward=True, counts_memory=True, offloaded=_fsdp),
 )

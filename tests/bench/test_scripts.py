@@ -73,10 +73,12 @@ def test_script_runs(name: str, benches: list[str]) -> None:
         assert line["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize(("name", "fractions"), [("forward", [0.0, 0.5, 1.0]), ("host", [0.0, 0.5, 1.0])])
-def test_layers_script_has_a_line_for_each_fraction(name: str, fractions: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("name", "given", "fractions"), [("forward", [], [0.0, 0.5, 1.0]), ("host", ["--fractions", "0.5", "1"], [0.5, 1.0])]
+)
+def test_layers_script_has_a_line_for_each_fraction(name: str, given: list[str], fractions: list[float]) -> None:
     pytest.importorskip("transformers")
-    lines = _script("--tiny", "--steps", "1", "--only", name, name="bench_layers.py")
+    lines = _script("--tiny", "--steps", "1", "--only", name, *given, name="bench_layers.py")
 
     assert [line["fraction"] for line in lines] == fractions
     for line in lines:
@@ -89,7 +91,7 @@ def test_layers_script_has_a_line_for_each_fraction(name: str, fractions: list[f
             "peak_allocated_bytes",
             "peak_reserved_bytes",
         }
-    assert [line["num_streamed"] for line in lines] == [0, 2, 4]
+    assert [line["num_streamed"] for line in lines] == [4 * fraction for fraction in fractions]
     assert bool(lines[-1]["grads_bytes"]) == (name == "host")
 
 

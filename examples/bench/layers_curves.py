@@ -1,0 +1,146 @@
+"""Plain, and with shares of the layers streamed: time, peak, and the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from dit import dit as make_dit
+from setting import Setting, figures_of, say
+from shared import Line
+from workloads import llama_3b
+
+import memkit
+from memkit.bench import LayerRow, Measurement, Workload, measure, measure_fraction
+from memkit.bench.measure import Engine
+from memkit.transfer.link import Link, measure_link
+
+FRACTIONS = (0.0, 0.5, 1.0)
+NUM_WARMUP = 3
+
+
+def llama(setting: Setting, **options: Any) -> Workload:
+    """Return the Llama of 3.2 billion parameters, or one of another size."""
+    small: dict[str, Any] = {"batch": 2, "length": 32, "num_layers": 4, "width": 64, "inner": 128, "num_heads": 4}
+    found: Workload = setting.make(partial(llama_3b, **{**options, **(small if setting.tiny else {})}))
+    return found
+
+
+def link_of(setting: Setting) -> Link:
+    """Measure how fast bytes move."""
+    return measure_link(setting.device, num_bytes=2**20) if setting.tiny else measure_link(setting.device)
+
+
+def forward(setting: Setting) -> Iterator[Line]:
+    """Forward only, without grad mode."""
+    yield from _curve(setting, llama(setting), backward=False)
+
+
+def lora_checkpoint(setting: Setting) -> Iterator[Line]:
+    """A frozen base with LoRA, each layer checkpointed."""
+    yield from _curve(setting, llama(setting, rank=16, checkpoint=True))
+
+
+def lora(setting: Setting) -> Iterator[Line]:
+    """A frozen base with LoRA, without checkpointing."""
+    yield from _curve(setting, llama(setting, rank=16))
+
+
+def lora_checkpoint_offload(setting: Setting) -> Iterator[Line]:
+    """A frozen base with LoRA, each layer streamed, checkpointed, and its input offloaded."""
+    yield from _curve(setting, llama(setting, rank=16, checkpoint=True), fractions=(1.0,), offload_ratio=1.0)
+
+
+def host(setting: Setting) -> Iterator[Line]:
+    """All parameters trained, each layer checkpointed; gradients go to the host. No optimizer."""
+    yield from _curve(setting, llama(setting, checkpoint=True), train="host")
+
+
+def dit(setting: Setting) -> Iterator[Line]:
+    """A frozen DiT with LoRA, blocks of two sizes, each checkpointed."""
+    small = {"num_patches": 32, "num_words": 8, "width": 64, "num_heads": 4, "num_double": 2, "num_single": 4}
+    workload = setting.make(partial(make_dit, **(small if setting.tiny else {})))
+    yield from _curve(setting, workload, fractions=(0.5,))
+
+
+def _curve(
+    setting: Setting,
+    workload: Workload,
+    *,
+    backward: bool = True,
+    fractions: Sequence[float] = FRACTIONS,
+    offload_ratio: float | None = None,
+    **options: Any,
+) -> Iterator[Line]:
+    """Measure a workload plainly, and with shares of its layers streamed."""
+    link = link_of(setting)
+    workload = replace(workload, backward=backward)
+    engine: Engine = nullcontext
+    if offload_ratio is not None:
+        engine = partial(memkit.CPUOffload, offload_ratio, "layers", device=setting.device)
+    plain = measure(workload, engine, setting.device, num_steps=setting.steps, num_warmup=NUM_WARMUP)
+    say(f"{workload.name}: plain {plain}; {link}")
+    line: Line = {
+        "bench": "layers",
+        "name": workload.name,
+        "backward": backward,
+        "offload_ratio": offload_ratio,
+        "options": options,
+        "h2d_bytes_per_s": link.h2d_bytes_per_s,
+        "d2h_bytes_per_s": link.d2h_bytes_per_s,
+        "plain": figures_of(plain),
+    }
+    for fraction in setting.fractions or fractions:
+        found = setting.attempt(partial(streamed, setting, workload, fraction, link, plain, engine=engine, **options))
+        say(f"{workload.name}, {fraction}: {found}")
+        yield {**line, "fraction": fraction, **found}
+
+
+def streamed(setting: Setting, workload: Workload, fraction: float, link: Link, plain: Measurement, **options: Any) -> Line:
+    """Measure a workload with a share of its layers streamed."""
+    return layer_figures(
+        measure_fraction(
+            workload,
+            fraction,
+            setting.device,
+            plain=plain,
+            link=link,
+            num_steps=setting.steps,
+            num_warmup=NUM_WARMUP,
+            **options,
+        )
+    )
+
+
+def layer_figures(row: LayerRow) -> Line:
+    """Return what is told of a fraction."""
+    line = {
+        **figures_of(row.memkit),
+        "num_streamed": row.num_streamed,
+        "streamed_bytes": row.streamed_bytes,
+        "slot_bytes": row.slot_bytes,
+        "grads_bytes": row.d2h_bytes,
+        "roofline_s": row.roofline_s,
+        "to_roofline": row.to_roofline,
+        "to_plain": row.to_plain,
+        "fetches_per_step": row.num_fetches,
+        "demand_fetches_per_step": row.num_demand_fetches,
+        "overflows": row.num_overflows,
+        "stall_s_per_step": row.stall_s,
+    }
+    if row.peak_over_expected_bytes is not None:
+        line["peak_over_expected_bytes"] = row.peak_over_expected_bytes
+    return line
+
+
+BENCHES: dict[str, Callable[[Setting], Iterator[Line]]] = {
+    "forward": forward,
+    "lora_checkpoint": lora_checkpoint,
+    "lora": lora,
+    "lora_checkpoint_offload": lora_checkpoint_offload,
+    "host": host,
+    "dit": dit,
+}

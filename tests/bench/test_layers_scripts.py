@@ -1,0 +1,104 @@
+"""The parts of `examples/bench/bench_layers.py`, each as it runs in small: what they print, and that it holds."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from memkit.bench import layer_peers
+from memkit.device import CpuDevice, Device, ReferenceDevice
+
+BENCHES = Path(__file__).parents[2] / "examples" / "bench"
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+
+
+class Scripts(NamedTuple):
+    curves: ModuleType
+    peers: ModuleType
+    training: ModuleType
+    setting: ModuleType
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Scripts:
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(BENCHES)
+    names = "layers_curves", "layers_peers", "layers_training", "setting"
+    return Scripts(*(importlib.import_module(name) for name in names))
+
+
+def _setting(scripts: Scripts, device: Device) -> Any:
+    return scripts.setting.Setting(device=device, steps=1, fast=False, plots=None, tiny=True, ends_s=math.inf)
+
+
+def test_dit_streams_blocks_of_two_sizes(scripts: Scripts) -> None:
+    (line,) = scripts.curves.dit(_setting(scripts, ReferenceDevice()))
+
+    assert "error" not in line
+    assert (line["fraction"], line["num_streamed"], line["overflows"]) == (0.5, 3, 0)
+    assert line["slot_bytes"] <= line["streamed_bytes"]
+    assert line["to_roofline"] > 0
+    assert "peak_over_expected_bytes" in line
+
+
+def test_dit_trains_lora_on_the_projections_of_attention(scripts: Scripts) -> None:
+    dit = importlib.import_module("dit")
+    workload = dit.dit(2, 32, 8, width=64, num_heads=4, num_double=2, num_single=4, rank=2)
+
+    workload.loss(workload.forward()).backward()
+
+    grads = {name for name, parameter in workload.model.named_parameters() if parameter.grad is not None}
+    assert grads == {name for name, parameter in workload.model.named_parameters() if parameter.requires_grad}
+    assert {name.rsplit(".", 3)[1] for name in grads} == {"qkv", "proj"}
+    assert len(grads) == 2 * (2 * 2 * 2 + 4 * 2)
+
+
+def test_peers_are_told_one_by_one_beside_plain_and_memkit(scripts: Scripts) -> None:
+    lines = list(scripts.peers.peers_forward(_setting(scripts, CpuDevice())))
+
+    assert [line["engine"] for line in lines] == ["plain", "memkit", *(peer.name for peer in layer_peers.PEERS)]
+    found = {line["engine"]: line for line in lines}
+    assert found["memkit"]["num_streamed"] == 4
+    for name in ("block swap", "FSDP2 CPUOffloadPolicy"):
+        assert found[name]["to_plain"] > 0
+        assert found[name]["to_memkit"] > 0
+    assert all(("step_s" in line) != ("left_out" in line) for line in lines)
+
+
+def test_capped_run_has_the_losses_of_the_plain_one(scripts: Scripts) -> None:
+    (line,) = scripts.training.capped(_setting(scripts, ReferenceDevice()))
+
+    assert "error" not in line
+    assert line["cap_bytes"] == line["weight_bytes"] // 2
+    assert line["num_streamed"] == 4
+    assert line["losses"] == line["plain_losses"][0]
+    assert len(set(line["losses"])) == 3
+    assert (line["plain_spread"], line["difference"]) == (0.0, 0.0)
+
+
+def test_nothing_grows_while_training_and_sampling_take_turns(scripts: Scripts) -> None:
+    (line,) = scripts.training.alternate(_setting(scripts, ReferenceDevice()))
+
+    assert line["num_different"] == 0
+    assert line["after_3"] == line["after_all"]
+    assert line["after_all"]["peak_allocated_bytes"] > 0
+    assert line["after_all"]["num_pins"] > 0
+
+
+def test_lora_begins_at_the_base_model(scripts: Scripts) -> None:
+    lora = importlib.import_module("lora")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    batch = torch.randn(2, 4)
+    expected = model(batch)
+
+    trained = lora.add_lora(model, ("1",), rank=2)
+
+    assert torch.equal(model(batch), expected)
+    assert [tuple(parameter.shape) for parameter in trained] == [(2, 4), (4, 2)]
