@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
-from tabulate import tabulate
 from torch import nn
 
 from memkit.bench import engines
-from memkit.bench.curves import mib, ms, pictures_by_fraction, to_json_line, where_of
+from memkit.bench.curves import where_of
 from memkit.bench.layer_peers import StepOf, measure_peers
+from memkit.bench.layer_rows import LayerBench, LayerRow
 from memkit.bench.measure import Engine, Measurement, Workload, let_go, measure
 from memkit.device import Device
 from memkit.plan import check_ratio
@@ -30,210 +29,8 @@ _log = logging.getLogger("memkit.bench")
 
 _Found = TypeVar("_Found")
 
-_GIB = 2**30
 _SGD = partial(torch.optim.SGD, lr=0.0)
 """What steps inside of the backward. A step by nothing takes as long as any other, and the weights stay what they are."""
-
-_HEADERS = (
-    "fraction",
-    "layers\nstreamed",
-    "streamed\n(MiB)",
-    "forward\n(ms)",
-    "backward\n(ms)",
-    "time /\nplain",
-    "time /\nroofline",
-    "allocated\n(MiB)",
-    "reserved\n(MiB)",
-    "slots\n(MiB)",
-    "stalls\n(ms)",
-)
-_NO_ROOM = "out of memory"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRow:
-    """One fraction. What was moved and waited for is that of one step, on average over those that count."""
-
-    fraction: float
-    memkit: Measurement
-    plain: Measurement | None
-    """The plain step of the same run; None where the device has no room for it."""
-    link: Link
-    num_streamed: int
-    streamed_bytes: int
-    """Bytes of the layers that stream: what each pass moves to the device."""
-    slot_bytes: int
-    d2h_bytes: float
-    """Bytes to the host in the backward: gradients with train="host", weights with train="fused"."""
-    num_fetches: float
-    num_demand_fetches: float
-    """Fetches that began no sooner than the layer was needed."""
-    num_overflows: int
-    """How often all slots were in use, in all steps together, the warm-up included."""
-    stall_s: float
-    """How long the device has waited for layers."""
-
-    @property
-    def forward_roofline_s(self) -> float | None:
-        """The plain forward, or moving what streams to the device, whichever is longer. None without a plain step."""
-        return None if self.plain is None else max(self.plain.forward_s, self._fetch_s)
-
-    @property
-    def backward_roofline_s(self) -> float | None:
-        """The same for the backward, where bytes also leave; both directions of the link are taken to be independent."""
-        if self.plain is None:
-            return None
-        if not self.plain.backward_s:
-            return 0.0
-        return max(self.plain.backward_s, self._fetch_s, self.d2h_bytes / self.link.d2h_bytes_per_s)
-
-    @property
-    def roofline_s(self) -> float | None:
-        """What the step takes at least: the sum over its passes."""
-        forward_s, backward_s = self.forward_roofline_s, self.backward_roofline_s
-        return None if forward_s is None or backward_s is None else forward_s + backward_s
-
-    @property
-    def to_roofline(self) -> float | None:
-        """The step's seconds over the roofline."""
-        return None if self.roofline_s is None else self.memkit.step_s / self.roofline_s
-
-    @property
-    def to_plain(self) -> float | None:
-        """The step's seconds over those of the plain step."""
-        return None if self.plain is None else self.memkit.step_s / self.plain.step_s
-
-    @property
-    def peak_over_expected_bytes(self) -> int | None:
-        """The peak, less that of the plain step without what streams (and its gradients, where they leave) and with slots."""
-        plain_bytes = None if self.plain is None else self.plain.peak_allocated_bytes
-        if plain_bytes is None or self.memkit.peak_allocated_bytes is None:
-            return None
-        gone_bytes = self.streamed_bytes * (2 if self.d2h_bytes else 1)
-        return self.memkit.peak_allocated_bytes - (plain_bytes - gone_bytes + self.slot_bytes)
-
-    @property
-    def _fetch_s(self) -> float:
-        return self.streamed_bytes / self.link.h2d_bytes_per_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBench:
-    """What a bench has measured."""
-
-    name: str
-    where: str
-    """The device."""
-    train: str
-    """As `LayerOffload` was told."""
-    backward: bool
-    """Whether the step has one."""
-    num_layers: int
-    layer_bytes: int
-    """Bytes of the layers' parameters."""
-    plain: Measurement | None
-    """None where the device has no room for the plain step."""
-    link: Link
-    fractions: tuple[float, ...]
-    """As they were asked for."""
-    rows: tuple[LayerRow, ...]
-    """Those for which the device has room."""
-    peers: Mapping[str, Measurement]
-    left_out: Mapping[str, str]
-    """Peers that were not measured, and why."""
-
-    def to_text(self) -> str:
-        """Return the table, for reading."""
-        how = f"train={self.train}" if self.backward else "forward only"
-        layers = f"{self.num_layers} layers, {mib(self.layer_bytes)} MiB"
-        lines = [self._line("plain", self.plain), *map(self._row, self.fractions)]
-        lines += [self._line(name, peer) for name, peer in self.peers.items()]
-        aligned = ("left", *("right",) * (len(_HEADERS) - 1))
-        table = tabulate(lines, headers=_HEADERS, disable_numparse=True, colalign=aligned)
-        reasons = [f"{name} is left out: {reason}" for name, reason in self.left_out.items()]
-        first = f"{self.name} on {self.where}: {layers}; {how}; {self.link}"
-        return "\n".join([first, "", table, *([""] if reasons else []), *reasons])
-
-    def _row(self, fraction: float) -> tuple[str, ...]:
-        row = next((row for row in self.rows if row.fraction == fraction), None)
-        if row is None:
-            return self._line(f"{fraction:g}", None)
-        return self._line(
-            f"{fraction:g}",
-            row.memkit,
-            streamed=(str(row.num_streamed), mib(row.streamed_bytes)),
-            to_roofline=_ratio(row.to_roofline),
-            waits=(mib(row.slot_bytes), ms(row.stall_s)),
-        )
-
-    def _line(
-        self,
-        name: str,
-        found: Measurement | None,
-        *,
-        streamed: tuple[str, str] = ("-", "-"),
-        to_roofline: str = "-",
-        waits: tuple[str, str] = ("-", "-"),
-    ) -> tuple[str, ...]:
-        if found is None:
-            return (name, *streamed, _NO_ROOM, *("-",) * (len(_HEADERS) - 4))
-        times = ms(found.forward_s), ms(found.backward_s or None)
-        to_plain = _ratio(None if self.plain is None else found.step_s / self.plain.step_s)
-        peaks = mib(found.peak_allocated_bytes), mib(found.peak_reserved_bytes)
-        return (name, *streamed, *times, to_plain, to_roofline, *peaks, *waits)
-
-    def to_json(self) -> str:
-        """Return everything as one line of JSON, with the versions that were used."""
-        figures = {
-            "train": self.train,
-            "backward": self.backward,
-            "num_layers": self.num_layers,
-            "layer_bytes": self.layer_bytes,
-            "plain": None if self.plain is None else asdict(self.plain),
-            "link": asdict(self.link),
-            "fractions": self.fractions,
-            "rows": [_figures(row) for row in self.rows],
-            "peers": {name: asdict(peer) for name, peer in self.peers.items()},
-            "left_out": dict(self.left_out),
-        }
-        return to_json_line("layers", self.name, self.where, figures)
-
-    def plot(self, path: Path) -> None:
-        """Write a picture of time, and of peak below it, against the fraction. Its kind follows from the file's name.
-
-        The plain step is a line across; peers, which stream all of the layers, are at 1.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed.
-        """
-        rows = sorted(self.rows, key=lambda row: row.fraction)
-        rooflines = [(row.fraction, row.roofline_s * 1e3) for row in rows if row.roofline_s is not None]
-        with pictures_by_fraction(path, f"{self.name} on {self.where}") as (times, peaks):
-            times.plot([row.fraction for row in rows], [row.memkit.step_s * 1e3 for row in rows], "o-", label="memkit")
-            times.plot([x for x, _ in rooflines], [y for _, y in rooflines], "k--", label="roofline", linewidth=1)
-            counted = [(row.fraction, row.memkit.peak_allocated_bytes) for row in rows]
-            held = [(x, num_bytes / _GIB) for x, num_bytes in counted if num_bytes is not None]
-            peaks.plot([x for x, _ in held], [y for _, y in held], "o-", label="memkit")
-            if self.plain is not None:
-                times.axhline(self.plain.step_s * 1e3, color="gray", linestyle=":", label="plain")
-                if self.plain.peak_allocated_bytes is not None:
-                    peaks.axhline(self.plain.peak_allocated_bytes / _GIB, color="gray", linestyle=":", label="plain")
-            for number, (name, peer) in enumerate(self.peers.items()):
-                times.plot([1], [peer.step_s * 1e3], f"C{number + 1}D", label=name)
-                if peer.peak_allocated_bytes is not None:
-                    peaks.plot([1], [peer.peak_allocated_bytes / _GIB], f"C{number + 1}D", label=name)
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _figures(row: LayerRow) -> dict[str, object]:
-    figures = asdict(row)
-    for name in ("memkit", "plain", "link"):
-        del figures[name]  # the first is told flat, the others are those of the bench
-    names = ("forward_roofline_s", "backward_roofline_s", "roofline_s", "to_roofline", "to_plain", "peak_over_expected_bytes")
-    return {**figures, **asdict(row.memkit), **{name: getattr(row, name) for name in names}}
 
 
 def bench_layers(
@@ -266,44 +63,24 @@ def bench_layers(
         TypeError: a fraction is no number.
         ValueError: a fraction is not from 0 to 1, or the model has no layers that may stream.
     """
-    fractions = [check_ratio(fraction, where="a fraction") for fraction in fractions]
+    fractions = tuple(check_ratio(fraction, where="a fraction") for fraction in fractions)
     layers = find_layers(model, None).values()
     layer_bytes = storage_bytes(parameter for layer in layers for parameter in layer.parameters())
-    workload = step_of(model)
+    steps = {"num_steps": num_steps, "num_warmup": num_warmup}
+    workload, whole_step_of = step_of(model), partial(_whole_step_of, step_of, train)
     if link is None:
         _log.info("measuring the link")
         link = measure_link(device)
-
-    def whole_step_of(other: nn.Module) -> Workload:
-        """A step with all that a fused one does."""
-        found = step_of(other)
-        return replace(found, update=_SGD(other.parameters()).step) if train == "fused" and found.backward else found
-
-    def measured_plainly() -> Measurement:
-        with _on_device(model, device):
-            return measure(whole_step_of(model), engines.plain, device, num_steps=num_steps, num_warmup=num_warmup)
-
-    def measured_at(fraction: float) -> LayerRow:
-        return measure_fraction(
-            workload,
-            fraction,
-            device,
-            plain=plain,
-            link=link,
-            train=train,
-            num_steps=num_steps,
-            num_warmup=num_warmup,
-        )
-
+    measured_plainly = partial(_measure_plainly, whole_step_of, model, device, **steps)
     plain = _unless_out_of_memory(f"{workload.name}: plain", measured_plainly, device)
+    measured_at = partial(
+        measure_fraction, workload, device=device, plain=plain, link=link, train=train, engine=engines.plain, **steps
+    )
     rows = [
         _unless_out_of_memory(f"{workload.name}: fraction {fraction:g}", partial(measured_at, fraction), device)
         for fraction in fractions
     ]
-    peers: dict[str, Measurement] = {}
-    left_out: dict[str, str] = {}
-    if with_peers:
-        peers, left_out = measure_peers(whole_step_of, model, device, num_steps=num_steps, num_warmup=num_warmup)
+    peers, left_out = measure_peers(whole_step_of, model, device, **steps) if with_peers else ({}, {})
     return LayerBench(
         name=workload.name,
         where=where_of(device),
@@ -313,7 +90,7 @@ def bench_layers(
         layer_bytes=layer_bytes,
         plain=plain,
         link=link,
-        fractions=tuple(fractions),
+        fractions=fractions,
         rows=tuple(row for row in rows if row is not None),
         peers=peers,
         left_out=left_out,
@@ -384,6 +161,17 @@ def freeze_layers(model: nn.Module) -> None:
     """
     for layer in find_layers(model, None).values():
         layer.requires_grad_(False)
+
+
+def _whole_step_of(step_of: StepOf, train: str, model: nn.Module) -> Workload:
+    """Return a step with all that a fused one does."""
+    found = step_of(model)
+    return replace(found, update=_SGD(model.parameters()).step) if train == "fused" and found.backward else found
+
+
+def _measure_plainly(step_of: StepOf, model: nn.Module, device: Device, *, num_steps: int, num_warmup: int) -> Measurement:
+    with _on_device(model, device):
+        return measure(step_of(model), engines.plain, device, num_steps=num_steps, num_warmup=num_warmup)
 
 
 @contextmanager
