@@ -11,7 +11,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -63,20 +64,22 @@ class HookSet:
 
         self._handles.append(node.register_prehook(pre_hook))
 
-    def around_accumulation(self, parameter: Tensor, *, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def around_accumulation(
+        self, parameter: Tensor, *, before: Callable[[], None], after: Callable[[], None], steps: bool
+    ) -> None:
         """Call `before()` ahead of each gradient that the engine adds to `parameter.grad`, and `after()` behind it.
 
         `before` is also called for gradients that `torch.autograd.grad` returns.
+
+        Args:
+            steps: whether `after` writes to parameters, as an optimizer does.
         """
 
         def pre_hook(_: Tensor) -> None:
             before()
 
-        def post_hook(_: Tensor) -> None:
-            after()
-
         self._handles.append(parameter.register_hook(pre_hook))
-        self._handles.append(parameter.register_post_accumulate_grad_hook(post_hook))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(_AfterAccumulation(after, steps)))
 
     def before_step(self, optimizer: torch.optim.Optimizer, hook: Callable[[], None]) -> None:
         """Call `hook()` ahead of each step of an optimizer."""
@@ -98,6 +101,25 @@ class HookSet:
             self._handles.pop().remove()
 
 
+class _AfterAccumulation:
+    """Called when a gradient was accumulated."""
+
+    __slots__ = ("_hook", "steps")
+
+    def __init__(self, hook: Callable[[], None], steps: bool) -> None:
+        self._hook = hook
+        self.steps = steps
+
+    def __call__(self, _: Tensor) -> None:
+        self._hook()
+
+
+def may_step_in_backward(parameter: Tensor) -> bool:
+    """Tell whether a hook runs when the parameter's gradient is accumulated that may write to parameters."""
+    hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(not isinstance(hook, _AfterAccumulation) or hook.steps for hook in hooks.values())
+
+
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What packs a tensor that autograd saves, and what unpacks it."""
 
@@ -117,6 +139,7 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         owner: object = None,
         compiled: bool = False,
         is_last: bool = False,
+        hands_on: bool = False,
     ) -> None:
         if compiled:
             pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
@@ -126,6 +149,8 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         """Which of memkit's contexts these are the hooks of."""
         self.is_last = is_last
         """Whether no other may be inside, which would hide tensors from these. What they keep they offer to those outside."""
+        self.hands_on = hands_on
+        """Whether these only keep what nobody else may see, and hand on all the rest."""
         self.outer: HookPair | None = None
         """The pair that was on top before: these may hand on to it what they do not want."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -236,6 +261,20 @@ class Owner(Protocol):
         That raises autograd's in-place error if they were changed meanwhile.
         """
 
+    def streamed(self) -> StreamedWeights:
+        """Return whose bytes take turns in what it owns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedWeights:
+    """Parameters that are in host memory, and on a device only around each use."""
+
+    layers: tuple[nn.Module, ...] = ()
+    """The modules that are brought as one."""
+    parameters: tuple[Tensor, ...] = ()
+    slots: tuple[torch.UntypedStorage, ...] = ()
+    """Device memory that the layers take turns in."""
+
 
 _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 
@@ -258,6 +297,29 @@ def owners() -> list[Owner]:
 def owner_of(storage: torch.UntypedStorage) -> Owner | None:
     """Return who owns a storage, None if nobody has said so."""
     return _owners.get(int(storage._cdata)) if _owners else None
+
+
+class _Aside(threading.local):
+    def __init__(self) -> None:
+        self.is_set = False
+
+
+_aside = _Aside()
+
+
+@contextmanager
+def owners_set_aside() -> Iterator[None]:
+    """Return a context in which the weights that stream do not, in this thread: others stand in for them, without data."""
+    before, _aside.is_set = _aside.is_set, True
+    try:
+        yield
+    finally:
+        _aside.is_set = before
+
+
+def are_owners_set_aside() -> bool:
+    """Tell whether this thread runs a model whose parameters are stand-ins without data."""
+    return _aside.is_set
 
 
 _eval_frame = torch._C._dynamo.eval_frame
@@ -372,16 +434,24 @@ def innermost_pack() -> Callable[[Tensor], object] | None:
     return None if pair is None else pair[0]
 
 
-def _packs_on_top() -> Iterator[Callable[[Tensor], object]]:
-    """Yield the innermost pack hook, and as long as it is of one of memkit's contexts, the next one outside of it."""
+def _packs_on_top() -> Iterator[tuple[Callable[[Tensor], object], SavedTensorHooks | None]]:
+    """Yield the innermost pack hook with the hooks of memkit's that it is of, and as long as it is of any, the next one outside
+    of it."""
     pair = innermost_pair()
     for hooks in (*reversed(_stacked.hooks), None):
         if pair is None:
             return
-        yield pair[0]
         if hooks is None or pair[0] is not hooks.pack:
+            yield pair[0], None
             return
+        yield pair[0], hooks
         pair = hooks.outer
+
+
+def receiving_pack() -> Callable[[Tensor], object] | None:
+    """Return the pack hook that a tensor saved now comes to in the end, unless it is of a streamed weight; None if there is
+    none."""
+    return next((pack for pack, hooks in _packs_on_top() if hooks is None or not hooks.hands_on), None)
 
 
 def in_checkpoint() -> bool:
@@ -390,7 +460,7 @@ def in_checkpoint() -> bool:
     The non-reentrant kind shows by its saved-tensor hooks, the reentrant kind (which only turns grad mode off) by its frame on
     the Python stack.
     """
-    if any(getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__ for pack in _packs_on_top()):
+    if any(getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__ for pack, _ in _packs_on_top()):
         return True
     if torch.is_grad_enabled():
         return False

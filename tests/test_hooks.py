@@ -7,7 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memkit.hooks import HookSet, SavedTensorHooks, in_checkpoint, innermost_pack, node_number
+from memkit.hooks import (
+    HookSet,
+    SavedTensorHooks,
+    are_owners_set_aside,
+    in_checkpoint,
+    innermost_pack,
+    may_step_in_backward,
+    node_number,
+    owners_set_aside,
+    receiving_pack,
+)
 
 
 def test_hooks_run_around_the_users_own() -> None:
@@ -86,6 +96,47 @@ def test_innermost_pack_is_the_last_pair_set() -> None:
     with SavedTensorHooks(pack, pack):
         assert innermost_pack() is pack
     assert innermost_pack() is None
+
+
+def test_receiving_pack_is_behind_those_that_hand_on() -> None:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def pass_on(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def of_the_user(tensor: Tensor) -> Tensor:
+        return tensor
+
+    assert receiving_pack() is None
+    with SavedTensorHooks(pack, pack), SavedTensorHooks(pass_on, pass_on, hands_on=True):
+        assert receiving_pack() is pack
+        with torch.autograd.graph.saved_tensors_hooks(of_the_user, of_the_user):
+            assert receiving_pack() is of_the_user
+    with SavedTensorHooks(pass_on, pass_on, hands_on=True):
+        assert receiving_pack() is None
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_hooks_that_may_step_are_told_from_those_that_do_not(steps: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+
+    assert not may_step_in_backward(parameter)
+    with HookSet() as hooks:
+        hooks.around_accumulation(parameter, before=lambda: None, after=lambda: None, steps=steps)
+        assert may_step_in_backward(parameter) is steps
+        handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
+        assert may_step_in_backward(parameter)
+        handle.remove()
+    assert not may_step_in_backward(parameter)
+
+
+def test_owners_are_set_aside_until_the_outer_context_is_left() -> None:
+    with owners_set_aside():
+        with pytest.raises(KeyError), owners_set_aside():
+            raise KeyError
+        assert are_owners_set_aside()
+    assert not are_owners_set_aside()
 
 
 def test_node_number_tells_the_saves_of_nodes_apart() -> None:

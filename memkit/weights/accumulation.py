@@ -59,6 +59,9 @@ class Accumulation(ABC):
         hooks: where the hooks are noted.
     """
 
+    _steps = False
+    """Whether parameters are written to when their gradients are handed over."""
+
     def __init__(self, hooks: HookSet) -> None:
         self._hooks = hooks
         self._sums: dict[StreamedParameter, _Sum] = {}
@@ -89,9 +92,8 @@ class Accumulation(ABC):
                 self._sums[streamed] = _Sum(parameter)
                 if known is None:
                     self._admit(streamed)
-                self._hooks.around_accumulation(
-                    parameter, before=_bound(self._before, streamed), after=_bound(self._after, streamed)
-                )
+                before, after = _bound(self._before, streamed), _bound(self._after, streamed)
+                self._hooks.around_accumulation(parameter, before=before, after=after, steps=self._steps)
 
     def note_forward(self, extent: LayerExtent) -> None:
         """A layer's forward is over, and its parameters are bound to a slot still: note the nodes that it may have made."""

@@ -36,6 +36,8 @@ class FusedSteps(Accumulation):
         hooks: where the hooks are noted.
     """
 
+    _steps = True
+
     def __init__(
         self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter], hooks: HookSet
     ) -> None:
@@ -76,7 +78,7 @@ class FusedSteps(Accumulation):
             self._step(parameter)
             parameter.grad = None
 
-        self._hooks.around_accumulation(parameter, before=before, after=after)
+        self._hooks.around_accumulation(parameter, before=before, after=after, steps=True)
 
     def _before_users_step(self) -> None:
         """The user's own `step()` has nothing to do; two backwards before it would have been meant as one step."""

@@ -16,7 +16,7 @@ from torch import nn
 from memkit.calls import Calls, Ending
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet, backward_task, before_backward_of
+from memkit.hooks import HookSet, are_owners_set_aside, backward_task, before_backward_of
 from memkit.sizes import byte_view, check_bytes, storage_key
 from memkit.transfer.arena import Arena
 from memkit.weights.extents import LayerExtent
@@ -198,6 +198,8 @@ class LayerOffload:
     # Forwards
 
     def _before_outer(self, module: nn.Module, _: Any) -> None:
+        if are_owners_set_aside():
+            return
         self._calls.begin(module, depth=1)
         self._begin_pass(None)
 
@@ -208,7 +210,7 @@ class LayerOffload:
 
     def _before_inner(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
         """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
-        if not self._streams.is_in_forward(extent):
+        if not self._streams.is_in_forward(extent) and not are_owners_set_aside():
             self._enter(extent, module)
 
     def _after_inner(self, extent: LayerExtent, module: nn.Module, *_: Any) -> None:
@@ -216,7 +218,8 @@ class LayerOffload:
             self._calls.end(module, depth=1)
 
     def _before_layer(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
-        self._enter(extent, module)
+        if not are_owners_set_aside():
+            self._enter(extent, module)
 
     def _enter(self, extent: LayerExtent, module: nn.Module) -> None:
         """A forward begins that uses the weights of a layer."""
@@ -250,7 +253,8 @@ class LayerOffload:
 
     def _after_layer(self, extent: LayerExtent, module: nn.Module, _: Any, output: Any) -> None:
         self._calls.end(module, depth=1)
-        before_backward_of(output, partial(self._streams.begin_backward, extent))
+        if not are_owners_set_aside():
+            before_backward_of(output, partial(self._streams.begin_backward, extent))
 
     def _end_layer(self, extent: LayerExtent, state: object, hooks: WeightHooks | None, ending: Ending) -> None:
         if hooks is not None:

@@ -43,7 +43,7 @@ class WeightHooks:
         self._streamer = streamer
         self._hands_on_weights = hands_on_weights
         pack, unpack = _functions(dynamo_is_loaded())
-        self._hooks = SavedTensorHooks(partial(pack, self), unpack, owner=self)
+        self._hooks = SavedTensorHooks(partial(pack, self), unpack, owner=self, hands_on=True)
 
     def begin(self) -> None:
         self._hooks.__enter__()

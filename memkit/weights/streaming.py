@@ -11,7 +11,14 @@ from torch import Tensor
 
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
-from memkit.hooks import KeptHandle, backward_task, nothing, sharing_counters, when_backward_ends
+from memkit.hooks import (
+    KeptHandle,
+    StreamedWeights,
+    backward_task,
+    nothing,
+    sharing_counters,
+    when_backward_ends,
+)
 from memkit.sizes import tensor_over
 from memkit.transfer.lanes import lanes_of
 from memkit.weights.extents import LayerExtent
@@ -258,6 +265,16 @@ class Streamer:
         """Return what gives a tensor again whose bytes are in a slot now: see `memkit.hooks.Owner`."""
         with sharing_counters(), _NoDispatch(), torch.no_grad():
             return StreamedHandle(self, tensor).unpack
+
+    def streamed(self) -> StreamedWeights:
+        """Return what streams: see `memkit.hooks.Owner`."""
+        items = [item for extent in self.extents for item in extent.parameters]
+        with self.lock:
+            return StreamedWeights(
+                layers=tuple(extent.module for extent in self.extents),
+                parameters=tuple(parameter for item in items for parameter in item.current_parameters()),
+                slots=tuple(slot.storage for slot in self.ring if not slot.is_overflow),
+            )
 
     def close(self) -> None:
         """Give the slots' memory back; the host waits for all copies."""

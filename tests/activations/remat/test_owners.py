@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memkit.hooks import disown, own
+from memkit.hooks import StreamedWeights, disown, own
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
@@ -29,6 +29,9 @@ class Slot:
             return self._master
 
         return again
+
+    def streamed(self) -> StreamedWeights:
+        return StreamedWeights()
 
     def overwrite(self) -> None:
         self._weight.data.fill_(float("nan"))
