@@ -56,6 +56,17 @@ def test_page_on_layer_offload_shows_the_plan_that_is_made(capsys: pytest.Captur
     assert _blocks(page, "text")[0] in capsys.readouterr().out
 
 
+def test_page_on_layer_offload_shows_the_report_that_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "layer-offload.md"
+    blocks, names = _blocks(page, "python"), dict[str, object]()
+    report = next(block for block in _blocks(page, "text") if block.startswith("Model on meta"))
+
+    for block in (blocks[0], next(block for block in blocks if "profile_memory" in block)):
+        exec(compile(block, str(page), "exec"), names)
+
+    assert re.sub(r"torch \S+", "torch", report) in re.sub(r"torch \S+", "torch", capsys.readouterr().out)
+
+
 def test_page_on_layer_offload_draws_the_schedule_that_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     page = ROOT / "docs" / "layer-offload.md"
     table = next(block for block in _blocks(page, "text") if block.startswith("time"))

@@ -8,13 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from memkit.device import Device
 from memkit.errors import DataDependentError, ProfileError
-from memkit.hooks import HookSet, SavedTensorHooks
+from memkit.hooks import HookSet, SavedTensorHooks, StreamedWeights, owners_set_aside
 from memkit.profile.calls import CallStack
 from memkit.profile.gauges import MemoryGauge, NoGauge, PeakGauge, TimeGauge
 from memkit.profile.restore import preserved
@@ -23,6 +24,7 @@ from memkit.profile.saves import SavedStorages, SaveTimes
 from memkit.profile.signatures import Signatures
 from memkit.profile.simulate import META, MetaTwins, MixedDevices, TargetKernels, TargetMode
 from memkit.profile.step import Step, say_where
+from memkit.profile.streamed import ModelStorages
 from memkit.profile.tree import ModuleTree
 from memkit.profile.watch import (
     CUDA_ROUNDING_BYTES,
@@ -68,7 +70,7 @@ def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
     counter = device.memory_counter()
     live: list[LiveStorages] = []
     if counter is None and not tree.has_compiled:
-        live = [LiveStorages(step.storages())]
+        live = [LiveStorages(step.storages(), elsewhere=step.streamed.parameters)]
         counter = live[0]
     device.synchronize()
     watch = _Watch(step, tree, NoGauge() if counter is None else PeakGauge(counter))
@@ -88,7 +90,8 @@ def simulated_pass(step: Step, tree: ModuleTree, target: str) -> Found:
     if any(isinstance(part, torch.jit.ScriptModule) for module in step.modules() for part in module.modules()):
         raise ProfileError("TorchScript cannot run on the meta device; profile this model with data")
     step = _without_data(step)
-    live = LiveStorages(step.storages(), rounding_bytes=CUDA_ROUNDING_BYTES if target == "cuda" else 1)
+    rounding_bytes = CUDA_ROUNDING_BYTES if target == "cuda" else 1
+    live = LiveStorages(step.storages(), elsewhere=step.streamed.parameters, rounding_bytes=rounding_bytes)
     watch = _Watch(step, tree, PeakGauge(live))
     with _as_on_target(tree, target, watch.note_backend_dependent) as mode, OpWatch(live, *watch.observers):
         packing = SavedTensorHooks(watch.saves.pack, watch.saves.unpack)
@@ -113,6 +116,7 @@ def _as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callabl
     eager = torch.compiler.set_stance("force_eager") if tree.has_compiled else nullcontext()
     with (
         eager,
+        owners_set_aside(),
         closing(TargetMode(target, backend_dependent=note_backend_dependent)) as mode,
         mode,
         MixedDevices(),
@@ -133,7 +137,7 @@ class _Watch:
         self._gauge = gauge
         self._stack = CallStack(tree, gauge)
         self._signatures = Signatures()
-        resident = set(unique_storages(step.resident_tensors()))
+        resident = ModelStorages(unique_storages(step.resident_tensors()))
         casts = ParamCasts(resident)
         self.saves = SavedStorages(
             resident=resident,
@@ -190,7 +194,12 @@ def _without_data(step: Step) -> Step:
     for module in step.modules():
         twins.stand_in(module)
     args, kwargs = twins.of_tree((step.args, step.kwargs))
-    return Step(model=step.model, args=args, kwargs=kwargs, loss_fn=step.loss_fn, backward=step.backward)
+    streamed = StreamedWeights(
+        layers=step.streamed.layers,
+        parameters=tuple(twins.of(parameter) for parameter in step.streamed.parameters),
+        slots=tuple(torch.UntypedStorage(slot.nbytes(), device=META) for slot in step.streamed.slots),
+    )
+    return replace(step, args=args, kwargs=kwargs, streamed=streamed)
 
 
 # How torch says that something cannot be done, or known, without data.

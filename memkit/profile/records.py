@@ -82,6 +82,8 @@ class ModuleRecord:
     num_calls: int
     param_bytes: int
     """Bytes of the distinct storages of its parameters; tied ones count where they are registered first."""
+    host_param_bytes: int = 0
+    """Of these, bytes in host memory: of weights that a `LayerOffload` streams."""
     activation_bytes: int
     self_bytes: int
     """Bytes of the storages first saved while this module was the innermost one running."""
@@ -104,7 +106,7 @@ class ModuleRecord:
     backward_peak_bytes: int | None
     """Highest allocation while it did, minus what was allocated before the step."""
     marks: tuple[str, ...]
-    """What to know about the row: "checkpointed", "compiled", "other hooks", "backend-dependent", "+1 alias"."""
+    """What to know about the row: "streamed", "checkpointed", "compiled", "other hooks", "backend-dependent", "+1 alias"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +151,12 @@ class MemoryReport:
     saved: tuple[SavedTensorRecord, ...]
     """What autograd saved, in the order of first saves."""
     buffer_bytes: int
+    slot_bytes: int = 0
+    """Bytes of the device that streamed weights take turns in: the slots of a `LayerOffload`, before the forward."""
     before_bytes: int | None
-    """Allocated before the forward (parameters, buffers, inputs and whatever else was there). None where compiled code ran
-    on a device without an allocator's counter. On a device without one, only the model and its inputs count."""
+    """Allocated before the forward (parameters on the device, slots of those that are not, buffers, inputs and whatever else
+    was there). None where compiled code ran on a device without an allocator's counter. On a device without one, only the
+    model and its inputs count."""
     forward_peak_bytes: int | None
     """Most bytes allocated at once during the forward and the loss, with those before."""
     backward_peak_bytes: int | None
@@ -161,8 +166,18 @@ class MemoryReport:
 
     @property
     def param_bytes(self) -> int:
-        """Bytes of all distinct parameter storages."""
+        """Bytes of all distinct parameter storages, wherever they are."""
         return self.modules[0].param_bytes
+
+    @property
+    def host_param_bytes(self) -> int:
+        """Of `param_bytes`, the bytes of streamed weights, which are in host memory."""
+        return self.modules[0].host_param_bytes
+
+    @property
+    def device_param_bytes(self) -> int:
+        """Of `param_bytes`, the bytes of parameters that are on the device all the time. Slots are not in it."""
+        return self.param_bytes - self.host_param_bytes
 
     @property
     def activation_bytes(self) -> int:
@@ -290,6 +305,7 @@ def _report_from(content: Mapping[str, Any]) -> MemoryReport:
             _record_from(SavedTensorRecord, record, category=SavedCategory(record["category"])) for record in content["saved"]
         ),
         buffer_bytes=content["buffer_bytes"],
+        slot_bytes=content.get("slot_bytes", 0),
         before_bytes=content["before_bytes"],
         forward_peak_bytes=content["forward_peak_bytes"],
         backward_peak_bytes=content["backward_peak_bytes"],

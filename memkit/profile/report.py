@@ -60,6 +60,7 @@ def _share(row: ModuleRecord, report: MemoryReport) -> str:
 NAME = Column(header="module name", cell=_name, right=False)
 TYPE = Column(header="type", cell=lambda row, _: row.type_name or "-", right=False)
 PARAMS = Column(header="parameter size (MiB)", cell=lambda row, _: _mib(row.param_bytes))
+HOST_PARAMS = Column(header="of it on the host (MiB)", cell=lambda row, _: _mib(row.host_param_bytes or None))
 ACTIVATIONS = Column(header="activation size (MiB)", cell=lambda row, _: _mib(row.activation_bytes))
 CALLS = Column(header="#calls", cell=lambda row, _: str(row.num_calls))
 INPUT = Column(header="input shape", cell=_input_shapes, right=False)
@@ -106,7 +107,7 @@ def check_view(*, depth: int | None, sort_by: str | None, top: int | None) -> No
 def to_text(report: MemoryReport, *, depth: int | None, sort_by: str | None, top: int | None, full: bool) -> str:
     """See `MemoryReport.to_text`."""
     check_view(depth=depth, sort_by=sort_by, top=top)
-    columns = FULL_COLUMNS if full else DEFAULT_COLUMNS
+    columns = _with_host(report, FULL_COLUMNS if full else DEFAULT_COLUMNS)
     if sort_by in EXTRA_COLUMNS and EXTRA_COLUMNS[sort_by] not in columns:
         columns = (*columns, EXTRA_COLUMNS[sort_by])
     rows = _rows(report, depth=depth, sort_by=sort_by, top=top, full=full)
@@ -118,7 +119,7 @@ def to_html(report: MemoryReport) -> str:
     """Return the default view as an HTML table, for notebooks."""
     rows = _rows(report, depth=None, sort_by=None, top=None, full=False)
     notes = tabulate([*_notes(report), *_totals(report)], tablefmt="html", disable_numparse=True)
-    return f"{_table(report, rows, DEFAULT_COLUMNS, style='html')}\n{notes}"
+    return f"{_table(report, rows, _with_host(report, DEFAULT_COLUMNS), style='html')}\n{notes}"
 
 
 def to_csv(report: MemoryReport) -> str:
@@ -136,6 +137,14 @@ def _csv_cell(value: Any) -> Any:
     if isinstance(value, tuple):
         return " ".join("x".join(map(str, item)) if isinstance(item, tuple) else item.replace(" ", "_") for item in value)
     return "" if value is None else value
+
+
+def _with_host(report: MemoryReport, columns: tuple[Column, ...]) -> tuple[Column, ...]:
+    """Add the column of what is in host memory, if anything is."""
+    if not report.host_param_bytes:
+        return columns
+    place = columns.index(PARAMS) + 1
+    return (*columns[:place], HOST_PARAMS, *columns[place:])
 
 
 def _table(report: MemoryReport, rows: Sequence[ModuleRecord], columns: Sequence[Column], *, style: str) -> str:
@@ -177,6 +186,10 @@ def _notes(report: MemoryReport) -> list[tuple[str, str]]:
     if report.param_cast_bytes:
         notes.append(("parameter casts (not counted as activations)", format_mib(report.param_cast_bytes)))
     notes.append(("buffers", format_mib(report.buffer_bytes)))
+    if report.host_param_bytes:
+        notes.append(("parameters on the device", format_mib(report.device_param_bytes)))
+        notes.append(("... in host memory, streamed", format_mib(report.host_param_bytes)))
+        notes.append(("slots on the device for what streams", format_mib(report.slot_bytes)))
     for mark in Mark:
         names = report.marked(mark.value)
         if names:
@@ -305,6 +318,7 @@ def _merged(rows: Sequence[ModuleRecord], name: str) -> ModuleRecord:
     sums = (
         "num_calls",
         "param_bytes",
+        "host_param_bytes",
         "activation_bytes",
         "self_bytes",
         "num_storages",

@@ -41,8 +41,10 @@ def module_records(tree: ModuleTree, found: Found) -> tuple[ModuleRecord, ...]:
     below = children_of(parents)
     saved = found.saves.counts()
     self_param_bytes = {index: node.self_param_bytes for index, node in enumerate(tree.nodes)}
+    self_host_param_bytes = {index: node.self_host_param_bytes for index, node in enumerate(tree.nodes)}
     self_bytes = {index: count.num_bytes for index, count in saved.items()}
     param_bytes = _with_children(self_param_bytes, below)
+    host_param_bytes = _with_children(self_host_param_bytes, below)
     activation_bytes = _with_children(self_bytes, below)
     backward_s = _with_children(found.backward_s, below)
     backward_peaks = _highest_with_children(found.backward_peaks, below)
@@ -59,6 +61,7 @@ def module_records(tree: ModuleTree, found: Found) -> tuple[ModuleRecord, ...]:
                 depth=0 if node is None else node.depth,
                 num_calls=found.num_calls.get(index, 0),
                 param_bytes=param_bytes.get(index, 0),
+                host_param_bytes=host_param_bytes.get(index, 0),
                 activation_bytes=activation_bytes.get(index, 0),
                 self_bytes=self_bytes.get(index, 0),
                 num_storages=0 if count is None else count.num_storages,

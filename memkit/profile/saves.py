@@ -13,6 +13,7 @@ from memkit.device.base import Device, Event
 from memkit.profile.calls import CallStack
 from memkit.profile.records import SavedCategory, SavedTensorRecord
 from memkit.profile.signatures import dtype_name, shapes_of
+from memkit.profile.streamed import ModelStorages
 from memkit.sizes import storage_key, storages_of
 
 
@@ -66,7 +67,7 @@ class SavedStorages:
     Holds weak references only: what the model drops is freed as if nobody had looked.
 
     Args:
-        resident: keys of the storages that are there anyway (parameters and buffers): not listed.
+        resident: the storages that are there anyway (parameters and buffers): not listed.
         inputs: keys of the storages of the model's inputs.
         is_param_cast: tells whether a storage is a parameter or buffer in another dtype.
         stack: tells which module is running.
@@ -75,7 +76,7 @@ class SavedStorages:
     def __init__(
         self,
         *,
-        resident: set[int],
+        resident: ModelStorages,
         inputs: set[int],
         is_param_cast: Callable[[torch.UntypedStorage], bool],
         stack: CallStack,
@@ -185,7 +186,7 @@ class SavedStorages:
 
     def _counts(self, storage: torch.UntypedStorage) -> bool:
         # cuDNN's BatchNorm saves a workspace that is often empty.
-        return storage.nbytes() > 0 and storage_key(storage) not in self._resident
+        return storage.nbytes() > 0 and storage not in self._resident
 
 
 class SaveTimes:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from memkit.errors import ProfileError, note_on
-from memkit.hooks import HookSet
+from memkit.hooks import HookSet, StreamedWeights
 from memkit.profile.calls import BackwardGraph, CallStack
 from memkit.profile.restore import grads_set_aside
+from memkit.profile.streamed import NOTHING_STREAMED
 from memkit.profile.tree import ROOT
 from memkit.sizes import unique_storages
 
@@ -48,6 +49,8 @@ class Step:
     kwargs: dict[str, Any]
     loss_fn: Callable[[Any], Tensor] | None
     backward: bool
+    streamed: StreamedWeights = NOTHING_STREAMED
+    """What of the parameters is in host memory."""
 
     def input_tensors(self) -> list[Tensor]:
         """Return the tensors in the model's arguments."""
@@ -62,6 +65,11 @@ class Step:
         """Return parameters and buffers: what is there with or without a backward."""
         return [tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers())]
 
+    def device_tensors(self) -> list[Tensor]:
+        """Return parameters and buffers but for those that stream: what the device holds of the model itself."""
+        streamed = {id(parameter) for parameter in self.streamed.parameters}
+        return [tensor for tensor in self.resident_tensors() if id(tensor) not in streamed]
+
     def names_of_storages(self) -> dict[int, str]:
         """Return what to call the storages that a profile cannot put back: those of parameters and inputs."""
         names = dict.fromkeys(unique_storages(self.input_tensors()), "an input")
@@ -71,8 +79,8 @@ class Step:
         return names
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Return the storages of parameters, buffers and inputs."""
-        return list(unique_storages([*self.resident_tensors(), *self.input_tensors()]).values())
+        """Return the storages on the device before anything runs: of parameters, buffers, inputs and slots."""
+        return [*unique_storages([*self.device_tensors(), *self.input_tensors()]).values(), *self.streamed.slots]
 
     def run(
         self,

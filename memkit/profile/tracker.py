@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from memkit.device import Device, open_device
 from memkit.errors import ProfileError
+from memkit.hooks import may_step_in_backward
 from memkit.profile.passes import memory_pass, plain_pass, save_times_pass, simulated_pass, time_pass
 from memkit.profile.records import MemoryReport, RunInfo
 from memkit.profile.registry import file_report
@@ -26,6 +27,7 @@ from memkit.profile.restore import preserved
 from memkit.profile.rows import module_records
 from memkit.profile.simulate import META, TARGETS
 from memkit.profile.step import Step
+from memkit.profile.streamed import find_streamed
 from memkit.profile.tree import ModuleTree
 from memkit.sizes import storage_bytes
 
@@ -53,7 +55,8 @@ def profile_memory(
     before. On CUDA the peak counter of the device is reset (`torch.cuda.max_memory_allocated` starts anew).
 
     Args:
-        model: the module to run, on the CPU, on one CUDA device or on the meta device.
+        model: the module to run, on the CPU, on one CUDA device or on the meta device. A `LayerOffload` may stream its layers:
+            they are marked, and their weights told apart.
         *args: its positional arguments, on the same device; any shapes that it accepts.
         kwargs: its keyword arguments.
         loss_fn: called with the model's output; what it saves is in the row "(outside modules)". With `backward` it must
@@ -77,7 +80,8 @@ def profile_memory(
         TypeError: `model` is no `nn.Module`, or `loss_fn` cannot be called.
         ValueError: an argument is none of the above, or model and inputs are on different devices.
         ProfileError: the profile would record nothing, or do damage: grad mode is off, parameters are not initialized, there
-            is nothing to run a backward from, the model is on several devices, sharded, or steps an optimizer in the backward.
+            is nothing to run a backward from, the model is on several devices, sharded, or steps an optimizer in the backward;
+            on meta, it has gradients that go to the host.
         DataDependentError: on meta, the model read the value of a tensor.
         DeviceUnavailableError: the CUDA device is not there.
         Exception: whatever the model raises, with a note that names the module.
@@ -93,6 +97,7 @@ def profile_memory(
     """
     step = Step(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=backward)
     _check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)
+    step = replace(step, streamed=find_streamed(step.modules()))
     run_device = _run_device(step, device)
     report = _measure(step, run_device, target=target, tag=tag, warmup=warmup)
     file_report(report)
@@ -123,7 +128,7 @@ def _check_model(step: Step) -> None:
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     if lazy:
         raise ProfileError(f"{lazy[0]} has no shape yet; run the model once before profiling it")
-    stepping = [name for name, tensor in named if getattr(tensor, "_post_accumulate_grad_hooks", None)]
+    stepping = [name for name, tensor in named if may_step_in_backward(tensor)]
     if step.backward and stepping:
         raise ProfileError(
             f"{stepping[0]} has a hook that runs when its gradient is accumulated, such as an optimizer step in the backward: "
@@ -142,8 +147,9 @@ def _run_device(step: Step, asked: str | torch.device | None) -> torch.device:
                 f'device must be None (where the model is) or "meta"; found {str(asked)!r}. To run on a device, move model and '
                 "inputs there first"
             )
+        _check_gradients_without_data(step)
         return META
-    model_devices = {tensor.device for tensor in step.resident_tensors()}
+    model_devices = {tensor.device for tensor in step.device_tensors()} | {slot.device for slot in step.streamed.slots}
     input_devices = {tensor.device for tensor in step.input_tensors() if tensor.dim() or tensor.device.type != "cpu"}
     if len(model_devices) > 1:
         raise ProfileError(
@@ -158,12 +164,20 @@ def _run_device(step: Step, asked: str | torch.device | None) -> torch.device:
     return next(iter(model_devices or input_devices), torch.device("cpu"))
 
 
+def _check_gradients_without_data(step: Step) -> None:
+    if step.backward and any(parameter.requires_grad for parameter in step.streamed.parameters):
+        raise ProfileError(
+            'device="meta" cannot follow gradients that LayerOffload takes to host memory (train="host"): the peak of the '
+            "backward would be wrong. Profile where the model is, or with backward=False, or before LayerOffload is made"
+        )
+
+
 def _names(devices: set[torch.device]) -> str:
     return ", ".join(sorted(map(str, devices)))
 
 
 def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, warmup: int) -> MemoryReport:
-    tree = ModuleTree(step.model)
+    tree = ModuleTree(step.model, step.streamed)
     simulated = run_device == META
     device = None if simulated else open_device(run_device)
 
@@ -197,6 +211,7 @@ def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, war
         modules=module_records(tree, found),
         saved=found.saves.records(tree.fqn, save_times),
         buffer_bytes=storage_bytes(step.model.buffers()),
+        slot_bytes=sum(slot.nbytes() for slot in step.streamed.slots),
         before_bytes=found.before_bytes,
         forward_peak_bytes=found.forward_peak_bytes,
         backward_peak_bytes=found.backward_peak_bytes,

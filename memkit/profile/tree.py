@@ -12,7 +12,9 @@ from enum import Enum
 import torch
 from torch import nn
 
-from memkit.sizes import storage_key, storages_of
+from memkit.hooks import StreamedWeights
+from memkit.profile.streamed import NOTHING_STREAMED
+from memkit.sizes import storage_key, storages_of, unique_storages
 
 ROOT = 0
 ROOT_NAME = "(model)"
@@ -22,6 +24,7 @@ OUTSIDE_NAME = "(outside modules)"
 class Mark(Enum):
     """What there is to know about a row beyond its figures; `value` is what the row shows."""
 
+    STREAMED = "streamed"
     CHECKPOINTED = "checkpointed"
     COMPILED = "compiled"
     OTHER_HOOKS = "other hooks"
@@ -34,6 +37,7 @@ class Mark(Enum):
 
 
 _MEANINGS = {
+    Mark.STREAMED: "weights in host memory, brought to slots on the device around each use",
     Mark.CHECKPOINTED: "of these regions only the inputs can be seen; what a policy keeps of them is unaccounted",
     Mark.COMPILED: "what runs inside is in this row, or in its parent's",
     Mark.OTHER_HOOKS: "saved-tensor hooks set inside the model hide what these rows save",
@@ -50,6 +54,8 @@ class ModuleNode:
     parent: int | None
     depth: int
     self_param_bytes: int
+    self_host_param_bytes: int
+    """Of these, what streams."""
     marks: tuple[str, ...]
     compiled: bool
 
@@ -57,11 +63,12 @@ class ModuleNode:
 class ModuleTree:
     """The modules under `model`, each once, parents before children and siblings in the order of registration.
 
-    `outside` is the index of the row for work done outside of any module, one past the last node.
+    `outside` is the index of the row for work done outside of any module, one past the last node. `streamed` is what of the
+    parameters is in host memory.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.nodes = _nodes_of(model)
+    def __init__(self, model: nn.Module, streamed: StreamedWeights = NOTHING_STREAMED) -> None:
+        self.nodes = _nodes_of(model, streamed)
         self.outside = len(self.nodes)
         self._fqns = [node.fqn or ROOT_NAME for node in self.nodes] + [OUTSIDE_NAME]
 
@@ -119,23 +126,27 @@ def children_of(parents: Sequence[int | None]) -> list[list[int]]:
     return children
 
 
-def _nodes_of(model: nn.Module) -> list[ModuleNode]:
+def _nodes_of(model: nn.Module, streamed: StreamedWeights) -> list[ModuleNode]:
+    on_host, layers = unique_storages(streamed.parameters), {id(layer) for layer in streamed.layers}
     num_names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     index_of: dict[str, int] = {}
     owned: set[int] = set()
     nodes: list[ModuleNode] = []
     for fqn, module in model.named_modules():
         parent = index_of[fqn.rpartition(".")[0]] if fqn else None
-        self_param_bytes = 0
+        self_param_bytes = self_host_param_bytes = 0
         for param in module.parameters(recurse=False):
             for storage in storages_of(param):
                 if storage_key(storage) not in owned:
                     owned.add(storage_key(storage))
                     self_param_bytes += storage.nbytes()
+                    self_host_param_bytes += storage.nbytes() if storage_key(storage) in on_host else 0
         num_aliases = num_names[id(module)] - 1
         inside_compiled = parent is not None and nodes[parent].compiled
         compiled = inside_compiled or is_compiled(module)
         marks = [f"+{num_aliases} alias" + "es" * (num_aliases > 1)] if num_aliases else []
+        if id(module) in layers:
+            marks.append(Mark.STREAMED.value)
         if compiled and not inside_compiled:
             marks.append(Mark.COMPILED.value)
         index_of[fqn] = len(nodes)
@@ -146,6 +157,7 @@ def _nodes_of(model: nn.Module) -> list[ModuleNode]:
                 parent=parent,
                 depth=0 if parent is None else nodes[parent].depth + 1,
                 self_param_bytes=self_param_bytes,
+                self_host_param_bytes=self_host_param_bytes,
                 marks=tuple(marks),
                 compiled=compiled,
             )

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit.device.base import MemoryCounter
-from memkit.hooks import in_checkpoint, innermost_pack
+from memkit.hooks import in_checkpoint, receiving_pack
 from memkit.profile.calls import CallStack
-from memkit.sizes import storage_key, storages_of
+from memkit.profile.streamed import ModelStorages
+from memkit.sizes import storage_key, storages_of, unique_storages
 
 # CUDA's caching allocator hands out multiples of this.
 CUDA_ROUNDING_BYTES = 512
@@ -51,10 +52,14 @@ class LiveStorages(MemoryCounter):
 
     Args:
         initial: storages that are there already; all others count from the operation that made them.
+        elsewhere: tensors in the memory of the host, which do not count.
         rounding_bytes: sizes are rounded up to multiples of this.
     """
 
-    def __init__(self, initial: Iterable[torch.UntypedStorage], *, rounding_bytes: int = 1) -> None:
+    def __init__(
+        self, initial: Iterable[torch.UntypedStorage], *, elsewhere: Iterable[Tensor] = (), rounding_bytes: int = 1
+    ) -> None:
+        self._elsewhere = unique_storages(elsewhere)
         self._rounding_bytes = rounding_bytes
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._allocated_bytes = 0  # of `_live`, kept by hand: it is read at every edge of a call
@@ -82,6 +87,8 @@ class LiveStorages(MemoryCounter):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
+        if key in self._elsewhere:
+            return
         known = self._live.get(key)
         num_bytes = -(-storage.nbytes() // self._rounding_bytes) * self._rounding_bytes
         if known is not None and known[1] == num_bytes:
@@ -110,17 +117,17 @@ class ParamCasts:
     """Knows the storages that hold a parameter or buffer in another dtype, as autocast makes them.
 
     Args:
-        resident: keys of the storages of parameters and buffers.
+        resident: the storages of parameters and buffers.
     """
 
-    def __init__(self, resident: set[int]) -> None:
+    def __init__(self, resident: ModelStorages) -> None:
         self._resident = resident
         self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
         """Note the output of a cast whose input is a parameter, a buffer or such a cast."""
         if op is torch.ops.aten._to_copy.default and any(
-            storage_key(source) in self._resident or source in self for source in storages_of(args[0])
+            source in self._resident or source in self for source in storages_of(args[0])
         ):
             for storage in storages_of(outputs):
                 self._casts[storage_key(storage)] = weakref.ref(storage)
@@ -158,7 +165,7 @@ class HiddenRegions:
     """Notes the modules in which operations ran whose saved tensors our hooks cannot see.
 
     Args:
-        pack: our own pack hook: the one that should be innermost.
+        pack: our own pack hook: the one that saved tensors should come to.
         stack: tells which module is running.
     """
 
@@ -171,7 +178,7 @@ class HiddenRegions:
 
     def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
         """Look at the hooks that are in force at this operation."""
-        pack = innermost_pack()
+        pack = receiving_pack()
         if self._stack.in_backward or (pack == self._pack and torch.is_grad_enabled()):
             return
         if in_checkpoint():
