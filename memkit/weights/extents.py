@@ -15,43 +15,35 @@ from memkit.errors import LayerOffloadError
 from memkit.hooks import num_users
 from memkit.sizes import byte_view, storage_key, tensor_over
 from memkit.transfer.arena import Span
-from memkit.weights.placement import is_plain, overlapping
+from memkit.weights.placement import has_plain_parts, overlapping
+from memkit.weights.wrappers import parts_of, say_device, wrappers_in
 
 HEADER_BYTES = 512
 """Where the first tensor of an extent begins: compilers treat offset 0 as a case of its own."""
 _ALIGNMENT_BYTES = 512
 """As the caching allocator aligns: the kernel that is chosen may depend on it."""
+_HOST = torch.device("cpu")
 
 
-class StreamedParameter:
-    """One parameter that streams.
+class StreamedTensor:
+    """A plain tensor that streams: a parameter, or one of those that a parameter wraps.
 
-    While its layer runs, `parameter.data` lies in a slot; at all other times it is `master`, in host memory.
+    While its layer runs, `tensor.data` lies in a slot; at all other times it is `master`, in host memory.
     """
 
-    __slots__ = ("device", "dtype", "master", "name", "offset", "parameter", "places", "size", "stride")
+    __slots__ = ("dtype", "master", "offset", "size", "stride", "tensor")
 
-    def __init__(self, name: str, parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]], offset: int) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.places = tuple(places)
-        """The modules that hold it, and under which name."""
-        self.offset = offset
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.offset = 0
         """Where its first element lies in the extent, in bytes."""
-        self.size, self.stride, self.dtype = parameter.size(), parameter.stride(), parameter.dtype
-        self.device = parameter.device
-        """Where it was found."""
-        self.master: Tensor = parameter.data
+        self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
+        self.master: Tensor = tensor.data
 
-    def bind(self, storage: torch.UntypedStorage) -> None:
-        """Let the parameter lie in a slot."""
-        with _plainly():
-            self.parameter.data = self.over(storage)
-
-    def unbind(self) -> None:
-        """Let the parameter be the master."""
-        with _plainly():
-            self.parameter.data = self.master
+    def over(self, storage: torch.UntypedStorage, *, start: int = 0) -> Tensor:
+        """Return the tensor as it lies in a storage whose first byte is that of the extent at `start`."""
+        offset = (self.offset - start) // self.dtype.itemsize
+        return tensor_over(storage, self.dtype, offset=offset, size=self.size, stride=self.stride)
 
     def lie_as(self, source: Tensor) -> None:
         """Let the elements of the master lie in the order of those of another tensor, if they can."""
@@ -59,6 +51,53 @@ class StreamedParameter:
         if is_alone and _is_dense(self.size, self.stride) and _is_dense(source.size(), source.stride()):
             self.stride = source.stride()
             self.master = tensor_over(self.master.untyped_storage(), self.dtype, offset=0, size=self.size, stride=self.stride)
+
+    def is_at_master(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies in the master's storage."""
+        return storage_key(tensor.untyped_storage()) == storage_key(self.master.untyped_storage())
+
+    def is_as_master(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is just what the master is."""
+        place, master = (tensor.storage_offset(), tensor.size(), tensor.stride()), self.master
+        is_same = place == (master.storage_offset(), master.size(), master.stride()) and tensor.dtype == master.dtype
+        return is_same and self.is_at_master(tensor)
+
+
+class StreamedParameter:
+    """One parameter that streams: its plain tensors, and the wrappers around them, which say where those are."""
+
+    __slots__ = ("device", "dtype", "name", "parameter", "parts", "places", "size", "stride", "wrappers")
+
+    def __init__(self, name: str, parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.places = tuple(places)
+        """The modules that hold it, and under which name."""
+        self.parts = [StreamedTensor(part) for part in parts_of(parameter)]
+        self.wrappers = wrappers_in(parameter)
+        self.size, self.stride, self.dtype = parameter.size(), parameter.stride(), parameter.dtype
+        self.device = parameter.device
+        """Where it was found."""
+
+    def bind(self, storage: torch.UntypedStorage) -> None:
+        """Let the parameter lie in a slot. Only to be called in `plainly()`."""
+        for part in self.parts:
+            part.tensor.data = part.over(storage)
+        for wrapper in self.wrappers:
+            say_device(wrapper, storage.device)
+
+    def unbind(self) -> None:
+        """Let the parameter be the master. Only to be called in `plainly()`."""
+        for part in self.parts:
+            part.tensor.data = part.master
+        for wrapper in self.wrappers:
+            say_device(wrapper, _HOST)
+
+    def replace(self, parameter: nn.Parameter) -> None:
+        """Let another parameter of the same kind be the one that streams."""
+        self.parameter, self.wrappers = parameter, wrappers_in(parameter)
+        for part, tensor in zip(self.parts, parts_of(parameter), strict=True):
+            part.tensor = tensor
 
     @property
     def gradient_stride(self) -> tuple[int, ...]:
@@ -69,26 +108,37 @@ class StreamedParameter:
         """Return a gradient of the parameter that fills a storage."""
         return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.gradient_stride)
 
-    def is_at_master(self, parameter: Tensor) -> bool:
-        """Tell whether a parameter lies in the master's storage."""
-        return storage_key(parameter.untyped_storage()) == storage_key(self.master.untyped_storage())
+    def is_at_master(self, parameter: nn.Parameter) -> bool:
+        """Tell whether a parameter is the one that streams, and made of the masters."""
+        tensors = parts_of(parameter)
+        if parameter is not self.parameter or len(tensors) != len(self.parts):
+            return False
+        pairs = zip(self.parts, tensors, strict=True)
+        return all(part.tensor is tensor and part.is_as_master(tensor) for part, tensor in pairs)
 
-    def is_as_master(self, parameter: Tensor) -> bool:
-        """Tell whether a parameter is just what the master is."""
-        place, master = (parameter.storage_offset(), parameter.size(), parameter.stride()), self.master
-        is_same = place == (master.storage_offset(), master.size(), master.stride()) and parameter.dtype == master.dtype
-        return is_same and self.is_at_master(parameter)
+    def is_of_kind(self, parameter: nn.Parameter) -> bool:
+        """Tell whether a parameter could be the master."""
+        tensors = parts_of(parameter)
+        return (
+            has_plain_parts(parameter)
+            and (not self.wrappers or type(parameter) is type(self.parameter))
+            and (parameter.dtype, parameter.size(), len(tensors)) == (self.dtype, self.size, len(self.parts))
+            and all(
+                (tensor.dtype, tensor.size(), tensor.device.type) == (part.dtype, part.size, "cpu")
+                for part, tensor in zip(self.parts, tensors, strict=True)
+            )
+        )
 
     def current_parameters(self) -> list[nn.Parameter]:
         """Return the parameter, and what somebody has put in its place since."""
         found = (module._parameters.get(key) for module, key in self.places)
-        now = (parameter for parameter in found if isinstance(parameter, nn.Parameter) and is_plain(parameter))
+        now = (parameter for parameter in found if isinstance(parameter, nn.Parameter) and has_plain_parts(parameter))
         return list({id(parameter): parameter for parameter in (self.parameter, *now)}.values())
 
-    def over(self, storage: torch.UntypedStorage, *, start: int = 0) -> Tensor:
-        """Return the tensor as it lies in a storage whose first byte is that of the extent at `start`."""
-        offset = (self.offset - start) // self.dtype.itemsize
-        return tensor_over(storage, self.dtype, offset=offset, size=self.size, stride=self.stride)
+    def current_tensors(self) -> list[Tensor]:
+        """Return the plain tensors that these are made of, and those that it was made of."""
+        now = (tensor for parameter in self.current_parameters() for tensor in parts_of(parameter))
+        return list({id(tensor): tensor for tensor in (*(part.tensor for part in self.parts), *now)}.values())
 
 
 class LayerExtent:
@@ -97,7 +147,7 @@ class LayerExtent:
     Args:
         name: the layer's, in the model.
         module: the layer.
-        parameters: what streams of it: not empty, of plain tensors.
+        parameters: what streams of it: not empty, each plain or with plain parts.
         position: its number among the layers that stream.
     """
 
@@ -124,35 +174,45 @@ class LayerExtent:
                     places.setdefault(id(parameter), []).append((inner, key))
                     full = ".".join(part for part in (name, prefix, key) if part)
                     named.setdefault(id(parameter), (full, parameter))
-        self._regions: list[tuple[int, int, list[StreamedParameter]]] = []
+        self.parameters = [StreamedParameter(*named[key], places[key]) for key in named]
+        self._regions: list[tuple[int, int, list[StreamedTensor]]] = []
         """Where each range of bytes that belongs together begins and ends in the extent, and what lies in it."""
-        self.parameters: list[StreamedParameter] = []
+        parts: dict[int, list[StreamedTensor]] = {id(part.tensor): [] for part in self._parts()}
+        for part in self._parts():
+            parts[id(part.tensor)].append(part)
         end = HEADER_BYTES
-        for group in overlapping([named[key][1] for key in named]):
+        for group in overlapping([same[0].tensor for same in parts.values()]):
             start, first = end, min(low for _, low, _ in group)
-            region = [
-                StreamedParameter(*named[id(parameter)], places[id(parameter)], start + low - first)
-                for parameter, low, _ in group
-            ]
+            region = []
+            for tensor, low, _ in group:
+                for part in parts[id(tensor)]:
+                    part.offset = start + low - first
+                    region.append(part)
             stop = start + max(high for _, _, high in group) - first
             self._regions.append((start, stop, region))
-            self.parameters += region
             end = -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self.num_bytes = end
+
+    def _parts(self) -> Iterator[StreamedTensor]:
+        return (part for streamed in self.parameters for part in streamed.parts)
 
     def move_to_host(self) -> None:
         """Copy the parameters to the master, in `span`, and let them be that."""
         assert self.span is not None
         assert self.span.whole is not None
         memory = self.span.whole.numpy()
-        with _plainly():
+        with plainly():
             for start, stop, region in self._regions:
                 # A storage of its own, so that saving a parameter writes no more than its bytes.
-                storage = torch.frombuffer(memory, dtype=torch.uint8, count=stop - start, offset=start).untyped_storage()
-                for streamed in region:
-                    streamed.master = streamed.over(storage, start=start)
-                    _distinct(streamed.master).copy_(_distinct(streamed.parameter.data))
-                    streamed.parameter.data = streamed.master
+                if stop > start:
+                    storage = torch.frombuffer(memory, dtype=torch.uint8, count=stop - start, offset=start).untyped_storage()
+                else:
+                    storage = torch.UntypedStorage(0)
+                for part in region:
+                    part.master = part.over(storage, start=start)
+                    _distinct(part.master).copy_(_distinct(part.tensor.data))
+            for streamed in self.parameters:
+                streamed.unbind()
         self.is_on_host = True
 
     def restore(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
@@ -164,52 +224,51 @@ class LayerExtent:
             Storages of the master that somebody else holds (a `state_dict`), each with one of the same bytes.
         """
         self.is_on_host = False
-        held = []
-        with _plainly():
-            for _, _, region in self._regions:
-                copied: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
-                for streamed in region:
-                    key = storage_key(streamed.master.untyped_storage()), streamed.device
-                    if key not in copied:
-                        source = byte_view(streamed.master.untyped_storage())
-                        copied[key] = source.to(streamed.device, copy=True).untyped_storage()
-                    for parameter in streamed.current_parameters():
-                        now = parameter.data
-                        if streamed.is_at_master(parameter):
-                            offset, size, stride = now.storage_offset(), now.size(), now.stride()
-                            parameter.data = tensor_over(copied[key], now.dtype, offset=offset, size=size, stride=stride)
-                        elif now.device != streamed.device:
-                            parameter.data = now.to(streamed.device)
-                    grad = streamed.parameter.grad
-                    if grad is not None and grad.device != streamed.device:
-                        streamed.parameter.grad = grad.to(streamed.device)
-                storage = region[0].master.untyped_storage()
-                if num_users(storage) > len(region) + 1:
-                    held.append((storage, next(iter(copied.values()))))
-        return held
+        copied: dict[int, torch.UntypedStorage] = {}
+        with plainly():
+            for streamed in self.parameters:
+                for part in streamed.parts:
+                    storage = part.master.untyped_storage()
+                    if storage_key(storage) not in copied:
+                        copied[storage_key(storage)] = byte_view(storage).to(streamed.device, copy=True).untyped_storage()
+                for now in streamed.current_tensors():
+                    to = copied.get(storage_key(now.untyped_storage()))
+                    if to is not None:
+                        offset, size, stride = now.storage_offset(), now.size(), now.stride()
+                        now.data = tensor_over(to, now.dtype, offset=offset, size=size, stride=stride)
+                    elif now.device != streamed.device:
+                        now.data = now.data.to(streamed.device)
+                for wrapper in (wrapper for parameter in streamed.current_parameters() for wrapper in wrappers_in(parameter)):
+                    say_device(wrapper, streamed.device)
+                grad = streamed.parameter.grad
+                if grad is not None and grad.device != streamed.device:
+                    streamed.parameter.grad = grad.to(streamed.device)
+        masters = [(region[0].master.untyped_storage(), len(region)) for _, _, region in self._regions]
+        return [(storage, copied[storage_key(storage)]) for storage, num in masters if num_users(storage) > num + 1]
 
     def bind(self, storage: torch.UntypedStorage) -> None:
         """Let the parameters lie in a slot."""
-        with _plainly():
+        with plainly():
             for streamed in self.parameters:
-                streamed.parameter.data = streamed.over(storage)
+                streamed.bind(storage)
 
     def write_back(self) -> None:
         """Copy what the parameters are to the master."""
-        with _plainly():
-            for streamed in self.parameters:
-                if streamed.parameter.size() == streamed.size:
-                    _distinct(streamed.master).copy_(_distinct(streamed.parameter.data))
+        with plainly():
+            for part in self._parts():
+                if part.tensor.size() == part.size:
+                    _distinct(part.master).copy_(_distinct(part.tensor.data))
 
     def unbind(self) -> None:
         """Let the parameters be the master again."""
-        with _plainly():
+        with plainly():
             for streamed in self.parameters:
-                streamed.parameter.data = streamed.master
+                streamed.unbind()
 
     def state(self) -> tuple[int, ...]:
         """Return what changes with every write to the master that can be seen."""
-        return (self.num_changes, *[streamed.parameter._version for streamed in self.parameters])
+        wrappers = [wrapper._version for streamed in self.parameters for wrapper in streamed.wrappers]
+        return (self.num_changes, *wrappers, *[part.tensor._version for part in self._parts()])
 
     def adopt(self) -> list[StreamedParameter]:
         """Take over parameters that were put in the place of others (`load_state_dict(assign=True)`), and return them.
@@ -225,12 +284,14 @@ class LayerExtent:
             for inner, inner_key in streamed.places[1:]:
                 if inner._parameters.get(inner_key) is old:
                     inner._parameters[inner_key] = found
-            streamed.parameter = found
-            if old is not found and streamed.is_at_master(old):
-                is_kept = weakref.ref(old)
-                del old
-                if (kept := is_kept()) is not None:  # who has it reads and writes there what it is, not what has replaced it
-                    with _plainly():
+            left = [weakref.ref(part.tensor) for part in streamed.parts if part.is_at_master(part.tensor)]
+            streamed.replace(found)
+            del old
+            now = {id(part.tensor) for part in streamed.parts}
+            for is_kept in left:
+                kept = is_kept()
+                if kept is not None and id(kept) not in now:  # who has it reads and writes there what it is, not its successor
+                    with plainly():
                         kept.data = kept.data.clone()
         for streamed in adopted:
             self._take_over(streamed)
@@ -241,8 +302,6 @@ class LayerExtent:
         """Tell whether somebody has put another tensor in the place of a parameter; raise where it is of another kind."""
         module, key = streamed.places[0]
         found = module._parameters.get(key)
-        if found is streamed.parameter and streamed.is_as_master(found):
-            return False
         if found is None:
             raise LayerOffloadError(f'"{streamed.name}" is gone from its module while LayerOffload streams it. {_ADVICE}')
         if not isinstance(found, nn.Parameter):
@@ -250,31 +309,42 @@ class LayerExtent:
                 f'"{streamed.name}" streams, and is a {type(found).__name__} that is no parameter now: was the model called by '
                 "torch.func.functional_call? That cannot run with weights that stream"
             )
-        now = found.data
-        if type(now) is not Tensor or now.dtype != streamed.dtype or now.size() != streamed.size or now.device.type != "cpu":
+        if streamed.wrappers and found.requires_grad:
             raise LayerOffloadError(
-                f'"{streamed.name}" streams as {streamed.dtype}, {list(streamed.size)}, and is {now.dtype}, '
-                f"{list(now.size())} on {now.device} now: was the model moved or cast (.to(), .cuda(), .half())? {_ADVICE}"
+                f'"{streamed.name}" has come to require grad while it streams. A {type(found).__name__} wraps tensors, and '
+                "streams as a frozen one. Set this before LayerOffload is made: it then stays on the device"
+            )
+        if streamed.is_at_master(found):
+            return False
+        if not streamed.is_of_kind(found):
+            was, now = (
+                f"{type(wrappers[0]).__name__}, " if wrappers else "" for wrappers in (streamed.wrappers, wrappers_in(found))
+            )
+            raise LayerOffloadError(
+                f'"{streamed.name}" streams as {was}{streamed.dtype}, {list(streamed.size)}, and is {now}{found.dtype}, '
+                f"{list(found.size())} on {found.device} now: was the model moved or cast (.to(), .cuda(), .half())? {_ADVICE}"
             )
         return True
 
     def _take_over(self, streamed: StreamedParameter) -> None:
         """Write to the master what a parameter is now, and let it be that."""
-        found = streamed.parameter
-        if not streamed.is_as_master(found):
-            source = found.data
-            if streamed.is_at_master(found):
+        for part in streamed.parts:
+            if part.is_as_master(part.tensor):
+                continue
+            source = part.tensor.data
+            if part.is_at_master(part.tensor):
                 source = source.clone()
-                found.data = source
-            if num_users(streamed.master.untyped_storage()) > 2:
+                part.tensor.data = source
+            if num_users(part.master.untyped_storage()) > 2:
                 raise LayerOffloadError(
                     f'"{streamed.name}" was given another tensor (`parameter.data = other`) while somebody still holds the one '
                     "that it was, which is where LayerOffload has its weights. Write to it instead: parameter.data.copy_(other)"
                 )
-            with _plainly():
-                streamed.lie_as(source)
-                _distinct(streamed.master).copy_(_distinct(source))
-                found.data = streamed.master
+            with plainly():
+                part.lie_as(source)
+                _distinct(part.master).copy_(_distinct(source))
+                part.tensor.data = part.master
+        streamed.stride = streamed.parameter.stride()
 
 
 _ADVICE = "Call offload.close() first, change the model, and make a new LayerOffload."
@@ -307,7 +377,7 @@ def _distinct(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
+def plainly() -> Iterator[None]:
     """Return a context in which `data` is set as it is meant: no mode sees it, and inference mode does not mark it."""
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield

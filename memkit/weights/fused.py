@@ -16,7 +16,7 @@ from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.sizes import storage_bytes
 from memkit.weights.accumulation import Accumulation
-from memkit.weights.extents import LayerExtent, StreamedParameter
+from memkit.weights.extents import LayerExtent, StreamedParameter, plainly
 from memkit.weights.streaming import Streamer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -106,14 +106,16 @@ class FusedSteps(Accumulation):
         with self._streamer.lock:
             slot = self._streamer.use(extent)
             slot.claim(self._device.current_stream())
-            streamed.bind(slot.storage)
+            with plainly():
+                streamed.bind(slot.storage)
             parameter.grad = made
             try:
                 self._step(parameter)
             finally:
                 parameter.grad = None
                 if not extent.num_bound:
-                    streamed.unbind()
+                    with plainly():
+                        streamed.unbind()
             slot.note_written(extent)
         waiting = self._waiting.setdefault(extent, {item for item in extent.parameters if item.parameter.requires_grad})
         waiting.discard(streamed)

@@ -17,12 +17,12 @@ from memkit.calls import Calls, Ending
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet, are_owners_set_aside, backward_task, before_backward_of
-from memkit.sizes import byte_view, check_bytes, storage_key
+from memkit.sizes import byte_view, check_bytes, unique_storages
 from memkit.transfer.arena import Arena
 from memkit.weights.extents import LayerExtent
 from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
 from memkit.weights.gradients import HostGradients
-from memkit.weights.placement import Placement, is_plain, shared_between
+from memkit.weights.placement import Placement, has_plain_parts, is_plain, shared_between
 from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_unmovable, refuse_wrapped
 from memkit.weights.shares import choose_mode, plan_share
@@ -151,18 +151,18 @@ class LayerOffload:
         for name, module in self._layers.items():
             chosen = []
             for parameter in module.parameters():
-                if not is_plain(parameter) or not parameter.numel() or (parameter.requires_grad and self.train == "frozen"):
+                must_be_frozen = self.train == "frozen" or not is_plain(parameter)
+                if not has_plain_parts(parameter) or not parameter.numel() or (parameter.requires_grad and must_be_frozen):
                     continue
-                key_of_storage = storage_key(parameter.untyped_storage())
-                if key_of_storage in tied:
-                    if key_of_storage not in seen:
-                        seen.add(key_of_storage)
+                shared = [key for key in unique_storages([parameter]) if key in tied]
+                for key in shared:
+                    if key not in seen:
+                        seen.add(key)
                         warnings.warn(
-                            f"LayerOffload: {', '.join(tied[key_of_storage])} share their bytes, so they stay on the device",
-                            stacklevel=4,
+                            f"LayerOffload: {', '.join(tied[key])} share their bytes, so they stay on the device", stacklevel=4
                         )
-                    continue
-                chosen.append(parameter)
+                if not shared:
+                    chosen.append(parameter)
             if chosen:
                 found[name] = LayerExtent(name, module, chosen, len(found))
         return found

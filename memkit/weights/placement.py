@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from memkit.sizes import byte_view, storage_key, tensor_over, unique_storages
+from memkit.weights.wrappers import parts_of, say_device, wrappers_in
 
 
 def extent_bytes(tensor: Tensor) -> int:
@@ -42,13 +43,24 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor.data) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
 
 
+def has_plain_parts(tensor: Tensor) -> bool:
+    """Tell whether a parameter or a buffer is plain, or wraps tensors that are: the same at any time, and where it says."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return is_plain(tensor)
+    parts = parts_of(tensor)
+    are_same = all(one is other for one, other in zip(parts, parts_of(tensor), strict=True))
+    are_plain = all(is_plain(part) and part.device == tensor.device and not part.requires_grad for part in parts)
+    return are_same and are_plain and tensor.layout is torch.strided
+
+
 def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
     """Move tensors, each in place; those that have bytes in common still have them in common then."""
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        movable = [tensor for tensor in tensors if has_plain_parts(tensor)]
         for tensor in tensors:
-            if not is_plain(tensor):
+            if not has_plain_parts(tensor):
                 tensor.data = tensor.data.to(torch_device)
-        for group in overlapping([tensor for tensor in tensors if is_plain(tensor)]):
+        for group in overlapping([part for tensor in movable for part in parts_of(tensor)]):
             first, last = min(low for _, low, _ in group), max(high for _, _, high in group)
             source = byte_view(group[0][0].untyped_storage())[first:last]
             storage = torch.empty(last - first, dtype=torch.uint8, device=torch_device).untyped_storage()
@@ -56,6 +68,8 @@ def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
             for tensor, low, _ in group:
                 offset = (low - first) // tensor.dtype.itemsize
                 tensor.data = tensor_over(storage, tensor.dtype, offset=offset, size=tensor.size(), stride=tensor.stride())
+        for wrapper in (wrapper for tensor in movable for wrapper in wrappers_in(tensor)):
+            say_device(wrapper, torch_device)
         for tensor in tensors:
             if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
                 tensor.grad = tensor.grad.to(torch_device)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memkit.hooks import KeptHandle, SavedTensorHooks, dynamo_is_loaded, has_own_dispatch
 from memkit.weights.streaming import StreamedHandle, Streamer
+from memkit.weights.wrappers import parts_of
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _NoDispatch = torch._C._DisableTorchDispatch
@@ -28,6 +31,25 @@ class _Passed:
 
     def unpack(self) -> Tensor:
         return self._unpack(self._packed)
+
+
+class _WrapperHandle(KeptHandle):
+    """A saved tensor that wraps others, some of which lie in a slot. It holds none of their bytes."""
+
+    __slots__ = ("_context", "_kind", "_packed", "_size", "_stride")
+
+    def __init__(self, tensor: Any, pack: Callable[[Tensor], Any]) -> None:
+        with torch._C.DisableTorchFunctionSubclass(), _NoDispatch():
+            super().__init__(tensor)  # the alias wraps nothing, and counts what is written by the wrapper's own ops
+        names, self._context = tensor.__tensor_flatten__()
+        self._packed = {name: pack(getattr(tensor, name)) for name in names}
+        self._kind, self._size, self._stride = type(tensor), tensor.size(), tensor.stride()
+
+    def unpack(self) -> Tensor:
+        self.check_version()
+        inner = {name: packed.unpack() for name, packed in self._packed.items()}
+        made: Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+        return made
 
 
 class WeightHooks:
@@ -55,15 +77,19 @@ class WeightHooks:
     def pack(self, tensor: Tensor) -> KeptHandle | _Passed:
         """Take a tensor that autograd saves."""
         is_plain = type(tensor) in _PLAIN_TYPES or not has_own_dispatch(tensor)
-        if is_plain and tensor.layout is torch.strided and self._streamer.ring.at(tensor.untyped_storage()) is not None:
+        parts = [tensor] if is_plain else parts_of(tensor) if is_traceable_wrapper_subclass(tensor) else []
+        if any(map(self._is_in_slot, parts)):
             if self._hooks.outer is None or not self._hands_on_weights:
-                with _NoDispatch():  # it is no part of the forward
-                    return StreamedHandle(self._streamer, tensor)
+                with _NoDispatch() if is_plain else nullcontext():  # it is no part of the forward
+                    return StreamedHandle(self._streamer, tensor) if is_plain else _WrapperHandle(tensor, self.pack)
             tensor = tensor.detach()  # the parameter itself leaves the slot before this is used
         if self._hooks.outer is not None:
             pack, unpack = self._hooks.outer
             return _Passed(pack(tensor), unpack)
         return KeptHandle(tensor)
+
+    def _is_in_slot(self, tensor: Tensor) -> bool:
+        return tensor.layout is torch.strided and self._streamer.ring.at(tensor.untyped_storage()) is not None
 
 
 def _unpack(packed: KeptHandle | _Passed) -> Tensor:

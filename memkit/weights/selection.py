@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from memkit.weights.wrappers import parts_of
+
 _Module = TypeVar("_Module", bound=nn.Module)
 
 LayerChoice = Iterable[str | nn.Module] | Callable[[str, nn.Module], bool] | None
@@ -118,7 +120,7 @@ def refuse_unmovable(model: nn.Module) -> None:
             raise ValueError(f'LayerOffload: "{name}" has no data: its module is lazy. Run the model once first')
         if tensor.is_meta:
             raise ValueError(f'LayerOffload: "{name}" has no data (device "meta"). Load the weights first, on the CPU')
-        if tensor.is_inference():
+        if any(part.is_inference() for part in parts_of(tensor)):
             raise ValueError(f'LayerOffload: "{name}" was made in inference mode, so that it cannot be moved. Make it outside')
 
 

@@ -1,0 +1,50 @@
+"""Tensors that are made of others (a quantized weight: of its integers and its scales): what they are made of, and how they say
+where that is.
+
+The inner tensors are plain ones, and are given other bytes as a plain parameter is: they stay the same objects, so nothing has
+to know how a class holds them. A wrapper has no bytes, but says on which device it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a tensor is made of: itself, if it wraps no others."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [part for inner in _inner(tensor) for part in parts_of(inner)]
+
+
+def wrappers_in(tensor: Tensor) -> list[Tensor]:
+    """Return the wrappers among a tensor and those that it is made of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return []
+    return [tensor, *(wrapper for inner in _inner(tensor) for wrapper in wrappers_in(inner))]
+
+
+def _inner(wrapper: Any) -> list[Tensor]:
+    names, _ = wrapper.__tensor_flatten__()
+    found = (getattr(wrapper, name) for name in names)
+    return [inner for inner in found if isinstance(inner, Tensor)]  # DTensor also names its mesh
+
+
+def say_device(wrapper: Tensor, torch_device: torch.device) -> None:
+    """Let a wrapper say that it is on a device, as those that it wraps are by now. It stays the same object."""
+    if wrapper.device == torch_device:
+        return
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        # Setting `data` takes over what a tensor says of itself, and nothing that Python has put on it.
+        wrapper.data = Tensor._make_wrapper_subclass(
+            type(wrapper),
+            wrapper.size(),
+            strides=wrapper.stride(),
+            storage_offset=wrapper.storage_offset(),
+            dtype=wrapper.dtype,
+            device=torch_device,
+        )

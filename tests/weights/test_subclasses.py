@@ -1,0 +1,722 @@
+"""Parameters that are made of other tensors, such as quantized weights, stream by those."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+import memkit
+from memkit.device import Device, ReferenceDevice
+from memkit.hooks import owner_of
+from memkit.weights.placement import move
+from memkit.weights.wrappers import parts_of, say_device
+from tests.weights.cases import RUNS, WIDTH, Result, Stack, assert_same, compare, in_order, inputs, results, run_step
+
+aten = torch.ops.aten
+
+
+class Wrapper(Tensor):
+    """Wraps `names`. Ops on it compute with what it stands for, but for those that only move it."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, *inner: Tensor) -> Wrapper:
+        raise NotImplementedError
+
+    def dequantize(self) -> Tensor:
+        raise NotImplementedError
+
+    def transposed(self) -> Any:
+        return self.dequantize().t()
+
+    @classmethod
+    def wrap(cls, size: tuple[int, ...], *inner: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, size, dtype=torch.float32, device=inner[0].device)
+        for name, tensor in zip(cls.names, inner, strict=True):
+            setattr(made, name, tensor)
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.names), None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Any:
+        return cls.of(*(inner[name] for name in cls.names))
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+    @property
+    def inner(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.names]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (aten.detach.default, aten.clone.default):
+            return cls.of(*(func(inner) for inner in args[0].inner))
+        if func is aten._to_copy.default and kwargs.get("dtype", torch.float32) is torch.float32:
+            return cls.of(*(inner.to(kwargs.get("device"), copy=True) for inner in args[0].inner))
+        if func is aten.t.default:
+            return args[0].transposed()
+        if func is aten.copy_.default and isinstance(args[0], Wrapper):
+            for target, source in zip(args[0].inner, args[1].inner, strict=True):
+                target.copy_(source)
+            return args[0]
+        args, kwargs = tree_map_only(Wrapper, lambda tensor: tensor.dequantize(), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class Int8(Wrapper):
+    """One byte per element, and a scale per row or column."""
+
+    names = ("values", "scale")
+
+    @classmethod
+    def of(cls, *inner: Tensor) -> Int8:
+        return cls.wrap(inner[0].size(), *inner)
+
+    @classmethod
+    def quantized(cls, tensor: Tensor) -> Int8:
+        scale = tensor.abs().amax(1, keepdim=True) / 127
+        return cls.of((tensor / scale).round().to(torch.int8), scale)
+
+    def dequantize(self) -> Tensor:
+        return self.values * self.scale
+
+    def transposed(self) -> Int8:
+        return Int8.of(self.values.t(), self.scale.t())
+
+
+class Int4(Wrapper):
+    """Two elements per byte, and scales of each row that are `Int8` themselves."""
+
+    names = ("packed", "scales")
+
+    @classmethod
+    def of(cls, *inner: Tensor) -> Int4:
+        return cls.wrap((inner[0].size(0), 2 * inner[0].size(1)), *inner)
+
+    @classmethod
+    def quantized(cls, tensor: Tensor) -> Int4:
+        scales = Int8.quantized(tensor.abs().amax(1, keepdim=True).t() / 7)
+        values = ((tensor / scales.dequantize().t()).round().clamp(-8, 7) + 8).to(torch.uint8)
+        return cls.of(values[:, ::2] | (values[:, 1::2] << 4), scales)
+
+    def dequantize(self) -> Tensor:
+        values = torch.stack([self.packed & 15, self.packed >> 4], dim=2).flatten(1).float() - 8
+        return values * self.scales.dequantize().t()
+
+
+class KeepsWrapper(torch.autograd.Function):
+    """As torchao's `linear_nf4`: saves the quantized weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Wrapper) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight.dequantize().t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        assert isinstance(weight, Wrapper)
+        assert {inner.device for inner in weight.inner} == {weight.device}
+        return grad @ weight.dequantize(), None
+
+
+class KeepsInner(torch.autograd.Function):
+    """Saves the inner tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Int8) -> Tensor:
+        ctx.save_for_backward(*weight.inner)
+        return x @ weight.dequantize().t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        values, scale = ctx.saved_tensors
+        return grad @ (values * scale), None
+
+
+class Quantized(nn.Module):
+    """A linear layer with a quantized weight; the bias is plain."""
+
+    def __init__(self, kind: type[Wrapper], apply: Callable[[Tensor, Tensor], Tensor] = functional.linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(kind.quantized(torch.randn(WIDTH, WIDTH)), requires_grad=False)
+        self.bias = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.apply_weight = apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apply_weight(x, self.weight) + self.bias
+
+
+class Block(nn.Module):
+    """A quantized layer, and an adapter that is trained."""
+
+    def __init__(self, kind: type[Wrapper] = Int8, apply: Callable[[Tensor, Tensor], Tensor] = functional.linear) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.base = Quantized(kind, apply)
+        self.lora_a = nn.Linear(WIDTH, 2, bias=False)
+        self.lora_b = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.base(y).tanh() + self.lora_b(self.lora_a(y))
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "int8": Block,
+    "int4": lambda: Block(Int4),
+    "int8, kept": lambda: Block(Int8, KeepsWrapper.apply),
+    "int4, kept": lambda: Block(Int4, KeepsWrapper.apply),
+    "inner kept": lambda: Block(Int8, KeepsInner.apply),
+}
+
+
+def _model(device: Device, block: Callable[[], nn.Module] = Block, **options: Any) -> nn.Module:
+    return Stack(block=block, **options).to(device.torch_device)
+
+
+def _devices(tensor: Tensor) -> set[torch.device]:
+    inner = tensor.inner if isinstance(tensor, Wrapper) else []
+    return {tensor.device, *(device for part in inner for device in _devices(part))}
+
+
+@pytest.mark.parametrize("slots", [1, 2, 6])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_same_as_plainly(block: str, slots: int, device: Device) -> None:
+    stats = compare(Stack(block=BLOCKS[block]), device, offload_fraction=1.0, slots=slots)
+
+    assert stats.num_streamed == 6
+    assert stats.num_overflows == 0
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("block", ["int8", "int4, kept"])
+def test_in_any_order_and_with_checkpoints(block: str, run: str, device: Device) -> None:
+    compare(Stack(block=BLOCKS[block], run=RUNS[run]), device, offload_fraction=1.0, slots=2)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_several_graphs_alive(block: str, device: Device) -> None:
+    def step(model: nn.Module, batches: list[Tensor]) -> Result:
+        outputs = [model(batch) for batch in (*batches, *batches)]
+        for output in (outputs[2], outputs[0], outputs[0], outputs[3], outputs[1]):
+            output.square().mean().backward(retain_graph=True)
+        with torch.no_grad():
+            outputs.append(model(batches[0]))
+        return results(model, outputs)
+
+    compare(Stack(block=BLOCKS[block]), device, step=step, offload_fraction=0.5, slots=1)
+
+
+@pytest.mark.parametrize("block", ["int8", "int4"])
+@pytest.mark.parametrize("train", ["host", "fused"])
+def test_beside_plain_parameters_that_are_trained(train: str, block: str, device: Device) -> None:
+    options = {"train": "host"} if train == "host" else {"optimizer": lambda trained: torch.optim.SGD(trained, lr=0.0)}
+    model = _model(device, BLOCKS[block])
+    plain = copy.deepcopy(model)
+    expected = run_step(plain, inputs(device)[:1])
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device, **options) as offload:
+        assert {name for name, p in model.named_parameters() if p.device.type == "cpu" and "layers" in name}
+
+        found = run_step(model, inputs(device)[:1])
+
+    if train == "host":
+        assert_same(found, expected)
+    else:
+        assert torch.equal(found["output 0"], expected["output 0"])
+    assert offload.train == train
+
+
+def test_bytes_that_stream_are_those_of_the_inner_tensors(device: Device) -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(Int8.quantized(torch.randn(64, 1024)), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x.repeat(1, 64), self.weight)[:, :WIDTH]
+
+    stats = compare(Stack(4, block=Wide), device, offload_fraction=1.0, slots=2)
+
+    assert 4 * (64 * 1024 + 4 * 64) <= stats.streamed_bytes <= 4 * (64 * 1024 + 4 * 64 + 1024)
+
+
+@pytest.mark.parametrize("kind", [Int8, Int4])
+def test_parameter_and_inner_tensors_are_where_they_say(kind: type[Wrapper], device: Device) -> None:
+    found = []
+
+    class Seen(Quantized):
+        def forward(self, x: Tensor) -> Tensor:
+            owners = [owner_of(part.untyped_storage()) is not None for part in parts_of(self.weight)]
+            found.append((id(self.weight), _devices(self.weight), all(owners)))
+            return super().forward(x)
+
+    model = _model(device, lambda: Seen(kind))
+    weights = [layer.weight for layer in model.layers]
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+        at_rest = [_devices(weight) for weight in weights]
+        model(inputs(device)[0])
+        after = [_devices(weight) for weight in weights]
+        parts = [part for weight in weights for part in parts_of(weight)]
+
+        assert found == [(id(weight), {device.torch_device}, True) for weight in weights]
+        assert at_rest == after == [{torch.device("cpu")}] * 6
+        assert not any(owner_of(part.untyped_storage()) for part in parts)
+        assert [layer.weight for layer in model.layers] == weights
+
+
+def test_wrapper_says_another_device_and_goes_on() -> None:
+    weight = nn.Parameter(Int8.quantized(torch.randn(4, 4)), requires_grad=False)
+    view = weight.t()
+    before = weight.dequantize()
+
+    say_device(weight, torch.device("cuda", 0))  # needs no CUDA: the wrapper has no bytes of its own
+    there = (weight.device, weight.is_cuda, type(weight), isinstance(weight, nn.Parameter), weight.size(), weight.stride())
+    say_device(weight, torch.device("cpu"))
+
+    assert there == (torch.device("cuda", 0), True, Int8, True, (4, 4), (4, 1))
+    assert weight.device == torch.device("cpu")
+    assert torch.equal(weight.dequantize(), before)
+    assert torch.equal(weight + 0, before)
+    weight.copy_(Int8.quantized(torch.ones(4, 4)))
+    assert view._version == weight._version == 1
+
+
+def test_wrapper_that_stays_is_moved_with_its_inner_tensors(device: Device) -> None:
+    weight = nn.Parameter(Int4.quantized(torch.randn(4, 8)), requires_grad=True)
+    before = weight.detach().dequantize()
+
+    move([weight], device.torch_device)
+    assert _devices(weight) == {device.torch_device}
+    move([weight], torch.device("cpu"))
+
+    assert _devices(weight) == {torch.device("cpu")}
+    assert torch.equal(weight.detach().dequantize(), before)
+
+
+def test_those_that_require_grad_stay_on_the_device(device: Device) -> None:
+    model = _model(device)
+    model.layers[2].base.weight.requires_grad_()
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, train="host", device=device) as offload:
+        run_step(model, inputs(device))
+        names = {item.name for extent in offload._extents for item in extent.parameters}
+        assert _devices(model.layers[2].base.weight) == {device.torch_device}
+
+    assert "layers.2.base.weight" not in names
+    assert "layers.3.base.weight" in names
+    assert "layers.2.base.bias" in names
+
+
+@pytest.mark.parametrize("train", ["frozen", "host"])
+def test_those_that_come_to_require_grad_raise(train: str, device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, train=train, device=device):
+        model.layers[1].base.weight.requires_grad_()
+
+        with pytest.raises(memkit.LayerOffloadError, match=r"layers.1.* require"):
+            model(inputs(device)[0])
+
+
+# Writes
+
+
+def _write_whole(weight: Wrapper) -> None:
+    with torch.no_grad():
+        weight.copy_(Int8.quantized(torch.ones(WIDTH, WIDTH)).to(weight.device))
+
+
+def _write_inner(weight: Wrapper) -> None:
+    weight.values.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("block", "write"),
+    [  # the other pairs leave no trace, as in plain autograd
+        ("int8", _write_whole),
+        ("int8, kept", _write_whole),
+        ("int8, kept", _write_inner),
+        ("inner kept", _write_inner),
+    ],
+)
+def test_write_between_forward_and_backward_raises(block: str, write: Callable[[Wrapper], None], device: Device) -> None:
+    model = _model(device, BLOCKS[block])
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+        loss = model(inputs(device)[0]).sum()
+        write(model.layers[3].base.weight)
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("write", [_write_whole, _write_inner])
+def test_write_at_rest_is_in_the_next_forward(write: Callable[[Wrapper], None], device: Device) -> None:
+    model = _model(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+        run_step(model, inputs(device))
+        run_step(plain, inputs(device))
+        states = [extent.state() for extent in offload._extents]
+        for tested in (model, plain):
+            write(tested.layers[3].base.weight)
+
+        assert [extent.state() for extent in offload._extents][3] != states[3]
+        assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
+
+
+def test_write_while_gathered_raises_in_the_backward(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+        loss = model(inputs(device)[0]).sum()
+        with offload.gather("layers.2") as layer:
+            layer.base.weight.values.data.neg_()
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("write", [_write_whole, _write_inner])
+def test_forward_that_writes_to_its_weights_raises(write: Callable[[Wrapper], None], device: Device) -> None:
+    class Writing(Quantized):
+        def forward(self, x: Tensor) -> Tensor:
+            write(self.weight)
+            return super().forward(x)
+
+    model = _model(device, lambda: Writing(Int8))
+    with (
+        memkit.LayerOffload(model, offload_fraction=1.0, device=device),
+        torch.no_grad(),
+        pytest.raises(memkit.LayerOffloadError, match="has written to its own weights"),
+    ):
+        model(inputs(device)[0])
+
+
+def test_exception_in_the_forward(device: Device) -> None:
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        return in_order(layers, x)
+
+    model = _model(device, run=run)
+    plain = copy.deepcopy(model)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("on purpose")
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+        handle = model.layers[3].norm.register_forward_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            model(inputs(device)[0])
+        handle.remove()
+
+        assert all(_devices(layer.base.weight) == {torch.device("cpu")} for layer in model.layers)
+        assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
+
+
+# Everyday life
+
+
+@pytest.mark.parametrize("block", ["int8", "int4"])
+def test_close_leaves_the_model_as_it_was(block: str, device: Device) -> None:
+    model = _model(device, BLOCKS[block])
+    weights = [layer.base.weight for layer in model.layers]
+    before = [weight.dequantize().clone() for weight in weights]
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        run_step(model, inputs(device))
+
+    assert all(layer.base.weight is weight for layer, weight in zip(model.layers, weights, strict=True))
+    for weight, value in zip(weights, before, strict=True):
+        assert _devices(weight) == {device.torch_device}
+        assert torch.equal(weight.dequantize(), value)
+        for part in parts_of(weight):
+            assert part.untyped_storage().nbytes() == part.nbytes
+            part.untyped_storage().resize_(0)  # its own
+
+
+def test_state_is_taken_and_keeps_its_bytes_after_close(device: Device) -> None:
+    model = _model(device, BLOCKS["int4"])
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        state = model.state_dict()
+        run_step(model, inputs(device))
+    del model
+
+    for name, tensor in plain.state_dict().items():
+        assert type(state[name]) is type(tensor)
+        assert torch.equal(state[name].to("cpu"), tensor.to("cpu")), name
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("block", ["int8", "int4"])
+def test_state_is_loaded(block: str, assign: bool, device: Device) -> None:
+    model, other = _model(device, BLOCKS[block]), _model(device, BLOCKS[block])
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        run_step(model, inputs(device))
+        model.zero_grad()
+        state = {
+            name: tensor.detach().to(model.state_dict()[name].device).clone() for name, tensor in other.state_dict().items()
+        }
+        model.load_state_dict(state, assign=assign)
+        del state
+
+        assert_same(run_step(model, inputs(device)), run_step(other, inputs(device)))
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_inner_tensor_that_was_replaced_is_taken_over(device: Device) -> None:
+    model = _model(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+        run_step(model, inputs(device))
+        run_step(plain, inputs(device))
+        old = model.layers[1].base.weight.scale
+        for tested in (model, plain):
+            weight = tested.layers[1].base.weight
+            weight.scale = weight.scale * 2
+
+        assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
+        assert torch.equal(2 * old.cpu(), plain.layers[1].base.weight.scale.cpu())  # who has the old one keeps its bytes
+
+
+def test_inner_tensor_more_than_before_raises(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        weight = model.layers[1].base.weight
+        weight.names, weight.zero_point = ("values", "scale", "zero_point"), torch.zeros(1)
+
+        with pytest.raises(memkit.LayerOffloadError, match=r'"layers.1.base.weight" streams as .*Int8.*Call offload.close\(\)'):
+            model(inputs(device)[0])
+
+
+def test_another_kind_in_its_place_raises(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        model.layers[1].base.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+
+        with pytest.raises(memkit.LayerOffloadError, match=r'"layers.1.base.weight" streams as .*Int8.*Call offload.close\(\)'):
+            model(inputs(device)[0])
+
+
+def test_cast_raises_at_the_next_use(device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        model.to(torch.float64)
+
+        with pytest.raises(memkit.LayerOffloadError, match=r"streams as .*float64.*Call offload.close\(\) first"):
+            model(inputs(device)[0].double())
+
+
+def test_moved_to_where_it_is(device: Device) -> None:
+    model = _model(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        model.layers.to("cpu", torch.float32)
+        for layer in model.layers:
+            layer.lora_a.to(device.torch_device)
+            layer.lora_b.to(device.torch_device)
+
+        assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
+
+
+def test_inner_tensors_shared_between_layers_stay_and_warn(device: Device) -> None:
+    model = _model(device)
+    shared = model.layers[0].base.weight
+    other = Int8.of(model.layers[3].base.weight.values, shared.scale)
+    model.layers[3].base.weight = nn.Parameter(other, requires_grad=False)
+
+    with pytest.warns(UserWarning, match=r"layers.0.base.weight, layers.3.base.weight share their bytes"):
+        stats = compare(model, device, offload_fraction=1.0)
+
+    assert stats.num_streamed == 6
+
+
+def test_inner_tensors_shared_within_a_layer(device: Device) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            first = Int8.quantized(torch.randn(WIDTH, WIDTH))
+            self.first = nn.Parameter(first, requires_grad=False)
+            self.second = nn.Parameter(Int8.of(first.values.neg(), self.first.scale), requires_grad=False)
+            self.scale = nn.Parameter(self.first.scale.view(-1), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, self.first) + functional.linear(x, self.second) * self.scale
+
+    stats = compare(Stack(4, block=Shared), device, offload_fraction=1.0, slots=2)
+
+    assert stats.num_streamed == 4
+
+
+def test_empty_inner_tensor(device: Device) -> None:
+    class Symmetric(Int8):
+        names = ("values", "scale", "zero_point")
+
+    def block() -> nn.Module:
+        made = Quantized(Int8)
+        inner = (*made.weight.inner, torch.empty(0, dtype=torch.int8))
+        made.weight = nn.Parameter(Symmetric.of(*inner), requires_grad=False)
+        return made
+
+    compare(Stack(4, block=block), device, offload_fraction=1.0, slots=2)
+
+
+def test_inner_tensor_that_is_made_anew_each_time_stays(device: Device) -> None:
+    class Computed(Int8):
+        names = ("raw", "scale")
+
+        @property
+        def values(self) -> Tensor:
+            return self.raw.view(torch.int8)
+
+        def __tensor_flatten__(self) -> tuple[list[str], Any]:
+            return ["values", "scale"], None
+
+        @classmethod
+        def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Any:
+            return cls.of(inner["values"], inner["scale"])
+
+    def block() -> nn.Module:
+        made = Quantized(Int8)
+        made.weight = nn.Parameter(Computed.of(*made.weight.inner), requires_grad=False)
+        return made
+
+    if device.torch_device.type == "cpu":
+        model = _model(device, block)
+        with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+            names = [item.name for extent in offload._extents for item in extent.parameters]
+
+        assert not any("weight" in name for name in names)
+
+
+# Together with the others
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("other", ["CPUOffload", "Rematerialize", "save_on_cpu"])
+@pytest.mark.filterwarnings("ignore:.*budget of 256 bytes cannot be kept to")
+def test_together(other: str, block: str, device: Device) -> None:
+    def context() -> Any:
+        if other == "CPUOffload":
+            return memkit.CPUOffload(1.0, tag="subclasses", min_bytes=0, device=device)
+        if other == "Rematerialize":
+            return memkit.Rematerialize("256 B", tag="subclasses", min_bytes=0)
+        return torch.autograd.graph.save_on_cpu()
+
+    def step(model: nn.Module, batches: list[Tensor]) -> Result:
+        outputs = []
+        for batch in batches:
+            with context():
+                outputs.append(model(batch))
+            outputs[-1].square().mean().backward()
+        return results(model, outputs)
+
+    model = _model(device, BLOCKS[block])
+    plain = copy.deepcopy(model)
+    expected = [run_step(plain, inputs(device)) for _ in range(3)]
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+        for want in expected:
+            assert_same(step(model, inputs(device)), want)
+
+
+# Quantized storage that is no such subclass
+
+
+class Params4bit(nn.Parameter):
+    """As that of bitsandbytes: a plain tensor of bytes, with the scales in an attribute that `to` moves."""
+
+    absmax: Tensor
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        moved = Params4bit(super().to(*args, **kwargs), requires_grad=False)
+        moved.absmax = self.absmax.to(*args, **kwargs)
+        return moved
+
+
+def test_parameter_with_tensors_in_attributes_streams_without_those() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Params4bit(torch.randint(0, 9, (WIDTH, WIDTH), dtype=torch.uint8), requires_grad=False)
+            self.weight.absmax = torch.rand(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, self.weight.float() * self.weight.absmax)
+
+    device = ReferenceDevice()
+    model = Stack(4, block=Packed)
+    plain = copy.deepcopy(model)
+    for one, other in zip(model.layers, plain.layers, strict=True):
+        other.weight.absmax = one.weight.absmax
+    addresses = [layer.weight.absmax.data_ptr() for layer in model.layers]
+    expected = run_step(plain, inputs(device))
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+        assert_same(run_step(model, inputs(device)), expected)
+
+        assert offload.stats().num_streamed == 4
+        assert addresses == [layer.weight.absmax.data_ptr() for layer in model.layers]
+        assert all(type(layer.weight) is Params4bit for layer in model.layers)
+
+
+# torchao
+
+
+def _compare_loaded(make: Callable[[], nn.Module], slots: int, device: Device) -> memkit.LayerStats:
+    """See that a model that cannot be copied does the same plainly and with streamed layers."""
+    model, plain = make().to(device.torch_device), make().to(device.torch_device)
+    plain.load_state_dict(model.state_dict())
+    expected = [run_step(plain, inputs(device)) for _ in range(2)]
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=slots, device=device) as offload:
+        for want in expected:
+            assert_same(run_step(model, inputs(device)), want)
+        stats = offload.stats()
+    for name, parameter in plain.named_parameters():
+        found, wanted = parts_of(model.get_parameter(name)), parts_of(parameter)
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)), name
+    assert stats.num_streamed == 6
+    return stats
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("slots", [1, 2])
+def test_int8_of_torchao(slots: int, device: Device) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)).requires_grad_(False)
+
+    def make() -> nn.Module:
+        model = Stack(block=block)
+        quantization.quantize_(model.layers, quantization.Int8WeightOnlyConfig())
+        return model
+
+    stats = _compare_loaded(make, slots, device)
+
+    assert stats.streamed_bytes < 6 * 2 * 4 * 64 * WIDTH
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("slots", [1, 2])
+def test_nf4_of_torchao(slots: int, device: Device) -> None:
+    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+
+    class Normal4(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(nf4.to_nf4(torch.randn(WIDTH, WIDTH), 16, 16), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nf4.linear_nf4(x, self.weight).tanh()
+
+    _compare_loaded(lambda: Stack(block=Normal4), slots, device)
