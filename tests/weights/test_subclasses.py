@@ -17,7 +17,7 @@ from memkit.device import Device, ReferenceDevice
 from memkit.hooks import owner_of
 from memkit.weights.placement import move
 from memkit.weights.wrappers import parts_of, say_device
-from tests.weights.cases import RUNS, WIDTH, Result, Stack, assert_same, compare, in_order, inputs, results, run_step
+from tests.weights.cases import RUNS, WIDTH, Result, Stack, assert_same, compare, inputs, results, run_step
 
 aten = torch.ops.aten
 
@@ -403,24 +403,22 @@ def test_forward_that_writes_to_its_weights_raises(write: Callable[[Wrapper], No
         model(inputs(device)[0])
 
 
-def test_exception_in_the_forward(device: Device) -> None:
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        return in_order(layers, x)
-
-    model = _model(device, run=run)
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_exception_in_the_forward(error: type[BaseException], device: Device) -> None:
+    model = _model(device)
     plain = copy.deepcopy(model)
 
     def fail(*_: Any) -> None:
-        raise ValueError("on purpose")
+        raise error("on purpose")
 
     with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
         handle = model.layers[3].norm.register_forward_hook(fail)
-        with pytest.raises(ValueError, match="on purpose"):
+        with pytest.raises(error, match="on purpose"):
             model(inputs(device)[0])
         handle.remove()
 
-        assert all(_devices(layer.base.weight) == {torch.device("cpu")} for layer in model.layers)
         assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
+        assert all(_devices(layer.base.weight) == {torch.device("cpu")} for layer in model.layers)
 
 
 # Everyday life
