@@ -8,6 +8,7 @@ import torch
 from lora import add_lora
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from memkit.bench import Workload
@@ -33,7 +34,8 @@ class Heads(nn.Module):
 def _attend(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """Return what tokens of all parts see of each other, [batch, tokens, width]."""
     query, key, value = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
-    return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN's backward of these has read elsewhere, torch 2.11
+        return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
 class Modulation(nn.Module):

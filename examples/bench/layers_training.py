@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.sizes import storage_bytes
 
-NUM_PLAIN_RUNS = 3
+NUM_PLAIN_RUNS = 2
 NUM_BATCHES = 4
 """They come again and again, so that the loss falls."""
 
@@ -71,7 +72,19 @@ def _training(setting: Setting, batch: int, length: int, **options: int) -> Trai
 
 
 def capped(setting: Setting) -> Iterator[Line]:
-    """A model twice as large as what the process may have of the device, beside the same one without a cap."""
+    """A model twice as large as what the process may have of the device, beside the same one without a cap.
+
+    With deterministic algorithms, so that the plain runs have no spread.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield _capped(setting)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _capped(setting: Setting) -> Line:
     training, num_steps = _training(setting, 2, 512), 3 if setting.tiny else 30
     weight_bytes = storage_bytes(training.model.parameters())
     plain = [training.losses(num_steps) for _ in range(NUM_PLAIN_RUNS)]
@@ -81,7 +94,7 @@ def capped(setting: Setting) -> Iterator[Line]:
     line |= {"num_steps": num_steps, "plain_memory": setting.memory(), "plain_losses": plain}
     line["plain_spread"] = max(_difference(plain[0], other) for other in plain[1:])
     training.model.to("cpu")
-    yield {**line, **setting.attempt(partial(_under_cap, setting, training, weight_bytes // 2, plain))}
+    return {**line, **setting.attempt(partial(_under_cap, setting, training, weight_bytes // 2, plain))}
 
 
 def _under_cap(setting: Setting, training: Training, cap_bytes: int, plain: list[list[float]]) -> Line:

@@ -91,19 +91,21 @@ def _measured(
 def _diffusers(model: nn.Module, device: Device, *, record_stream: bool) -> Iterator[None]:
     """Source: `diffusers.hooks.apply_group_offloading`."""
     hooks = importlib.import_module("diffusers.hooks")
-    layers = find_layers(model, None)
-    if any("." not in name for name in layers):
-        raise ValueError("it needs a list of layers inside of the model; found a model that is such a list itself")
+    parents = {name.rpartition(".")[0].rpartition(".")[0] for name in find_layers(model, None) if "." in name}
+    if len(parents) != 1:
+        raise ValueError(f"it needs a list of layers inside of one module; found them in {len(parents)}")
+    holder = model.get_submodule(parents.pop())  # it looks for lists among the children
+    inside = {id(tensor) for tensor in (*holder.parameters(), *holder.buffers())}
+    others = (tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in inside)
+    Placement().place(others, device.torch_device)
     hooks.apply_group_offloading(
-        model,
+        holder,
         onload_device=device.torch_device,
         offload_device=torch.device("cpu"),
         offload_type="block_level",
         num_blocks_per_group=1,
         use_stream=True,
         record_stream=record_stream,
-        # It looks for lists among the children of the model, and of the children that are named here.
-        block_modules=sorted({part for name in layers for part in name.split(".")[:-2]}),
     )
     yield
 

@@ -397,18 +397,21 @@ def test_accelerate_is_measured_in_a_copy_and_its_peak_is_not_told(monkeypatch: 
     assert found["accelerate cpu_offload"].peak_allocated_bytes is None
 
 
-@pytest.mark.parametrize(("outer", "names"), [(False, []), (True, ["0"])], ids=["own list", "list of a child"])
-def test_diffusers_is_told_where_the_list_of_layers_is(monkeypatch: pytest.MonkeyPatch, outer: bool, names: list[str]) -> None:
-    seen: list[dict[str, object]] = []
-    fake = types.SimpleNamespace(apply_group_offloading=lambda _, **options: seen.append(options))
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_diffusers_is_given_the_module_that_holds_the_list_of_layers(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    seen: list[tuple[nn.Module, dict[str, object]]] = []
+    fake = types.SimpleNamespace(apply_group_offloading=lambda module, **options: seen.append((module, options)))
     monkeypatch.setitem(sys.modules, "diffusers", types.ModuleType("diffusers"))
     monkeypatch.setitem(sys.modules, "diffusers.hooks", fake)
+    model: nn.Module = Stack()
+    for _ in range(depth):
+        model = nn.Sequential(model)
 
-    _measure(_step_of(backward=False), nn.Sequential(Stack()) if outer else Stack())
+    _measure(_step_of(backward=False), model)
 
-    assert [options["block_modules"] for options in seen] == [names, names]
-    assert [options["record_stream"] for options in seen] == [False, True]
-    assert all(options["use_stream"] for options in seen)
+    assert [type(module) for module, _ in seen] == [Stack, Stack]
+    assert [options["record_stream"] for _, options in seen] == [False, True]
+    assert all(options["use_stream"] for _, options in seen)
 
 
 def test_diffusers_is_left_out_where_the_model_is_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +421,7 @@ def test_diffusers_is_left_out_where_the_model_is_the_list(monkeypatch: pytest.M
 
     _, left_out = _measure(_step_of(backward=False), nn.Sequential(*Stack().layers))
 
-    assert "it needs a list of layers inside of the model" in left_out["diffusers group offloading"]
+    assert "it needs a list of layers inside of one module" in left_out["diffusers group offloading"]
 
 
 @pytest.mark.parametrize("train", ["frozen", "host", "fused"])
