@@ -89,6 +89,14 @@ class HookSet:
 
         self._handles.append(optimizer.register_step_pre_hook(pre_hook))
 
+    def before_any_step(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Call `hook(optimizer)` ahead of each step of each optimizer."""
+
+        def pre_hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            hook(optimizer)
+
+        self._handles.append(torch.optim.optimizer.register_optimizer_step_pre_hook(pre_hook))
+
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Call `before(module, args)` ahead of every module's forward, `after(module, args, output)` behind it, in all
         threads."""

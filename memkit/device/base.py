@@ -33,6 +33,13 @@ class MemoryCounter(ABC):
     def peak_reserved_bytes(self) -> int | None:
         """Return the most bytes that the allocator held from the device since the last `reset_peak`; None without one."""
 
+    def capacity_bytes(self) -> int | None:
+        """Return the most bytes that this process could have allocated at once, as far as others leave room now.
+
+        None if that is not known.
+        """
+        return None
+
     @abstractmethod
     def reset_peak(self) -> None:
         """Start the peaks again from what is allocated and reserved now."""

@@ -86,6 +86,11 @@ class CudaMemoryCounter(MemoryCounter):
     def peak_reserved_bytes(self) -> int:
         return self._current_and_peak("reserved_bytes")[1]
 
+    def capacity_bytes(self) -> int:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._torch_device)
+        cap_bytes = int(torch.cuda.get_per_process_memory_fraction(self._torch_device) * total_bytes)
+        return min(free_bytes + self._current_and_peak("reserved_bytes")[0], cap_bytes)
+
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._torch_device)
 

@@ -179,6 +179,9 @@ class _Counter(MemoryCounter):
     def peak_reserved_bytes(self) -> None:
         return None
 
+    def capacity_bytes(self) -> int | None:
+        return self._device.capacity_bytes
+
     def reset_peak(self) -> None:
         self._device._peak_bytes = self._device._allocated_bytes
 
@@ -190,6 +193,7 @@ class ReferenceDevice(Device):
         seed: None lets every copy land as late as it may; a number lets copies land at random legal moments.
 
     Attributes:
+        capacity_bytes: what its counter says can be allocated, None for no limit. Nobody is kept from more.
         races: what was found where no exception could be raised, because a storage was freed without waiting for the copies
             from or to it. The next call on the device raises it.
 
@@ -212,6 +216,7 @@ class ReferenceDevice(Device):
 
     def __init__(self, *, seed: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
+        self.capacity_bytes: int | None = None
         self.races: list[RaceError] = []
         self._random = None if seed is None else random.Random(seed)
         self._lock = threading.RLock()

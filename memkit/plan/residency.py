@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
@@ -214,6 +214,11 @@ def plan_auto(
     return _plan(layers, hiding, link_bytes_per_s)
 
 
+def plan_again(plan: ResidencyPlan, layers: Sequence[LayerCosts], link_bytes_per_s: float | None) -> ResidencyPlan:
+    """Return a plan that streams what another does, with all that can be predicted now that the layers were measured."""
+    return _predicted(layers, set(plan.streamed), plan.slot_bytes, link_bytes_per_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class _Choice:
     """Layers that may stream together, and what that takes. The least of some choices leaves the fewest bytes on the device."""
@@ -270,14 +275,21 @@ def _even_counts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _plan(layers: Sequence[LayerCosts], choice: _Choice, link_bytes_per_s: float | None) -> ResidencyPlan:
-    """Return the plan of a choice, with all that can be predicted of it."""
+    return _predicted(layers, {layers[index].name for index in choice.streamed}, choice.slot_bytes, link_bytes_per_s)
+
+
+def _predicted(
+    layers: Sequence[LayerCosts], streamed: Collection[str], slot_bytes: tuple[int, ...], link_bytes_per_s: float | None
+) -> ResidencyPlan:
+    """Return the plan in which some layers stream, with all that can be predicted of it."""
     prediction = None
     if link_bytes_per_s is not None and _compute_s(layers) is not None:
-        prediction = predict_step(layers, choice.streamed, choice.slot_bytes, link_bytes_per_s)
+        indices = [index for index, layer in enumerate(layers) if layer.name in streamed]
+        prediction = predict_step(layers, indices, slot_bytes, link_bytes_per_s)
     planned = tuple(
         PlannedLayer(
             name=layer.name,
-            residency=LayerResidency.STREAMED if index in choice.streamed else LayerResidency.RESIDENT,
+            residency=LayerResidency.STREAMED if layer.name in streamed else LayerResidency.RESIDENT,
             num_bytes=layer.num_bytes,
             forward_s=layer.forward_s,
             backward_s=layer.backward_s,
@@ -287,7 +299,7 @@ def _plan(layers: Sequence[LayerCosts], choice: _Choice, link_bytes_per_s: float
         for index, layer in enumerate(layers)
     )
     predicted_s = prediction.total_s if prediction else None
-    return ResidencyPlan(layers=planned, slot_bytes=choice.slot_bytes, predicted_s=predicted_s)
+    return ResidencyPlan(layers=planned, slot_bytes=slot_bytes, predicted_s=predicted_s)
 
 
 def _compute_s(layers: Sequence[LayerCosts] | Sequence[PlannedLayer]) -> float | None:

@@ -36,11 +36,12 @@ class _Token:
 class _Sum:
     """What has come of one parameter's gradient."""
 
-    __slots__ = ("parameter", "parts", "tokens")
+    __slots__ = ("hooks", "parameter", "parts", "tokens")
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
         """The one that is watched."""
+        self.hooks = HookSet()
         self.tokens = weakref.WeakSet[_Token]()
         self.parts: dict[int, Tensor] = {}
         """On the device: what each backward has made so far."""
@@ -54,16 +55,12 @@ class Accumulation(ABC):
     """Sees the gradients of streamed parameters as they are made, and hands over each when it is complete.
 
     `Parameter.grad` holds nothing of them meanwhile.
-
-    Args:
-        hooks: where the hooks are noted.
     """
 
     _steps = False
     """Whether parameters are written to when their gradients are handed over."""
 
-    def __init__(self, hooks: HookSet) -> None:
-        self._hooks = hooks
+    def __init__(self) -> None:
         self._sums: dict[StreamedParameter, _Sum] = {}
         self._tasks: list[int] = []
         """The backwards that run, each within the one before."""
@@ -89,11 +86,26 @@ class Accumulation(ABC):
         for streamed in extent.parameters:
             parameter, known = streamed.parameter, self._sums.get(streamed)
             if parameter.requires_grad and (known is None or known.parameter is not parameter):
-                self._sums[streamed] = _Sum(parameter)
+                made = self._sums[streamed] = _Sum(parameter)
                 if known is None:
                     self._admit(streamed)
+                else:
+                    known.hooks.remove()
                 before, after = _bound(self._before, streamed), _bound(self._after, streamed)
-                self._hooks.around_accumulation(parameter, before=before, after=after, steps=self._steps)
+                made.hooks.around_accumulation(parameter, before=before, after=after, steps=self._steps)
+
+    def unwatch(self, extent: LayerExtent) -> None:
+        """Leave the gradients of a layer to whoever wants them. No backward runs."""
+        for streamed in extent.parameters:
+            known = self._sums.pop(streamed, None)
+            if known is not None:
+                known.hooks.remove()
+
+    def close(self) -> None:
+        """See no gradients any more."""
+        for known in self._sums.values():
+            known.hooks.remove()
+        self._sums.clear()
 
     def note_forward(self, extent: LayerExtent) -> None:
         """A layer's forward is over, and its parameters are bound to a slot still: note the nodes that it may have made."""

@@ -33,18 +33,16 @@ class FusedSteps(Accumulation):
         make: makes an optimizer of parameters. One is made, of all that is trained: its groups hold for every step, so that
             schedulers and `state_dict` work on it. Its state is on the device.
         trained: all that is trained.
-        hooks: where the hooks are noted.
     """
 
     _steps = True
 
-    def __init__(
-        self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter], hooks: HookSet
-    ) -> None:
-        super().__init__(hooks)
+    def __init__(self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._hooks = HookSet()
         self.optimizer = make(trained)
         self._device = device
-        self._streamer = streamer
+        self.streamer = streamer
         self._layers = {item: extent for extent in streamer.extents for item in extent.parameters}
         self._waiting: dict[LayerExtent, set[StreamedParameter]] = {}
         """Layers with parameters that were stepped, and which of them are still to be."""
@@ -62,10 +60,19 @@ class FusedSteps(Accumulation):
         }
         """The number of each parameter's group: to look for it among all would take as many looks as there are parameters."""
         self._is_stepping = False
-        hooks.before_step(self.optimizer, self._before_users_step)
+        self._hooks.before_step(self.optimizer, self._before_users_step)
+
+    def unwatch(self, extent: LayerExtent) -> None:
+        super().unwatch(extent)
+        for streamed in extent.parameters:
+            del self._layers[streamed]
+            if streamed.parameter.requires_grad:
+                self._step_by_itself(streamed.parameter)
 
     def close(self) -> None:
-        """Nothing is left to do: each backward has waited for what it wrote."""
+        """Take no steps any more; each backward has waited for what it wrote."""
+        super().close()
+        self._hooks.remove()
 
     def _step_by_itself(self, parameter: nn.Parameter) -> None:
         """Step a parameter that does not stream."""
@@ -103,8 +110,8 @@ class FusedSteps(Accumulation):
                 f'"{streamed.name}" was put in the place of another (`load_state_dict(assign=True)`) after the optimizer was '
                 "made, which does not know it. Load without assign=True, or make a new LayerOffload"
             )
-        with self._streamer.lock:
-            slot = self._streamer.use(extent)
+        with self.streamer.lock:
+            slot = self.streamer.use(extent)
             slot.claim(self._device.current_stream())
             with plainly():
                 streamed.bind(slot.storage)
@@ -126,7 +133,7 @@ class FusedSteps(Accumulation):
         """Have the master of a layer be what is in its slot."""
         del self._waiting[extent]
         with torch.profiler.record_function(f"memkit::write back ({extent.name})"):
-            self._last = self._streamer.write_back(extent)
+            self._last = self.streamer.write_back(extent)
         self.d2h_bytes += extent.num_bytes
 
     def _finish(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memkit.device.base import Device, Event
-from memkit.hooks import HookSet, num_users
+from memkit.hooks import num_users
 from memkit.transfer.arena import ALIGNMENT_BYTES, Arena, Span
 from memkit.transfer.lanes import lanes_of
 from memkit.weights.accumulation import Accumulation
@@ -59,14 +59,11 @@ class HostGradients(Accumulation):
         device: where they are made.
         arena: where they go.
         extents: the layers that stream.
-        hooks: where the hooks are noted.
         rest: has all parameters be where they are at rest.
     """
 
-    def __init__(
-        self, device: Device, arena: Arena, extents: Sequence[LayerExtent], hooks: HookSet, rest: Callable[[], None]
-    ) -> None:
-        super().__init__(hooks)
+    def __init__(self, device: Device, arena: Arena, extents: Sequence[LayerExtent], rest: Callable[[], None]) -> None:
+        super().__init__()
         self._rest = rest
         self._device = device
         self._arena = arena
@@ -96,14 +93,18 @@ class HostGradients(Accumulation):
             for item, start in zip(group, starts, strict=False):
                 self._gradients[item] = _Gradient(span.part(start, start + _gradient_bytes(item)))
 
+    def unwatch(self, extent: LayerExtent) -> None:
+        super().unwatch(extent)
+        for streamed in extent.parameters:
+            if self._gradients.pop(streamed, None) is not None:
+                _have_own_gradient(streamed)
+
     def close(self) -> None:
-        """Let go of the hooks' state and the host memory; gradients stay where they are, in memory of their own."""
+        """Give the host memory back; gradients stay where they are, in memory of their own."""
+        super().close()
         self._threads.shutdown()
         for streamed in self._gradients:
-            grad = streamed.parameter.grad
-            if grad is not None:
-                streamed.parameter.grad = None
-                streamed.parameter.grad = grad.clone() if grad.layout is torch.strided else grad
+            _have_own_gradient(streamed)
         self._gradients.clear()
         for span in self._spans:
             self._arena.give(span)
@@ -192,6 +193,14 @@ class HostGradients(Accumulation):
         additions, self._additions = self._additions, []
         for addition in additions:
             addition.result()
+
+
+def _have_own_gradient(streamed: StreamedParameter) -> None:
+    """Have the gradient of a parameter lie in memory of its own."""
+    grad = streamed.parameter.grad
+    if grad is not None:
+        streamed.parameter.grad = None
+        streamed.parameter.grad = grad.clone() if grad.layout is torch.strided else grad
 
 
 def _gradient_bytes(streamed: StreamedParameter) -> int:

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from memkit.calls import Calls, Ending
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet, are_owners_set_aside, backward_task, before_backward_of
+from memkit.hooks import HookSet
+from memkit.plan import plan_again
 from memkit.sizes import byte_view, check_bytes, unique_storages
 from memkit.transfer.arena import Arena
-from memkit.weights.extents import LayerExtent
+from memkit.weights.extents import LayerExtent, StreamedParameter
+from memkit.weights.forwards import Forwards
 from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
 from memkit.weights.gradients import HostGradients
 from memkit.weights.placement import Placement, has_plain_parts, is_plain, shared_between
-from memkit.weights.saving import WeightHooks
+from memkit.weights.rehearsal import Rehearsal, Rehearsed
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_unmovable, refuse_wrapped
-from memkit.weights.shares import choose_mode, plan_share
+from memkit.weights.shares import choose_mode, costs_of, plan_rehearsed, plan_share
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
 
@@ -48,7 +49,9 @@ class LayerOffload:
         model: on any device; its parameters stay the same objects. May be larger than the device, on the CPU.
         layers: names, modules, or a predicate of name and module. By default the elements of the longest lists (`ModuleList`)
             whose elements are of one class.
-        offload_fraction: the share of the layers' bytes that streams, from 0 to 1.
+        offload_fraction: the share of the layers' bytes that streams, from 0 to 1. "auto" finds it out: all stream at first,
+            and the second step is timed. From the third on the most streams that hides behind the computation; where the
+            device has no room for what stays then, the least that fits.
         device_budget: bytes of the device for the weights of layers, slots included: an int, or text such as "6GiB".
         resident: how many layers stay on the device. Exactly one of these three is given.
         slots: how many layers of one size may be on the device on their way at once: in use, ready, in flight.
@@ -87,7 +90,7 @@ class LayerOffload:
         model: nn.Module,
         layers: LayerChoice = None,
         *,
-        offload_fraction: float | None = None,
+        offload_fraction: float | str | None = None,
         device_budget: int | str | None = None,
         resident: int | None = None,
         slots: int = 3,
@@ -110,22 +113,27 @@ class LayerOffload:
             _check_unmanaged(name, parameter)
         self.train = choose_mode(train, self._layers, optimizer)
         extents = self._extents_of()
-        state_ratio = 0.0 if optimizer is None else state_bytes_per_byte(optimizer)
+        self._candidates = {name: extents.get(name) for name in self._layers}
+        self._num_slots = slots
         self.plan = plan_share(
-            {name: extents.get(name) for name in self._layers},
+            self._candidates,
             offload_fraction=offload_fraction,
             device_budget=device_budget,
             resident=resident,
             num_slots=slots,
-            state_ratio=state_ratio,
+            state_ratio=0.0 if optimizer is None else state_bytes_per_byte(optimizer),
         )
-        self._extents = [extents[name] for name in self.plan.streamed]
-        for position, extent in enumerate(self._extents):
-            extent.position = position
-        self._placement, self._hooks, self._calls = Placement(), HookSet(), Calls()
+        self._is_to_choose = isinstance(offload_fraction, str)
+        self._extents = self._streaming()
+        self._placement, self._hooks = Placement(), HookSet()
+        self._forwards = Forwards(model, self._before_pass, self._note_adopted)
         self._streamer: Streamer | None = None
+        self._rehearsal: Rehearsal | None = None
+        self._rehearsed: Rehearsed | None = None
+        self._predicted_peak_bytes: int | None = None
         self._gradients: HostGradients | FusedSteps | None = None
-        self._make = optimizer
+        self._held: list[torch.UntypedStorage] = []
+        """Masters of layers that do not stream any more, which somebody else holds."""
         self._is_closed = self._is_entered = False
         self._arena = Arena(self.device, limit_bytes=host_limit_bytes)
         try:
@@ -136,13 +144,18 @@ class LayerOffload:
             if self.train != "frozen":
                 refuse_replicas(self.model, self.train)
             if self.train == "host":
-                self._gradients = HostGradients(
-                    self.device, self._arena, self._extents, self._hooks, lambda: self._streams.rest()
-                )
-            self._begin()
+                self._gradients = HostGradients(self.device, self._arena, self._extents, lambda: self._streams.rest())
+            self._begin(optimizer)
         except BaseException:
             self.close()
             raise
+
+    def _streaming(self) -> list[LayerExtent]:
+        """Return what streams by the plan, in its order."""
+        found = [extent for name in self.plan.streamed if (extent := self._candidates[name]) is not None]
+        for position, extent in enumerate(found):
+            extent.position = position
+        return found
 
     def _extents_of(self) -> dict[str, LayerExtent]:
         """Return what of each layer may stream."""
@@ -167,7 +180,7 @@ class LayerOffload:
                 found[name] = LayerExtent(name, module, chosen, len(found))
         return found
 
-    def _begin(self) -> None:
+    def _begin(self, make: MakeOptimizer | None) -> None:
         """Move everything to where it belongs, and have the model's forwards seen."""
         streamed = {id(item.parameter) for extent in self._extents for item in extent.parameters}
         for extent in self._extents:
@@ -176,107 +189,81 @@ class LayerOffload:
         tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if id(tensor) not in streamed]
         self._placement.place(tensors, self.device.torch_device)
         self._streamer = Streamer(self.device, self._extents, self.plan.slot_bytes)
-        if self._make is not None:
+        if make is not None:
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            self._gradients = FusedSteps(self.device, self._streamer, self._make, trained, self._hooks)
-        within = {id(inner) for extent in self._extents for inner in extent.module.modules()}
-        for module in self.model.modules():
-            is_outer = id(module) not in within and any(id(inner) in within for inner in module.modules())
-            if is_outer and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-                self._hooks.around_forward(module, before=self._before_outer, after=self._after)
-        for extent in self._extents:
-            self._hooks.around_forward(
-                extent.module, before=partial(self._before_layer, extent), after=partial(self._after_layer, extent)
-            )
-            holding = {id(module) for item in extent.parameters for module, _ in item.places}
-            for module in extent.module.modules():
-                if module is not extent.module and any(id(inner) in holding for inner in module.modules()):
-                    self._hooks.around_forward(
-                        module, before=partial(self._before_inner, extent), after=partial(self._after_inner, extent)
-                    )
+            self._gradients = FusedSteps(self.device, self._streamer, make, trained)
+        self._forwards.watch(self._streamer, self._gradients)
+        self._rehearse()
 
-    # Forwards
+    def _note_adopted(self, adopted: StreamedParameter) -> None:
+        _managers[id(adopted.parameter)] = self
 
-    def _before_outer(self, module: nn.Module, _: Any) -> None:
-        if are_owners_set_aside():
+    # Finding out the share, and what it takes
+
+    def _rehearse(self) -> None:
+        resident = {name: self._layers[name] for name in self._layers if name not in self.plan.streamed}
+        self._rehearsal = Rehearsal(self.device, self._streams, resets_peak=self._is_to_choose)
+        self._forwards.rehearse(self._rehearsal, resident)
+
+    def _before_pass(self) -> None:
+        if self._rehearsal is None or not self._rehearsal.begin_pass():
             return
-        self._calls.begin(module, depth=1)
-        self._begin_pass(None)
+        if self._is_to_choose and self._streams.handles:
+            return  # of a graph that is alive: later
+        rehearsed, self._rehearsal = self._rehearsal.result(), None
+        self._forwards.rehearse(None, {})
+        if self._is_to_choose:
+            self._is_to_choose = False
+            self._choose(rehearsed)
+            self._rehearse()
+            return
+        self._rehearsed = rehearsed
+        if self.plan.predicted_s is None:
+            costs = costs_of(self._candidates, rehearsed)
+            self.plan = plan_again(self.plan, costs, rehearsed.h2d_bytes_per_s)
 
-    def _begin_pass(self, first: LayerExtent | None) -> None:
-        """A forward begins; see whether it is one of its own."""
-        if len(self._calls) == 1 and backward_task() == -1:
-            self._streams.begin_pass(first)
+    def _choose(self, rehearsed: Rehearsed) -> None:
+        """Have as many layers stay on the device as is best by what a step took in which all stream."""
+        counter, before = self.device.memory_counter(), self.plan
+        self.plan = plan_rehearsed(
+            self._candidates,
+            rehearsed,
+            before,
+            train=self.train,
+            num_slots=self._num_slots,
+            capacity_bytes=None if counter is None else counter.capacity_bytes(),
+        )
+        if rehearsed.peak_bytes is not None:
+            self._predicted_peak_bytes = rehearsed.peak_bytes - before.device_bytes + self.plan.device_bytes
+        staying = [extent for extent in self._extents if extent.name not in self.plan.streamed]
+        if not staying:
+            return
+        self._streams.close()
+        for extent in staying:
+            self._leave_to_device(extent)
+        self._extents = self._streaming()
+        self._streamer = Streamer(self.device, self._extents, self.plan.slot_bytes)
+        if isinstance(self._gradients, FusedSteps):
+            self._gradients.streamer = self._streamer
+        self._forwards.watch(self._streamer, self._gradients)
 
-    def _before_inner(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
-        """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
-        if not self._streams.is_in_forward(extent) and not are_owners_set_aside():
-            self._enter(extent, module)
-
-    def _after_inner(self, extent: LayerExtent, module: nn.Module, *_: Any) -> None:
-        if self._calls.is_last(module):
-            self._calls.end(module, depth=1)
-
-    def _before_layer(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
-        if not are_owners_set_aside():
-            self._enter(extent, module)
-
-    def _enter(self, extent: LayerExtent, module: nn.Module) -> None:
-        """A forward begins that uses the weights of a layer."""
-        call = self._calls.begin(module, depth=2)
-        if not extent.num_bound:
-            for adopted in extent.adopt():
-                _managers[id(adopted.parameter)] = self
-        self._begin_pass(extent)
+    def _leave_to_device(self, extent: LayerExtent) -> None:
+        """Have a layer that streams stay on the device from now on."""
         if self._gradients is not None:
-            self._gradients.watch(extent)
-        elif any(item.parameter.requires_grad for item in extent.parameters):
-            raise LayerOffloadError(
-                f'parameters of "{extent.name}" require grad, which stream as frozen ones. Use train="host", or set this '
-                "before LayerOffload is made: what requires grad then stays on the device"
-            )
-        slot = self._streams.use(extent)
-        if not extent.num_bound:
-            extent.bind(slot.storage)
-        extent.num_bound += 1
-        hooks = None
-        if torch.is_grad_enabled():
-            # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
-            is_part = module is not extent.module and backward_task() != -1
-            hooks = WeightHooks(self._streams, hands_on_weights=is_part)
-        call.end = partial(self._end_layer, extent, extent.state(), hooks)
-        if hooks is not None:
-            hooks.begin()
-
-    def _after(self, module: nn.Module, *_: Any) -> None:
-        self._calls.end(module, depth=1)
-
-    def _after_layer(self, extent: LayerExtent, module: nn.Module, _: Any, output: Any) -> None:
-        self._calls.end(module, depth=1)
-        if not are_owners_set_aside():
-            before_backward_of(output, partial(self._streams.begin_backward, extent))
-
-    def _end_layer(self, extent: LayerExtent, state: object, hooks: WeightHooks | None, ending: Ending) -> None:
-        if hooks is not None:
-            hooks.end()
-        if self._gradients is not None and torch.is_grad_enabled():
-            self._gradients.note_forward(extent)
-        self._streams.release(extent)
-        extent.num_bound -= 1
-        if extent.num_bound:
-            return
-        if ending is Ending.LEFT:  # since an interrupt the slot was what somebody may have written to
-            extent.write_back()
-            self._streams.forget()
-        extent.unbind()
-        if ending is not Ending.LEFT and extent.state() != state:
-            self._streams.forget()
-            if ending is Ending.RAISED:
-                return
-            raise LayerOffloadError(
-                f'the forward of "{extent.name}" has written to its own weights, which stream: that is lost. Have this layer '
-                "stay on the device: name the others by layers="
-            )
+            self._gradients.unwatch(extent)
+        held = extent.restore()
+        parameters = [item.parameter for item in extent.parameters]
+        for parameter in parameters:
+            _managers.pop(id(parameter), None)
+        self._placement.place(parameters, self.device.torch_device)
+        if self.train == "host":
+            self._hooks.before_any_step(partial(_bring_state, parameters))
+        assert extent.span is not None
+        if held:
+            self._held += [storage for storage, _ in held]
+        else:
+            self._arena.give(extent.span)
+            extent.span = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -318,17 +305,16 @@ class LayerOffload:
         """
         if self._is_closed:
             return
-        self._calls.end_interrupted()
-        if len(self._calls):
-            raise LayerOffloadError("offload.close() was called within a forward of the model. Call it when that is over")
+        self._forwards.close()
         self._is_closed = True
         self._hooks.remove()
+        self._rehearsal = None
         if self._streamer is not None:
             self._streamer.close()
         if self._gradients is not None:
             self._gradients.close()
-        held = []
-        for extent in self._extents:
+        held = [(storage, byte_view(storage).clone().untyped_storage()) for storage in self._held]
+        for extent in filter(None, self._candidates.values()):
             if extent.is_on_host:
                 held += extent.restore()
             if extent.span is not None:
@@ -379,8 +365,25 @@ class LayerOffload:
                 num_fetches=streamer.num_fetches,
                 num_demand_fetches=streamer.num_demand_fetches,
                 num_overflows=streamer.ring.num_overflows,
+                predicted_s=self.plan.predicted_s,
+                actual_s=None if self._rehearsed is None else self._rehearsed.taken_s,
+                predicted_peak_bytes=self._predicted_peak_bytes,
+                actual_peak_bytes=None if self._rehearsed is None else self._rehearsed.peak_bytes,
                 stall_s=dict(zip((extent.name for extent in self._extents), streamer.stalls.seconds(), strict=True)),
             )
+
+
+def _bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Bring what an optimizer keeps of some parameters to where these are: as `torch.optim.Optimizer.load_state_dict` does."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not any(parameter is one for one in parameters):
+                continue
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                is_moved = isinstance(value, Tensor) and value.device != parameter.device
+                if is_moved and (name != "step" or group.get("fused") or group.get("capturable")):
+                    state[name] = value.to(parameter.device)
 
 
 def _check_unmanaged(name: str, parameter: nn.Parameter) -> None:

@@ -83,10 +83,12 @@ class Placement:
 
     def place(self, tensors: Iterable[Tensor], torch_device: torch.device) -> None:
         """Move tensors to the device, but for those that are there."""
+        found: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.device != torch_device:
-                self._found.setdefault(tensor.device, []).append(tensor)
-        for moved in self._found.values():
+                found.setdefault(tensor.device, []).append(tensor)
+        for device, moved in found.items():
+            self._found.setdefault(device, []).extend(moved)
             move(moved, torch_device)
 
     def restore(self) -> None:

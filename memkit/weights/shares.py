@@ -6,14 +6,19 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from memkit.plan import LayerCosts, ResidencyPlan, plan_budget, plan_fraction, plan_resident
+from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_fraction, plan_resident
 from memkit.sizes import parse_bytes
 from memkit.weights.extents import LayerExtent
 from memkit.weights.fused import MakeOptimizer
+from memkit.weights.rehearsal import Rehearsed
 
 _TRAIN = ("auto", "frozen", "host", "fused")
 _MOSTLY = 0.5
 """Layers are trained whose parameters require grad by more than this share of their bytes."""
+_USABLE = 0.95
+"""Of what the process may allocate: the rest is lost between blocks."""
+_BYTES_PER_TRAINED_BYTE = 4
+"""A weight, its gradient, and two values of the optimizer."""
 
 
 def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOptimizer | None) -> str:
@@ -40,7 +45,7 @@ def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOpti
 def plan_share(
     layers: Mapping[str, LayerExtent | None],
     *,
-    offload_fraction: float | None,
+    offload_fraction: float | str | None,
     device_budget: int | str | None,
     resident: int | None,
     num_slots: int,
@@ -50,7 +55,8 @@ def plan_share(
 
     Args:
         layers: what may stream of each, by name, in their order; None for nothing.
-        offload_fraction, device_budget, resident: see `LayerOffload`; exactly one is not None.
+        offload_fraction, device_budget, resident: see `LayerOffload`; exactly one is not None. Where the share is to be
+            found out, all stream at first.
         num_slots: for layers of one size.
         state_ratio: bytes of optimizer state that stay on the device, for each byte of layers that is trained.
 
@@ -69,7 +75,11 @@ def plan_share(
             'LayerOffload: none of the layers has parameters that may stream. With train="frozen" those that require grad '
             "stay on the device, and tied ones do always"
         )
-    costs = [_costs(name, extent) for name, extent in layers.items()]
+    costs = costs_of(layers)
+    if isinstance(offload_fraction, str):
+        if offload_fraction != "auto":
+            raise ValueError(f'offload_fraction is a number from 0 to 1, or "auto"; found {offload_fraction!r}')
+        return plan_fraction(costs, 1.0, num_slots=num_slots)
     if offload_fraction is not None:
         return plan_fraction(costs, offload_fraction, num_slots=num_slots)
     if resident is not None:
@@ -83,8 +93,50 @@ def plan_share(
     return plan_budget(costs, budget_bytes - state_bytes, num_slots=num_slots)
 
 
-def _costs(name: str, extent: LayerExtent | None) -> LayerCosts:
-    if extent is None:
-        return LayerCosts(name=name, num_bytes=0)
-    trained = [item.parameter for item in extent.parameters if item.parameter.requires_grad]
-    return LayerCosts(name=name, num_bytes=extent.num_bytes, grad_bytes=sum(parameter.nbytes for parameter in trained))
+def plan_rehearsed(
+    layers: Mapping[str, LayerExtent | None],
+    rehearsed: Rehearsed,
+    plan: ResidencyPlan,
+    *,
+    train: str,
+    num_slots: int,
+    capacity_bytes: int | None,
+) -> ResidencyPlan:
+    """Return the plan that streams the most that hides; where the device has no room for what stays then, the least that fits.
+
+    Args:
+        layers: see `plan_share`.
+        rehearsed: a step with another plan.
+        plan: that one.
+        train: how layers are trained: with "host", a layer that stays has its gradients and its optimizer's state on the device
+            as well, as much as two values for each weight.
+        num_slots: for layers of one size.
+        capacity_bytes: what the process may allocate on the device; None if that is not known.
+    """
+    costs = costs_of(layers, rehearsed)
+    if rehearsed.h2d_bytes_per_s is None:
+        return plan_again(plan, costs, None)
+    budget_bytes = None
+    if capacity_bytes is not None and rehearsed.peak_bytes is not None:
+        room_bytes = int(_USABLE * capacity_bytes) - rehearsed.peak_bytes
+        budget_bytes = plan.device_bytes + room_bytes // (_BYTES_PER_TRAINED_BYTE if train == "host" else 1)
+    try:
+        return plan_auto(costs, num_slots=num_slots, link_bytes_per_s=rehearsed.h2d_bytes_per_s, budget_bytes=budget_bytes)
+    except ValueError:  # not even the least fits by these figures, and yet it has run
+        return plan_again(plan, costs, rehearsed.h2d_bytes_per_s)
+
+
+def costs_of(layers: Mapping[str, LayerExtent | None], rehearsed: Rehearsed | None = None) -> list[LayerCosts]:
+    """Return what a plan has to know of the layers, with their seconds if they were measured."""
+    return [_costs(name, extent, rehearsed) for name, extent in layers.items()]
+
+
+def _costs(name: str, extent: LayerExtent | None, rehearsed: Rehearsed | None) -> LayerCosts:
+    parameters = [] if extent is None else [item.parameter for item in extent.parameters]
+    return LayerCosts(
+        name=name,
+        num_bytes=0 if extent is None else extent.num_bytes,
+        forward_s=None if rehearsed is None else rehearsed.forward_s.get(name, 0.0),
+        backward_s=None if rehearsed is None else rehearsed.backward_s.get(name, 0.0),
+        grad_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+    )

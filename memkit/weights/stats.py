@@ -29,6 +29,17 @@ class LayerStats:
     """Copies of a layer to the device."""
     num_demand_fetches: int
     """Those among them that began no sooner than the layer was needed."""
+    predicted_s: float | None
+    """What a forward and a backward of the layers were to take by the plan, once a step was timed: the second, or with
+    `offload_fraction="auto"` one in which all streamed."""
+    actual_s: float | None
+    """What they took in the step that was timed, from the first layer to the last one; with "auto" the second since the share
+    was chosen."""
+    predicted_peak_bytes: int | None
+    """With "auto", the most bytes that were to be allocated on the device with the share that was chosen; without gradients and
+    optimizer state that have come to stay on the device."""
+    actual_peak_bytes: int | None
+    """The most bytes that were allocated by the end of the step that was timed, since somebody has reset the device's peak."""
     num_overflows: int
     """How often all slots were in use, so that one more was taken for a while."""
     stall_s: dict[str, float]
@@ -44,6 +55,16 @@ class LayerStats:
             ("moved to the host", format_bytes(self.d2h_bytes)),
             ("fetches", f"{self.num_fetches}, {self.num_demand_fetches} of them on demand"),
             ("overflows", str(self.num_overflows)),
+            ("a step", f"{_ms(self.actual_s)}, predicted {_ms(self.predicted_s)}"),
+            ("peak", f"{_bytes(self.actual_peak_bytes)}, predicted {_bytes(self.predicted_peak_bytes)}"),
             ("stalls", f"{1e3 * sum(self.stall_s.values()):.2f} ms"),
         ]
         return tabulate(rows, tablefmt="plain", disable_numparse=True)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.2f} ms"
+
+
+def _bytes(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else format_bytes(num_bytes)

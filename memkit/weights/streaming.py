@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
@@ -20,7 +21,7 @@ from memkit.hooks import (
     when_backward_ends,
 )
 from memkit.sizes import tensor_over
-from memkit.transfer.lanes import lanes_of
+from memkit.transfer.lanes import Passage, lanes_of
 from memkit.weights.extents import LayerExtent
 from memkit.weights.routes import Phase, Route
 from memkit.weights.slots import Slot, SlotRing
@@ -75,6 +76,10 @@ class Streamer:
         self.lock = threading.RLock()
         self.ring = SlotRing(device, slot_bytes, self)
         self.stalls = Stalls(len(self.extents))
+        self.passages: list[Passage] | None = None
+        """The copies to the device, for who wants to time them."""
+        self.handles = weakref.WeakSet[StreamedHandle]()
+        """Saved tensors that lie in slots, or did."""
         self.h2d_bytes = 0
         self.num_fetches = 0
         self.num_demand_fetches = 0
@@ -91,15 +96,13 @@ class Streamer:
 
     # Passes
 
-    def begin_pass(self, first: LayerExtent | None = None) -> None:
-        """A forward begins that is no part of another, nor of a backward.
+    def is_continued_by(self, first: LayerExtent | None) -> bool:
+        """Tell whether a layer that is called by itself is the next one of the pass before, so that this goes on."""
+        return first is not None and self._current is not None and self._routes[self._phase].is_next(first.position)
 
-        Args:
-            first: the layer, if it is called by itself. Where it is the next of the pass before, that goes on.
-        """
+    def begin_pass(self) -> None:
+        """A forward begins that is no part of another, nor of a backward."""
         with _NoDispatch(), self.lock:
-            if first is not None and self._current is not None and self._routes[self._phase].is_next(first.position):
-                return
             self.rest()
             self.ring.forget()
             self._current = None
@@ -152,7 +155,7 @@ class Streamer:
         keeps them in its `ctx`, a checkpoint inside of the layer that computes with them.
         """
         with _NoDispatch(), self.lock:
-            if self._is_closed or self._in_backward is extent:
+            if self._is_closed or self._in_backward is extent or not extent.is_on_host:
                 return
             slot = self.use(extent)
             if not extent.num_bound:
@@ -235,7 +238,10 @@ class Streamer:
         def copy(storage: torch.UntypedStorage, after: Iterable[Event]) -> Event:
             assert extent.span is not None
             written = () if extent.written is None else (extent.written,)
-            return self._lanes.copy_back(extent.span, storage, after=(*after, *written)).done
+            passage = self._lanes.copy_back(extent.span, storage, after=(*after, *written))
+            if self.passages is not None:
+                self.passages.append(passage)
+            return passage.done
 
         with torch.profiler.record_function(f"memkit::fetch ({extent.name})"):
             slot.fill(extent, copy)
@@ -296,6 +302,7 @@ class StreamedHandle(KeptHandle):
         assert slot is not None
         assert slot.extent is not None
         self._streamer = streamer
+        streamer.handles.add(self)
         self._extent = slot.extent
         self._num_changes = slot.extent.num_changes
         self._size, self._stride = tensor.size(), tensor.stride()

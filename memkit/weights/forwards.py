@@ -1,0 +1,192 @@
+"""The forwards of a model whose layers stream: what comes before and after those of the model, of a layer, of a part of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from memkit.calls import Calls, Ending
+from memkit.errors import LayerOffloadError
+from memkit.hooks import HookSet, are_owners_set_aside, backward_task, before_backward_of
+from memkit.weights.accumulation import Accumulation
+from memkit.weights.extents import LayerExtent, StreamedParameter
+from memkit.weights.rehearsal import Rehearsal
+from memkit.weights.saving import WeightHooks
+from memkit.weights.streaming import Streamer
+
+
+class Forwards:
+    """Has the parameters of each layer lie in a slot while it runs.
+
+    Args:
+        model: whose forwards they are.
+        before_pass: called when a forward begins that is no part of another, nor of a backward. It may call `watch` anew.
+        note_adopted: called with parameters that somebody has put in the place of others, and that stream from now on.
+    """
+
+    def __init__(
+        self, model: nn.Module, before_pass: Callable[[], None], note_adopted: Callable[[StreamedParameter], None]
+    ) -> None:
+        self._model = model
+        self._before_pass = before_pass
+        self._note_adopted = note_adopted
+        self._calls = Calls()
+        self._hooks, self._timing_hooks = HookSet(), HookSet()
+        self._rehearsal: Rehearsal | None = None
+        self._streamer: Streamer
+        self._gradients: Accumulation | None = None
+
+    def watch(self, streamer: Streamer, gradients: Accumulation | None) -> None:
+        """See the forwards of the layers that stream from now on, and of no others."""
+        self._hooks.remove()
+        self._streamer, self._gradients = streamer, gradients
+        extents = streamer.extents
+        within = {id(inner) for extent in extents for inner in extent.module.modules()}
+        for module in self._model.modules():
+            is_outer = id(module) not in within and any(id(inner) in within for inner in module.modules())
+            if is_outer and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                self._hooks.around_forward(module, before=self._before_outer, after=self._after_outer)
+        for extent in extents:
+            before, after = partial(self._before_layer, extent), partial(self._after_layer, extent)
+            self._hooks.around_forward(extent.module, before=before, after=after)
+            holding = {id(module) for item in extent.parameters for module, _ in item.places}
+            for module in extent.module.modules():
+                if module is not extent.module and any(id(inner) in holding for inner in module.modules()):
+                    before, after = partial(self._before_inner, extent), partial(self._after_inner, extent)
+                    self._hooks.around_forward(module, before=before, after=after)
+
+    def rehearse(self, rehearsal: Rehearsal | None, resident: dict[str, nn.Module]) -> None:
+        """Have the layers timed from now on, or not any more.
+
+        Args:
+            resident: the layers that do not stream, by name.
+        """
+        self._timing_hooks.remove()
+        self._rehearsal = rehearsal
+        if rehearsal is None:
+            return
+
+        def before(name: str, *_: Any) -> None:
+            rehearsal.pass_by(name)
+
+        def after(name: str, _: nn.Module, __: Any, output: Any) -> None:
+            before_backward_of(output, partial(rehearsal.pass_by, name))
+
+        for name, module in resident.items():
+            self._timing_hooks.around_forward(module, before=partial(before, name), after=partial(after, name))
+
+    def close(self) -> None:
+        """See no forwards any more.
+
+        Raises:
+            LayerOffloadError: one is going on.
+        """
+        self._calls.end_interrupted()
+        if len(self._calls):
+            raise LayerOffloadError("offload.close() was called within a forward of the model. Call it when that is over")
+        self._hooks.remove()
+        self._timing_hooks.remove()
+
+    # The model
+
+    def _before_outer(self, module: nn.Module, _: Any) -> None:
+        if not are_owners_set_aside():
+            self._calls.begin(module, depth=1)
+            self._begin_pass(None)
+
+    def _begin_pass(self, first: LayerExtent | None) -> None:
+        """A forward begins; see whether it is one of its own."""
+        if len(self._calls) == 1 and backward_task() == -1 and not self._streamer.is_continued_by(first):
+            self._before_pass()
+            self._streamer.begin_pass()
+
+    def _after_outer(self, module: nn.Module, *_: Any) -> None:
+        self._calls.end(module, depth=1)
+        if self._rehearsal is not None and not len(self._calls):
+            self._rehearsal.pause()
+
+    # Layers
+
+    def _before_layer(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
+        if not are_owners_set_aside():
+            self._enter(extent, module)
+
+    def _after_layer(self, extent: LayerExtent, module: nn.Module, _: Any, output: Any) -> None:
+        self._calls.end(module, depth=1)
+        if not are_owners_set_aside():
+            before_backward_of(output, partial(self._begin_backward, extent))
+
+    def _begin_backward(self, extent: LayerExtent) -> None:
+        if self._rehearsal is not None:
+            self._rehearsal.arrive(extent.name)
+        self._streamer.begin_backward(extent)
+        if self._rehearsal is not None:
+            self._rehearsal.go()
+
+    def _before_inner(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
+        """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
+        if not self._streamer.is_in_forward(extent) and not are_owners_set_aside():
+            self._enter(extent, module)
+
+    def _after_inner(self, extent: LayerExtent, module: nn.Module, *_: Any) -> None:
+        if self._calls.is_last(module):
+            self._calls.end(module, depth=1)
+
+    def _enter(self, extent: LayerExtent, module: nn.Module) -> None:
+        """A forward begins that uses the weights of a layer."""
+        call = self._calls.begin(module, depth=2)
+        if not extent.num_bound:
+            for adopted in extent.adopt():
+                self._note_adopted(adopted)
+        self._begin_pass(extent)
+        if not extent.is_on_host:
+            return  # it has come to stay on the device just now
+        if self._gradients is not None:
+            self._gradients.watch(extent)
+        elif any(item.parameter.requires_grad for item in extent.parameters):
+            raise LayerOffloadError(
+                f'parameters of "{extent.name}" require grad, which stream as frozen ones. Use train="host", or set this '
+                "before LayerOffload is made: what requires grad then stays on the device"
+            )
+        if self._rehearsal is not None:
+            self._rehearsal.arrive(extent.name)
+        slot = self._streamer.use(extent)
+        if self._rehearsal is not None:
+            self._rehearsal.go()
+        if not extent.num_bound:
+            extent.bind(slot.storage)
+        extent.num_bound += 1
+        hooks = None
+        if torch.is_grad_enabled():
+            # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
+            is_part = module is not extent.module and backward_task() != -1
+            hooks = WeightHooks(self._streamer, hands_on_weights=is_part)
+        call.end = partial(self._end_layer, extent, extent.state(), hooks)
+        if hooks is not None:
+            hooks.begin()
+
+    def _end_layer(self, extent: LayerExtent, state: object, hooks: WeightHooks | None, ending: Ending) -> None:
+        if hooks is not None:
+            hooks.end()
+        if self._gradients is not None and torch.is_grad_enabled():
+            self._gradients.note_forward(extent)
+        self._streamer.release(extent)
+        extent.num_bound -= 1
+        if extent.num_bound:
+            return
+        if ending is Ending.LEFT:  # since an interrupt the slot was what somebody may have written to
+            extent.write_back()
+            self._streamer.forget()
+        extent.unbind()
+        if ending is not Ending.LEFT and extent.state() != state:
+            self._streamer.forget()
+            if ending is Ending.RAISED:
+                return
+            raise LayerOffloadError(
+                f'the forward of "{extent.name}" has written to its own weights, which stream: that is lost. Have this layer '
+                "stay on the device: name the others by layers="
+            )

@@ -1,0 +1,132 @@
+"""Times one step: what each layer computes, how fast copies are, how full the device gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from memkit.device.base import Device, Event
+from memkit.hooks import backward_task, when_backward_ends
+from memkit.weights.streaming import Streamer
+
+_MOST_WITHOUT_BACKWARD = 3
+"""After so many forwards in grad mode without a backward there is not going to be one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """What one step took."""
+
+    forward_s: Mapping[str, float]
+    """Seconds from when a layer's weights were there to the next layer, for each layer that has run."""
+    backward_s: Mapping[str, float]
+    taken_s: float
+    """Seconds of all of that, and of waiting for weights."""
+    h2d_bytes_per_s: float | None
+    """None if nothing was copied."""
+    peak_bytes: int | None
+    """The most bytes that were allocated on the device; None where nobody counts them."""
+
+
+class _Point:
+    """A moment from which on a layer computes, or nobody does."""
+
+    __slots__ = ("after", "before", "is_backward", "name")
+
+    def __init__(self, name: str | None, is_backward: bool, before: Event) -> None:
+        self.name = name
+        self.is_backward = is_backward
+        self.before = self.after = before
+        """Ahead of waiting for its weights, and behind that."""
+
+
+class Rehearsal:
+    """Times the second pass: the first one chooses kernels, and finds the order of the layers.
+
+    Args:
+        device: where the layers run.
+        streamer: brings the weights of those that stream.
+        resets_peak: whether the device's peak is that of the pass alone.
+    """
+
+    def __init__(self, device: Device, streamer: Streamer, *, resets_peak: bool) -> None:
+        self._device = device
+        self._streamer = streamer
+        self._resets_peak = resets_peak
+        self._points: list[_Point] = []
+        self._num_passes = 0
+        self._has_grad = False
+        self._backward = -1
+
+    def begin_pass(self) -> bool:
+        """A pass begins. Return whether one was timed whole before."""
+        is_timed = self._num_passes >= 2 and any(not point.is_backward and point.name for point in self._points)
+        if is_timed and self._has_grad and self._num_passes <= 1 + _MOST_WITHOUT_BACKWARD:
+            is_timed = any(point.is_backward for point in self._points)
+        if is_timed:
+            return True
+        self._num_passes += 1
+        self._has_grad = torch.is_grad_enabled()
+        self._points.clear()
+        self._streamer.passages = [] if self._num_passes >= 2 else None
+        if self._num_passes >= 2 and self._resets_peak:
+            counter = self._device.memory_counter()
+            if counter is not None:
+                counter.reset_peak()
+        return False
+
+    def arrive(self, name: str) -> None:
+        """The current stream has come to a layer, and is about to wait for its weights."""
+        if self._num_passes < 2:
+            return
+        task = backward_task()
+        is_backward = task != -1
+        last = self._points[-1] if self._points else None
+        if last is not None and (last.name, last.is_backward) == (name, is_backward):
+            return
+        self._points.append(_Point(name, is_backward, self._device.record_event()))
+        if is_backward and task != self._backward:
+            self._backward = task
+            when_backward_ends(lambda _: self.pause())
+
+    def go(self) -> None:
+        """The weights of the layer are there."""
+        if self._points and self._points[-1].after is self._points[-1].before:
+            self._points[-1].after = self._device.record_event()
+
+    def pass_by(self, name: str) -> None:
+        """The current stream has come to a layer that waits for nothing."""
+        self.arrive(name)
+
+    def pause(self) -> None:
+        """No layer is computing any more."""
+        if self._points and self._points[-1].name is not None:
+            self._points.append(_Point(None, self._points[-1].is_backward, self._device.record_event()))
+
+    def result(self) -> Rehearsed:
+        """Return what the pass took; the host waits for it."""
+        self.pause()
+        passages, self._streamer.passages = self._streamer.passages or [], None
+        self._device.synchronize(self._points[-1].before)
+        forward_s: dict[str, float] = {}
+        backward_s: dict[str, float] = {}
+        taken_s = 0.0
+        for point, following in zip(self._points, self._points[1:], strict=False):
+            if point.name is not None:
+                seconds = backward_s if point.is_backward else forward_s
+                seconds[point.name] = seconds.get(point.name, 0.0) + max(point.after.elapsed_s(following.before), 0.0)
+                taken_s += point.before.elapsed_s(following.before)
+        copied = [
+            (passage.num_bytes, passage.started.elapsed_s(passage.done)) for passage in passages if passage.done.is_reached()
+        ]
+        copied_s = sum(seconds for _, seconds in copied)
+        counter = self._device.memory_counter()
+        return Rehearsed(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            taken_s=taken_s,
+            h2d_bytes_per_s=sum(num_bytes for num_bytes, _ in copied) / copied_s if copied_s > 0 else None,
+            peak_bytes=None if counter is None else counter.peak_bytes(),
+        )
