@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.device import Device
 from memkit.hooks import innermost_pack, owner_of, stacked_owners
-from memkit.transfer import arena
+from memkit.transfer import room
 from tests.weights.cases import Block, Stack, assert_same, inputs, only_lora, run_step
 
 
@@ -334,7 +334,7 @@ def test_limit_of_host_memory_is_met_before_anything_moved(device: Device) -> No
 
 def test_host_memory_ends_before_anything_moved(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(arena, "available_bytes", lambda: 1024)
+        patch.setattr(room, "available_bytes", lambda: 1024)
         model = only_lora(Stack(4)).to(device.torch_device)
         storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
         with pytest.raises(memkit.HostMemoryError, match="available memory"):
