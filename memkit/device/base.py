@@ -60,6 +60,14 @@ class Event(ABC):
     def is_reached(self) -> bool:
         """Tell whether all work recorded before the event is done. Does not wait for it."""
 
+    def recorded(self) -> Event:
+        """Return the event as the device has recorded it: itself, unless another thread is yet to do so.
+
+        Whatever a device is asked to wait for, it asks for this first. The host waits for such a thread; if that has failed,
+        its error is raised here.
+        """
+        return self
+
 
 class Device(ABC):
     """One place where tensors live and kernels run."""
@@ -125,6 +133,11 @@ class Device(ABC):
             stream: the copy waits for what the stream waits for, and for nothing else. Both tensors must stay alive, and the
                 source unchanged, until it is done.
         """
+
+    @abstractmethod
+    def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Copy bytes as `copy` does, where the one in host memory was not pinned. The host waits until it is done, and so for
+        all that the stream waits for."""
 
     @abstractmethod
     def pin(self, host: Tensor) -> None:

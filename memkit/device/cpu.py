@@ -30,6 +30,7 @@ class CpuEvent(Event):
         self._at_s = time.perf_counter()
 
     def elapsed_s(self, end: Event) -> float:
+        end = end.recorded()
         assert isinstance(end, CpuEvent)
         return end._at_s - self._at_s
 
@@ -63,15 +64,19 @@ class CpuDevice(Device):
         return CpuEvent()
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        pass
+        event.recorded()
 
     def synchronize(self, event: Event | None = None) -> None:
-        pass
+        if event is not None:
+            event.recorded()
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         return torch.UntypedStorage(num_bytes)
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        destination.copy_(source)
+
+    def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         destination.copy_(source)
 
     def pin(self, host: Tensor) -> None:

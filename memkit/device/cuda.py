@@ -55,6 +55,7 @@ class CudaEvent(Event):
         self.event = torch.cuda.Event(enable_timing=timed)
 
     def elapsed_s(self, end: Event) -> float:
+        end = end.recorded()
         assert isinstance(end, CudaEvent)
         return float(self.event.elapsed_time(end.event)) / 1e3
 
@@ -148,6 +149,7 @@ class CudaDevice(Device):
         return event
 
     def wait_event(self, stream: Stream, event: Event) -> None:
+        event = event.recorded()
         assert isinstance(event, CudaEvent)
         _of(stream).wait_event(event.event)
 
@@ -155,6 +157,7 @@ class CudaDevice(Device):
         if event is None:
             torch.cuda.synchronize(self.torch_device)
         else:
+            event = event.recorded()
             assert isinstance(event, CudaEvent)
             event.event.synchronize()
 
@@ -164,6 +167,11 @@ class CudaDevice(Device):
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         with torch.cuda.stream(_of(stream)):
             destination.copy_(source, non_blocking=True)
+
+    def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        _of(stream).synchronize()  # else CUDA would wait itself, and might have other threads wait as well
+        with torch.cuda.stream(_of(stream)):
+            destination.copy_(source)
 
     def pin(self, host: Tensor) -> None:
         # cudaHostRegister belongs to a context, which a thread of ours has not made current yet.

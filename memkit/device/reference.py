@@ -77,6 +77,7 @@ class ReferenceEvent(Event):
     at_s: float
 
     def elapsed_s(self, end: Event) -> float:
+        end = end.recorded()
         assert isinstance(end, ReferenceEvent)
         return end.at_s - self.at_s
 
@@ -269,6 +270,7 @@ class ReferenceDevice(Device):
             return ReferenceEvent(recorded, dict(recorded.clock), recorded.num_enqueued, time.perf_counter())
 
     def wait_event(self, stream: Stream, event: Event) -> None:
+        event = event.recorded()  # another thread may need the lock to do so
         with self._lock:
             self._pass_time()
             waiting = _own(stream)
@@ -282,6 +284,7 @@ class ReferenceDevice(Device):
                 waiting.num_enqueued += 1
 
     def synchronize(self, event: Event | None = None) -> None:
+        event = None if event is None else event.recorded()
         with self._lock:
             if event is not None:
                 assert isinstance(event, ReferenceEvent)
@@ -321,6 +324,18 @@ class ReferenceDevice(Device):
             lane.num_enqueued += 1
             if lane.is_compute:
                 self._land(lane, lane.num_enqueued)
+
+    def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        with self._lock:
+            self._pass_time()
+            lane = _own(stream)
+            stamp = lane.tick()
+            for tensor, is_write in ((source, False), (destination, True)):
+                if storage_key(tensor.untyped_storage()) in self._storages:  # the other is any memory
+                    self._access(tensor, stamp, is_write=is_write)
+            self._land(lane, lane.num_enqueued)
+            destination.copy_(source)
+            self._order_all_behind(lane.clock)
 
     def pin(self, host: Tensor) -> None:
         with self._lock:

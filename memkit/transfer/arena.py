@@ -1,5 +1,7 @@
 """Host memory for bytes that leave a device: pinned, of the exact size, and used again in the same places.
 
+Where the system does not pin it, an arena may go on with memory that is not: `staging` says how copies go then.
+
 One range of addresses is set aside once; addresses cost nothing. Memory is committed (touched and pinned) from its low end
 upwards, many segments side by side, which is several times faster than one after the other, and in exactly the size needed.
 """
@@ -12,15 +14,18 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
 from memkit.device.base import Device, Event
 from memkit.errors import HostMemoryError
-from memkit.transfer.room import PAGE_BYTES, Addresses, no_room
+from memkit.transfer.room import PAGE_BYTES, Addresses, PinError, no_room
+from memkit.transfer.staging import CHUNK_BYTES, NUM_BUFFERS, Staging, describe_refusal
 
 ALIGNMENT_BYTES = 512
 SMALLEST_SEGMENT_BYTES = 32 * 2**20
@@ -30,6 +35,7 @@ LOOSE_BYTES = 2**30
 _SLACK = 1.05
 _NUM_THREADS = 8
 
+_Taken = TypeVar("_Taken")
 _Extent = tuple[int, int]
 """Where bytes start and end in the arena's addresses."""
 
@@ -49,6 +55,8 @@ class Span:
     extents: tuple[_Extent, ...]
     whole: Tensor | None
     """All its bytes as one tensor, also across such edges: for the host. None if it is scattered."""
+    staging: Staging | None
+    """What copies from and to it, None if it is pinned. `Lanes` see to that."""
 
     def part(self, start: int, end: int) -> Span:
         """Return some bytes of a span that was pinned as one, as a span. Only the whole is given back."""
@@ -60,12 +68,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Segment:
-    """Memory that was committed as one. `pinned` is done once it is touched and pinned, or could not be."""
+    """Memory that was committed as one. `pinned` is done once it is touched and pinned, or could not be; where it is not to be
+    pinned, once it is touched."""
 
     start: int
     end: int
     bytes: Tensor
     pinned: Future[None]
+    is_pinned: bool
 
 
 class Arena:
@@ -82,10 +92,14 @@ class Arena:
     Args:
         device: whose copies use the memory.
         limit_bytes: the most to hold. The limits of the container, and what the machine has available, are respected as well.
+        must_pin: whether to raise where the system does not pin memory. Else `refusal` says so, and all that is committed from
+            then on is not pinned.
     """
 
-    def __init__(self, device: Device, *, limit_bytes: int | None = None) -> None:
+    def __init__(self, device: Device, *, limit_bytes: int | None = None, must_pin: bool = True) -> None:
         self.limit_bytes = limit_bytes
+        self.refusal: str | None = None
+        """What the system did not pin, what that costs, and what to do."""
         self.peak_in_use_bytes = 0
         self.num_pins = 0
         """How many segments were given to `Device.pin` so far."""
@@ -99,6 +113,10 @@ class Arena:
         """What was given back before its last use was reached, oldest first; also while somebody has taken it again."""
         self._spans: dict[int, Span] = {}
         self._in_use_bytes = 0
+        self._must_pin = must_pin
+        self._staging: Staging | None = None
+        """Made when the system does not pin memory, for all that is not."""
+        self._buffers: list[Span] = []
         weakref.finalize(self, _unpin, device, self._segments).atexit = False
 
     @property
@@ -108,7 +126,8 @@ class Arena:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are pinned, or being pinned. Those that could not be pinned count until `take` or `trim` meets them."""
+        """Bytes that are pinned, or being pinned; and those that are not to be. What could not be pinned counts until `take` or
+        `trim` meets it."""
         return sum(segment.end - segment.start for segment in tuple(self._segments))
 
     def take(self, num_bytes: int) -> Span:
@@ -119,27 +138,61 @@ class Arena:
         """
         assert num_bytes > 0
         size = _rounded(num_bytes, ALIGNMENT_BYTES)
-        with self._lock:
+
+        def find() -> Span:
             extents = self._find(size)
-            self._await_pins([segment for extent in extents for segment in self._segments_under(extent)])
+            self._await_pins(self._under(extents))
             return self._span(extents, num_bytes)
+
+        with self._lock:
+            return self._taken_by(find, num_bytes, largest_bytes=num_bytes)
 
     def take_pinned_as_one(self, sizes_bytes: Sequence[int]) -> list[Span]:
         """Return spans each of which is pinned as one, so that any copy from and to it may be: all are pinned side by side.
 
-        They are never where other spans were, and take whole pages: for what stays.
+        They are never where other spans were, and take whole pages: for what stays. Where this arena goes on with memory that
+        is not pinned, they are one piece each as well.
 
         Raises:
             HostMemoryError: there is no room for all of them, or the system does not pin as much. None is taken then.
         """
         with self._lock:
-            committed = self._commit([_rounded(num_bytes, PAGE_BYTES) for num_bytes in sizes_bytes])
-            self._await_pins(committed, all_or_none=True)
-            extents = [
-                (segment.start, segment.start + _rounded(num_bytes, ALIGNMENT_BYTES))
-                for segment, num_bytes in zip(committed, sizes_bytes, strict=True)
-            ]
-            return [self._span((extent,), num_bytes) for extent, num_bytes in zip(extents, sizes_bytes, strict=True)]
+            return self._taken_by(
+                lambda: self._take_apart(sizes_bytes), sum(sizes_bytes), largest_bytes=max(sizes_bytes, default=0)
+            )
+
+    def _take_apart(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Span]:
+        committed = self._commit([_rounded(num_bytes, PAGE_BYTES) for num_bytes in sizes_bytes], is_buffer=is_buffer)
+        self._await_pins(committed, all_or_none=True)
+        extents = [
+            (segment.start, segment.start + _rounded(num_bytes, ALIGNMENT_BYTES))
+            for segment, num_bytes in zip(committed, sizes_bytes, strict=True)
+        ]
+        return [self._span((extent,), num_bytes) for extent, num_bytes in zip(extents, sizes_bytes, strict=True)]
+
+    def _taken_by(self, take: Callable[[], _Taken], num_bytes: int, *, largest_bytes: int) -> _Taken:
+        """Return what `take` takes, so many bytes in all; where the system does not pin those, of memory that is not pinned.
+
+        Such memory comes before buffers for it: without room for both, there are none.
+        """
+        try:
+            return take()
+        except PinError as error:
+            if self._must_pin or self._staging is not None:
+                raise
+            reason = str(error)
+        staging = self._staging = Staging(self._device)
+        try:
+            taken = take()
+        except BaseException:
+            self._staging = None
+            raise
+        chunk_bytes = min(_rounded(largest_bytes, ALIGNMENT_BYTES), CHUNK_BYTES)
+        with contextlib.suppress(HostMemoryError):
+            self._buffers = self._take_apart([chunk_bytes] * NUM_BUFFERS, is_buffer=True)
+        staging.add_buffers([buffer.pieces[0] for buffer in self._buffers])
+        self.refusal = describe_refusal(num_bytes, chunk_bytes, reason, has_buffers=bool(self._buffers))
+        return taken
 
     def _span(self, extents: tuple[_Extent, ...], num_bytes: int) -> Span:
         for extent in extents:
@@ -151,6 +204,7 @@ class Arena:
             free_events=self._pending_on(extents),
             extents=extents,
             whole=self._whole(extents, num_bytes),
+            staging=None if all(segment.is_pinned for segment in self._under(extents)) else self._staging,
         )
         self._spans[span.offset] = span
         self._in_use_bytes += _rounded(num_bytes, ALIGNMENT_BYTES)
@@ -205,11 +259,22 @@ class Arena:
     def close(self) -> None:
         """Give all memory back. No span may be in use.
 
-        Does not wait: what a copy may still read goes back with the next call, or with the arena itself.
+        Does not wait: what a copy may still read goes back with the next call, or with the arena itself. Only copies from and
+        to memory that is not pinned are waited for.
         """
         with self._lock:
-            assert not self._spans, "an arena was closed while spans of it were in use"
+            assert len(self._spans) == len(self._buffers), "an arena was closed while spans of it were in use"
+            if self._staging is not None:
+                self._staging.close()
+                while self._buffers:
+                    self.give(self._buffers.pop())
+                self._staging = None
             self.trim()
+
+    def drain(self) -> None:
+        """Make the host wait until each copy from and to memory that is not pinned is on its lane, or has failed."""
+        if self._staging is not None:
+            self._staging.drain()
 
     # Free memory
 
@@ -268,9 +333,13 @@ class Arena:
 
     # Committed memory
 
-    def _commit(self, sizes_bytes: Sequence[int]) -> list[_Segment]:
+    def _commit(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[_Segment]:
         """Begin to touch and pin memory behind what is committed, in segments of these sizes, which are multiples of a page. It
-        is a gap at once: who takes it waits for the pins."""
+        is a gap at once: who takes it waits for the pins.
+
+        Args:
+            is_buffer: pin it also where everything else is not pinned any more.
+        """
         if not sizes_bytes:
             return []
         num_bytes, start = sum(sizes_bytes), self._segments[-1].end if self._segments else 0
@@ -281,13 +350,14 @@ class Arena:
             raise no_room(num_bytes, self._addresses.num_bytes - start, "the system's limit on addresses")
         edges = list(itertools.accumulate(sizes_bytes, initial=start))
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="memkit-pin")
-        added = []
+        added, is_pinned = [], is_buffer or self._staging is None
         for first, last in itertools.pairwise(edges):
             piece = self._addresses.bytes[first:last]
-            added.append(_Segment(first, last, piece, threads.submit(self._addresses.commit, self._device, first, last)))
+            commit = partial(self._addresses.commit, self._device) if is_pinned else self._addresses.touch
+            added.append(_Segment(first, last, piece, threads.submit(commit, first, last), is_pinned))
         threads.shutdown(wait=False)
         self._segments += added
-        self.num_pins += len(added)
+        self.num_pins += len(added) if is_pinned else 0
         self._free((start, start + num_bytes))
         return added
 
@@ -306,6 +376,9 @@ class Arena:
         _unpin(self._device, [segment])
         assert self._addresses is not None
         self._addresses.forget(segment.start, segment.end)
+
+    def _under(self, extents: Iterable[_Extent]) -> list[_Segment]:
+        return [segment for extent in extents for segment in self._segments_under(extent)]
 
     def _segments_under(self, extent: _Extent) -> Iterable[_Segment]:
         at = bisect_right(self._segments, extent[0], key=lambda segment: segment.start) - 1
@@ -328,7 +401,7 @@ class Arena:
 
 def _unpin(device: Device, segments: list[_Segment]) -> None:
     for segment in segments:
-        if segment.pinned.exception() is None:
+        if segment.pinned.exception() is None and segment.is_pinned:
             device.unpin(segment.bytes)
 
 

@@ -49,6 +49,9 @@ class Lanes:
         self, lane: Stream, storage: torch.UntypedStorage, span: Span, *, is_out: bool, after: Iterable[Event]
     ) -> Passage:
         device = self._device
+        if span.staging is not None:
+            started = device.record_event(lane)
+            return Passage(span.num_bytes, started, span.staging.copy(lane, storage, span.pieces, is_out=is_out, after=after))
         for event in after:
             device.wait_event(lane, event)
         started = device.record_event(lane)

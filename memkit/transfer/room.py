@@ -26,6 +26,10 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 
+class PinError(HostMemoryError):
+    """Raised when there is room, but the system does not pin it."""
+
+
 class Addresses:
     """A range of addresses, without memory behind them until they are touched."""
 
@@ -55,7 +59,23 @@ class Addresses:
         """Touch and pin memory; many threads do so side by side.
 
         Raises:
-            HostMemoryError: the machine or the container has no room, or the system does not pin it.
+            PinError: the system does not pin it.
+            HostMemoryError: the machine or the container has no room.
+        """
+        self.touch(start, end)
+        try:
+            device.pin(self.bytes[start:end])
+        except BaseException as error:
+            self.forget(start, end)  # at once: nobody may ever ask for it
+            if isinstance(error, HostMemoryError):
+                raise PinError(*error.args) from error
+            raise
+
+    def touch(self, start: int, end: int) -> None:
+        """Have memory behind some addresses; many threads do so side by side.
+
+        Raises:
+            HostMemoryError: the machine or the container has no room.
         """
         num_bytes = end - start
         with self._has_touched:
@@ -71,11 +91,6 @@ class Addresses:
             with self._has_touched:
                 self._touching_bytes -= num_bytes
                 self._has_touched.notify_all()
-        try:
-            device.pin(self.bytes[start:end])
-        except BaseException:
-            self.forget(start, end)  # at once: nobody may ever ask for it
-            raise
 
     def forget(self, start: int, end: int) -> None:
         """Give the memory behind some addresses back to the system."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 
-from memkit.device import CudaDevice, Device, ReferenceDevice, Stream
+from memkit.device import CudaDevice, Device, Event, ReferenceDevice, Stream
 from memkit.sizes import byte_view
 
 MIB = 2**20
@@ -176,3 +178,53 @@ def test_work_comes_after_what_the_host_has_waited_for(device: Device, host: Ten
     device.note_read(source)
 
     assert (byte_view(source) == 9).all()
+
+
+def test_pageable_copies_go_out_and_come_back(device: Device) -> None:
+    compute, out, back = device.current_stream(), device.new_stream("D2H"), device.new_stream("H2D")
+    pageable = torch.zeros(4 * MIB, dtype=torch.uint8)
+    source, destination = _filled(device, 7), device.allocate(4 * MIB)
+
+    _delay(device, compute)
+    byte_view(source).add_(1)
+    device.note_written(source, 1)
+    device.wait_event(out, device.record_event(timed=False))
+    device.copy_pageable(pageable, byte_view(source), out)
+    host_saw = pageable.clone()
+    pageable.add_(1)
+    device.wait_event(back, device.record_event(timed=False))
+    device.copy_pageable(byte_view(destination), pageable, back)
+    device.wait_event(compute, device.record_event(back, timed=False))
+    device.note_read(destination)
+
+    assert host_saw.eq(8).all()
+    assert byte_view(destination).eq(9).all()
+
+
+def test_event_that_another_thread_is_yet_to_record(device: Device, host: Tensor) -> None:
+    class Later(Event):
+        def elapsed_s(self, end: Event) -> float:
+            return self.recorded().elapsed_s(end)
+
+        def is_reached(self) -> bool:
+            return False
+
+        def recorded(self) -> Event:
+            return recording.result()
+
+    def copy() -> Event:
+        assert is_asked_for.wait(30)
+        device.wait_event(lane, filled)
+        device.copy(host, byte_view(source), lane)
+        return device.record_event(lane)
+
+    lane, source, is_asked_for = device.new_stream("D2H"), _filled(device, 5), threading.Event()
+    filled = device.record_event()
+    with ThreadPoolExecutor(1) as threads:
+        recording = threads.submit(copy)
+        threading.Timer(0.05, is_asked_for.set).start()
+        device.wait_event(device.current_stream(), Later())
+        device.synchronize(Later())
+
+    assert host.eq(5).all()
+    assert filled.elapsed_s(Later()) >= 0

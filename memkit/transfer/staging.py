@@ -1,0 +1,196 @@
+"""Copies between a device and host memory that the system did not pin: through a few pinned buffers, on threads of their own.
+
+[Note: why threads cannot wait for each other in a circle] There is one thread per direction, which takes copies in the order in
+which they were asked for. A copy waits for events; those that a thread is yet to record belong to copies that were asked for
+before. So the oldest copy that is not done waits for nothing but the device, and the device for nothing but recorded events.
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from memkit.device.base import Device, Event, Stream
+from memkit.sizes import byte_view, format_bytes, format_mib
+
+CHUNK_BYTES = 16 * 2**20
+"""Size of a buffer: one is filled while another is on its way, and the link is at its full speed from far fewer bytes on."""
+NUM_BUFFERS = 4
+"""Two in each direction."""
+
+
+class PromisedEvent(Event):
+    """An event that a thread is yet to record. If it fails, nothing of its copy is under way, and whoever waits is told why."""
+
+    __slots__ = ("_recording",)
+
+    def __init__(self, recording: Future[Event]) -> None:
+        self._recording = recording
+
+    def recorded(self) -> Event:
+        return self._recording.result()
+
+    def elapsed_s(self, end: Event) -> float:
+        return self.recorded().elapsed_s(end)
+
+    def is_reached(self) -> bool:
+        recording = self._recording
+        return recording.done() and (recording.exception() is not None or recording.result().is_reached())
+
+
+class Staging:
+    """Copies from and to host memory that is not pinned, beside the work of the host.
+
+    A copy to the device: a thread fills one buffer after the other, and puts the copy of each on the lane. The host memory was
+    read when the event is recorded. A copy to the host: the thread also waits for each buffer to be full, and empties it. The
+    host memory was written when the event is recorded, not only when it is reached.
+
+    Until `add_buffers`, copies go straight between the device and such memory, and the threads wait for each of them.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._sides = {is_out: _Side(device, is_out=is_out) for is_out in (False, True)}
+
+    def add_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """Have copies go through buffers from now on, half of them in each direction; none may have been asked for yet.
+
+        Args:
+            buffers: pinned memory, of dtype uint8, all of one size.
+        """
+        for is_out, side in self._sides.items():
+            side.buffers.extend((buffer, None) for buffer in buffers[is_out::2])
+
+    def copy(
+        self, lane: Stream, storage: torch.UntypedStorage, pieces: Sequence[Tensor], *, is_out: bool, after: Iterable[Event]
+    ) -> Event:
+        """Ask for a copy between a storage of the device and pieces of host memory; does not wait for it.
+
+        The storage must stay alive until the event was waited for, and so must the host memory; nobody else may hold the
+        storage to that end. See `Lanes`.
+        """
+        return PromisedEvent(self._sides[is_out].ask(lane, storage, pieces, after))
+
+    def drain(self) -> None:
+        """Make the host wait until each copy that was asked for is on a lane, or has failed."""
+        for side in self._sides.values():
+            side.drain()
+
+    def close(self) -> None:
+        """Stop the threads; the host waits for all copies. The buffers may be given back then."""
+        for side in self._sides.values():
+            side.close()
+
+
+class _Side:
+    """One direction."""
+
+    def __init__(self, device: Device, *, is_out: bool) -> None:
+        self._device = device
+        self._is_out = is_out
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memkit-staging")
+        self._last: Future[Event] | None = None
+        self.buffers: deque[tuple[Tensor, Event | None]] = deque()
+        """In the order in which they are used next, each with what is reached when nothing reads it any more."""
+
+    def ask(
+        self, lane: Stream, storage: torch.UntypedStorage, pieces: Sequence[Tensor], after: Iterable[Event]
+    ) -> Future[Event]:
+        # A weak reference, since a slot counts who holds its storage.
+        self._last = self._thread.submit(self._copy, lane, weakref.ref(storage), pieces, tuple(after))
+        return self._last
+
+    def drain(self) -> None:
+        if self._last is not None:
+            wait([self._last])
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        for _, last_use in self.buffers:
+            if last_use is not None:
+                self._device.synchronize(last_use)
+        self.buffers.clear()
+
+    def _copy(
+        self,
+        lane: Stream,
+        held: weakref.ref[torch.UntypedStorage],
+        pieces: Sequence[Tensor],
+        after: Sequence[Event],
+    ) -> Event:
+        for event in [event.recorded() for event in after]:  # the other thread may be writing to these pieces
+            self._device.wait_event(lane, event)
+        storage = held()
+        assert storage is not None, "a storage was freed before a copy from or to it was on its lane"
+        try:
+            staged = self._copy_out if self._is_out else self._copy_back
+            copy, most_bytes = (staged, self.buffers[0][0].numel()) if self.buffers else (self._copy_straight, None)
+            copy(lane, _chunks(pieces, byte_view(storage), most_bytes))
+            return self._device.record_event(lane, timed=False)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the storage
+            with suppress(Exception):
+                self._device.synchronize(self._device.record_event(lane, timed=False))
+            raise
+        finally:
+            del storage
+
+    def _copy_back(self, lane: Stream, chunks: Iterator[tuple[Tensor, Tensor]]) -> None:
+        for host, part in chunks:
+            buffer, last_use = self.buffers[0]
+            if last_use is not None:
+                self._device.synchronize(last_use)
+            staged = buffer[: host.numel()]
+            staged.copy_(host)
+            self._device.copy(part, staged, lane)
+            self.buffers[0] = (buffer, self._device.record_event(lane, timed=False))
+            self.buffers.rotate(-1)
+
+    def _copy_out(self, lane: Stream, chunks: Iterator[tuple[Tensor, Tensor]]) -> None:
+        landing: deque[tuple[Tensor, Tensor, Event]] = deque()
+        for host, part in chunks:
+            if len(landing) == len(self.buffers):
+                self._empty(*landing.popleft())
+            staged = self.buffers[0][0][: host.numel()]
+            self.buffers.rotate(-1)
+            self._device.copy(staged, part, lane)
+            landing.append((host, staged, self._device.record_event(lane, timed=False)))
+        for entry in landing:
+            self._empty(*entry)
+
+    def _empty(self, host: Tensor, staged: Tensor, landed: Event) -> None:
+        self._device.synchronize(landed)
+        host.copy_(staged)
+
+    def _copy_straight(self, lane: Stream, chunks: Iterator[tuple[Tensor, Tensor]]) -> None:
+        for host, part in chunks:
+            destination, source = (host, part) if self._is_out else (part, host)
+            self._device.copy_pageable(destination, source, lane)
+
+
+def _chunks(pieces: Sequence[Tensor], on_device: Tensor, most_bytes: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of host memory, none larger than a buffer, each with its part of the device's."""
+    offset = 0
+    for piece in pieces:
+        for host in piece.split(most_bytes or piece.numel()):
+            yield host, on_device.narrow(0, offset, host.numel())
+            offset += host.numel()
+
+
+def describe_refusal(num_bytes: int, chunk_bytes: int, reason: str, *, has_buffers: bool) -> str:
+    """Say what the system did not pin, what that costs, and what to do."""
+    buffers = f"{NUM_BUFFERS} buffers of {format_bytes(chunk_bytes)}"
+    if has_buffers:
+        how = f"copies go through {buffers}, and the host copies each byte once more"
+    else:
+        how = f"copies go straight from and to it, several times slower, since {buffers} could not be pinned either"
+    return (
+        f"the system did not pin {format_mib(num_bytes)} of host memory ({reason}), so it is ordinary memory: {how}. Raise the "
+        "limit on locked memory (ulimit -l; a container's --ulimit memlock; memory= in .wslconfig), or offload less."
+    )
