@@ -137,15 +137,13 @@ class Arena:
             HostMemoryError: a limit is met, or the system does not pin as much. The arena stays usable.
         """
         assert num_bytes > 0
-        size = _rounded(num_bytes, ALIGNMENT_BYTES)
-
-        def find() -> Span:
-            extents = self._find(size)
-            self._await_pins(self._under(extents))
-            return self._span(extents, num_bytes)
-
         with self._lock:
-            return self._taken_by(find, num_bytes, largest_bytes=num_bytes)
+            return self._taken_by(partial(self._take, num_bytes), num_bytes)
+
+    def _take(self, num_bytes: int) -> Span:
+        extents = self._find(_rounded(num_bytes, ALIGNMENT_BYTES))
+        self._await_pins(self._under(extents))
+        return self._span(extents, num_bytes)
 
     def take_pinned_as_one(self, sizes_bytes: Sequence[int]) -> list[Span]:
         """Return spans each of which is pinned as one, so that any copy from and to it may be: all are pinned side by side.
@@ -157,9 +155,7 @@ class Arena:
             HostMemoryError: there is no room for all of them, or the system does not pin as much. None is taken then.
         """
         with self._lock:
-            return self._taken_by(
-                lambda: self._take_apart(sizes_bytes), sum(sizes_bytes), largest_bytes=max(sizes_bytes, default=0)
-            )
+            return self._taken_by(partial(self._take_apart, sizes_bytes), sum(sizes_bytes))
 
     def _take_apart(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Span]:
         committed = self._commit([_rounded(num_bytes, PAGE_BYTES) for num_bytes in sizes_bytes], is_buffer=is_buffer)
@@ -170,7 +166,7 @@ class Arena:
         ]
         return [self._span((extent,), num_bytes) for extent, num_bytes in zip(extents, sizes_bytes, strict=True)]
 
-    def _taken_by(self, take: Callable[[], _Taken], num_bytes: int, *, largest_bytes: int) -> _Taken:
+    def _taken_by(self, take: Callable[[], _Taken], num_bytes: int) -> _Taken:
         """Return what `take` takes, so many bytes in all; where the system does not pin those, of memory that is not pinned.
 
         Such memory comes before buffers for it: without room for both, there are none.
@@ -187,7 +183,7 @@ class Arena:
         except BaseException:
             self._staging = None
             raise
-        chunk_bytes = min(_rounded(largest_bytes, ALIGNMENT_BYTES), CHUNK_BYTES)
+        chunk_bytes = min(_rounded(max(span.num_bytes for span in self._spans.values()), ALIGNMENT_BYTES), CHUNK_BYTES)
         with contextlib.suppress(HostMemoryError):
             self._buffers = self._take_apart([chunk_bytes] * NUM_BUFFERS, is_buffer=True)
         staging.add_buffers([buffer.pieces[0] for buffer in self._buffers])

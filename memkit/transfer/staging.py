@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from memkit.device.base import Device, Event, Stream
-from memkit.sizes import byte_view, format_bytes, format_mib
+from memkit.sizes import byte_view, format_bytes
 
 CHUNK_BYTES = 16 * 2**20
 """Size of a buffer: one is filled while another is on its way, and the link is at its full speed from far fewer bytes on."""
@@ -72,8 +72,8 @@ class Staging:
     ) -> Event:
         """Ask for a copy between a storage of the device and pieces of host memory; does not wait for it.
 
-        The storage must stay alive until the event was waited for, and so must the host memory; nobody else may hold the
-        storage to that end. See `Lanes`.
+        The storage and the host memory must stay alive until the event was waited for: only while the copy is put on the lane
+        is the storage held here.
         """
         return PromisedEvent(self._sides[is_out].ask(lane, storage, pieces, after))
 
@@ -191,6 +191,6 @@ def describe_refusal(num_bytes: int, chunk_bytes: int, reason: str, *, has_buffe
     else:
         how = f"copies go straight from and to it, several times slower, since {buffers} could not be pinned either"
     return (
-        f"the system did not pin {format_mib(num_bytes)} of host memory ({reason}), so it is ordinary memory: {how}. Raise the "
-        "limit on locked memory (ulimit -l; a container's --ulimit memlock; memory= in .wslconfig), or offload less."
+        f"the system did not pin {format_bytes(num_bytes)} of host memory ({reason}), so it is ordinary memory: {how}. Raise "
+        "the limit on locked memory (ulimit -l; a container's --ulimit memlock; memory= in .wslconfig), or offload less."
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memkit.device import CpuDevice, CudaDevice, Device, Event, ReferenceDevice, Stream
 from memkit.device.reference import POISON
-from memkit.errors import HostMemoryError
+from memkit.errors import HostMemoryError, RaceError
 from memkit.sizes import byte_view
 from memkit.transfer import Arena, Lanes, Passage, Span, arena
 from memkit.transfer.staging import PromisedEvent
@@ -435,6 +435,24 @@ def test_buffers_are_no_larger_than_what_goes_through_them(monkeypatch: pytest.M
     case.close()
 
 
+def test_buffers_are_made_for_the_largest_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "CHUNK_BYTES", 16 * PAGE)
+    device = ReferenceDevice()
+    limit = PinLimit(device, monkeypatch, 2 * PAGE)
+    host = Arena(device, must_pin=False)
+    large = host.take_pinned_as_one([2 * PAGE])
+
+    small = host.take_pinned_as_one([5000])
+
+    assert host.refusal is not None
+    assert "pin 4.88 KiB of host memory" in host.refusal
+    assert "4 buffers of 4.00 MiB could not be pinned" in host.refusal
+    for span in (*large, *small):
+        host.give(span)
+    host.close()
+    assert not limit.pinned
+
+
 def test_memory_that_is_too_short_is_not_taken_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
     device = ReferenceDevice()
     limit = PinLimit(device, monkeypatch, PAGE)
@@ -570,6 +588,42 @@ def test_event_is_not_taken_before_it_was_recorded(monkeypatch: pytest.MonkeyPat
         case.wait(passage)
 
     monkeypatch.undo()
+    case.wait(passage)
+    del storage
+    case.close()
+
+
+@pytest.mark.parametrize("is_out", [False, True])
+def test_copy_that_does_not_wait_for_the_work_before_shows(is_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ReferenceDevice()
+    PinLimit(device, monkeypatch, LIMITS["staged"])
+    case = Case(device)
+    storage, before = case.new_storage(), device.record_event()
+    device.note_written(storage, 1)
+
+    passage = (
+        case.lanes.copy_out(storage, case.spans[0], after=before)
+        if is_out
+        else case.lanes.copy_back(case.spans[0], storage, after=(before,))
+    )
+    with pytest.raises(RaceError, match="without waiting for its writer"):
+        case.wait(passage)
+
+    del storage
+    case.close()
+
+
+def test_work_that_does_not_wait_for_a_copy_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ReferenceDevice()
+    PinLimit(device, monkeypatch, LIMITS["staged"])
+    case = Case(device)
+    storage = case.new_storage()
+
+    passage = case.copy_back(case.spans[0], storage)
+    passage.done.recorded()
+    with pytest.raises(RaceError, match='"compute" reads a storage without waiting for its writer, "H2D"'):
+        device.note_read(storage)
+
     case.wait(passage)
     del storage
     case.close()
