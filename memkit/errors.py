@@ -38,7 +38,7 @@ class ReportFormatError(MemkitError):
 
 class HostMemoryError(MemkitError):
     """Raised when the system does not lock more host memory, or a limit on it is met. `CPUOffload` then leaves tensors on
-    the device."""
+    the device. `LayerOffload` takes memory that is not locked, and raises only where there is none."""
 
 
 class BudgetInfeasible(MemkitError):  # noqa: N818  # it names a fact, as in linear programming

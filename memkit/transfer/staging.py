@@ -132,7 +132,7 @@ class _Side:
             staged = self._copy_out if self._is_out else self._copy_back
             copy, most_bytes = (staged, self.buffers[0][0].numel()) if self.buffers else (self._copy_straight, None)
             copy(lane, _chunks(pieces, byte_view(storage), most_bytes))
-            return self._device.record_event(lane, timed=False)
+            return self._device.record_event(lane)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the storage
             with suppress(Exception):

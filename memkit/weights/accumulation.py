@@ -163,8 +163,13 @@ class Accumulation(ABC):
             if part is not None and not has_failed:
                 self._take(streamed, part)
         self._tasks.remove(task)
-        if not self._tasks:
+        if self._tasks:
+            return
+        try:
             self._finish()
+        except Exception:
+            if not has_failed:  # else the backward has raised, and nobody could catch this one
+                raise
 
 
 def _bound(method: Callable[[StreamedParameter], None], streamed: StreamedParameter) -> Callable[[], None]:

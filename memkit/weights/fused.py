@@ -46,7 +46,8 @@ class FusedSteps(Accumulation):
         self._layers = {item: extent for extent in streamer.extents for item in extent.parameters}
         self._waiting: dict[LayerExtent, set[StreamedParameter]] = {}
         """Layers with parameters that were stepped, and which of them are still to be."""
-        self._last: Event | None = None
+        self._written: list[Event] = []
+        """Behind the copies to masters of the backward that runs."""
         self._num_backwards = 0
         self.d2h_bytes = 0
         for extent in streamer.extents:
@@ -133,16 +134,16 @@ class FusedSteps(Accumulation):
         """Have the master of a layer be what is in its slot."""
         del self._waiting[extent]
         with torch.profiler.record_function(f"memkit::write back ({extent.name})"):
-            self._last = self.streamer.write_back(extent)
+            self._written.append(self.streamer.write_back(extent))
         self.d2h_bytes += extent.num_bytes
 
     def _finish(self) -> None:
         self._num_backwards += 1
         for extent in list(self._waiting):
             self._write_back(extent)
-        if self._last is not None:  # whoever reads a master finds what was written
-            self._device.synchronize(self._last)
-            self._last = None
+        written, self._written = self._written, []
+        for event in written:  # whoever reads a master finds what was written
+            self._device.synchronize(event)
 
     def _step(self, parameter: nn.Parameter) -> None:
         """Let the optimizer step one parameter."""

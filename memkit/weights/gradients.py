@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import accumulate
 
 import torch
@@ -120,7 +121,25 @@ class HostGradients(Accumulation):
 
     def _finish(self) -> None:
         """Let `grad` be the sum, in host memory."""
-        self._await()
+        try:
+            self._await()
+        except Exception:
+            self._lose()
+            raise
+        finally:
+            self._put_back()
+
+    def _lose(self) -> None:
+        """A copy has failed: what came of this backward is not to be used."""
+        for _, done in self._in_flight:
+            with suppress(Exception):
+                self._device.synchronize(done)
+        self._in_flight.clear()
+        self._in_flight_bytes = 0
+        for gradient in self._gradients.values():
+            gradient.total = None
+
+    def _put_back(self) -> None:
         self._rest()
         for streamed, gradient in self._gradients.items():
             found = gradient.total if gradient.total is not None else gradient.kept
@@ -179,15 +198,16 @@ class HostGradients(Accumulation):
         return passage.done
 
     def _settle_oldest(self) -> None:
-        storage, done = self._in_flight.popleft()
-        self._device.wait_event(self._device.current_stream(), done)
+        storage, done = self._in_flight[0]
+        self._device.wait_event(self._device.current_stream(), done)  # where this raises, `_finish` meets it again
+        self._in_flight.popleft()
         self._in_flight_bytes -= storage.nbytes()
 
     def _await(self) -> None:
         """Make the host wait until all that was sent has come."""
-        if self._last is not None:
-            self._device.synchronize(self._last)
-            self._last = None
+        last, self._last = self._last, None
+        if last is not None:
+            self._device.synchronize(last)
         while self._in_flight:
             self._settle_oldest()
         additions, self._additions = self._additions, []

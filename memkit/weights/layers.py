@@ -70,7 +70,8 @@ class LayerOffload:
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: an argument is out of range, there are no layers, or the model is managed by another library.
-        HostMemoryError: there is not enough host memory. Nothing was moved then.
+        HostMemoryError: there is not enough host memory. Nothing was moved then. Where there is, and the system does not pin
+            it, that is a warning.
         torch.OutOfMemoryError: the device has no room for what stays there.
 
     Example:
@@ -135,7 +136,7 @@ class LayerOffload:
         self._held: list[torch.UntypedStorage] = []
         """Masters of layers that do not stream any more, which somebody else holds."""
         self._is_closed = self._is_entered = False
-        self._arena = Arena(self.device, limit_bytes=host_limit_bytes)
+        self._arena, self._has_warned = Arena(self.device, limit_bytes=host_limit_bytes, must_pin=False), False
         try:
             with torch.inference_mode(False):  # else host memory could not be written to outside of that
                 spans = self._arena.take_pinned_as_one([extent.num_bytes for extent in self._extents])
@@ -145,6 +146,7 @@ class LayerOffload:
                 refuse_replicas(self.model, self.train)
             if self.train == "host":
                 self._gradients = HostGradients(self.device, self._arena, self._extents, lambda: self._streams.rest())
+            self._warn_of_refusal()
             self._begin(optimizer)
         except BaseException:
             self.close()
@@ -195,6 +197,12 @@ class LayerOffload:
         self._forwards.watch(self._streamer, self._gradients)
         self._rehearse()
 
+    def _warn_of_refusal(self) -> None:
+        """Say once that host memory could not be pinned: in the beginning, or when more of it was needed later."""
+        if self._arena.refusal is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"LayerOffload: {self._arena.refusal}", stacklevel=3)
+
     def _note_adopted(self, adopted: StreamedParameter) -> None:
         _managers[id(adopted.parameter)] = self
 
@@ -206,6 +214,7 @@ class LayerOffload:
         self._forwards.rehearse(self._rehearsal, resident)
 
     def _before_pass(self) -> None:
+        self._warn_of_refusal()
         if self._rehearsal is None or not self._rehearsal.begin_pass():
             return
         if self._is_to_choose and self._streams.handles:
@@ -309,6 +318,7 @@ class LayerOffload:
         self._is_closed = True
         self._hooks.remove()
         self._rehearsal = None
+        self._arena.drain()
         if self._streamer is not None:
             self._streamer.close()
         if self._gradients is not None:

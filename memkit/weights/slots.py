@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -71,6 +72,11 @@ class Slot:
         """Let work that is put on a stream from now on read the slot."""
         assert self.ready is not None
         if stream not in self._freed:
+            try:
+                self.ready.recorded()
+            except Exception:  # the copy has failed, and is not under way any more
+                self.extent = self.state = self.ready = None
+                raise
             self._device.wait_event(stream, self.ready)
         self._freed[stream] = None
         self._device.note_read(self.storage)
@@ -98,6 +104,13 @@ class Slot:
         """
         self._left, self.is_dirty = copy(self.storage, self._device.record_event(timed=False)), False
         return self._left
+
+    def await_copies(self) -> None:
+        """Make the host wait for a thread that brings bytes here or from here."""
+        for event in (self.ready, self._left):
+            if event is not None:
+                with suppress(Exception):  # who needs the bytes is told
+                    event.recorded()
 
     def settle(self, stream: Stream) -> None:
         """Let a stream wait for all that uses the slot, so that its memory can go back to it."""
@@ -191,10 +204,16 @@ class SlotRing:
         for slot in self._slots:
             slot.forget()
 
+    def await_copies(self) -> None:
+        """Make the host wait for threads that bring bytes to slots or from there: they hold a slot meanwhile."""
+        for slot in self._slots:
+            slot.await_copies()
+
     def close(self) -> None:
-        """Give all memory back."""
-        while self._slots:
-            self._drop(self._slots[-1])
+        """Give all memory back. The host has waited for all work, since a copy that has failed cannot be waited for."""
+        for slot in self._slots:
+            disown(slot.storage)
+        self._slots.clear()
 
     def _new(self, num_bytes: int, *, is_overflow: bool = False) -> Slot:
         slot = Slot(self._device, num_bytes, is_overflow=is_overflow)

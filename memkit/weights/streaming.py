@@ -204,7 +204,10 @@ class Streamer:
         def rank(other: LayerExtent) -> float:
             return upcoming.index(other) if other in upcoming else len(upcoming)
 
-        slot = self.ring.find_idle(extent, rank) or self.ring.overflow(extent)
+        slot = self.ring.find_idle(extent, rank)
+        if slot is None:
+            self.ring.await_copies()
+            slot = self.ring.find_idle(extent, rank) or self.ring.overflow(extent)
         self.num_demand_fetches += 1
         self._fetch(extent, slot)
         return slot

@@ -1,0 +1,359 @@
+"""Streamed weights on systems that pin less host memory than is asked for: slower, and the same to the bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import CudaDevice, Device, Stream
+from memkit.transfer import arena, room
+from tests.refusing import PinLimit
+from tests.weights.cases import (
+    RUNS,
+    Stack,
+    assert_same,
+    compare,
+    in_order,
+    inputs,
+    only_lora,
+    reversed_order,
+    run_step,
+    skipping,
+)
+
+PAGE = room.PAGE_BYTES
+LIMITS = {"staged": 4 * PAGE, "pageable": 0}
+"""How many bytes the system pins: four buffers of a page, fewer than six layers; or nothing."""
+WARNS = pytest.mark.filterwarnings("ignore:LayerOffload. the system did not pin")
+
+
+@pytest.fixture(params=LIMITS)
+def limit(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> PinLimit:
+    monkeypatch.setattr(arena, "CHUNK_BYTES", 1024)  # a layer has five of them
+    return PinLimit(device, monkeypatch, LIMITS[request.param])
+
+
+def _staging_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "memkit-staging" in thread.name]
+
+
+# The same to the bit
+
+
+@WARNS
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("run", ["in order", "reused", "branching", "reentrant checkpoint"])
+def test_frozen(run: str, slots: int, limit: PinLimit, device: Device) -> None:
+    stats = compare(only_lora(Stack(run=RUNS[run])), device, offload_fraction=1.0, slots=slots, num_steps=3)
+
+    assert stats.d2h_bytes == 0
+    assert stats.num_overflows == 0 or run == "branching" or slots == 1
+    assert not limit.pinned
+
+
+@WARNS
+@pytest.mark.parametrize("run", ["in order", "reused", "segments"])
+def test_host(run: str, limit: PinLimit, device: Device) -> None:
+    stats = compare(Stack(run=RUNS[run]), device, offload_fraction=1.0, train="host")
+
+    assert stats.d2h_bytes > 0
+    assert not limit.pinned
+
+
+@WARNS
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("run", ["in order", "reused"])
+def test_fused(run: str, slots: int, limit: PinLimit, device: Device) -> None:
+    make, (batch,) = partial(torch.optim.AdamW, lr=0.01), inputs(device, 1)
+    model = Stack(run=RUNS[run]).to(device.torch_device)
+    plain = copy.deepcopy(model)
+    optimizer = make(plain.parameters())
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=slots, optimizer=make, device=device):
+        for step in range(5):
+            for one in (plain, model):
+                one(batch + step / 100).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, tensor in plain.state_dict().items():
+                assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), (step, name)
+    assert not limit.pinned
+
+
+@WARNS
+@pytest.mark.usefixtures("limit")
+def test_host_optimizer_steps_masters(device: Device) -> None:
+    make = partial(torch.optim.AdamW, lr=0.01)
+    model = Stack().to(device.torch_device)
+    plain, batches = copy.deepcopy(model).cpu(), inputs(device)
+    with memkit.LayerOffload(model, resident=0, device=device, train="host"):
+        optimizer, expected = make(model.parameters()), make(plain.parameters())
+        for _ in range(5):
+            for batch in batches:
+                model(batch).square().mean().backward()
+                plain(batch.cpu()).square().mean().backward()
+            for step in (optimizer, expected):
+                step.step()
+                step.zero_grad()
+
+    if not isinstance(device, CudaDevice):  # whose gradients are others than the CPU's
+        for (name, found), wanted in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert torch.equal(found, wanted), name
+
+
+@WARNS
+@pytest.mark.usefixtures("limit")
+def test_another_order_in_each_step(device: Device) -> None:
+    model = only_lora(Stack()).to(device.torch_device)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+        for run in (in_order, reversed_order, skipping, in_order, skipping):
+            model._run = plain._run = run
+            assert_same(run_step(model, batches), run_step(plain, batches))
+
+
+@WARNS
+@pytest.mark.usefixtures("limit")
+def test_together_with_offloaded_activations(device: Device) -> None:
+    model = only_lora(Stack()).to(device.torch_device)
+    plain, batches = copy.deepcopy(model), inputs(device)
+
+    def step(tested: nn.Module, batches: list[Tensor]) -> Any:
+        with memkit.CPUOffload(1.0, tag="beside", min_bytes=0, device=device):
+            return run_step(tested, batches)
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "CPUOffload")  # it leaves on the device what it cannot pin
+        for _ in range(2):
+            assert_same(step(model, batches), run_step(plain, batches))
+    memkit.reset("beside")
+
+
+# One warning
+
+
+@pytest.mark.parametrize("train", ["frozen", "host"])
+def test_warns_once_when_it_is_made(train: str, limit: PinLimit, device: Device) -> None:
+    model = Stack().to(device.torch_device)
+    model = only_lora(model) if train == "frozen" else model
+    way = "go straight from and to it" if limit.limit_bytes == 0 else r"go through 4 buffers of 1.00 KiB"
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with memkit.LayerOffload(model, resident=0, device=device, train=train) as offload:
+            for _ in range(2):
+                run_step(model, inputs(device))
+            assert offload.stats().host_bytes >= 6 * PAGE
+
+    assert len(caught) == 1
+    assert re.match(
+        rf"LayerOffload: the system did not pin \d+.\d\d KiB of host memory .* {way}.* Raise the limit on locked memory",
+        str(caught[0].message),
+    )
+    assert caught[0].filename == __file__
+
+
+def test_warns_once_when_memory_is_needed_later(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = PinLimit(device, monkeypatch, 100 * PAGE)
+    model = Stack().to(device.torch_device)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    expected = run_step(plain, batches)
+    with memkit.LayerOffload(model, resident=0, device=device, train="host"):
+        limit.limit_bytes = sum(limit.pinned.values())
+        kept = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                assert_same(run_step(model, batches), expected)
+                kept.append([parameter.grad for parameter in model.parameters()])  # so that the next take other memory
+                model.zero_grad()
+        kept.clear()
+    assert ["the system did not pin" in str(warning.message) for warning in caught] == [True]
+    assert not limit.pinned
+
+
+def test_warning_that_is_an_error_leaves_the_model_as_it_was(limit: PinLimit, device: Device) -> None:
+    model = only_lora(Stack()).to(device.torch_device)
+    storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
+
+    with pytest.raises(UserWarning, match="the system did not pin"):
+        memkit.LayerOffload(model, offload_fraction=1.0, device=device)
+
+    assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
+    assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert not limit.pinned
+    assert not _staging_threads()
+
+
+@pytest.mark.usefixtures("limit")
+def test_memory_that_is_short_is_an_error_before_anything_moved(device: Device) -> None:
+    model = only_lora(Stack()).to(device.torch_device)
+    storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
+
+    with pytest.raises(memkit.HostMemoryError, match="host_limit_bytes leaves"):
+        memkit.LayerOffload(model, offload_fraction=1.0, device=device, host_limit_bytes=5 * PAGE)
+
+    assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
+
+
+@pytest.mark.usefixtures("limit")
+def test_memory_of_the_machine_that_is_short_is_an_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "available_bytes", lambda: PAGE - 1)
+
+    with pytest.raises(memkit.HostMemoryError, match="available memory"):
+        memkit.LayerOffload(only_lora(Stack()).to(device.torch_device), offload_fraction=1.0, device=device)
+
+
+# Closing
+
+
+@WARNS
+@pytest.mark.parametrize("device", ["late", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("train", ["frozen", "host", "fused"])
+def test_nothing_is_left_by_opening_and_closing(train: str, limit: PinLimit, device: Device) -> None:
+    model = Stack().to(device.torch_device)
+    model = only_lora(model) if train == "frozen" else model
+    optimizer = partial(torch.optim.SGD, lr=0.0) if train == "fused" else None
+    counter, batch = device.memory_counter(), inputs(device)[0]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    allocated_bytes = []
+    for _ in range(20):
+        with memkit.LayerOffload(model, offload_fraction=1.0, device=device, train=train, optimizer=optimizer):
+            model(batch).sum().backward()
+        model.zero_grad()
+        gc.collect()
+        allocated_bytes.append(counter.allocated_bytes())
+
+    assert allocated_bytes[1:] == allocated_bytes[1:2] * 19
+    assert not _staging_threads()
+    assert not limit.pinned
+    for name, tensor in model.state_dict().items():
+        assert tensor.device.type == device.torch_device.type
+        assert torch.equal(tensor, before[name]), name
+
+
+@WARNS
+def test_close_behind_a_forward_with_copies_on_their_way(
+    limit: PinLimit, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = only_lora(Stack()).to(device.torch_device)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    offload = memkit.LayerOffload(model, offload_fraction=1.0, device=device)
+    with monkeypatch.context() as patch:
+        opened = threading.Event()
+        for name in ("copy", "copy_pageable"):
+            patch.setattr(device, name, _gated(getattr(device, name), opened))
+        offload._streams.begin_pass()
+        threading.Timer(0.02, opened.set).start()
+        offload.close()
+
+    assert_same(run_step(model, batches), run_step(plain, batches))
+    assert not _staging_threads()
+    assert not limit.pinned
+
+
+def _gated(copy: Callable[[Tensor, Tensor, Stream], None], opened: threading.Event) -> Callable[..., None]:
+    def gated(destination: Tensor, source: Tensor, stream: Stream) -> None:
+        assert opened.wait(30)
+        copy(destination, source, stream)
+
+    return gated
+
+
+# Failures
+
+
+class Failing:
+    """Copies of a device that fail in one direction, from one on."""
+
+    def __init__(self, device: Device, patch: pytest.MonkeyPatch, *, is_out: bool, num_left: int) -> None:
+        self.is_out, self.num_left = is_out, num_left
+        self._device = device
+        for name in ("copy", "copy_pageable"):
+            patch.setattr(device, name, partial(self._copy, getattr(device, name)))
+
+    def _copy(self, copy: Callable[..., None], destination: Tensor, source: Tensor, stream: Stream) -> None:
+        threads = threading.current_thread().name
+        if "memkit-staging" in threads and self._is_out(destination) == self.is_out:
+            self.num_left -= 1
+            if self.num_left < 0:
+                raise RuntimeError("the link is down")
+        copy(destination, source, stream)
+
+    def _is_out(self, destination: Tensor) -> bool:
+        return destination.untyped_storage().nbytes() > 2**30  # the arena's addresses
+
+
+@WARNS
+@pytest.mark.parametrize("num_left", [0, 7])
+def test_copy_to_the_device_fails(num_left: int, limit: PinLimit, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = only_lora(Stack()).to(device.torch_device)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    num_left = num_left if limit.limit_bytes else num_left // 5
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+        with monkeypatch.context() as patch:
+            Failing(device, patch, is_out=False, num_left=num_left)
+            with pytest.raises(RuntimeError, match="the link is down"):
+                run_step(model, batches)
+        model.zero_grad()
+
+        for _ in range(2):
+            assert_same(run_step(model, batches), run_step(plain, batches))
+        assert offload.stats().num_overflows == 0
+
+
+@WARNS
+@pytest.mark.parametrize("num_left", [0, 7])
+def test_gradient_does_not_come_to_the_host(
+    num_left: int, limit: PinLimit, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Stack().to(device.torch_device)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device, train="host"):
+        with monkeypatch.context() as patch:
+            Failing(device, patch, is_out=True, num_left=num_left)
+            with pytest.raises(RuntimeError, match="the link is down"):
+                model(batches[0]).sum().backward()
+        model.zero_grad()
+
+        for _ in range(2):
+            assert_same(run_step(model, batches), run_step(plain, batches))
+    assert not limit.pinned
+
+
+@WARNS
+@pytest.mark.usefixtures("limit")
+def test_weights_that_were_not_written_back_are_not_read(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack().to(device.torch_device)
+    make = partial(torch.optim.SGD, lr=0.1)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device, optimizer=make):
+        with monkeypatch.context() as patch:
+            Failing(device, patch, is_out=True, num_left=0)
+            with pytest.raises(RuntimeError, match="the link is down"):
+                model(inputs(device)[0]).sum().backward()
+
+        with pytest.raises(RuntimeError, match="the link is down"):
+            model(inputs(device)[0])
+
+
+@WARNS
+@pytest.mark.usefixtures("limit")
+def test_close_after_a_copy_that_failed_and_that_nobody_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = only_lora(Stack()).to(device.torch_device)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload, monkeypatch.context() as patch:
+        Failing(device, patch, is_out=False, num_left=0)
+        offload._streams.begin_pass()
+
+    assert_same(run_step(model, batches), run_step(plain, batches))
+    assert not _staging_threads()
