@@ -7,6 +7,7 @@ before. So the oldest copy that is not done waits for nothing but the device, an
 
 from __future__ import annotations
 
+import threading
 import traceback
 import weakref
 from collections import deque
@@ -95,20 +96,25 @@ class _Side:
         self._device = device
         self._is_out = is_out
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memkit-staging")
+        self._lock = threading.Lock()
         self._last: Future[Event] | None = None
+        """The copy that was asked for last."""
         self.buffers: deque[tuple[Tensor, Event | None]] = deque()
         """In the order in which they are used next, each with what is reached when nothing reads it any more."""
 
     def ask(
         self, lane: Stream, storage: torch.UntypedStorage, pieces: Sequence[Tensor], after: Iterable[Event]
     ) -> Future[Event]:
-        # A weak reference, since a slot counts who holds its storage.
-        self._last = self._thread.submit(self._copy, lane, weakref.ref(storage), pieces, tuple(after))
-        return self._last
+        with self._lock:
+            # A weak reference, since a slot counts who holds its storage.
+            self._last = self._thread.submit(self._copy, lane, weakref.ref(storage), pieces, tuple(after))
+            return self._last
 
     def drain(self) -> None:
-        if self._last is not None:
-            wait([self._last])
+        with self._lock:
+            last = self._last
+        if last is not None:
+            wait([last])
 
     def close(self) -> None:
         self._thread.shutdown()
