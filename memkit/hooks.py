@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -95,7 +96,7 @@ class HookSet:
         def pre_hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             hook(optimizer)
 
-        self._handles.append(torch.optim.optimizer.register_optimizer_step_pre_hook(pre_hook))
+        self._handles.append(register_optimizer_step_pre_hook(pre_hook))
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Call `before(module, args)` ahead of every module's forward, `after(module, args, output)` behind it, in all

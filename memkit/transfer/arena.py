@@ -246,11 +246,20 @@ class Arena:
         Stops at the first one that is in use, or that a copy may still read.
         """
         with self._lock:
-            while self._segments and (last := self._segments[-1]).start >= num_bytes:
-                is_gap = any(start <= last.start and last.end <= end for start, end in self._gaps)
-                if not is_gap or self._pending_on([(last.start, last.end)]):
-                    break
+            while self._segments and (last := self._segments[-1]).start >= num_bytes and self._is_free(last):
                 self._drop(last)
+
+    def trim_gaps(self) -> None:
+        """Give all free memory back to the system, also what lies between spans in use: for what is not needed again."""
+        with self._lock:
+            for segment in self._segments[::-1]:
+                if self._is_free(segment):
+                    self._drop(segment)
+
+    def _is_free(self, segment: _Segment) -> bool:
+        """Tell whether nobody uses a segment, and no copy may still read it."""
+        is_gap = any(start <= segment.start and segment.end <= end for start, end in self._gaps)
+        return is_gap and not self._pending_on([(segment.start, segment.end)])
 
     def close(self) -> None:
         """Give all memory back. No span may be in use.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,7 +19,20 @@ from memkit.weights.saving import WeightHooks
 from memkit.weights.streaming import Streamer
 
 
-class Forwards:
+class NotCopied:
+    """What a model's hooks hold, and is copied with it therefore."""
+
+    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
+        raise LayerOffloadError(
+            "a model was copied, or pickled whole, while LayerOffload streams its weights. Copy it before, or after "
+            "offload.close(); to save it, use model.state_dict()"
+        )
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        self.__deepcopy__({})
+
+
+class Forwards(NotCopied):
     """Has the parameters of each layer lie in a slot while it runs.
 
     Args:

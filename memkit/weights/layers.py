@@ -8,19 +8,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from memkit.device import Device, cuda_is_available, open_device
-from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.plan import plan_again
 from memkit.sizes import byte_view, check_bytes, unique_storages
 from memkit.transfer.arena import Arena
 from memkit.weights.extents import LayerExtent, StreamedParameter
-from memkit.weights.forwards import Forwards
+from memkit.weights.forwards import Forwards, NotCopied
 from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
 from memkit.weights.gradients import HostGradients
 from memkit.weights.placement import Placement, has_plain_parts, is_plain, shared_between
@@ -34,7 +32,7 @@ _managers: weakref.WeakValueDictionary[int, LayerOffload] = weakref.WeakValueDic
 """Who streams a parameter, by its id: whoever does keeps it alive."""
 
 
-class LayerOffload:
+class LayerOffload(NotCopied):
     """Keep a share of a model's layers in host memory, and stream their weights to the device just ahead of use.
 
     Evenly spaced layers stream through a few slots, forward and backward; the others stay on the device. What autograd saves of
@@ -250,6 +248,7 @@ class LayerOffload:
         self._streams.close()
         for extent in staying:
             self._leave_to_device(extent)
+        self._arena.trim_gaps()
         self._extents = self._streaming()
         self._streamer = Streamer(self.device, self._extents, self.plan.slot_bytes)
         if isinstance(self._gradients, FusedSteps):
@@ -295,15 +294,6 @@ class LayerOffload:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
-        raise LayerOffloadError(
-            "a model was copied, or pickled whole, while LayerOffload streams its weights. Copy it before, or after "
-            "offload.close(); to save it, use model.state_dict()"
-        )
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        self.__deepcopy__({})
 
     # At rest
 

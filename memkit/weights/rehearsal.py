@@ -57,7 +57,7 @@ class Rehearsal:
         self._resets_peak = resets_peak
         self._points: list[_Point] = []
         self._num_passes = 0
-        self._has_grad = False
+        self._has_grad = self._is_timed = False
         self._backward = -1
 
     def begin_pass(self) -> bool:
@@ -66,6 +66,8 @@ class Rehearsal:
         if is_timed and self._has_grad and self._num_passes <= 1 + _MOST_WITHOUT_BACKWARD:
             is_timed = any(point.is_backward for point in self._points)
         if is_timed:
+            self.pause()
+            self._is_timed = True
             return True
         self._num_passes += 1
         self._has_grad = torch.is_grad_enabled()
@@ -79,7 +81,7 @@ class Rehearsal:
 
     def arrive(self, name: str) -> None:
         """The current stream has come to a layer, and is about to wait for its weights."""
-        if self._num_passes < 2:
+        if self._num_passes < 2 or self._is_timed:
             return
         task = backward_task()
         is_backward = task != -1
@@ -102,12 +104,11 @@ class Rehearsal:
 
     def pause(self) -> None:
         """No layer is computing any more."""
-        if self._points and self._points[-1].name is not None:
+        if self._points and self._points[-1].name is not None and not self._is_timed:
             self._points.append(_Point(None, self._points[-1].is_backward, self._device.record_event()))
 
     def result(self) -> Rehearsed:
-        """Return what the pass took; the host waits for it."""
-        self.pause()
+        """Return what the pass took, once it was timed whole; the host waits for it."""
         passages, self._streamer.passages = self._streamer.passages or [], None
         self._device.synchronize(self._points[-1].before)
         forward_s: dict[str, float] = {}

@@ -124,7 +124,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "negative fraction": ({"offload_fraction": -0.1}, ValueError, r"offload_fraction.* found -0.1"),
     "fraction above 1": ({"offload_fraction": 1.5}, ValueError, r"offload_fraction.* found 1.5"),
     "nan": ({"offload_fraction": float("nan")}, ValueError, r"offload_fraction.* found nan"),
-    "text as fraction": ({"offload_fraction": "half"}, TypeError, r"offload_fraction.* found 'half'"),
+    "text as fraction": ({"offload_fraction": "half"}, ValueError, r"offload_fraction.* found 'half'"),
     "bool as fraction": ({"offload_fraction": True}, TypeError, r"offload_fraction.* found True"),
     "negative resident": ({"resident": -1}, ValueError, r"resident must be from 0 to the number of layers, 6; found -1"),
     "too many resident": ({"resident": 7}, ValueError, r"resident must be from 0 to the number of layers, 6; found 7"),

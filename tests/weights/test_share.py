@@ -1,0 +1,293 @@
+"""`offload_fraction="auto"`: a step is timed, layers come to stay on the device, and not a bit changes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import Device, ReferenceDevice
+from memkit.plan import LayerCosts, ResidencyPlan, plan_fraction, predict_step
+from memkit.weights import layers as layers_module
+from memkit.weights.rehearsal import Rehearsed
+from memkit.weights.shares import plan_rehearsed
+from tests.weights.cases import WIDTH, Stack, assert_same, checkpointed, inputs, only_lora, run_step
+
+MIB = 2**20
+
+
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsed]:
+    """Whatever is measured, half of the layers stay. Return what was measured."""
+    seen = []
+
+    def choose(candidates: Any, rehearsed: Rehearsed, plan: ResidencyPlan, **options: Any) -> ResidencyPlan:
+        seen.append(rehearsed)
+        costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
+        return plan_fraction(costs, 0.5, num_slots=options["num_slots"])
+
+    monkeypatch.setattr(layers_module, "plan_rehearsed", choose)
+    return seen
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+@pytest.mark.usefixtures("half")
+@pytest.mark.parametrize("run", [None, checkpointed(False), checkpointed(True)], ids=["plain", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("train", ["frozen", "host"])
+def test_layers_that_come_to_stay_change_nothing(
+    train: str, run: Callable[[nn.ModuleList, Tensor], Tensor] | None, device: Device
+) -> None:
+    model = Stack(8, run=run).to(device.torch_device)
+    if train == "frozen":
+        only_lora(model)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    with memkit.LayerOffload(model, offload_fraction="auto", train=train, device=device) as offload:
+        optimizers = [_sgd(model), _sgd(plain)]
+        for step in range(4):
+            assert len(offload.plan.streamed) == (8 if step < 2 else 4)
+            for batch in batches[step % 2 :]:  # the first step, of two passes, is not yet the one that is timed
+                assert_same(run_step(model, [batch]), run_step(plain, [batch]))
+            if device.torch_device.type == "cpu" or train == "frozen":  # else the two optimizers round otherwise
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for name, tensor in plain.state_dict().items():
+                assert torch.equal(model.state_dict()[name].to(tensor.device), tensor), name
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.mark.usefixtures("half")
+def test_optimizer_state_goes_where_its_parameter_goes(device: Device) -> None:
+    model, batches = Stack(4).to(device.torch_device), inputs(device)
+    with memkit.LayerOffload(model, offload_fraction="auto", train="host", device=device) as offload:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(4):
+            run_step(model, batches)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(offload.plan.streamed) == 2
+        for parameter in model.parameters():
+            assert optimizer.state[parameter]["exp_avg"].device == parameter.device
+        assert {parameter.device for parameter in model.layers[0].parameters()} == {device.torch_device}
+
+
+@pytest.mark.usefixtures("half")
+def test_steps_within_the_backward_go_on(device: Device) -> None:
+    model, batches = Stack(8).to(device.torch_device), inputs(device, 1)
+    plain = copy.deepcopy(model)
+    make = partial(torch.optim.AdamW, lr=0.01)
+    optimizer = make(plain.parameters())
+    with memkit.LayerOffload(model, offload_fraction="auto", optimizer=make, device=device) as offload:
+        its_own = offload.optimizer
+        for _ in range(5):
+            for one in (model, plain):
+                one(batches[0]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(offload.plan.streamed) == 4
+        assert offload.optimizer is its_own
+        for name, tensor in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), name
+
+
+@pytest.mark.usefixtures("half")
+def test_graph_that_is_alive_puts_it_off(device: Device) -> None:
+    model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        alive = [one(batches[0]).sum() for one in (model, plain)]
+        for _ in range(2):
+            for one in (model, plain):
+                one(batches[1]).sum().backward()
+        assert len(offload.plan.streamed) == 8
+        for loss in alive:
+            loss.backward()
+        del alive, loss
+        assert_same(run_step(model, batches), run_step(plain, batches))
+        assert len(offload.plan.streamed) == 4
+
+
+@pytest.mark.usefixtures("half")
+def test_layers_that_are_called_by_themselves(device: Device) -> None:
+    model, batches = only_lora(Stack(8)).layers.to(device.torch_device), inputs(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        for _ in range(5):
+            results = []
+            for one in (model, plain):
+                x = batches[0]
+                for layer in one:
+                    x = layer(x)
+                x.sum().backward()
+                results.append({name: p.grad for name, p in one.named_parameters() if p.grad is not None} | {"x": x})
+            assert_same(*results)
+        assert len(offload.plan.streamed) == 4
+
+
+@pytest.mark.usefixtures("half")
+def test_host_memory_and_slots_of_layers_that_stay_are_given_back(device: Device) -> None:
+    model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device)
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        before = offload.stats()
+        run_step(model, batches)
+        run_step(model, batches)
+        after = offload.stats()
+    assert (before.num_streamed, after.num_streamed, after.num_resident) == (8, 4, 4)
+    assert after.host_bytes * 2 == before.host_bytes
+    assert after.slot_bytes == before.slot_bytes
+
+
+@pytest.mark.usefixtures("half")
+def test_tensors_of_a_state_dict_stay_what_they_are(device: Device) -> None:
+    model, batches = only_lora(Stack(4)).to(device.torch_device), inputs(device)
+    expected = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items() if "lora" not in name}
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        kept = model.state_dict()
+        for _ in range(2):
+            run_step(model, batches)
+        assert len(offload.plan.streamed) == 2
+        for name, tensor in expected.items():
+            assert torch.equal(kept[name].cpu(), tensor), name
+    for name, tensor in expected.items():
+        assert torch.equal(kept[name].cpu(), tensor), name
+
+
+@pytest.mark.usefixtures("half")
+def test_sampling_alone_is_timed_as_well(device: Device) -> None:
+    model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device)
+    plain = copy.deepcopy(model)
+    with torch.no_grad(), memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        for _ in range(4):
+            assert torch.equal(model(batches[0]), plain(batches[0]))
+        assert len(offload.plan.streamed) == 4
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0.004)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(0.008)
+        return grad
+
+
+class _Slow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(_Sleep.apply(x))
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+def test_layers_are_timed(resident: int) -> None:
+    device = ReferenceDevice()
+    model = nn.Sequential(nn.ModuleList(_Slow() for _ in range(4)))
+    model.forward = lambda x: model[0][3](model[0][2](model[0][1](model[0][0](x))))  # type: ignore[method-assign]
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    with memkit.LayerOffload(model, resident=resident, device=device) as offload:
+        assert offload.stats().actual_s is None
+        for _ in range(3):
+            model(x).sum().backward()
+        plan, stats = offload.plan, offload.stats()
+    for layer in plan.layers:
+        assert layer.forward_s is not None
+        assert 0.004 <= layer.forward_s < 0.02
+        assert layer.backward_s is not None
+        assert 0.008 <= layer.backward_s < 0.04
+        assert layer.stall_s is not None
+    assert "ms" in plan.explain()
+    assert plan.predicted_s is not None
+    assert stats.predicted_s == plan.predicted_s
+    assert stats.actual_s is not None
+    assert 0.048 <= stats.actual_s < 0.2
+    assert stats.actual_peak_bytes is not None
+
+
+def _rehearsed(forward_s: float = 1.0, peak_bytes: int | None = 20 * MIB, speed: float = 4.0 * MIB) -> Rehearsed:
+    return Rehearsed(
+        forward_s={str(index): forward_s for index in range(12)},
+        backward_s={str(index): 2 * forward_s for index in range(12)},
+        taken_s=1.0,
+        h2d_bytes_per_s=speed,
+        peak_bytes=peak_bytes,
+    )
+
+
+@pytest.fixture
+def twelve(monkeypatch: pytest.MonkeyPatch) -> dict[str, None]:
+    """Layers of 1 MiB each."""
+
+    def costs(name: str, _: None, rehearsed: Rehearsed | None) -> LayerCosts:
+        forward_s = rehearsed and rehearsed.forward_s[name]
+        return LayerCosts(name=name, num_bytes=MIB, forward_s=forward_s, backward_s=rehearsed and rehearsed.backward_s[name])
+
+    monkeypatch.setattr("memkit.weights.shares._costs", costs)
+    return {str(index): None for index in range(12)}
+
+
+def _chosen(layers: dict[str, None], rehearsed: Rehearsed, *, capacity_bytes: int | None = None, train: str = "frozen") -> int:
+    all_stream = plan_fraction([LayerCosts(name=name, num_bytes=MIB) for name in layers], 1.0, num_slots=3)
+    plan = plan_rehearsed(layers, rehearsed, all_stream, train=train, num_slots=3, capacity_bytes=capacity_bytes)
+    return len(plan.streamed)
+
+
+def test_most_that_hides_is_chosen(twelve: dict[str, None]) -> None:
+    assert _chosen(twelve, _rehearsed()) == 12
+    slow = _chosen(twelve, _rehearsed(speed=MIB / 2))
+    assert 0 < slow < 12
+    costs = [LayerCosts(name=name, num_bytes=MIB, forward_s=1.0, backward_s=2.0) for name in twelve]
+    plan = plan_fraction(costs, slow / 12, num_slots=3, link_bytes_per_s=MIB / 2)
+    streamed = [index for index, layer in enumerate(costs) if layer.name in plan.streamed]
+    assert predict_step(costs, streamed, plan.slot_bytes, MIB / 2).total_s <= 1.01 * 36
+
+
+@pytest.mark.parametrize(("train", "num_streamed"), [("frozen", 8), ("host", 11)])
+def test_least_that_fits_is_chosen_where_there_is_no_room(twelve: dict[str, None], train: str, num_streamed: int) -> None:
+    rehearsed = _rehearsed(speed=MIB / 100)  # next to nothing hides
+    assert _chosen(twelve, rehearsed, train=train) < 4
+    # 20 MiB with 3 slots in it: 4 MiB are left, for four layers, or for one with its gradient and its optimizer's state
+    assert _chosen(twelve, rehearsed, train=train, capacity_bytes=int(24.01 * MIB / 0.95)) == num_streamed
+    assert _chosen(twelve, rehearsed, train=train, capacity_bytes=10 * MIB) == 12
+
+
+def test_capacity_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int | None] = []
+
+    def choose(
+        candidates: Any, rehearsed: Rehearsed, plan: ResidencyPlan, *, capacity_bytes: int | None, **_: Any
+    ) -> ResidencyPlan:
+        seen.append(capacity_bytes)
+        return plan
+
+    monkeypatch.setattr(layers_module, "plan_rehearsed", choose)
+    device = ReferenceDevice()
+    device.capacity_bytes = 12345
+    model = only_lora(Stack(4))
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        for _ in range(3):
+            run_step(model, inputs(device))
+        stats = offload.stats()
+    assert seen == [12345]
+    assert stats.predicted_peak_bytes == stats.actual_peak_bytes
+
+
+@pytest.mark.parametrize("fraction", ["most", "Auto", "0.5"])
+def test_other_words_are_refused(fraction: str) -> None:
+    with pytest.raises(ValueError, match=r'offload_fraction is a number from 0 to 1, or "auto"; found'):
+        memkit.LayerOffload(Stack(4), offload_fraction=fraction, device=ReferenceDevice())
