@@ -144,6 +144,7 @@ class Record:
         "span",
         "storage",
         "stream",
+        "tick",
         "version",
     )
 
@@ -166,6 +167,8 @@ class Record:
         self.counts = counts
         self.num_bytes = storage.nbytes()
         self.version = version
+        self.tick = 0
+        """When in the forward it was saved: see [Note: one queue for all] in `memkit.transfer.lanes`."""
         self.stream = stream
         """The stream that was current when the storage was saved first: it has written the storage, and waits for the copy."""
         self.residency = Residency.GONE

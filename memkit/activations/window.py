@@ -41,7 +41,9 @@ class OffloadWindow:
         self.traces = Traces()
         self._tag = tag
         self._lock = threading.RLock()
-        self._ledger = CopyLedger(device, lanes_of(device), self.arena)
+        self._lanes = lanes_of(device)
+        self._lanes.join(self)
+        self._ledger = CopyLedger(device, self._lanes, self.arena)
         self._passes: list[weakref.ref[Pass]] = []
         self._counter = device.memory_counter()
         self._most_passes = 1
@@ -106,6 +108,7 @@ class OffloadWindow:
                 record = self._ledger.open_record(
                     storage, tensor._version, owner=run, index=run.num_saves - 1, counts=run.counts
                 )
+                record.tick = self._lanes.tick()
                 run.note_record(record, storage, tensor)
                 run.counts.unique_bytes += record.num_bytes
                 handle = self._ledger.add_handle(record, tensor, self)
@@ -265,18 +268,43 @@ class OffloadWindow:
 
     def _fetch_ahead(self, run: Pass) -> None:
         """Fetch what the backward needs next, while there is room for it all the way to its use."""
-        ledger = self._ledger
         for record in run.upcoming():
             if record.residency is Residency.HOST and record.original() is None:
-                if not self._has_room(run, record):
-                    ledger.release_dead(wait=True)
-                    if not self._has_room(run, record):
-                        return
-                try:
-                    ledger.fetch(record)
-                except torch.OutOfMemoryError:
-                    return  # it may be needed less soon than what took the room
+                if not self._make_room_for(run, record) or not self._lanes.is_turn_of(self, record.tick):
+                    return
+                if not self._try_to_fetch(record):
+                    return
             run.advance()
+
+    def bring_until(self, tick: int) -> bool:
+        """Fetch what is needed sooner than what was left at `tick`: see `memkit.transfer.lanes.Prefetcher`."""
+        if not self._lock.acquire(blocking=False):
+            return True  # another thread is at it, and perhaps waits for the one that asks
+        try:
+            for run in self._live_passes():
+                for record in run.upcoming() if run.task != -1 else ():
+                    if record.residency is Residency.HOST and record.original() is None:
+                        if record.tick <= tick:
+                            break
+                        if not self._make_room_for(run, record) or not self._try_to_fetch(record):
+                            return False
+                    run.advance()
+            return True
+        finally:
+            self._lock.release()
+
+    def _make_room_for(self, run: Pass, record: Record) -> bool:
+        """Tell whether a record may be fetched ahead of its use, if need be once what is dead is gone."""
+        if not self._has_room(run, record):
+            self._ledger.release_dead(wait=True)
+        return self._has_room(run, record)
+
+    def _try_to_fetch(self, record: Record) -> bool:
+        try:
+            self._ledger.fetch(record)
+        except torch.OutOfMemoryError:
+            return False  # it may be needed less soon than what took the room
+        return True
 
     def _has_room(self, run: Pass, record: Record) -> bool:
         """Tell whether a record may be fetched ahead of its use.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -22,17 +25,48 @@ class Passage:
     done: Event
 
 
+class Prefetcher(Protocol):
+    """Who brings bytes to the device ahead of their use in a backward."""
+
+    def bring_until(self, tick: int) -> bool:
+        """Put on the lane whatever the backward needs sooner than what the forward has left at `tick`.
+
+        Returns:
+            Whether nothing is left of that: there may be no room for it yet.
+        """
+
+
 class Lanes:
     """One queue from a device to the host and one back. Everything that memkit moves goes through these.
 
     A copy waits for the events that it is given, and nothing waits for it by itself. Whoever asks for one keeps the storage
     alive until the stream that the storage goes back to has waited for `Passage.done`.
+
+    [Note: one queue for all] A copy that is on the lane cannot be overtaken. Weights and activations are brought back by
+    several prefetchers, so that one could put much on the lane which is needed late, and another would have to wait behind it
+    with what is needed now. A backward goes through the forward in reverse. So whatever will be needed again notes a `tick` in
+    the forward, and what has the highest tick goes first: a prefetcher asks `is_turn_of` before each copy, and stops there if
+    another is still to bring what is needed sooner. What is needed at once asks nobody.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._out = device.new_stream("D2H")
         self._back = device.new_stream("H2D")
+        self._ticks = itertools.count(1)
+        self._prefetchers = weakref.WeakSet[Prefetcher]()
+
+    def tick(self) -> int:
+        """Return when in the forward something was used last: more than anything before."""
+        return next(self._ticks)
+
+    def join(self, prefetcher: Prefetcher) -> None:
+        """Have somebody be asked from now on, for as long as he lives, what he is still to bring."""
+        self._prefetchers.add(prefetcher)
+
+    def is_turn_of(self, prefetcher: Prefetcher, tick: int) -> bool:
+        """Tell whether a prefetcher may bring what was left at `tick`: see [Note: one queue for all]."""
+        return all(other.bring_until(tick) for other in tuple(self._prefetchers) if other is not prefetcher)
 
     def copy_out(self, storage: torch.UntypedStorage, span: Span, *, after: Event) -> Passage:
         """Copy a storage into a span, once `after` is reached and the span's last users are done with it.

@@ -163,6 +163,8 @@ class LayerExtent:
         """How often bytes were put into the master that no version counter knows of."""
         self.written: Event | None = None
         """Behind the last copy to the master."""
+        self.tick = 0
+        """When in the forward it has run last: see [Note: one queue for all] in `memkit.transfer.lanes`."""
         self.num_bound = 0
         """How many of the layer's forwards are going on."""
         wanted = {id(parameter) for parameter in parameters}

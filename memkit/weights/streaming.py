@@ -85,6 +85,7 @@ class Streamer:
         self.num_demand_fetches = 0
         """Fetches that began no sooner than the layer was needed."""
         self._lanes = lanes_of(device)
+        self._lanes.join(self)
         order = range(len(self.extents))
         self._routes = {phase: Route(order[::-1] if phase is Phase.BACKWARD else order) for phase in Phase}
         self._current: LayerExtent | None = None
@@ -183,6 +184,8 @@ class Streamer:
     def release(self, extent: LayerExtent) -> None:
         """The forward of a layer is over: its work is on the current stream."""
         with _NoDispatch(), self.lock:
+            if backward_task() == -1:
+                extent.tick = self._lanes.tick()
             for slot in self.ring:
                 if slot.extent is extent:
                     slot.release(self.device.current_stream())
@@ -212,12 +215,33 @@ class Streamer:
         self._fetch(extent, slot)
         return slot
 
-    def _prefetch(self) -> None:
-        """Fetch what is expected next. Nothing is fetched past what is needed sooner."""
+    def bring_until(self, tick: int) -> bool:
+        """Fetch the layers that are needed sooner than what was left at `tick`: see `memkit.transfer.lanes.Prefetcher`."""
+        if not self.lock.acquire(blocking=False):
+            return True  # another thread is at it, and perhaps waits for the one that asks
+        try:
+            with _NoDispatch():
+                return self._is_closed or self._phase is not Phase.BACKWARD or self._prefetch(until=tick)
+        finally:
+            self.lock.release()
+
+    def _prefetch(self, *, until: int | None = None) -> bool:
+        """Fetch what is expected next. Nothing is fetched past what is needed sooner.
+
+        Args:
+            until: fetch what is needed sooner than what was left at that tick, and no more.
+
+        Returns:
+            Whether there was a slot for all of it.
+        """
         upcoming = self._upcoming()
-        for place, extent in enumerate(upcoming[: len(self.ring)]):
+        for place, extent in enumerate(upcoming if until is not None else upcoming[: len(self.ring)]):
+            if until is not None and extent.tick <= until:
+                return True
             if self.ring.holding(extent) is not None:
                 continue
+            if until is None and self._phase is Phase.BACKWARD and not self._lanes.is_turn_of(self, extent.tick):
+                return False
 
             def rank(other: LayerExtent, place: int = place) -> float | None:
                 if other is self._current or other in upcoming[:place]:
@@ -226,8 +250,9 @@ class Streamer:
 
             slot = self.ring.find_idle(extent, rank)
             if slot is None:
-                return
+                return False
             self._fetch(extent, slot)
+        return True
 
     def _upcoming(self) -> list[LayerExtent]:
         """Return the layers that are expected next, each once, but for the current one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
@@ -13,9 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit
+from memkit.activations.copies import CopyLedger
+from memkit.activations.ledger import Record
 from memkit.device import Device, ReferenceDevice
 from memkit.hooks import owner_of
-from memkit.weights.streaming import StreamedHandle
+from memkit.weights.extents import LayerExtent
+from memkit.weights.slots import Slot
+from memkit.weights.streaming import StreamedHandle, Streamer
 from tests.weights.cases import RUNS, WIDTH, Block, Result, Stack, assert_same, compare, inputs, only_lora, results, run_step
 
 Context = Callable[[Device], AbstractContextManager[object]]
@@ -314,3 +319,35 @@ def test_module_inside_of_a_layer_is_called_by_itself(device: Device) -> None:
             (one.layers[2].up(batch).square().sum() + one(batch).square().sum()).backward()
         assert_same(results(model, []), results(plain, []))
         assert offload.stats().num_overflows == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("run", ["in order", "checkpoint"])
+def test_what_is_needed_sooner_goes_first(run: str, slots: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and activations come back on one lane: none is put there past another that the backward needs before it."""
+    ticks: list[tuple[int, bool]] = []
+    fetch_layer, fetch_record = Streamer._fetch, CopyLedger.fetch
+
+    def note_layer(self: Streamer, extent: LayerExtent, slot: Slot) -> None:
+        ticks.append((extent.tick, True))
+        fetch_layer(self, extent, slot)
+
+    def note_record(self: CopyLedger, record: Record) -> None:
+        fetch_record(self, record)
+        ticks.append((record.tick, False))
+
+    model = only_lora(Stack(8, run=RUNS[run])).to(device.torch_device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=slots, device=device):
+        for step in range(3):
+            with memkit.CPUOffload(1.0, tag="order", min_bytes=0, device=device):
+                loss = model(inputs(device)[0]).square().mean()
+            if step == 2:
+                monkeypatch.setattr(Streamer, "_fetch", note_layer)
+                monkeypatch.setattr(CopyLedger, "fetch", note_record)
+            loss.backward()
+    memkit.reset("order")
+
+    assert sum(is_layer for _, is_layer in ticks) == 8 - slots
+    assert sum(not is_layer for _, is_layer in ticks) > 4
+    for (tick, is_layer), (later, is_later_layer) in itertools.combinations(ticks, 2):
+        assert is_layer == is_later_layer or later < tick
