@@ -23,11 +23,33 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+_eval_frame = torch._C._dynamo.eval_frame
+
 
 class RemovableHandle(Protocol):
     """What torch's `register_*` functions return."""
 
     def remove(self) -> None: ...
+
+
+class _Untraced:
+    """Calls a hook, which Dynamo neither inlines nor compiles, nor whatever that calls.
+
+    As `torch.compiler.disable` does, which loads Dynamo: that takes seconds, also where nothing is ever compiled.
+    """
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._hook(*args, **kwargs)
+
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]  # where its caller is traced
+    __call__._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+
+
+_SKIP = _eval_frame._FrameAction.SKIP  # where it is called
+_eval_frame.set_code_exec_strategy(_Untraced.__call__.__code__, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
 
 
 class HookSet:
@@ -49,9 +71,12 @@ class HookSet:
         self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None], with_kwargs: bool = False
     ) -> None:
         """Call `before(module, args)`, or `before(module, args, kwargs)`, ahead of a module's other pre-hooks and
-        `after(module, args, output)` behind its other hooks, or when the forward raises (with None for the output)."""
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=with_kwargs))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        `after(module, args, output)` behind its other hooks, or when the forward raises (with None for the output).
+
+        Both run as plain Python where the module was compiled (`nn.Module.compile`). They are two frames below its call.
+        """
+        self._handles.append(module.register_forward_pre_hook(_Untraced(before), prepend=True, with_kwargs=with_kwargs))
+        self._handles.append(module.register_forward_hook(_Untraced(after), always_call=True))
 
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call `hook(module, args, kwargs, output)` behind a module's other hooks, unless the forward raises."""
@@ -329,9 +354,6 @@ def owners_set_aside() -> Iterator[None]:
 def are_owners_set_aside() -> bool:
     """Tell whether this thread runs a model whose parameters are stand-ins without data."""
     return _aside.is_set
-
-
-_eval_frame = torch._C._dynamo.eval_frame
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:

@@ -58,7 +58,7 @@ class AttachedOffload:
         self._hooks.remove()
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        call = self._running.begin(model, depth=1)  # first: the other hook runs even if entering raises
+        call = self._running.begin(model, depth=2)  # first: the other hook runs even if entering raises
         known = [*model.parameters(), *model.buffers()]
         known += [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         context = self._make()
@@ -66,7 +66,7 @@ class AttachedOffload:
         call.end = functools.partial(_end, context)
 
     def _after(self, model: nn.Module, *_: Any) -> None:
-        self._running.end(model, depth=1)
+        self._running.end(model, depth=2)
 
 
 def attach(model: nn.Module, offload_ratio: Ratio, tag: str = "default", **options: Any) -> AttachedOffload:

@@ -108,17 +108,27 @@ class Forwards(NotCopied):
 
     def _before_outer(self, module: nn.Module, _: Any) -> None:
         if not are_owners_set_aside():
-            self._calls.begin(module, depth=1)
+            self._calls.begin(module, depth=2)
             self._begin_pass(None)
 
     def _begin_pass(self, first: LayerExtent | None) -> None:
-        """A forward begins; see whether it is one of its own."""
+        """A forward begins; see whether it is one of its own.
+
+        Raises:
+            LayerOffloadError: it is being captured into a CUDA graph.
+        """
+        if self._streamer.device.is_capturing():
+            name = type(self._model).__name__ if first is None else f'"{first.name}"'
+            raise LayerOffloadError(
+                f"a forward of {name} is being captured into a CUDA graph, and has weights that stream: a replay would read "
+                "whatever the slots hold then. Capture layers that stay on the device, or none"
+            )
         if len(self._calls) == 1 and backward_task() == -1 and not self._streamer.is_continued_by(first):
             self._before_pass()
             self._streamer.begin_pass()
 
     def _after_outer(self, module: nn.Module, *_: Any) -> None:
-        self._calls.end(module, depth=1)
+        self._calls.end(module, depth=2)
         if self._rehearsal is not None and not len(self._calls):
             self._rehearsal.pause()
 
@@ -129,7 +139,7 @@ class Forwards(NotCopied):
             self._enter(extent, module)
 
     def _after_layer(self, extent: LayerExtent, module: nn.Module, _: Any, output: Any) -> None:
-        self._calls.end(module, depth=1)
+        self._calls.end(module, depth=2)
         if not are_owners_set_aside():
             before_backward_of(output, partial(self._begin_backward, extent))
 
@@ -147,11 +157,11 @@ class Forwards(NotCopied):
 
     def _after_inner(self, extent: LayerExtent, module: nn.Module, *_: Any) -> None:
         if self._calls.is_last(module):
-            self._calls.end(module, depth=1)
+            self._calls.end(module, depth=2)
 
     def _enter(self, extent: LayerExtent, module: nn.Module) -> None:
         """A forward begins that uses the weights of a layer."""
-        call = self._calls.begin(module, depth=2)
+        call = self._calls.begin(module, depth=3)
         if not extent.num_bound:
             for adopted in extent.adopt():
                 self._note_adopted(adopted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import memkit
 from memkit.device import ReferenceDevice
-from tests.weights.cases import WIDTH, Block, Stack, only_lora
+from tests.weights.cases import WIDTH, Block, Stack, assert_same, inputs, only_lora, run_step
 
 HALF = {"offload_fraction": 0.5}
 
@@ -203,3 +204,29 @@ def test_entered_twice() -> None:
     offload = memkit.LayerOffload(only_lora(Stack()), device=ReferenceDevice(), **HALF)
     with offload, pytest.raises(ValueError, match="entered"), offload:
         pass
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_capture_into_a_graph_is_refused(by_itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ReferenceDevice()
+    model, batches = only_lora(Stack()), inputs(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        assert_same(run_step(model, batches), run_step(plain, batches))
+        with monkeypatch.context() as patched:
+            patched.setattr(device, "is_capturing", lambda: True)
+            with pytest.raises(memkit.LayerOffloadError, match=r'a forward of ("layers\.2"|Stack) is being captured'):
+                model.layers[2](batches[0]) if by_itself else model(batches[0])
+        assert_same(run_step(model, batches), run_step(plain, batches))
+
+
+@pytest.mark.gpu
+def test_capture_by_torch_is_refused() -> None:
+    model = only_lora(Stack()).cuda().requires_grad_(False)
+    x = torch.randn(2, WIDTH, device="cuda")
+    with torch.no_grad(), memkit.LayerOffload(model, offload_fraction=1.0):
+        expected = model(x)
+        graph = torch.cuda.graph(torch.cuda.CUDAGraph())
+        with pytest.raises(memkit.LayerOffloadError, match="is being captured into a CUDA graph"), graph:
+            model(x)
+        assert torch.equal(model(x), expected)

@@ -244,15 +244,8 @@ def test_optimizer_of_what_is_trained(optimizer: type[torch.optim.Optimizer], de
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-@pytest.mark.parametrize(
-    "is_inside",
-    [
-        True,
-        pytest.param(False, marks=pytest.mark.xfail(strict=True, reason="Dynamo traces LayerOffload's hooks")),
-    ],
-    ids=["forward", "layer"],
-)
-def test_compiled_layers(is_inside: bool) -> None:
+@pytest.mark.parametrize("compiled", ["forwards", "layers", "model"])
+def test_compiled(compiled: str) -> None:
     torch._dynamo.reset()
     device = ReferenceDevice()
     model = only_lora(Stack(2))
@@ -260,10 +253,12 @@ def test_compiled_layers(is_inside: bool) -> None:
     with memkit.LayerOffload(model, offload_fraction=1.0, slots=1, device=device) as offload:
         for tested in (model, plain):
             for layer in tested.layers:
-                if is_inside:
+                if compiled == "forwards":
                     layer.forward = torch.compile(layer.forward, backend="aot_eager")
-                else:
+                elif compiled == "layers":
                     layer.compile(backend="aot_eager")
+            if compiled == "model":
+                tested.compile(backend="aot_eager")
         for _ in range(2):
             assert_same(run_step(model, batches), run_step(plain, batches))
 
