@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit.device import ReferenceDevice, Stream
 from memkit.errors import RaceError
@@ -190,3 +193,20 @@ def test_a_stream_that_becomes_current_catches_up(device: ReferenceDevice, host:
     with device.on_stream(lane):
         assert host.tolist() == [1] * 8
     device.wait_event(device.current_stream(), device.record_event(lane))
+
+
+def test_landing_is_not_seen_by_modes(device: ReferenceDevice, host: Tensor) -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            device.record_event()  # as who is asked for an op's time does
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    storage = _made(device)
+    _out(device, storage, host)
+    with Seen():
+        device.synchronize()
+
+    assert host.tolist() == [1] * 8
+    assert seen == []
