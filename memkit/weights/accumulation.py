@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from memkit.errors import LayerOffloadError
@@ -101,11 +102,16 @@ class Accumulation(ABC):
             if known is not None:
                 known.hooks.remove()
 
-    def close(self) -> None:
-        """See no gradients any more."""
+    def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
+        """See no gradients any more. No backward runs.
+
+        Returns:
+            Storages of host memory that somebody else holds, each with one of the same bytes.
+        """
         for known in self._sums.values():
             known.hooks.remove()
         self._sums.clear()
+        return []
 
     def note_forward(self, extent: LayerExtent) -> None:
         """A layer's forward is over, and its parameters are bound to a slot still: note the nodes that it may have made."""

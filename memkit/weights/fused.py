@@ -70,10 +70,10 @@ class FusedSteps(Accumulation):
             if streamed.parameter.requires_grad:
                 self._step_by_itself(streamed.parameter)
 
-    def close(self) -> None:
+    def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         """Take no steps any more; each backward has waited for what it wrote."""
-        super().close()
         self._hooks.remove()
+        return super().close()
 
     def _step_by_itself(self, parameter: nn.Parameter) -> None:
         """Step a parameter that does not stream."""

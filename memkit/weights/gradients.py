@@ -17,6 +17,7 @@ from torch import Tensor
 
 from memkit.device.base import Device, Event
 from memkit.hooks import num_users
+from memkit.sizes import byte_view
 from memkit.transfer.arena import ALIGNMENT_BYTES, Arena, Span
 from memkit.transfer.lanes import lanes_of
 from memkit.weights.accumulation import Accumulation
@@ -24,12 +25,12 @@ from memkit.weights.extents import LayerExtent, StreamedParameter
 
 
 class _Buffer:
-    """Pinned host memory for one gradient: `span`, or a part of one."""
+    """Pinned host memory for one gradient: `span`, which is `taken` of the arena, or a part of that."""
 
-    __slots__ = ("span", "storage")
+    __slots__ = ("span", "storage", "taken")
 
-    def __init__(self, span: Span) -> None:
-        self.span = span
+    def __init__(self, span: Span, taken: Span) -> None:
+        self.span, self.taken = span, taken
         assert span.whole is not None
         self.storage = torch.frombuffer(span.whole.numpy(), dtype=torch.uint8).untyped_storage()
 
@@ -44,9 +45,9 @@ class _Gradient:
 
     __slots__ = ("buffers", "kept", "num_bytes", "total")
 
-    def __init__(self, span: Span) -> None:
-        self.num_bytes = span.num_bytes
-        self.buffers = [_Buffer(span)]
+    def __init__(self, buffer: _Buffer) -> None:
+        self.num_bytes = buffer.span.num_bytes
+        self.buffers = [buffer]
         self.kept: Tensor | None = None
         """What was in `grad` before."""
         self.total: Tensor | None = None
@@ -80,6 +81,8 @@ class HostGradients(Accumulation):
         self.d2h_bytes = 0
         self._spans: list[Span] = []
         """What was taken of the arena, and is given back in the end."""
+        self._kept: list[_Buffer] = []
+        """With gradients that somebody holds, of layers that do not stream any more."""
         trained = [[item for item in extent.parameters if item.parameter.requires_grad] for extent in extents]
         self._take_memory([parameters for parameters in trained if parameters])
         for extent in extents:
@@ -92,23 +95,37 @@ class HostGradients(Accumulation):
         self._spans += spans
         for group, starts, span in zip(groups, ends, spans, strict=True):
             for item, start in zip(group, starts, strict=False):
-                self._gradients[item] = _Gradient(span.part(start, start + _gradient_bytes(item)))
+                self._gradients[item] = _Gradient(_Buffer(span.part(start, start + _gradient_bytes(item)), span))
 
     def unwatch(self, extent: LayerExtent) -> None:
         super().unwatch(extent)
-        for streamed in extent.parameters:
-            if self._gradients.pop(streamed, None) is not None:
-                _have_own_gradient(streamed)
+        self._leave(extent.parameters)
 
-    def close(self) -> None:
+    def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         """Give the host memory back; gradients stay where they are, in memory of their own."""
-        super().close()
         self._threads.shutdown()
-        for streamed in self._gradients:
-            _have_own_gradient(streamed)
-        self._gradients.clear()
+        self._leave(list(self._gradients))
+        held = [(buffer.storage, byte_view(buffer.storage).clone().untyped_storage()) for buffer in self._kept]
+        self._kept.clear()
+        self._give_unused()
+        return held + super().close()
+
+    def _leave(self, parameters: Sequence[StreamedParameter]) -> None:
+        """Have gradients lie in memory of their own, and give back what nobody holds of that which they lie in."""
+        for streamed in parameters:
+            gradient = self._gradients.pop(streamed, None)
+            if gradient is not None:
+                _have_own_gradient(streamed)
+                self._kept += [buffer for buffer in gradient.buffers if not buffer.is_idle]
+        self._give_unused()
+
+    def _give_unused(self) -> None:
+        used = {buffer.taken for gradient in self._gradients.values() for buffer in gradient.buffers}
+        used.update(buffer.taken for buffer in self._kept)
         for span in self._spans:
-            self._arena.give(span)
+            if span not in used:
+                self._arena.give(span)
+        self._spans = [span for span in self._spans if span in used]
 
     # In a backward
 
@@ -161,7 +178,7 @@ class HostGradients(Accumulation):
             buffer = next((buffer for buffer in gradient.buffers if buffer.is_idle), None)
             if buffer is None:  # somebody keeps the gradient of an earlier step
                 self._spans += self._arena.take_pinned_as_one([gradient.num_bytes])
-                buffer = _Buffer(self._spans[-1])
+                buffer = _Buffer(self._spans[-1], self._spans[-1])
                 gradient.buffers.append(buffer)
             self._copy_out(streamed, made, buffer.span)
             gradient.total = streamed.over_gradient(buffer.storage)

@@ -311,9 +311,8 @@ class LayerOffload(NotCopied):
         self._arena.drain()
         if self._streamer is not None:
             self._streamer.close()
-        if self._gradients is not None:
-            self._gradients.close()
-        held = [(storage, byte_view(storage).clone().untyped_storage()) for storage in self._held]
+        held = [] if self._gradients is None else self._gradients.close()
+        held += [(storage, byte_view(storage).clone().untyped_storage()) for storage in self._held]
         for extent in filter(None, self._candidates.values()):
             if extent.is_on_host:
                 held += extent.restore()

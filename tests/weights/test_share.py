@@ -149,6 +149,26 @@ def test_host_memory_and_slots_of_layers_that_stay_are_given_back(device: Device
 
 
 @pytest.mark.usefixtures("half")
+@pytest.mark.parametrize("holds", [False, True])
+def test_host_memory_of_gradients_is_given_back_if_nobody_holds_them(holds: bool, device: Device) -> None:
+    model, batches = Stack(8).to(device.torch_device), inputs(device)
+    with memkit.LayerOffload(model, offload_fraction="auto", train="host", device=device) as offload:
+        before = offload.stats()
+        run_step(model, batches)
+        held = [parameter.grad for parameter in model.parameters() if holds]
+        expected = [None if grad is None else grad.cpu().clone() for grad in held]
+        model.zero_grad()
+        run_step(model, batches[:1])
+        after = offload.stats()
+        assert after.num_streamed == 4
+        assert holds or after.host_bytes * 2 == before.host_bytes
+    for grad, wanted in zip(held, expected, strict=True):
+        assert grad is not None
+        assert wanted is not None
+        assert torch.equal(grad.cpu(), wanted)
+
+
+@pytest.mark.usefixtures("half")
 def test_tensors_of_a_state_dict_stay_what_they_are(device: Device) -> None:
     model, batches = only_lora(Stack(4)).to(device.torch_device), inputs(device)
     expected = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items() if "lora" not in name}

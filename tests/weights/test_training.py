@@ -241,6 +241,18 @@ def test_close_leaves_gradients_of_their_own(device: Device) -> None:
         assert _same(one.grad, other.grad)
 
 
+def test_gradients_that_are_held_keep_their_bytes_after_close(device: Device) -> None:
+    plain, model, offload = _host_model(device)
+    batch = inputs(device)[0]
+    with offload:
+        for one in (plain, model):
+            one(batch).square().sum().backward()
+        held = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+    for one, other in zip(held, plain.parameters(), strict=True):
+        assert _same(one, other.grad)
+
+
 _SCALED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.01),
     "adamw fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
