@@ -440,9 +440,15 @@ def when_backward_ends(hook: Callable[[bool], None]) -> None:
     after_backward(_BackwardEnd(hook))
 
 
+_IS_OUTPUT = "memkit.output"
+
+
 def before_backward_of(outputs: object, hook: Callable[[], None]) -> None:
     """Call `hook()` each time the autograd engine has a gradient of one of the tensors in `outputs`, a tensor or tensors in
-    tuples, lists, dictionaries and whatever else `torch.utils._pytree` knows. The graph keeps the hook."""
+    tuples, lists, dictionaries and whatever else `torch.utils._pytree` knows. The graph keeps the hook.
+
+    What has come through from an earlier call, and was among its outputs, is left to that one.
+    """
 
     def pre_hook(_: tuple[Tensor, ...]) -> None:
         hook()
@@ -450,7 +456,9 @@ def before_backward_of(outputs: object, hook: Callable[[], None]) -> None:
     tensors = (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs)
     nodes = (tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor))
     for node in dict.fromkeys(node for node in nodes if node is not None):
-        node.register_prehook(pre_hook)
+        if _IS_OUTPUT not in node.metadata:
+            node.metadata[_IS_OUTPUT] = True
+            node.register_prehook(pre_hook)
 
 
 def innermost_pair() -> HookPair | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
-from tests.weights.cases import RUNS, Stack, compare, inputs, only_lora
+from tests.weights.cases import RUNS, Block, Stack, compare, inputs, only_lora
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 6])
@@ -29,6 +31,27 @@ def test_no_more_slots_are_taken_than_planned(run: str, device: Device) -> None:
     stats = compare(only_lora(Stack(run=RUNS[run])), device, offload_fraction=1.0, slots=2)
 
     assert stats.num_overflows == 0
+
+
+class _Biased(Block):
+    def forward(self, states: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, bias = states
+        bias = self.norm(x) if bias is None else bias
+        return super().forward(x) + bias, bias
+
+
+def _biased(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    states: Any = (x, None)
+    for layer in layers:
+        states = layer(states)
+    return states[0]
+
+
+def test_output_that_comes_through_all_layers_is_one_of_the_first(device: Device) -> None:
+    stats = compare(only_lora(Stack(8, run=_biased, block=_Biased)), device, offload_fraction=1.0, num_steps=1)
+
+    assert stats.num_fetches == 2 * (8 + 5)  # two batches
+    assert stats.num_demand_fetches == 0
 
 
 def test_layers_are_fetched_ahead_once_the_order_is_known(device: Device) -> None:
