@@ -84,8 +84,7 @@ class Lanes:
     ) -> Passage:
         device = self._device
         if span.staging is not None:
-            started = device.record_event(lane)
-            return Passage(span.num_bytes, started, span.staging.copy(lane, storage, span.pieces, is_out=is_out, after=after))
+            return Passage(span.num_bytes, *span.staging.copy(lane, storage, span.pieces, is_out=is_out, after=after))
         for event in after:
             device.wait_event(lane, event)
         started = device.record_event(lane)

@@ -30,20 +30,22 @@ NUM_BUFFERS = 4
 class PromisedEvent(Event):
     """An event that a thread is yet to record. If it fails, nothing of its copy is under way, and whoever waits is told why."""
 
-    __slots__ = ("_recording",)
+    __slots__ = ("_recording", "_which")
 
-    def __init__(self, recording: Future[Event]) -> None:
+    def __init__(self, recording: Future[tuple[Event, Event]], which: int) -> None:
         self._recording = recording
+        self._which = which
+        """The first or the second of two."""
 
     def recorded(self) -> Event:
-        return self._recording.result()
+        return self._recording.result()[self._which]
 
     def elapsed_s(self, end: Event) -> float:
         return self.recorded().elapsed_s(end)
 
     def is_reached(self) -> bool:
         recording = self._recording
-        return recording.done() and (recording.exception() is not None or recording.result().is_reached())
+        return recording.done() and (recording.exception() is not None or self.recorded().is_reached())
 
 
 class Staging:
@@ -70,13 +72,17 @@ class Staging:
 
     def copy(
         self, lane: Stream, storage: torch.UntypedStorage, pieces: Sequence[Tensor], *, is_out: bool, after: Iterable[Event]
-    ) -> Event:
+    ) -> tuple[Event, Event]:
         """Ask for a copy between a storage of the device and pieces of host memory; does not wait for it.
+
+        Returns:
+            What is reached when it begins, and when it is done.
 
         The storage and the host memory must stay alive until the event was waited for: only while the copy is put on the lane
         is the storage held here.
         """
-        return PromisedEvent(self._sides[is_out].ask(lane, storage, pieces, after))
+        recording = self._sides[is_out].ask(lane, storage, pieces, after)
+        return PromisedEvent(recording, 0), PromisedEvent(recording, 1)
 
     def drain(self) -> None:
         """Make the host wait until each copy that was asked for is on a lane, or has failed."""
@@ -97,14 +103,14 @@ class _Side:
         self._is_out = is_out
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memkit-staging")
         self._lock = threading.Lock()
-        self._last: Future[Event] | None = None
+        self._last: Future[tuple[Event, Event]] | None = None
         """The copy that was asked for last."""
         self.buffers: deque[tuple[Tensor, Event | None]] = deque()
         """In the order in which they are used next, each with what is reached when nothing reads it any more."""
 
     def ask(
         self, lane: Stream, storage: torch.UntypedStorage, pieces: Sequence[Tensor], after: Iterable[Event]
-    ) -> Future[Event]:
+    ) -> Future[tuple[Event, Event]]:
         with self._lock:
             # A weak reference, since a slot counts who holds its storage.
             self._last = self._thread.submit(self._copy, lane, weakref.ref(storage), pieces, tuple(after))
@@ -129,16 +135,16 @@ class _Side:
         held: weakref.ref[torch.UntypedStorage],
         pieces: Sequence[Tensor],
         after: Sequence[Event],
-    ) -> Event:
+    ) -> tuple[Event, Event]:
         for event in [event.recorded() for event in after]:  # the other thread may be writing to these pieces
             self._device.wait_event(lane, event)
-        storage = held()
+        started, storage = self._device.record_event(lane), held()
         assert storage is not None, "a storage was freed before a copy from or to it was on its lane"
         try:
             staged = self._copy_out if self._is_out else self._copy_back
             copy, most_bytes = (staged, self.buffers[0][0].numel()) if self.buffers else (self._copy_straight, None)
             copy(lane, _chunks(pieces, byte_view(storage), most_bytes))
-            return self._device.record_event(lane)
+            return started, self._device.record_event(lane)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the storage
             with suppress(Exception):
