@@ -366,6 +366,7 @@ class LayerOffload(NotCopied):
                 num_overflows=streamer.ring.num_overflows,
                 predicted_s=self.plan.predicted_s,
                 actual_s=None if self._rehearsed is None else self._rehearsed.taken_s,
+        self._streams.rest()
                 predicted_peak_bytes=self._predicted_peak_bytes,
                 actual_peak_bytes=None if self._rehearsed is None else self._rehearsed.peak_bytes,
                 stall_s=dict(zip((extent.name for extent in self._extents), streamer.stalls.seconds(), strict=True)),

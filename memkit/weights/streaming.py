@@ -188,6 +188,8 @@ class Streamer:
                 extent.tick = self._lanes.tick()
             for slot in self.ring:
                 if slot.extent is extent:
+                    if self.ring.holding(extent) is None:  # somebody has written to the parameters meanwhile
+                        extent.write_back()
                     slot.release(self.device.current_stream())
 
     def _wait(self, slot: Slot, extent: LayerExtent) -> None:

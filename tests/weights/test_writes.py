@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -291,6 +292,24 @@ def test_writes_in_gather_make_old_graphs_raise(device: Device) -> None:
 
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_write_in_the_backward_of_the_layer_stays(gathers: bool, device: Device) -> None:
+    model = only_lora(Stack(4)).to(device.torch_device)
+    expected = model.layers[2].norm.bias + 1.0
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+
+        def write(layer: nn.Module, *_: object) -> None:
+            with offload.gather(layer) if gathers else nullcontext(), torch.no_grad():
+                bias = layer.get_submodule("norm").get_parameter("bias")
+                (bias.data if gathers else bias).add_(1.0)
+
+        hook = model.layers[2].register_full_backward_hook(write)
+        model(inputs(device)[0]).sum().backward()
+        hook.remove()
+        assert torch.equal(model.layers[2].norm.bias, expected.cpu())
+    assert torch.equal(model.layers[2].norm.bias, expected)
 
 
 def test_gather_of_a_resident_layer_and_of_none(device: Device) -> None:
