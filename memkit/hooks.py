@@ -456,8 +456,9 @@ def before_backward_of(outputs: object, hook: Callable[[], None]) -> None:
     tensors = (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs)
     nodes = (tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor))
     for node in dict.fromkeys(node for node in nodes if node is not None):
-        if _IS_OUTPUT not in node.metadata:
-            node.metadata[_IS_OUTPUT] = True
+        metadata: Any = node.metadata  # torch says that it is a method
+        if _IS_OUTPUT not in metadata:
+            metadata[_IS_OUTPUT] = True
             node.register_prehook(pre_hook)
 
 
