@@ -215,6 +215,9 @@ class LayerExtent:
                     _distinct(part.master).copy_(_distinct(part.tensor.data))
             for streamed in self.parameters:
                 streamed.unbind()
+                grad = streamed.parameter.grad
+                if grad is not None and grad.device != _HOST:
+                    streamed.parameter.grad = grad.to(_HOST)
         self.is_on_host = True
 
     def restore(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:

@@ -48,7 +48,7 @@ class Forwards(NotCopied):
         self._before_pass = before_pass
         self._note_adopted = note_adopted
         self._calls = Calls()
-        self._hooks, self._timing_hooks = HookSet(), HookSet()
+        self._outer_hooks, self._hooks, self._timing_hooks = HookSet(), HookSet(), HookSet()
         self._rehearsal: Rehearsal | None = None
         self._streamer: Streamer
         self._gradients: Accumulation | None = None
@@ -58,11 +58,8 @@ class Forwards(NotCopied):
         self._hooks.remove()
         self._streamer, self._gradients = streamer, gradients
         extents = streamer.extents
-        within = {id(inner) for extent in extents for inner in extent.module.modules()}
-        for module in self._model.modules():
-            is_outer = id(module) not in within and any(id(inner) in within for inner in module.modules())
-            if is_outer and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-                self._hooks.around_forward(module, before=self._before_outer, after=self._after_outer)
+        if not len(self._outer_hooks):  # they stay: one of these modules may be running
+            self._watch_outer({id(inner) for extent in extents for inner in extent.module.modules()})
         for extent in extents:
             before, after = partial(self._before_layer, extent), partial(self._after_layer, extent)
             self._hooks.around_forward(extent.module, before=before, after=after)
@@ -71,6 +68,12 @@ class Forwards(NotCopied):
                 if module is not extent.module and any(id(inner) in holding for inner in module.modules()):
                     before, after = partial(self._before_inner, extent), partial(self._after_inner, extent)
                     self._hooks.around_forward(module, before=before, after=after)
+
+    def _watch_outer(self, within: set[int]) -> None:
+        for module in self._model.modules():
+            is_outer = id(module) not in within and any(id(inner) in within for inner in module.modules())
+            if is_outer and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                self._outer_hooks.around_forward(module, before=self._before_outer, after=self._after_outer)
 
     def rehearse(self, rehearsal: Rehearsal | None, resident: dict[str, nn.Module]) -> None:
         """Have the layers timed from now on, or not any more.
@@ -101,8 +104,9 @@ class Forwards(NotCopied):
         self._calls.end_interrupted()
         if len(self._calls):
             raise LayerOffloadError("offload.close() was called within a forward of the model. Call it when that is over")
-        self._hooks.remove()
-        self._timing_hooks.remove()
+        for hooks in (self._outer_hooks, self._hooks, self._timing_hooks):
+            hooks.remove()
+        del self._before_pass, self._note_adopted  # whose object holds this one: neither is left to the garbage collector
 
     # The model
 
@@ -117,7 +121,7 @@ class Forwards(NotCopied):
         Raises:
             LayerOffloadError: it is being captured into a CUDA graph.
         """
-        if self._streamer.device.is_capturing():
+        if self._streamer.extents and self._streamer.device.is_capturing():
             name = type(self._model).__name__ if first is None else f'"{first.name}"'
             raise LayerOffloadError(
                 f"a forward of {name} is being captured into a CUDA graph, and has weights that stream: a replay would read "
@@ -167,7 +171,8 @@ class Forwards(NotCopied):
                 self._note_adopted(adopted)
         self._begin_pass(extent)
         if not extent.is_on_host:
-            return  # it has come to stay on the device just now
+            self._calls.drop(call)  # it has come to stay on the device just now
+            return
         if self._gradients is not None:
             self._gradients.watch(extent)
         elif any(item.parameter.requires_grad for item in extent.parameters):
@@ -197,6 +202,8 @@ class Forwards(NotCopied):
             hooks.end()
         if self._gradients is not None and torch.is_grad_enabled():
             self._gradients.note_forward(extent)
+        if self._rehearsal is not None and ending is not Ending.RETURNED and backward_task() == -1:
+            self._rehearsal.fail()
         self._streamer.release(extent)
         extent.num_bound -= 1
         if extent.num_bound:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit.device.base import Device, Event
 from memkit.hooks import num_users
@@ -108,6 +108,7 @@ class HostGradients(Accumulation):
         held = [(buffer.storage, byte_view(buffer.storage).clone().untyped_storage()) for buffer in self._kept]
         self._kept.clear()
         self._give_unused()
+        self._rest = lambda: None  # the one before belongs to an object that holds this one
         return held + super().close()
 
     def _leave(self, parameters: Sequence[StreamedParameter]) -> None:
@@ -230,6 +231,20 @@ class HostGradients(Accumulation):
         additions, self._additions = self._additions, []
         for addition in additions:
             addition.result()
+
+
+def bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Bring what an optimizer keeps of some parameters to where these are: as `torch.optim.Optimizer.load_state_dict` does."""
+    wanted = set(map(id, parameters))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in wanted:
+                continue
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                is_moved = isinstance(value, Tensor) and value.device != parameter.device
+                if is_moved and (name != "step" or group.get("fused") or group.get("capturable")):
+                    state[name] = value.to(parameter.device)
 
 
 def _have_own_gradient(streamed: StreamedParameter) -> None:

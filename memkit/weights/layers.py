@@ -10,17 +10,17 @@ from functools import partial
 from types import TracebackType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.hooks import HookSet
 from memkit.plan import plan_again
 from memkit.sizes import byte_view, check_bytes, unique_storages
 from memkit.transfer.arena import Arena
-from memkit.weights.extents import LayerExtent, StreamedParameter
+from memkit.weights.extents import LayerExtent, StreamedParameter, plainly
 from memkit.weights.forwards import Forwards, NotCopied
 from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
-from memkit.weights.gradients import HostGradients
+from memkit.weights.gradients import HostGradients, bring_state
 from memkit.weights.placement import Placement, has_plain_parts, is_plain, shared_between
 from memkit.weights.rehearsal import Rehearsal, Rehearsed
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_unmovable, refuse_wrapped
@@ -193,7 +193,8 @@ class LayerOffload(NotCopied):
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             self._gradients = FusedSteps(self.device, self._streamer, make, trained)
         self._forwards.watch(self._streamer, self._gradients)
-        self._rehearse()
+        if self._extents:
+            self._rehearse()
 
     def _warn_of_refusal(self) -> None:
         """Say once that host memory could not be pinned: in the beginning, or when more of it was needed later."""
@@ -206,23 +207,28 @@ class LayerOffload(NotCopied):
 
     # Finding out the share, and what it takes
 
-    def _rehearse(self) -> None:
+    def _rehearse(self) -> Rehearsal:
         resident = {name: self._layers[name] for name in self._layers if name not in self.plan.streamed}
         self._rehearsal = Rehearsal(self.device, self._streams, resets_peak=self._is_to_choose)
         self._forwards.rehearse(self._rehearsal, resident)
+        return self._rehearsal
 
     def _before_pass(self) -> None:
         self._warn_of_refusal()
         if self._rehearsal is None or not self._rehearsal.begin_pass():
             return
-        if self._is_to_choose and self._streams.handles:
-            return  # of a graph that is alive: later
+        if self._is_to_choose and (self._streams.handles or any(extent.num_bound for extent in self._extents)):
+            return  # of a graph that is alive, or in another thread: later
+        if self._is_to_choose:
+            for adopted in (adopted for extent in self._extents for adopted in extent.adopt()):
+                self._note_adopted(adopted)
         rehearsed, self._rehearsal = self._rehearsal.result(), None
         self._forwards.rehearse(None, {})
         if self._is_to_choose:
             self._is_to_choose = False
-            self._choose(rehearsed)
-            self._rehearse()
+            with plainly():
+                self._choose(rehearsed)
+            self._rehearse().begin_pass()
             return
         self._rehearsed = rehearsed
         if self.plan.predicted_s is None:
@@ -240,38 +246,55 @@ class LayerOffload(NotCopied):
             num_slots=self._num_slots,
             capacity_bytes=None if counter is None else counter.capacity_bytes(),
         )
+        staying = [extent for extent in self._extents if extent.name not in self.plan.streamed]
+        if staying:
+            self._arena.drain()
+            self._streams.close()
+            try:
+                held = [self._leave_to_device(extent) for extent in staying]
+                self._stream_anew()
+            except BaseException:  # no room, or an interrupt: all go on streaming
+                self.plan = before
+                for extent in staying:
+                    if not extent.is_on_host:
+                        extent.move_to_host()
+                self._stream_anew()
+                raise
+            self._let_go(staying, held)
         if rehearsed.peak_bytes is not None:
             self._predicted_peak_bytes = rehearsed.peak_bytes - before.device_bytes + self.plan.device_bytes
-        staying = [extent for extent in self._extents if extent.name not in self.plan.streamed]
-        if not staying:
-            return
-        self._streams.close()
-        for extent in staying:
-            self._leave_to_device(extent)
-        self._arena.trim_gaps()
-        self._extents = self._streaming()
+
+    def _leave_to_device(self, extent: LayerExtent) -> list[torch.UntypedStorage]:
+        """Have the parameters of a layer be on the device; return the masters that somebody holds."""
+        held = [storage for storage, _ in extent.restore()]
+        self._placement.place([item.parameter for item in extent.parameters], self.device.torch_device)
+        return held
+
+    def _stream_anew(self) -> None:
+        """Have what streams by the plan do so, and nothing else."""
+        before, self._extents = self._streams, self._streaming()
         self._streamer = Streamer(self.device, self._extents, self.plan.slot_bytes)
+        self._streamer.count_on(before)
+        self._forwards.watch(self._streamer, self._gradients)
         if isinstance(self._gradients, FusedSteps):
             self._gradients.streamer = self._streamer
-        self._forwards.watch(self._streamer, self._gradients)
 
-    def _leave_to_device(self, extent: LayerExtent) -> None:
-        """Have a layer that streams stay on the device from now on."""
-        if self._gradients is not None:
-            self._gradients.unwatch(extent)
-        held = extent.restore()
-        parameters = [item.parameter for item in extent.parameters]
-        for parameter in parameters:
-            _managers.pop(id(parameter), None)
-        self._placement.place(parameters, self.device.torch_device)
+    def _let_go(self, staying: Sequence[LayerExtent], held: Sequence[list[torch.UntypedStorage]]) -> None:
+        """Give back what layers had that stay on the device from now on, but for masters that are held."""
+        for extent, masters in zip(staying, held, strict=True):
+            if self._gradients is not None:
+                self._gradients.unwatch(extent)
+            for item in extent.parameters:
+                _managers.pop(id(item.parameter), None)
+            assert extent.span is not None
+            self._held += masters
+            if not masters:
+                self._arena.give(extent.span)
+                extent.span = None
+        self._arena.trim_gaps()
         if self.train == "host":
-            self._hooks.before_any_step(partial(_bring_state, parameters))
-        assert extent.span is not None
-        if held:
-            self._held += [storage for storage, _ in held]
-        else:
-            self._arena.give(extent.span)
-            extent.span = None
+            parameters = [item.parameter for extent in staying for item in extent.parameters]
+            self._hooks.before_any_step(partial(bring_state, parameters))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -343,6 +366,7 @@ class LayerOffload(NotCopied):
         if name not in self._layers:
             raise ValueError(f"gather: {layer!r} is none of the layers ({', '.join(self._layers)})")
         extent = next((extent for extent in self._extents if extent.name == name), None)
+        self._streams.rest()
         try:
             yield self._layers[name]
         finally:
@@ -366,24 +390,10 @@ class LayerOffload(NotCopied):
                 num_overflows=streamer.ring.num_overflows,
                 predicted_s=self.plan.predicted_s,
                 actual_s=None if self._rehearsed is None else self._rehearsed.taken_s,
-        self._streams.rest()
                 predicted_peak_bytes=self._predicted_peak_bytes,
                 actual_peak_bytes=None if self._rehearsed is None else self._rehearsed.peak_bytes,
                 stall_s=dict(zip((extent.name for extent in self._extents), streamer.stalls.seconds(), strict=True)),
             )
-
-
-def _bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Bring what an optimizer keeps of some parameters to where these are: as `torch.optim.Optimizer.load_state_dict` does."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not any(parameter is one for one in parameters):
-                continue
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                is_moved = isinstance(value, Tensor) and value.device != parameter.device
-                if is_moved and (name != "step" or group.get("fused") or group.get("capturable")):
-                    state[name] = value.to(parameter.device)
 
 
 def _check_unmanaged(name: str, parameter: nn.Parameter) -> None:

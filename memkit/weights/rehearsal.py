@@ -91,7 +91,7 @@ class Rehearsal:
         self._points.append(_Point(name, is_backward, self._device.record_event()))
         if is_backward and task != self._backward:
             self._backward = task
-            when_backward_ends(lambda _: self.pause())
+            when_backward_ends(lambda has_failed: self.fail() if has_failed else self.pause())
 
     def go(self) -> None:
         """The weights of the layer are there."""
@@ -106,6 +106,11 @@ class Rehearsal:
         """No layer is computing any more."""
         if self._points and self._points[-1].name is not None and not self._is_timed:
             self._points.append(_Point(None, self._points[-1].is_backward, self._device.record_event()))
+
+    def fail(self) -> None:
+        """The pass was left: it says nothing, and the next one is timed."""
+        if not self._is_timed:
+            self._points.clear()
 
     def result(self) -> Rehearsed:
         """Return what the pass took, once it was timed whole; the host waits for it."""

@@ -33,8 +33,8 @@ _NoDispatch = torch._C._DisableTorchDispatch
 class Stalls:
     """How long the device has waited for each layer: read from events, as far as they are reached."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._seconds = [0.0] * num_layers
+    def __init__(self, seconds: Iterable[float]) -> None:
+        self._seconds = list(seconds)
         self._pending: list[tuple[int, Event, Event]] = []
 
     def add(self, layer: int, start: Event, end: Event) -> None:
@@ -75,7 +75,7 @@ class Streamer:
         self.extents = tuple(extents)
         self.lock = threading.RLock()
         self.ring = SlotRing(device, slot_bytes, self)
-        self.stalls = Stalls(len(self.extents))
+        self.stalls = Stalls(0.0 for _ in self.extents)
         self.passages: list[Passage] | None = None
         """The copies to the device, for who wants to time them."""
         self.handles = weakref.WeakSet[StreamedHandle]()
@@ -94,6 +94,13 @@ class Streamer:
         self._backward = -1
         """The last backward whose end is seen."""
         self._is_closed = False
+
+    def count_on(self, before: Streamer) -> None:
+        """Count on from what another one has done, of whose layers some stream here."""
+        self.h2d_bytes, self.num_fetches = before.h2d_bytes, before.num_fetches
+        self.num_demand_fetches, self.ring.num_overflows = before.num_demand_fetches, before.ring.num_overflows
+        waited_s = dict(zip(before.extents, before.stalls.seconds(), strict=True))
+        self.stalls = Stalls(waited_s.get(extent, 0.0) for extent in self.extents)
 
     # Passes
 
@@ -179,6 +186,8 @@ class Streamer:
                 self.release(extent)
                 extent.num_bound -= 1
                 if not extent.num_bound:
+                    if self.ring.holding(extent) is None:  # somebody has written to the parameters meanwhile
+                        extent.write_back()
                     extent.unbind()
 
     def release(self, extent: LayerExtent) -> None:
@@ -188,8 +197,6 @@ class Streamer:
                 extent.tick = self._lanes.tick()
             for slot in self.ring:
                 if slot.extent is extent:
-                    if self.ring.holding(extent) is None:  # somebody has written to the parameters meanwhile
-                        extent.write_back()
                     slot.release(self.device.current_stream())
 
     def _wait(self, slot: Slot, extent: LayerExtent) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import io
 import pickle
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +184,22 @@ def test_opened_and_closed_many_times(device: Device) -> None:
         assert not [owner for owner in owners() if owner is offload._streamer]
 
     assert len(held) == 1
+
+
+@pytest.mark.parametrize("train", ["frozen", "host", "fused"])
+def test_nothing_is_left_to_the_garbage_collector_after_close(train: str, device: Device) -> None:
+    model = _model(device) if train == "frozen" else Stack(4).to(device.torch_device)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1) if train == "fused" else None
+    gc.collect()
+    gc.disable()
+    try:
+        with memkit.LayerOffload(model, offload_fraction=1.0, train=train, optimizer=optimizer, device=device) as offload:
+            run_step(model, inputs(device))
+        left = [weakref.ref(model), weakref.ref(offload)]
+        del model, offload
+        assert [one() for one in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_copy_and_pickle_of_the_model_raise(device: Device) -> None:

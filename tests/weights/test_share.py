@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,8 +18,10 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import LayerCosts, ResidencyPlan, plan_fraction, predict_step
 from memkit.weights import layers as layers_module
+from memkit.weights.placement import Placement
 from memkit.weights.rehearsal import Rehearsed
 from memkit.weights.shares import plan_rehearsed
+from tests.refusing import PinLimit
 from tests.weights.cases import WIDTH, Stack, assert_same, checkpointed, inputs, only_lora, run_step
 
 MIB = 2**20
@@ -311,3 +315,208 @@ def test_capacity_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
 def test_other_words_are_refused(fraction: str) -> None:
     with pytest.raises(ValueError, match=r'offload_fraction is a number from 0 to 1, or "auto"; found'):
         memkit.LayerOffload(Stack(4), offload_fraction=fraction, device=ReferenceDevice())
+
+
+@pytest.mark.usefixtures("half")
+def test_counts_go_on_and_the_second_step_with_the_share_is_timed(device: Device) -> None:
+    model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device, 1)
+    seen = []
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        for _ in range(5):
+            run_step(model, batches)
+            seen.append(offload.stats())
+        assert set(offload.plan.streamed) == set(seen[-1].stall_s)
+    assert [stats.num_streamed for stats in seen] == [8, 8, 4, 4, 4]
+    assert [stats.actual_s is None for stats in seen] == [True, True, True, True, False]
+    assert [stats.num_fetches for stats in seen] == [13, 26, 31, 36, 41]
+    assert seen[1].h2d_bytes < seen[2].h2d_bytes
+
+
+@pytest.mark.parametrize("by_themselves", [False, True])
+def test_all_come_to_stay(by_themselves: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(candidates: Any, rehearsed: Rehearsed, plan: ResidencyPlan, **_: Any) -> ResidencyPlan:
+        return plan_fraction([LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers], 0, num_slots=3)
+
+    monkeypatch.setattr(layers_module, "plan_rehearsed", choose)
+    model = only_lora(Stack(4)).to(device.torch_device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        for _ in range(6):
+            batch = inputs(device, 1)[0]
+            outputs = [_layers_of(one, batch, by_themselves) for one in (model, plain)]
+            assert torch.equal(*outputs)
+            outputs[0].sum().backward()
+            held = [weakref.ref(tensor) for tensor in (batch, *outputs)]
+            del batch, outputs
+            assert not any(tensor() is not None for tensor in held)
+        assert not offload.plan.streamed
+        assert by_themselves or offload.stats().actual_s is not None
+
+
+def _layers_of(model: nn.Module, x: Tensor, by_themselves: bool) -> Tensor:
+    if not by_themselves:
+        return model(x)  # type: ignore[no-any-return]
+    for layer in model.get_submodule("layers"):  # type: ignore[attr-defined]
+        x = layer(x)
+    return x
+
+
+def test_nothing_is_timed_where_nothing_streams() -> None:
+    model = only_lora(Stack(4))
+    with memkit.LayerOffload(model, offload_fraction=0, device=ReferenceDevice()):
+        assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.usefixtures("half")
+def test_parameters_that_were_put_in_the_place_of_others_come_to_stay(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = []
+
+    def place(self: Placement, tensors: Any, torch_device: torch.device, place: Any = Placement.place) -> None:
+        placed.extend(tensors := list(tensors))
+        place(self, tensors, torch_device)
+
+    monkeypatch.setattr(Placement, "place", place)
+    model = only_lora(Stack(4)).to(device.torch_device)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        run_step(model, batches)
+        other = {name: tensor.clone() * 2 for name, tensor in model.state_dict().items()}
+        for one in (model, plain):
+            one.load_state_dict({name: tensor.clone() for name, tensor in other.items()}, assign=one is model)
+            only_lora(one)
+            one.zero_grad()
+        assert_same(run_step(model, batches[:1]), run_step(plain, batches[:1]))
+        assert len(offload.plan.streamed) == 2
+        assert any(tensor is model.layers[0].up.weight for tensor in placed)
+
+
+@pytest.mark.usefixtures("half")
+@pytest.mark.parametrize("train", ["frozen", "host", "fused"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), KeyboardInterrupt()], ids=["memory", "interrupt"])
+def test_all_go_on_streaming_where_the_device_has_no_room(
+    error: BaseException, train: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = only_lora(Stack(8)) if train == "frozen" else Stack(8)
+    plain, batches = copy.deepcopy(model.to(device.torch_device)), inputs(device, 1)
+    optimizer = partial(torch.optim.SGD, lr=0.0) if train == "fused" else None
+    with memkit.LayerOffload(model, offload_fraction="auto", train=train, optimizer=optimizer, device=device) as offload:
+        for one in (model, plain, model, plain):
+            run_step(one, batches)
+        place, times = offload._placement.place, iter(range(3))
+
+        def fails(tensors: Any, torch_device: torch.device) -> None:
+            if next(times) == 2:
+                raise error
+            place(tensors, torch_device)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(offload._placement, "place", fails)
+            with pytest.raises(type(error)):
+                model(batches[0])
+        assert offload.stats().num_streamed == len(offload.plan.streamed) == 8
+        found, expected = (run_step(one, batches) for one in (model, plain))
+        assert_same(found, {name: expected[name] for name in found})
+        assert train == "fused" or len(found) == len(expected)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.mark.usefixtures("half")
+def test_share_is_chosen_while_sampling_in_inference_mode(device: Device) -> None:
+    model, batches = Stack(4).to(device.torch_device), inputs(device, 1)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction="auto", train="host", device=device) as offload:
+        for one in (model, plain, model, plain):
+            run_step(one, batches)
+        with torch.inference_mode():
+            model(batches[0])
+        assert len(offload.plan.streamed) == 2
+        assert_same(run_step(model, batches), run_step(plain, batches))
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("body")
+
+
+@pytest.mark.usefixtures("half")
+@pytest.mark.parametrize("where", ["forward", "sampling", "backward"])
+def test_step_that_fails_is_not_the_one_that_counts(where: str, device: Device) -> None:
+    model, batches = only_lora(Stack(4)).to(device.torch_device), inputs(device, 1)
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+            if layer is layers[1]:
+                x = _Fails.apply(x) if where == "backward" else layers[2](x[:, :1])
+        return x
+
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        run_step(model, batches)
+        in_order, model._run = model._run, run
+        with torch.set_grad_enabled(where != "sampling"), pytest.raises(RuntimeError):
+            run_step(model, batches)
+        model._run = in_order
+        run_step(model, batches)
+        assert len(offload.plan.streamed) == 4
+        run_step(model, batches)
+        assert len(offload.plan.streamed) == 2
+
+
+@pytest.mark.usefixtures("half")
+def test_forward_in_another_thread_puts_it_off() -> None:
+    device = ReferenceDevice()
+    model, batches = only_lora(Stack(4)), inputs(device, 1)
+    expected, found = model(batches[0]), []
+    entered, goes_on = threading.Event(), threading.Event()
+
+    def waits(*_: Any) -> None:
+        if threading.current_thread() is thread:
+            entered.set()
+            assert goes_on.wait(30)
+
+    def sample() -> None:
+        with torch.no_grad():
+            found.append(model(batches[0]))
+
+    thread = threading.Thread(target=sample)
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        run_step(model, batches)
+        model.layers[0].up.register_forward_pre_hook(waits)
+        thread.start()
+        assert entered.wait(30)
+        run_step(model, batches)
+        run_step(model, batches)
+        assert len(offload.plan.streamed) == 4
+        goes_on.set()
+        thread.join()
+        run_step(model, batches)
+        assert len(offload.plan.streamed) == 2
+    assert torch.equal(found[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:LayerOffload. the system did not pin")
+def test_copies_of_memory_that_is_not_pinned_are_timed_one_by_one(
+    half: list[Rehearsed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = ReferenceDevice()
+    PinLimit(device, monkeypatch, 0)
+    copy_pageable = device.copy_pageable
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.01)
+        copy_pageable(*arguments)
+
+    monkeypatch.setattr(device, "copy_pageable", slow)
+    model, batches = only_lora(Stack(8)), inputs(device, 1)
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        num_bytes = offload.stats().streamed_bytes / 8
+        for _ in range(3):
+            run_step(model, batches)
+    assert half[0].h2d_bytes_per_s is not None
+    assert 0.01 <= num_bytes / half[0].h2d_bytes_per_s < 0.015
