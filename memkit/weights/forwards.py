@@ -99,11 +99,12 @@ class Forwards(NotCopied):
         """See no forwards any more.
 
         Raises:
-            LayerOffloadError: one is going on.
+            LayerOffloadError: one is going on, or a backward.
         """
         self._calls.end_interrupted()
-        if len(self._calls):
-            raise LayerOffloadError("offload.close() was called within a forward of the model. Call it when that is over")
+        if len(self._calls) or backward_task() != -1:
+            which = "forward of the model" if len(self._calls) else "backward"
+            raise LayerOffloadError(f"offload.close() was called within a {which}. Call it when that is over")
         for hooks in (self._outer_hooks, self._hooks, self._timing_hooks):
             hooks.remove()
         del self._before_pass, self._note_adopted  # whose object holds this one: neither is left to the garbage collector

@@ -369,3 +369,15 @@ def test_close_within_a_forward_raises(device: Device) -> None:
     case.assert_next_step_works()
     case.offload.close()
     assert innermost_pack() is None
+
+
+def test_close_within_a_backward_raises(device: Device) -> None:
+    case = Case(device)
+
+    with case.offload:
+        hook = case.model.layers[1].register_full_backward_hook(lambda *_: case.offload.close())
+        loss = case.model(case.batches[0]).sum()
+        with pytest.raises(memkit.LayerOffloadError, match="called within a backward"):
+            loss.backward()
+        hook.remove()
+        case.assert_next_step_works()
