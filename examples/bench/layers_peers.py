@@ -52,8 +52,10 @@ def _beside_peers(setting: Setting, workload: Workload, *, backward: bool) -> It
     yield {**line, "engine": "plain", **figures_of(plain, plain.step_s)}
     model.to("cpu")  # so that peaks hold nothing of it
     setting.clean()
-    ours = setting.attempt(partial(streamed, setting, step_of(model), 1.0, link, plain))
-    yield {**line, "engine": "memkit", **ours}
+    ours: Line = {}
+    for slots in (2, 3):  # what is told of the peers is beside the default, three
+        ours = setting.attempt(partial(streamed, setting, step_of(model), 1.0, link, plain, slots=slots))
+        yield {**line, "engine": "memkit", "slots": slots, **ours}
     for peer in PEERS:
         found = setting.attempt(partial(_of_peer, setting, peer, step_of, model, plain))
         if "step_s" in found and "step_s" in ours:

@@ -105,6 +105,7 @@ def measure_fraction(
     plain: Measurement | None,
     link: Link,
     train: str = "auto",
+    slots: int = 3,
     engine: Engine = engines.plain,
     num_steps: int = 20,
     num_warmup: int = 4,
@@ -117,7 +118,7 @@ def measure_fraction(
         device: where the step runs.
         plain: the plain step of the same run, if there is room for it, which the row is compared with.
         link: how fast bytes move.
-        train: what to give `LayerOffload`. With "fused" the optimizer is plain SGD.
+        train, slots: what to give `LayerOffload`. With "fused" the optimizer is plain SGD.
         engine: makes a context for the forward of each step.
         num_steps, num_warmup: steps that count, and steps ahead of them that do not.
 
@@ -126,7 +127,9 @@ def measure_fraction(
         torch.OutOfMemoryError: the device has no room.
     """
     optimizer = _SGD if train == "fused" else None
-    with LayerOffload(workload.model, offload_fraction=fraction, train=train, optimizer=optimizer, device=device) as offload:
+    with LayerOffload(
+        workload.model, offload_fraction=fraction, slots=slots, train=train, optimizer=optimizer, device=device
+    ) as offload:
         warm: list[LayerStats] = []
         found = measure(
             workload,

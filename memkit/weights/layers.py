@@ -209,7 +209,8 @@ class LayerOffload(NotCopied):
 
     def _rehearse(self) -> Rehearsal:
         resident = {name: self._layers[name] for name in self._layers if name not in self.plan.streamed}
-        self._rehearsal = Rehearsal(self.device, self._streams, resets_peak=self._is_to_choose)
+        is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
+        self._rehearsal = Rehearsal(self.device, self._streams, is_trained=is_trained, resets_peak=self._is_to_choose)
         self._forwards.rehearse(self._rehearsal, resident)
         return self._rehearsal
 

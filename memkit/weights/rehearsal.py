@@ -13,6 +13,8 @@ from memkit.weights.streaming import Streamer
 
 _MOST_WITHOUT_BACKWARD = 3
 """After so many forwards in grad mode without a backward there is not going to be one."""
+_MOST_SAMPLES = 32
+"""After so many forwards without grad mode, a model that could be trained is not going to be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,37 +45,43 @@ class _Point:
 
 
 class Rehearsal:
-    """Times the second pass: the first one chooses kernels, and finds the order of the layers.
+    """Times the second pass of its kind: the first one chooses kernels, and finds the order of the layers.
 
     Args:
         device: where the layers run.
         streamer: brings the weights of those that stream.
+        is_trained: whether a backward is to be expected: a few samples ahead of it (a check of the validation) say little.
         resets_peak: whether the device's peak is that of the pass alone.
     """
 
-    def __init__(self, device: Device, streamer: Streamer, *, resets_peak: bool) -> None:
+    def __init__(self, device: Device, streamer: Streamer, *, is_trained: bool, resets_peak: bool) -> None:
         self._device = device
         self._streamer = streamer
         self._resets_peak = resets_peak
+        self._num_unfit_left = {True: _MOST_WITHOUT_BACKWARD, False: _MOST_SAMPLES if is_trained else 0}
+        """By grad mode, how many more passes without a backward are not what is to be timed."""
         self._points: list[_Point] = []
-        self._num_passes = 0
-        self._has_grad = self._is_timed = False
+        self._seen = set[bool]()
+        """The passes that there were: in grad mode, or not."""
+        self._has_grad = self._is_timing = self._is_timed = False
         self._backward = -1
 
     def begin_pass(self) -> bool:
         """A pass begins. Return whether one was timed whole before."""
-        is_timed = self._num_passes >= 2 and any(not point.is_backward and point.name for point in self._points)
-        if is_timed and self._has_grad and self._num_passes <= 1 + _MOST_WITHOUT_BACKWARD:
-            is_timed = any(point.is_backward for point in self._points)
+        is_timed = any(not point.is_backward and point.name for point in self._points)
+        if is_timed and not any(point.is_backward for point in self._points):
+            self._num_unfit_left[self._has_grad] -= 1
+            is_timed = self._num_unfit_left[self._has_grad] < 0
         if is_timed:
             self.pause()
             self._is_timed = True
             return True
-        self._num_passes += 1
         self._has_grad = torch.is_grad_enabled()
+        self._is_timing = self._has_grad in self._seen
+        self._seen.add(self._has_grad)
         self._points.clear()
-        self._streamer.passages = [] if self._num_passes >= 2 else None
-        if self._num_passes >= 2 and self._resets_peak:
+        self._streamer.passages = [] if self._is_timing else None
+        if self._is_timing and self._resets_peak:
             counter = self._device.memory_counter()
             if counter is not None:
                 counter.reset_peak()
@@ -81,7 +89,7 @@ class Rehearsal:
 
     def arrive(self, name: str) -> None:
         """The current stream has come to a layer, and is about to wait for its weights."""
-        if self._num_passes < 2 or self._is_timed:
+        if not self._is_timing or self._is_timed:
             return
         task = backward_task()
         is_backward = task != -1

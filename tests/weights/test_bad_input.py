@@ -221,6 +221,7 @@ def test_capture_into_a_graph_is_refused(by_itself: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_by_torch_is_refused() -> None:
     model = only_lora(Stack()).cuda().requires_grad_(False)
     x = torch.randn(2, WIDTH, device="cuda")

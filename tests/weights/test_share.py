@@ -189,12 +189,27 @@ def test_tensors_of_a_state_dict_stay_what_they_are(device: Device) -> None:
 
 @pytest.mark.usefixtures("half")
 def test_sampling_alone_is_timed_as_well(device: Device) -> None:
-    model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device)
+    model, batches = only_lora(Stack(8)).requires_grad_(False).to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
     with torch.no_grad(), memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
         for _ in range(4):
             assert torch.equal(model(batches[0]), plain(batches[0]))
         assert len(offload.plan.streamed) == 4
+
+
+def test_samples_ahead_of_training_do_not_decide(half: list[Rehearsed], device: Device) -> None:
+    model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device, 1)
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        for _ in range(5):
+            with torch.no_grad():
+                model(batches[0])
+        for _ in range(2):
+            run_step(model, batches)
+            with torch.no_grad():
+                model(batches[0])
+        assert len(offload.plan.streamed) == 4
+    (rehearsed,) = half
+    assert len(rehearsed.backward_s) == 8
 
 
 class _Sleep(torch.autograd.Function):
