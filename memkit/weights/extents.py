@@ -251,6 +251,11 @@ class LayerExtent:
         masters = [(region[0].master.untyped_storage(), len(region)) for _, _, region in self._regions]
         return [(storage, copied[storage_key(storage)]) for storage, num in masters if num_users(storage) > num + 1]
 
+    @property
+    def num_parts(self) -> int:
+        """How many tensors lie in a slot while the layer runs."""
+        return sum(len(streamed.parts) for streamed in self.parameters)
+
     def bind(self, storage: torch.UntypedStorage) -> None:
         """Let the parameters lie in a slot."""
         with plainly():

@@ -81,10 +81,17 @@ class Slot:
         self._freed[stream] = None
         self._device.note_read(self.storage)
 
-    def release(self, stream: Stream) -> None:
-        """The work that uses the slot has been put on a stream."""
+    def release(self, stream: Stream, *, num_bound: int) -> None:
+        """A forward of the layer is over, or its backward: all work that uses the slot has been put on a stream.
+
+        Unless somebody else holds a tensor that lies here. He may put work on it until he lets go, which nothing tells.
+
+        Args:
+            num_bound: how many tensors of the layer lie here by its own doing.
+        """
         self._device.note_read(self.storage)
-        self._freed[stream] = self._device.record_event(stream, timed=False)
+        is_held = num_users(self.storage) > 1 + num_bound
+        self._freed[stream] = None if is_held else self._device.record_event(stream, timed=False)
 
     def claim(self, stream: Stream) -> None:
         """Let work that is put on a stream from now on write to the slot."""

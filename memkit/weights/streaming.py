@@ -68,11 +68,11 @@ class Streamer:
         slot_bytes: the size of each slot.
     """
 
-    can_lend = True
-
     def __init__(self, device: Device, extents: Sequence[LayerExtent], slot_bytes: Sequence[int]) -> None:
         self.device = device
         self.extents = tuple(extents)
+        self.can_lend = not any(item.wrappers for extent in self.extents for item in extent.parameters)
+        """Not parts of quantized weights: what was made from them in a backward has differed on CUDA, and why is not known."""
         self.lock = threading.RLock()
         self.ring = SlotRing(device, slot_bytes, self)
         self.stalls = Stalls(0.0 for _ in self.extents)
@@ -196,8 +196,8 @@ class Streamer:
             if backward_task() == -1:
                 extent.tick = self._lanes.tick()
             for slot in self.ring:
-                if slot.extent is extent:
-                    slot.release(self.device.current_stream())
+                if slot.extent is extent and extent.num_bound == 1:  # else it runs on
+                    slot.release(self.device.current_stream(), num_bound=extent.num_parts)
 
     def _wait(self, slot: Slot, extent: LayerExtent) -> None:
         stream = self.device.current_stream()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
-from tests.weights.cases import WIDTH, Result, Stack, compare, in_order, inputs, only_lora, results, run_step
+from tests.weights.cases import WIDTH, Block, Result, Stack, compare, in_order, inputs, only_lora, results, run_step
 
 Step = Callable[[nn.Module, list[Tensor]], Result]
 
@@ -233,3 +233,34 @@ def test_graph_outlives_many_other_passes(device: Device) -> None:
         output.sum().backward()
 
         assert torch.equal(model.stem.weight.grad, plain.stem.weight.grad)
+
+
+def test_slot_that_somebody_reads_after_its_layer_is_not_filled_before(device: Device) -> None:
+    """Whoever was given a tensor of a slot may put work on it that comes long after the layer."""
+    model = only_lora(Stack()).to(device.torch_device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=1, device=device) as offload, torch.no_grad():
+        kept = []
+        hook = model.layers[0].up.register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
+        hidden = model.layers[0](model.stem(inputs(device)[0]))
+        hook.remove()
+        device.note_read(kept[0].untyped_storage())  # as an op does that runs now
+        kept.clear()
+
+        in_order(model.layers[1:], hidden)
+
+        assert offload.stats().num_overflows == 0
+
+
+def test_slot_is_read_until_the_outermost_forward_of_its_layer_is_over(device: Device) -> None:
+    class Nested(Block):
+        depth = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.depth < 2:
+                self.depth += 1
+                x = self(x)
+                self.depth -= 1
+                device.note_read(self.up.weight.untyped_storage())
+            return super().forward(x)
+
+    compare(only_lora(Stack(4, block=Nested)), device, offload_fraction=1.0, slots=1)

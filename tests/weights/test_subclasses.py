@@ -602,14 +602,11 @@ def test_inner_tensor_that_is_made_anew_each_time_stays(device: Device) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("other", ["CPUOffload", "Rematerialize", "save_on_cpu"])
-@pytest.mark.filterwarnings("ignore:.*budget of 256 bytes cannot be kept to")
+@pytest.mark.parametrize("other", ["CPUOffload", "save_on_cpu"])
 def test_together(other: str, block: str, device: Device) -> None:
     def context() -> Any:
         if other == "CPUOffload":
             return memkit.CPUOffload(1.0, tag="subclasses", min_bytes=0, device=device)
-        if other == "Rematerialize":
-            return memkit.Rematerialize("256 B", tag="subclasses", min_bytes=0)
         return torch.autograd.graph.save_on_cpu()
 
     def step(model: nn.Module, batches: list[Tensor]) -> Result:
@@ -626,6 +623,16 @@ def test_together(other: str, block: str, device: Device) -> None:
     with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
         for want in expected:
             assert_same(step(model, inputs(device)), want)
+
+
+def test_recompute_beside_quantized_weights_is_refused(device: Device) -> None:
+    model = _model(device)
+    with (
+        memkit.LayerOffload(model, offload_fraction=1.0, device=device),
+        pytest.raises(ValueError, match="what Streamer owns cannot be had again in the backward"),
+        memkit.Rematerialize(0.5, min_bytes=0),
+    ):
+        model(inputs(device)[0])
 
 
 # Quantized storage that is no such subclass
