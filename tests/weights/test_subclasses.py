@@ -635,6 +635,26 @@ def test_recompute_beside_quantized_weights_is_refused(device: Device) -> None:
         model(inputs(device)[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*budget of 256 bytes cannot be kept to")
+@pytest.mark.parametrize("block", BLOCKS)
+def test_recompute_beside_quantized_weights_if_it_were_not_refused(
+    block: str, device: Device, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.torch_device.type == "cuda" and block == "int4, kept":
+        request.applymarker(pytest.mark.xfail(strict=True, reason="it makes other values, and why is not known"))
+    model = _model(device, BLOCKS[block])
+    plain, batches = copy.deepcopy(model), inputs(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+        monkeypatch.setattr(offload._streams, "can_lend", True)
+        for _ in range(3):
+            outputs = []
+            for batch in batches:
+                with memkit.Rematerialize("256 B", tag="subclasses", min_bytes=0):
+                    outputs.append(model(batch))
+                outputs[-1].square().mean().backward()
+            assert_same(results(model, outputs), run_step(plain, batches))
+
+
 # Quantized storage that is no such subclass
 
 
