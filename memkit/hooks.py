@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -281,79 +279,6 @@ def innermost_hooks() -> SavedTensorHooks | None:
     """Return the hooks that a tensor saved now would be given to, if a context of memkit has set them."""
     hooks = _stacked.hooks[-1] if _stacked.hooks else None
     return hooks if hooks is not None and innermost_pack() is hooks.pack else None
-
-
-class Owner(Protocol):
-    """Who lends a storage out: its bytes are another's at times, so that nobody may hold a reference to it."""
-
-    can_lend: bool
-    """Whether it can give a tensor again later. If not, nothing may be made from what it owns."""
-
-    def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return what gives the tensor again at any later time, with the bytes that it has now.
-
-        That raises autograd's in-place error if they were changed meanwhile.
-        """
-
-    def streamed(self) -> StreamedWeights:
-        """Return whose bytes take turns in what it owns."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedWeights:
-    """Parameters that are in host memory, and on a device only around each use."""
-
-    layers: tuple[nn.Module, ...] = ()
-    """The modules that are brought as one."""
-    parameters: tuple[Tensor, ...] = ()
-    slots: tuple[torch.UntypedStorage, ...] = ()
-    """Device memory that the layers take turns in."""
-
-
-_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
-
-
-def own(storage: torch.UntypedStorage, owner: Owner) -> None:
-    """Say who owns a storage whose bytes will be overwritten, for as long as the owner lives or until `disown`."""
-    _owners[int(storage._cdata)] = owner
-
-
-def disown(storage: torch.UntypedStorage) -> None:
-    """A storage is nobody's any more."""
-    _owners.pop(int(storage._cdata), None)
-
-
-def owners() -> list[Owner]:
-    """Return all who own a storage."""
-    return list(dict.fromkeys(_owners.values()))
-
-
-def owner_of(storage: torch.UntypedStorage) -> Owner | None:
-    """Return who owns a storage, None if nobody has said so."""
-    return _owners.get(int(storage._cdata)) if _owners else None
-
-
-class _Aside(threading.local):
-    def __init__(self) -> None:
-        self.is_set = False
-
-
-_aside = _Aside()
-
-
-@contextmanager
-def owners_set_aside() -> Iterator[None]:
-    """Return a context in which the weights that stream do not, in this thread: others stand in for them, without data."""
-    before, _aside.is_set = _aside.is_set, True
-    try:
-        yield
-    finally:
-        _aside.is_set = before
-
-
-def are_owners_set_aside() -> bool:
-    """Tell whether this thread runs a model whose parameters are stand-ins without data."""
-    return _aside.is_set
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:

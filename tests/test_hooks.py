@@ -10,14 +10,13 @@ from torch.utils.checkpoint import checkpoint
 from memkit.hooks import (
     HookSet,
     SavedTensorHooks,
-    are_owners_set_aside,
     in_checkpoint,
     innermost_pack,
     may_step_in_backward,
     node_number,
-    owners_set_aside,
     receiving_pack,
 )
+from memkit.owners import are_owners_set_aside, owners_set_aside
 
 
 def test_hooks_run_around_the_users_own() -> None:

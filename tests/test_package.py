@@ -18,6 +18,7 @@ RANKS = {
     "sizes": 0,
     "calls": 1,
     "hooks": 1,
+    "owners": 1,
     "device": 1,
     "transfer": 2,
     "profile": 3,

@@ -14,7 +14,8 @@ from memkit.activations.remat_entry import Entry, RematOptions
 from memkit.activations.remat_state import RematState, open_state, state_of
 from memkit.activations.remat_stats import RematStats
 from memkit.device import CpuDevice, Device, is_capturing
-from memkit.hooks import in_checkpoint, owners, stacked_owners
+from memkit.hooks import in_checkpoint, stacked_owners
+from memkit.owners import owners
 from memkit.plan import DTRScore, RematPlan
 from memkit.profile.passes import run_without_data
 from memkit.profile.step import Step as ProfiledStep

@@ -16,7 +16,8 @@ from torch import Tensor
 from memkit.activations.recorded import Call, CostKey, source_of, tensor_of, tensors_in
 from memkit.activations.settings import current_settings
 from memkit.device.base import Device, Event
-from memkit.hooks import KeptHandle, owner_of, sharing_counters
+from memkit.hooks import KeptHandle, sharing_counters
+from memkit.owners import owner_of
 from memkit.plan import NO_OP, Lineage
 from memkit.sizes import byte_view
 

@@ -15,7 +15,8 @@ import torch
 
 from memkit.device import Device
 from memkit.errors import DataDependentError, ProfileError
-from memkit.hooks import HookSet, SavedTensorHooks, StreamedWeights, owners_set_aside
+from memkit.hooks import HookSet, SavedTensorHooks
+from memkit.owners import StreamedWeights, owners_set_aside
 from memkit.profile.calls import CallStack
 from memkit.profile.gauges import MemoryGauge, NoGauge, PeakGauge, TimeGauge
 from memkit.profile.restore import preserved

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from memkit.errors import ProfileError, note_on
-from memkit.hooks import HookSet, StreamedWeights
+from memkit.hooks import HookSet
+from memkit.owners import StreamedWeights
 from memkit.profile.calls import BackwardGraph, CallStack
 from memkit.profile.restore import grads_set_aside
 from memkit.profile.streamed import NOTHING_STREAMED

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from memkit.hooks import StreamedWeights, owner_of, owners
+from memkit.owners import StreamedWeights, owner_of, owners
 from memkit.sizes import storage_key
 
 NOTHING_STREAMED = StreamedWeights()

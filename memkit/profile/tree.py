@@ -12,7 +12,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from memkit.hooks import StreamedWeights
+from memkit.owners import StreamedWeights
 from memkit.profile.streamed import NOTHING_STREAMED
 from memkit.sizes import storage_key, storages_of, unique_storages
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from memkit.calls import Calls, Ending
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet, are_owners_set_aside, backward_task, before_backward_of
+from memkit.hooks import HookSet, backward_task, before_backward_of
+from memkit.owners import are_owners_set_aside
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.extents import LayerExtent, StreamedParameter
 from memkit.weights.rehearsal import Rehearsal

@@ -8,7 +8,8 @@ from contextlib import suppress
 import torch
 
 from memkit.device.base import Device, Event, Stream
-from memkit.hooks import Owner, disown, num_users, own
+from memkit.hooks import num_users
+from memkit.owners import Owner, disown, own
 from memkit.plan import slot_size_of
 from memkit.sizes import storage_key
 from memkit.weights.extents import LayerExtent

@@ -12,14 +12,8 @@ from torch import Tensor
 
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
-from memkit.hooks import (
-    KeptHandle,
-    StreamedWeights,
-    backward_task,
-    nothing,
-    sharing_counters,
-    when_backward_ends,
-)
+from memkit.hooks import KeptHandle, backward_task, nothing, sharing_counters, when_backward_ends
+from memkit.owners import StreamedWeights
 from memkit.sizes import tensor_over
 from memkit.transfer.lanes import Passage, lanes_of
 from memkit.weights.extents import LayerExtent
@@ -305,12 +299,12 @@ class Streamer:
     # Lending
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return what gives a tensor again whose bytes are in a slot now: see `memkit.hooks.Owner`."""
+        """Return what gives a tensor again whose bytes are in a slot now: see `memkit.owners.Owner`."""
         with sharing_counters(), _NoDispatch(), torch.no_grad():
             return StreamedHandle(self, tensor).unpack
 
     def streamed(self) -> StreamedWeights:
-        """Return what streams: see `memkit.hooks.Owner`."""
+        """Return what streams: see `memkit.owners.Owner`."""
         items = [item for extent in self.extents for item in extent.parameters]
         with self.lock:
             return StreamedWeights(

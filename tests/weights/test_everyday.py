@@ -18,7 +18,8 @@ from torch import nn
 
 import memkit
 from memkit.device import Device
-from memkit.hooks import innermost_pack, owners, stacked_owners
+from memkit.hooks import innermost_pack, stacked_owners
+from memkit.owners import owners
 from tests.weights.cases import Stack, assert_same, inputs, only_lora, run_step
 
 ADVICE = r"Call offload.close\(\) first"

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
-from memkit.hooks import innermost_pack, owner_of, stacked_owners
+from memkit.hooks import innermost_pack, stacked_owners
+from memkit.owners import owner_of
 from memkit.transfer import room
 from tests.weights.cases import Block, Stack, assert_same, inputs, only_lora, run_step
 

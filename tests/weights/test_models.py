@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import Device, ReferenceDevice
-from memkit.hooks import owner_of
+from memkit.owners import owner_of
 from tests.weights.cases import WIDTH, Block, Result, Stack, compare, in_order, inputs, only_lora, results, reused
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 import memkit
 from memkit.device import Device, ReferenceDevice
-from memkit.hooks import owner_of
+from memkit.owners import owner_of
 from memkit.weights.placement import move
 from memkit.weights.wrappers import parts_of, say_device
 from tests.weights.cases import RUNS, WIDTH, Result, Stack, assert_same, compare, inputs, results, run_step

@@ -17,7 +17,7 @@ import memkit
 from memkit.activations.copies import CopyLedger
 from memkit.activations.ledger import Record
 from memkit.device import Device, ReferenceDevice
-from memkit.hooks import owner_of
+from memkit.owners import owner_of
 from memkit.weights.extents import LayerExtent
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import StreamedHandle, Streamer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memkit.hooks import StreamedWeights, disown, own
+from memkit.owners import StreamedWeights, disown, own
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
