@@ -1,4 +1,4 @@
-"""Training whole runs of a streamed model: under a cap half of its size, and with samples taken in between."""
+"""Training whole runs of a streamed model: under half of its size, with samples in between, with a share that is found out."""
 
 from __future__ import annotations
 
@@ -168,4 +168,26 @@ def _in_turn(setting: Setting, training: Training, num_steps: int) -> Line:
     }
 
 
-BENCHES: dict[str, Callable[[Setting], Iterator[Line]]] = {"capped": capped, "alternate": alternate}
+def auto(setting: Setting) -> Iterator[Line]:
+    """The share is found out: what streams then, and what was predicted of it."""
+    training = _training(setting, 4, 2048)
+    yield {"bench": "layers_auto", **setting.attempt(partial(_found_out, setting, training))}
+
+
+def _found_out(setting: Setting, training: Training) -> Line:
+    training.model.to("cpu")
+    with memkit.LayerOffload(training.model, offload_fraction="auto", device=setting.device) as offload:
+        training.losses(6)  # two to choose by, two to see what it takes then, and two that find both done
+        stats, plan = offload.stats(), offload.plan
+    return {
+        "num_layers": len(plan.layers),
+        "num_streamed": stats.num_streamed,
+        "compute_s": plan.compute_s,
+        "predicted_s": stats.predicted_s,
+        "actual_s": stats.actual_s,
+        "predicted_peak_bytes": stats.predicted_peak_bytes,
+        "actual_peak_bytes": stats.actual_peak_bytes,
+    }
+
+
+BENCHES: dict[str, Callable[[Setting], Iterator[Line]]] = {"capped": capped, "alternate": alternate, "auto": auto}

@@ -88,10 +88,12 @@ class Forwards(NotCopied):
             return
 
         def before(name: str, *_: Any) -> None:
-            rehearsal.pass_by(name)
+            if not are_owners_set_aside():
+                rehearsal.arrive(name)
 
         def after(name: str, _: nn.Module, __: Any, output: Any) -> None:
-            before_backward_of(output, partial(rehearsal.pass_by, name))
+            if not are_owners_set_aside():
+                before_backward_of(output, partial(rehearsal.arrive, name))
 
         for name, module in resident.items():
             self._timing_hooks.around_forward(module, before=partial(before, name), after=partial(after, name))

@@ -189,6 +189,8 @@ class LayerOffload(NotCopied):
         tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if id(tensor) not in streamed]
         self._placement.place(tensors, self.device.torch_device)
         self._streamer = Streamer(self.device, self._extents, self.plan.slot_bytes)
+        if self._is_to_choose:
+            self._streamer.handles = weakref.WeakSet()
         if make is not None:
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             self._gradients = FusedSteps(self.device, self._streamer, make, trained)

@@ -9,6 +9,7 @@ import torch
 
 from memkit.device.base import Device, Event
 from memkit.hooks import backward_task, when_backward_ends
+from memkit.transfer.lanes import Passage
 from memkit.weights.streaming import Streamer
 
 _MOST_WITHOUT_BACKWARD = 3
@@ -61,6 +62,7 @@ class Rehearsal:
         self._num_unfit_left = {True: _MOST_WITHOUT_BACKWARD, False: _MOST_SAMPLES if is_trained else 0}
         """By grad mode, how many more passes without a backward are not what is to be timed."""
         self._points: list[_Point] = []
+        self._passages: list[Passage] = []
         self._seen = set[bool]()
         """The passes that there were: in grad mode, or not."""
         self._has_grad = self._is_timing = self._is_timed = False
@@ -68,6 +70,8 @@ class Rehearsal:
 
     def begin_pass(self) -> bool:
         """A pass begins. Return whether one was timed whole before."""
+        if self._is_timed:
+            return True
         is_timed = any(not point.is_backward and point.name for point in self._points)
         if is_timed and not any(point.is_backward for point in self._points):
             self._num_unfit_left[self._has_grad] -= 1
@@ -75,6 +79,7 @@ class Rehearsal:
         if is_timed:
             self.pause()
             self._is_timed = True
+            self._passages, self._streamer.passages = self._streamer.passages or [], None
             return True
         self._has_grad = torch.is_grad_enabled()
         self._is_timing = self._has_grad in self._seen
@@ -88,7 +93,7 @@ class Rehearsal:
         return False
 
     def arrive(self, name: str) -> None:
-        """The current stream has come to a layer, and is about to wait for its weights."""
+        """The current stream has come to a layer, and is about to wait for its weights, unless it has them (see `go`)."""
         if not self._is_timing or self._is_timed:
             return
         task = backward_task()
@@ -106,10 +111,6 @@ class Rehearsal:
         if self._points and self._points[-1].after is self._points[-1].before:
             self._points[-1].after = self._device.record_event()
 
-    def pass_by(self, name: str) -> None:
-        """The current stream has come to a layer that waits for nothing."""
-        self.arrive(name)
-
     def pause(self) -> None:
         """No layer is computing any more."""
         if self._points and self._points[-1].name is not None and not self._is_timed:
@@ -122,7 +123,6 @@ class Rehearsal:
 
     def result(self) -> Rehearsed:
         """Return what the pass took, once it was timed whole; the host waits for it."""
-        passages, self._streamer.passages = self._streamer.passages or [], None
         self._device.synchronize(self._points[-1].before)
         forward_s: dict[str, float] = {}
         backward_s: dict[str, float] = {}
@@ -132,15 +132,13 @@ class Rehearsal:
                 seconds = backward_s if point.is_backward else forward_s
                 seconds[point.name] = seconds.get(point.name, 0.0) + max(point.after.elapsed_s(following.before), 0.0)
                 taken_s += point.before.elapsed_s(following.before)
-        copied = [
-            (passage.num_bytes, passage.started.elapsed_s(passage.done)) for passage in passages if passage.done.is_reached()
-        ]
-        copied_s = sum(seconds for _, seconds in copied)
+        copied = [passage for passage in self._passages if passage.done.is_reached()]
+        copied_s = sum(passage.started.elapsed_s(passage.done) for passage in copied)
         counter = self._device.memory_counter()
         return Rehearsed(
             forward_s=forward_s,
             backward_s=backward_s,
             taken_s=taken_s,
-            h2d_bytes_per_s=sum(num_bytes for num_bytes, _ in copied) / copied_s if copied_s > 0 else None,
+            h2d_bytes_per_s=sum(passage.num_bytes for passage in copied) / copied_s if copied_s > 0 else None,
             peak_bytes=None if counter is None else counter.peak_bytes(),
         )

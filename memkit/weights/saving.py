@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -80,8 +79,10 @@ class WeightHooks:
         parts = [tensor] if is_plain else parts_of(tensor) if is_traceable_wrapper_subclass(tensor) else []
         if any(map(self._is_in_slot, parts)):
             if self._hooks.outer is None or not self._hands_on_weights:
-                with _NoDispatch() if is_plain else nullcontext():  # it is no part of the forward
-                    return StreamedHandle(self._streamer, tensor) if is_plain else _WrapperHandle(tensor, self.pack)
+                if not is_plain:
+                    return _WrapperHandle(tensor, self.pack)
+                with _NoDispatch():  # it is no part of the forward
+                    return StreamedHandle(self._streamer, tensor)
             tensor = tensor.detach()  # the parameter itself leaves the slot before this is used
         if self._hooks.outer is not None:
             pack, unpack = self._hooks.outer

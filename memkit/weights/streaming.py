@@ -72,8 +72,8 @@ class Streamer:
         self.stalls = Stalls(0.0 for _ in self.extents)
         self.passages: list[Passage] | None = None
         """The copies to the device, for who wants to time them."""
-        self.handles = weakref.WeakSet[StreamedHandle]()
-        """Saved tensors that lie in slots, or did."""
+        self.handles: weakref.WeakSet[StreamedHandle] | None = None
+        """Saved tensors that lie in slots, or did, for who wants to know whether a graph is alive."""
         self.h2d_bytes = 0
         self.num_fetches = 0
         self.num_demand_fetches = 0
@@ -333,7 +333,8 @@ class StreamedHandle(KeptHandle):
         assert slot is not None
         assert slot.extent is not None
         self._streamer = streamer
-        streamer.handles.add(self)
+        if streamer.handles is not None:
+            streamer.handles.add(self)
         self._extent = slot.extent
         self._num_changes = slot.extent.num_changes
         self._size, self._stride = tensor.size(), tensor.stride()

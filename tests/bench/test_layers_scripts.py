@@ -92,6 +92,17 @@ def test_nothing_grows_while_training_and_sampling_take_turns(scripts: Scripts) 
     assert line["after_all"]["num_pins"] > 0
 
 
+def test_share_that_is_found_out_is_told_with_what_was_predicted(scripts: Scripts) -> None:
+    (line,) = scripts.training.auto(_setting(scripts, ReferenceDevice()))
+
+    assert "error" not in line
+    assert line["num_layers"] == 4
+    assert line["compute_s"] > 0
+    assert line["predicted_s"] >= line["compute_s"]
+    assert line["actual_s"] > 0
+    assert line["predicted_peak_bytes"] > 0
+
+
 def test_lora_begins_at_the_base_model(scripts: Scripts) -> None:
     lora = importlib.import_module("lora")
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

@@ -535,3 +535,26 @@ def test_copies_of_memory_that_is_not_pinned_are_timed_one_by_one(
             run_step(model, batches)
     assert half[0].h2d_bytes_per_s is not None
     assert 0.01 <= num_bytes / half[0].h2d_bytes_per_s < 0.015
+
+
+def test_profile_without_data_is_not_timed() -> None:
+    device = ReferenceDevice()
+    model, batches = only_lora(Stack(4)), inputs(device, 1)
+    with memkit.LayerOffload(model, resident=2, device=device) as offload:
+        for _ in range(2):
+            run_step(model, batches)
+        assert offload._rehearsal is not None
+        before = len(offload._rehearsal._points)
+        memkit.profile_memory(model, batches[0], device="meta", print_table=False)
+        assert len(offload._rehearsal._points) == before > 0
+
+
+@pytest.mark.usefixtures("half")
+def test_copies_are_not_noted_while_a_graph_puts_it_off(device: Device) -> None:
+    model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device, 1)
+    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+        alive = model(batches[0]).sum()
+        for _ in range(3):
+            run_step(model, batches)
+        assert offload._streams.passages is None
+        alive.backward()
