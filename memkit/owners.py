@@ -16,9 +16,6 @@ from torch import Tensor, nn
 class Owner(Protocol):
     """Who lends a storage out: its bytes are another's at times, so that nobody may hold a reference to it."""
 
-    can_lend: bool
-    """Whether it can give a tensor again later. If not, nothing may be made from what it owns."""
-
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what gives the tensor again at any later time, with the bytes that it has now.
 

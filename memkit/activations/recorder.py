@@ -123,9 +123,9 @@ class Recorder(TorchDispatchMode):
             self._note(func, kept, kwargs, sources, args, results)
             return results
         storage = _get_storage(results)
-        found = current.get(storage._cdata)
-        if found is not None and found[0]() is storage:
-            return results  # it returned what was there
+        before = current.get(storage._cdata) or tape.lent.get(storage._cdata)  # `was_there`, in place
+        if before is not None and before[0]() is storage:
+            return results
         if path is _COPY and results.device != args[0].device:
             tape.add_roots(results)
             return results
@@ -257,11 +257,10 @@ class Recorder(TorchDispatchMode):
         made: list[Tensor] = []
         storages: list[torch.UntypedStorage] = []
         places: list[int] = []
-        current, keys = tape.current, set[int]()
+        keys = set[int]()
         for place, tensor in enumerate(tensors_in(results)):
             storage = _get_storage(tensor)
-            found = current.get(storage._cdata)
-            if (found is None or found[0]() is not storage) and storage._cdata not in keys:
+            if storage._cdata not in keys and not tape.was_there(storage):
                 keys.add(storage._cdata)
                 made.append(tensor)
                 storages.append(storage)

@@ -15,7 +15,6 @@ from memkit.activations.remat_state import RematState, open_state, state_of
 from memkit.activations.remat_stats import RematStats
 from memkit.device import CpuDevice, Device, is_capturing
 from memkit.hooks import in_checkpoint, stacked_owners
-from memkit.owners import owners
 from memkit.plan import DTRScore, RematPlan
 from memkit.profile.passes import run_without_data
 from memkit.profile.step import Step as ProfiledStep
@@ -128,12 +127,6 @@ class Rematerialize:
             raise ValueError(
                 f'Rematerialize (tag "{self.tag}") was entered inside another Rematerialize: one budget holds for all that is '
                 "saved. Use memkit.keep and memkit.recompute to treat parts of a model differently"
-            )
-        unwilling = next((owner for owner in owners() if not owner.can_lend), None)
-        if unwilling is not None:
-            raise ValueError(
-                f'Rematerialize (tag "{self.tag}"): what {type(unwilling).__name__} owns cannot be had again in the backward, '
-                "and dropped tensors may be made from it. Use one of the two"
             )
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             state = open_state(self.tag)

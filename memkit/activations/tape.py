@@ -114,6 +114,8 @@ class Tape:
         """Bytes of the roots and anchors that are held and that nobody else may hold."""
         self.current: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         """Which value is in which storage now, by the storage's key."""
+        self.lent: dict[int, tuple[weakref.ref[torch.UntypedStorage]]] = {}
+        """Storages that were seen and are not in `current`, since they may have another's bytes when they are met again."""
         self.lineage = Lineage()
         """The ops and values, in numbers, as of the last `sync`."""
         self.modules: dict[int, str] = {}
@@ -145,6 +147,11 @@ class Tape:
         found = self.current.get(storage._cdata)
         return found[1] if found is not None and found[0]() is storage else None
 
+    def was_there(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether a storage that an op has returned is no new one, as that of what an op returns as it is."""
+        found = self.current.get(storage._cdata) or self.lent.get(storage._cdata)
+        return found is not None and found[0]() is storage
+
     def is_known(self, tensor: Tensor) -> bool:
         """Tell whether a tensor's storage was seen."""
         return self.find(tensor.untyped_storage()) is not None
@@ -175,8 +182,10 @@ class Tape:
         version = None if is_written or tensor.is_inference() else tensor._version
         base = tensor._base  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
         root = self.roots[value] = Root(tensor if base is None else base, storage, version, is_inside=is_inside)
-        if root.lent is None:  # else the storage may have another's bytes when it is met again
+        if root.lent is None:
             self.current[storage._cdata] = (weakref.ref(storage), value)
+        else:
+            self.lent[storage._cdata] = (weakref.ref(storage),)
         self.num_values = value + 1
         if is_hidden:
             self.hidden.add(value)
@@ -371,6 +380,7 @@ class Tape:
         """The forward is over: nothing more is recorded."""
         self.see_versions()
         self.current.clear()
+        self.lent.clear()
 
 
 def _alias_in_dispatch(tensor: Tensor) -> Tensor:

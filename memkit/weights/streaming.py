@@ -65,8 +65,6 @@ class Streamer:
     def __init__(self, device: Device, extents: Sequence[LayerExtent], slot_bytes: Sequence[int]) -> None:
         self.device = device
         self.extents = tuple(extents)
-        self.can_lend = not any(item.wrappers for extent in self.extents for item in extent.parameters)
-        """Not parts of quantized weights: what was made from them in a backward has differed on CUDA, and why is not known."""
         self.lock = threading.RLock()
         self.ring = SlotRing(device, slot_bytes, self)
         self.stalls = Stalls(0.0 for _ in self.extents)

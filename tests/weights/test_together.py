@@ -102,6 +102,25 @@ def test_smallest_budget_of_recompute(device: Device) -> None:
             assert_same(results(model, [output]), run_step(plain, batches))
 
 
+@pytest.mark.filterwarnings("ignore:.*budget of 256 bytes cannot be kept to")
+def test_recompute_where_an_op_returns_a_weight(device: Device) -> None:
+    class Returning(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            up = self.up.weight.detach().dequantize()  # that of a plain tensor is itself, and no view of it
+            return super().forward(x + (x @ up.t()).tanh() @ self.down.weight.t())
+
+    def step(model: nn.Module, batches: list[Tensor]) -> Result:
+        is_streamed = bool(model._forward_hooks)
+        outputs = []
+        for batch in batches:
+            with memkit.Rematerialize("256 B", min_bytes=0, device=device) if is_streamed else nullcontext():
+                outputs.append(model(batch))
+            outputs[-1].square().mean().backward()
+        return results(model, outputs)
+
+    compare(only_lora(Stack(block=Returning)), device, step=step, num_steps=3, offload_fraction=1.0, slots=2)
+
+
 @pytest.mark.parametrize("context", ["offload", "save on cpu", "hooks of the user"])
 def test_weights_are_no_activations(context: str, device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
