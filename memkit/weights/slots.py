@@ -145,6 +145,7 @@ class SlotRing:
         self._owner = owner
         self._slot_bytes = tuple(slot_bytes)
         self._slots: list[Slot] = []
+        """The one that was filled longest ago comes first."""
         self.num_overflows = 0
         """How often there was no slot."""
         try:
@@ -175,7 +176,8 @@ class SlotRing:
         return next((slot for slot in self._slots if storage_key(slot.storage) == key), None)
 
     def find_idle(self, extent: LayerExtent, rank: Callable[[LayerExtent], float | None]) -> Slot | None:
-        """Return a slot that a layer may take, None if there is none.
+        """Return a slot that a layer may take, None if there is none. Among equals that is the one filled longest ago, whose
+        work is done soonest.
 
         Args:
             rank: how far away the next use of a layer is that would have to go, None if it must stay.
@@ -190,6 +192,12 @@ class SlotRing:
             if found is not None and found > best_rank:
                 best, best_rank = slot, found
         return best
+
+    def fill(self, slot: Slot, extent: LayerExtent, copy: Callable[[torch.UntypedStorage, Iterable[Event]], Event]) -> None:
+        """Fill a slot of this ring: see `Slot.fill`."""
+        slot.fill(extent, copy)
+        self._slots.remove(slot)
+        self._slots.append(slot)
 
     def overflow(self, extent: LayerExtent) -> Slot:
         """Return one more slot, for a while.

@@ -273,7 +273,7 @@ class Streamer:
             return passage.done
 
         with torch.profiler.record_function(f"memkit::fetch ({extent.name})"):
-            slot.fill(extent, copy)
+            self.ring.fill(slot, extent, copy)
         self.h2d_bytes += extent.num_bytes
         self.num_fetches += 1
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
+from memkit.sizes import storage_key
 from tests.weights.cases import RUNS, Block, Stack, compare, inputs, only_lora
 
 
@@ -52,6 +53,20 @@ def test_output_that_comes_through_all_layers_is_one_of_the_first(device: Device
 
     assert stats.num_fetches == 2 * (8 + 5)  # two batches
     assert stats.num_demand_fetches == 0
+
+
+@pytest.mark.parametrize("num_layers", [4, 5, 6])
+def test_next_forward_begins_in_the_slots_that_are_free_first(num_layers: int, device: Device) -> None:
+    model = only_lora(Stack(num_layers)).to(device.torch_device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=3, device=device), torch.no_grad():
+        slots = []
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda layer, _: slots.append(storage_key(layer.up.weight.untyped_storage())))
+        for _ in range(4):
+            model(inputs(device)[0])
+
+    assert len(set(slots)) == 3
+    assert slots == slots[:3] * (len(slots) // 3) + slots[: len(slots) % 3]
 
 
 def test_layers_are_fetched_ahead_once_the_order_is_known(device: Device) -> None:
