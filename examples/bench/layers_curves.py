@@ -81,7 +81,8 @@ def _curve(
     engine: Engine = nullcontext
     if offload_ratio is not None:
         engine = partial(memkit.CPUOffload, offload_ratio, "layers", device=setting.device)
-    plain = measure(workload, engine, setting.device, num_steps=setting.steps, num_warmup=NUM_WARMUP)
+    steps: dict[str, Any] = {"num_steps": setting.steps, "num_warmup": NUM_WARMUP, "num_in_a_row": setting.steps}
+    plain = measure(workload, engine, setting.device, **steps)
     say(f"{workload.name}: plain {plain}; {link}")
     line: Line = {
         "bench": "layers",
@@ -126,6 +127,7 @@ def layer_figures(row: LayerRow) -> Line:
         "roofline_s": row.roofline_s,
         "to_roofline": row.to_roofline,
         "to_plain": row.to_plain,
+        "in_a_row_to_plain": row.in_a_row_to_plain,
         "fetches_per_step": row.num_fetches,
         "demand_fetches_per_step": row.num_demand_fetches,
         "overflows": row.num_overflows,

@@ -120,15 +120,22 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def figures_of(found: Measurement, plain_s: float | None = None) -> Line:
-    figures = {
+def figures_of(found: Measurement, plain: Measurement | None = None) -> Line:
+    """Return what is told of a step, and how it compares with the plain one."""
+    figures: Line = {
         "step_s": found.step_s,
         "forward_s": found.forward_s,
         "backward_s": found.backward_s,
         "peak_allocated_bytes": found.peak_allocated_bytes,
         "peak_reserved_bytes": found.peak_reserved_bytes,
     }
-    return figures if plain_s is None else {**figures, "to_plain": found.step_s / plain_s}
+    if found.in_a_row_s is not None:
+        figures["in_a_row_s"] = found.in_a_row_s
+    if plain is not None:
+        figures["to_plain"] = found.step_s / plain.step_s
+        if found.in_a_row_s is not None and plain.in_a_row_s is not None:
+            figures["in_a_row_to_plain"] = found.in_a_row_s / plain.in_a_row_s
+    return figures
 
 
 def remat_figures(tag: str = TAG) -> Line:

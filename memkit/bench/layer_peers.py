@@ -83,7 +83,9 @@ def _measured(
 ) -> Measurement:
     its_own = copy.deepcopy(model)
     with peer.offloaded(its_own, device):
-        found = measure(step_of(its_own), engines.plain, device, num_steps=num_steps, num_warmup=num_warmup)
+        found = measure(
+            step_of(its_own), engines.plain, device, num_steps=num_steps, num_warmup=num_warmup, num_in_a_row=num_steps
+        )
     return found if peer.counts_memory else replace(found, peak_allocated_bytes=None, peak_reserved_bytes=None)
 
 

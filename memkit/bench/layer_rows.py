@@ -21,6 +21,7 @@ _HEADERS = (
     "backward\n(ms)",
     "time /\nplain",
     "time /\nroofline",
+    "in a row\n/ plain",
     "allocated\n(MiB)",
     "reserved\n(MiB)",
     "slots\n(MiB)",
@@ -81,6 +82,11 @@ class LayerRow:
     def to_plain(self) -> float | None:
         """The step's seconds over those of the plain step."""
         return None if self.plain is None else self.memkit.step_s / self.plain.step_s
+
+    @property
+    def in_a_row_to_plain(self) -> float | None:
+        """The same of steps that follow each other without a wait of the host in between."""
+        return None if self.plain is None else _in_a_row_to_plain(self.memkit, self.plain)
 
     @property
     def peak_over_expected_bytes(self) -> int | None:
@@ -159,7 +165,8 @@ class LayerBench:
         times = ms(found.forward_s), ms(found.backward_s or None)
         to_plain = _ratio(None if self.plain is None else found.step_s / self.plain.step_s)
         peaks = mib(found.peak_allocated_bytes), mib(found.peak_reserved_bytes)
-        return (name, *streamed, *times, to_plain, to_roofline, *peaks, *waits)
+        in_a_row = _ratio(None if self.plain is None else _in_a_row_to_plain(found, self.plain))
+        return (name, *streamed, *times, to_plain, to_roofline, in_a_row, *peaks, *waits)
 
     def to_json(self) -> str:
         """Return everything as one line of JSON, with the versions that were used."""
@@ -203,6 +210,10 @@ class LayerBench:
                     peaks.plot([1], [peer.peak_allocated_bytes / _GIB], f"C{number + 1}D", label=name)
 
 
+def _in_a_row_to_plain(found: Measurement, plain: Measurement) -> float | None:
+    return None if found.in_a_row_s is None or plain.in_a_row_s is None else found.in_a_row_s / plain.in_a_row_s
+
+
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
@@ -211,5 +222,13 @@ def _figures(row: LayerRow) -> dict[str, object]:
     figures = asdict(row)
     for name in ("memkit", "plain", "link"):
         del figures[name]  # the first is told flat, the others are those of the bench
-    names = ("forward_roofline_s", "backward_roofline_s", "roofline_s", "to_roofline", "to_plain", "peak_over_expected_bytes")
+    names = (
+        "forward_roofline_s",
+        "backward_roofline_s",
+        "roofline_s",
+        "to_roofline",
+        "to_plain",
+        "in_a_row_to_plain",
+        "peak_over_expected_bytes",
+    )
     return {**figures, **asdict(row.memkit), **{name: getattr(row, name) for name in names}}

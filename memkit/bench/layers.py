@@ -138,8 +138,10 @@ def measure_fraction(
             num_steps=num_steps,
             num_warmup=num_warmup,
             after_warmup=lambda: warm.append(offload.stats()),
+            num_in_a_row=num_steps,
         )
         (before,), stats = warm, offload.stats()
+    num_counted = 2 * num_steps  # those in a row as well
     return LayerRow(
         fraction=fraction,
         memkit=found,
@@ -148,11 +150,11 @@ def measure_fraction(
         num_streamed=stats.num_streamed,
         streamed_bytes=stats.streamed_bytes,
         slot_bytes=stats.slot_bytes,
-        d2h_bytes=(stats.d2h_bytes - before.d2h_bytes) / num_steps,
-        num_fetches=(stats.num_fetches - before.num_fetches) / num_steps,
-        num_demand_fetches=(stats.num_demand_fetches - before.num_demand_fetches) / num_steps,
+        d2h_bytes=(stats.d2h_bytes - before.d2h_bytes) / num_counted,
+        num_fetches=(stats.num_fetches - before.num_fetches) / num_counted,
+        num_demand_fetches=(stats.num_demand_fetches - before.num_demand_fetches) / num_counted,
         num_overflows=stats.num_overflows,
-        stall_s=(sum(stats.stall_s.values()) - sum(before.stall_s.values())) / num_steps,
+        stall_s=(sum(stats.stall_s.values()) - sum(before.stall_s.values())) / num_counted,
     )
 
 
@@ -174,7 +176,9 @@ def _whole_step_of(step_of: StepOf, train: str, model: nn.Module) -> Workload:
 
 def _measure_plainly(step_of: StepOf, model: nn.Module, device: Device, *, num_steps: int, num_warmup: int) -> Measurement:
     with _on_device(model, device):
-        return measure(step_of(model), engines.plain, device, num_steps=num_steps, num_warmup=num_warmup)
+        return measure(
+            step_of(model), engines.plain, device, num_steps=num_steps, num_warmup=num_warmup, num_in_a_row=num_steps
+        )
 
 
 @contextmanager

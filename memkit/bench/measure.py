@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from memkit.device import Device
+from memkit.device import Device, Event
 
 _log = logging.getLogger("memkit.bench")
 
@@ -57,6 +57,9 @@ class Measurement:
     """None where the allocator does not count."""
     peak_reserved_bytes: int | None
     """Includes what the warm-up has left reserved: this is what the user sees as used."""
+    in_a_row_s: float | None = None
+    """A step's share of several that follow each other without the host waiting for the device in between, as in a loop
+    that reads no loss. None where that was not measured."""
 
 
 def sum_of_outputs(result: Any) -> Tensor:
@@ -79,13 +82,15 @@ def measure(
     num_steps: int,
     num_warmup: int,
     after_warmup: Callable[[], None] = nothing,
+    num_in_a_row: int = 0,
 ) -> Measurement:
     """Return what a step takes in an engine's context. Gradients are dropped before each step, and after the last.
 
     Args:
-        num_steps: steps that count.
+        num_steps: steps that count. Ahead of each the host waits until the device has nothing left to do.
         num_warmup: steps ahead of them that do not.
         after_warmup: called in between, when the device has nothing left to do.
+        num_in_a_row: so many steps follow, without such waits, and are timed together.
     """
     workload.model.zero_grad(set_to_none=True)
     gc.collect()
@@ -99,31 +104,49 @@ def measure(
             after_warmup()
             if counter is not None:
                 counter.reset_peak()
-        start = device.record_event()
-        with nullcontext() if workload.backward else torch.no_grad(), engine():
-            result = workload.forward()
-        loss = workload.loss(result) if workload.backward else None
-        del result
-        turn = end = device.record_event()
-        if loss is not None:
-            loss.backward()
-            loss = None
-            workload.update()
-            end = device.record_event()
+        start, turn, end = _run(workload, engine, device)
         device.synchronize()
         if step >= num_warmup:
             forward_s.append(start.elapsed_s(turn))
             backward_s.append(turn.elapsed_s(end))
             step_s.append(start.elapsed_s(end))
     workload.model.zero_grad(set_to_none=True)
+    peak_bytes = None if counter is None else counter.peak_bytes()
+    peak_reserved_bytes = None if counter is None else counter.peak_reserved_bytes()
     return Measurement(
         num_steps=num_steps,
         step_s=statistics.median(step_s),
         forward_s=statistics.median(forward_s),
         backward_s=statistics.median(backward_s),
-        peak_allocated_bytes=None if counter is None else counter.peak_bytes(),
-        peak_reserved_bytes=None if counter is None else counter.peak_reserved_bytes(),
+        peak_allocated_bytes=peak_bytes,
+        peak_reserved_bytes=peak_reserved_bytes,
+        in_a_row_s=_in_a_row_s(workload, engine, device, num_in_a_row) if num_in_a_row else None,
     )
+
+
+def _run(workload: Workload, engine: Engine, device: Device) -> tuple[Event, Event, Event]:
+    """Run a step; return when it has begun, when its backward has, and when it is over."""
+    start = device.record_event()
+    with nullcontext() if workload.backward else torch.no_grad(), engine():
+        result = workload.forward()
+    loss = workload.loss(result) if workload.backward else None
+    del result
+    turn = end = device.record_event()
+    if loss is not None:
+        loss.backward()
+        loss = None
+        workload.update()
+        end = device.record_event()
+    return start, turn, end
+
+
+def _in_a_row_s(workload: Workload, engine: Engine, device: Device, num_steps: int) -> float:
+    events = []
+    for _ in range(num_steps):
+        events.append(_run(workload, engine, device))
+        workload.model.zero_grad(set_to_none=True)
+    device.synchronize()
+    return events[0][0].elapsed_s(events[-1][2]) / num_steps
 
 
 def timer(workload: Workload, device: Device, *, num_steps: int, num_warmup: int) -> Callable[[str, Engine], Measurement]:

@@ -89,7 +89,9 @@ def result() -> LayerBench:
     return _bench(model, _step_of(), train="frozen")
 
 
-def _measured(forward_s: float, backward_s: float = 0.0, peak_bytes: int | None = None) -> Measurement:
+def _measured(
+    forward_s: float, backward_s: float = 0.0, peak_bytes: int | None = None, in_a_row_s: float | None = None
+) -> Measurement:
     return Measurement(
         num_steps=1,
         step_s=forward_s + backward_s,
@@ -97,6 +99,7 @@ def _measured(forward_s: float, backward_s: float = 0.0, peak_bytes: int | None 
         backward_s=backward_s,
         peak_allocated_bytes=peak_bytes,
         peak_reserved_bytes=None,
+        in_a_row_s=in_a_row_s,
     )
 
 
@@ -138,6 +141,13 @@ def test_roofline_is_the_longer_of_compute_and_transfer_in_each_pass() -> None:
     assert (row.forward_roofline_s, row.backward_roofline_s, row.roofline_s) == (2.0, 3.0, 5.0)
     assert row.to_roofline == 7 / 5
     assert row.to_plain == 7 / 4
+    assert row.in_a_row_to_plain is None
+
+
+def test_steps_in_a_row_are_compared_with_plain_ones_in_a_row() -> None:
+    row = _row(_measured(1.0, 3.0, in_a_row_s=3.5), _measured(2.5, 4.5, in_a_row_s=5.25))
+
+    assert row.in_a_row_to_plain == 1.5
 
 
 def test_what_leaves_in_the_backward_counts_in_its_roofline() -> None:
@@ -156,6 +166,7 @@ def test_nothing_is_compared_with_a_plain_step_that_has_not_run() -> None:
     row = _row(None, _measured(2.5, 4.5, peak_bytes=7))
 
     assert {row.forward_roofline_s, row.backward_roofline_s, row.roofline_s, row.to_roofline, row.to_plain} == {None}
+    assert row.in_a_row_to_plain is None
     assert row.peak_over_expected_bytes is None
 
 
@@ -179,7 +190,7 @@ def test_plain_step_of_fused_steps_as_well(monkeypatch: pytest.MonkeyPatch) -> N
 
     bench_layers(_step_of(), Stack(), [], ReferenceDevice(), train="fused", num_steps=2, num_warmup=1, link=LINK)
 
-    assert len(steps) == 3
+    assert len(steps) == 1 + 2 + 2
 
 
 @pytest.mark.parametrize("train", ["frozen", "host", "fused"])
@@ -211,7 +222,7 @@ def test_engine_is_around_each_forward() -> None:
         _step_of()(Stack()), 1.0, ReferenceDevice(), plain=None, link=LINK, engine=engine, num_steps=2, num_warmup=1
     )
 
-    assert len(made) == 3
+    assert len(made) == 1 + 2 + 2
 
 
 def test_freezes_layers_and_nothing_else() -> None:
@@ -273,7 +284,7 @@ def test_picture_does_without_a_plain_step(tmp_path: Path) -> None:
 def test_fraction_that_does_not_fit_is_told() -> None:
     model = Stack()
 
-    found = _bench(model, _step_of(seen=_out_of_memory_at(6)))  # the plain step takes four forwards
+    found = _bench(model, _step_of(seen=_out_of_memory_at(9)))  # the plain step takes seven forwards
 
     assert [row.fraction for row in found.rows] == [0.5, 1.0]
     assert "out of memory" in found.to_text().splitlines()[-3]
@@ -290,8 +301,9 @@ def test_text_has_a_line_for_plain_and_each_fraction(result: LayerBench) -> None
     assert "6 layers, 0.01 MiB; train=frozen; 1.0 GB/s to the host, 2.0 GB/s back" in lines[0]
     assert [line.split()[0] for line in lines[-4:]] == ["plain", "0", "0.5", "1"]
     assert [line.split()[1] for line in lines[-4:]] == ["-", "0", "3", "6"]
-    assert lines[-4].split()[5:7] == ["1.000", "-"]
-    assert lines[-1].split()[5:7] == [f"{result.rows[-1].to_plain:.3f}", f"{result.rows[-1].to_roofline:.3f}"]
+    assert lines[-4].split()[5:8] == ["1.000", "-", "1.000"]
+    last = result.rows[-1]
+    assert lines[-1].split()[5:8] == [f"{x:.3f}" for x in (last.to_plain, last.to_roofline, last.in_a_row_to_plain)]
 
 
 def test_text_of_a_forward_has_no_backward() -> None:

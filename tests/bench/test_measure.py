@@ -35,10 +35,23 @@ def test_measures_so_many_steps_after_the_warm_up() -> None:
     assert found.peak_allocated_bytes is None
 
 
+def test_steps_in_a_row_follow_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, calls = CpuDevice(), list[str]()
+    monkeypatch.setattr(device, "synchronize", lambda: calls.append("wait"))
+    workload = _workload(lambda: calls.append("step"))
+
+    found = measure(workload, engines.plain, device, num_steps=2, num_warmup=1, num_in_a_row=3)
+
+    assert calls == ["wait", "step", "wait"] * 3 + ["step"] * 3 + ["wait"]
+    assert found.num_steps == 2
+    assert found.in_a_row_s is not None
+    assert found.in_a_row_s > 0
+
+
 def test_leaves_no_gradients() -> None:
     workload = _workload()
 
-    measure(workload, engines.plain, CpuDevice(), num_steps=1, num_warmup=0)
+    measure(workload, engines.plain, CpuDevice(), num_steps=1, num_warmup=0, num_in_a_row=1)
 
     assert all(param.grad is None for param in workload.model.parameters())
 

@@ -90,6 +90,7 @@ def test_layers_script_has_a_line_for_each_fraction(name: str, given: list[str],
             "backward_s",
             "peak_allocated_bytes",
             "peak_reserved_bytes",
+            "in_a_row_s",
         }
     assert [line["num_streamed"] for line in lines] == [4 * fraction for fraction in fractions]
     assert bool(lines[-1]["grads_bytes"]) == (name == "host")
