@@ -24,6 +24,12 @@ _VIEWS = frozenset(f"{name}Backward0" for name in _VIEW_NAMES)
 _MAX_VIEWS = 8
 
 
+def counted_by(tensor: Tensor) -> Tensor:
+    """Return the tensor whose version counter a tensor shares: the base of a view. One storage may have several counters, which
+    know nothing of each other's writes (`Tensor.data`, `Tensor.set_`, the parts of `unsafe_chunk`)."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def is_from_leaf(tensor: Tensor) -> bool:
     """Tell whether a tensor is a parameter or another leaf that requires grad, a view of one, or a cast of one.
 

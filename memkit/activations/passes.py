@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memkit.activations.eligibility import counted_by
 from memkit.activations.forecast import Forecast
 from memkit.activations.ledger import Record
 from memkit.activations.stats import IterationCounts
@@ -155,7 +156,7 @@ class Pass:
 
     def find(self, storage: torch.UntypedStorage, tensor: Tensor) -> Record | None:
         """Return the record of a tensor's storage at its version, if this pass has saved that already."""
-        root = _counted_by(tensor)
+        root = counted_by(tensor)
         found = self._by_storage.get((storage_key(storage), id(root), tensor._version))
         if found is None or found[0]() is not root:
             return None
@@ -220,7 +221,7 @@ class Pass:
 
     def note_record(self, record: Record, storage: torch.UntypedStorage, tensor: Tensor) -> None:
         """Remember the record of the last first save."""
-        root, reference = _counted_by(tensor), weakref.ref(record)
+        root, reference = counted_by(tensor), weakref.ref(record)
         self._records[-1] = reference
         self._by_storage[storage_key(storage), id(root), tensor._version] = (weakref.ref(root), reference)
 
@@ -354,9 +355,3 @@ class Pass:
 
 
 _STRANGER = -1
-
-
-def _counted_by(tensor: Tensor) -> Tensor:
-    """Return the tensor whose version counter a tensor shares: the base of a view. One storage may have several counters, which
-    know nothing of each other's writes (`Tensor.data`, `Tensor.set_`)."""
-    return tensor if tensor._base is None else tensor._base

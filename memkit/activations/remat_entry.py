@@ -280,6 +280,7 @@ class Entry:
             return self._keep_noted(run, value, tensor)  # it is held, and counted, whatever becomes of the handle
         record = run.record_of(value)
         if record is not None and record.version != tensor._version:
+            run.note_offer(value, tensor)
             return self._keep(tensor)  # it was written to behind the recorder's back
         if record is None:
             if is_new:
@@ -311,7 +312,8 @@ class Entry:
 
     def _keep_noted(self, run: Run, value: int, tensor: Tensor) -> KeptHandle:
         handle = self._keep(tensor)
-        run.others[value] = weakref.ref(handle)
+        if self._outer is None or run.note_offer(value, tensor):
+            run.others[value] = weakref.ref(handle)
         return handle
 
     def _note_save(self, run: Run, value: int, num_bytes: int, node: int) -> None:

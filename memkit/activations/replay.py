@@ -12,8 +12,10 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memkit.activations.eligibility import counted_by
 from memkit.activations.ledger import Ledger, Record, Residency
 from memkit.activations.recorded import Call, tensor_of, tensors_in
 from memkit.activations.remat_stats import RematCounts
@@ -23,7 +25,7 @@ from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.hooks import KeptHandle
 from memkit.plan import NO_OP, DTRScore, Residents
-from memkit.sizes import byte_view, format_mib
+from memkit.sizes import byte_view, format_mib, storage_key
 
 
 class Run(Residents):
@@ -63,6 +65,8 @@ class Run(Residents):
         self._records: dict[int, weakref.ref[Record]] = {}
         self.others: dict[int, weakref.ref[KeptHandle]] = {}
         """What else is saved: small values, and those that another context was given."""
+        self._offered: dict[tuple[int, int, int], int] = {}
+        """Which value another context was given: by the storage's key, the tensor that counts writes to it, and its count."""
         self._secured: dict[int, bool] = {}
         self._dropped = set[int]()
         self._temps: dict[int, torch.UntypedStorage] = {}
@@ -82,6 +86,14 @@ class Run(Residents):
         self._saved_at[value] = len(self.saves)
         self.saves.append(value)
         self.save_nodes.append(node)
+
+    def note_offer(self, value: int, tensor: Tensor) -> bool:
+        """Note that another context is given a tensor; tell whether it then has all bytes of the value that is in the storage.
+
+        It may have taken them before, when this tensor was as it is and other parts of the storage were not: see `counted_by`.
+        """
+        key = storage_key(tensor.untyped_storage()), id(counted_by(tensor)), tensor._version
+        return self._offered.setdefault(key, value) == value
 
     def record_of(self, value: int) -> Record | None:
         """Return the record of a value, if a graph may still ask for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 
 import memkit
 from memkit.activations import remat_state
+from memkit.activations.recorded import CostKey
+from memkit.activations.remat_entry import Entry
+from memkit.activations.tape import Tape
 from memkit.device import CpuDevice, Device
 from tests.activations.conftest import open_test_device
 
@@ -35,6 +39,21 @@ def torch_device(device: Device) -> torch.device:
 def remat_on(device: Device) -> Remat:
     """Return `Rematerialize` for the device, with no storage too small."""
     return functools.partial(memkit.Rematerialize, device=device, min_bytes=0)
+
+
+@pytest.fixture(params=[1, 2])
+def any_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ops seem to take any time, drawn at random, so that anything may be dropped."""
+    drawn, read_times = random.Random(request.param), Tape.read_times
+
+    def any_times(tape: Tape) -> dict[CostKey, float]:
+        found = read_times(tape)
+        tape.sync()
+        tape.lineage.seconds[:] = [drawn.random() * 1e-4 for _ in tape.lineage.seconds]
+        return {key: drawn.random() * 1e-4 for key in found}
+
+    monkeypatch.setattr(Tape, "read_times", any_times)
+    monkeypatch.setattr(Entry, "_estimate_s", lambda *_: drawn.random() * drawn.choice([0, 1e-6, 1e-5, 1e-3]))
 
 
 @pytest.fixture(autouse=True)

@@ -56,6 +56,17 @@ def test_offload_outside(name: str, remat_on: Remat, device: Device) -> None:
     assert memkit.offload_stats("outside").live_records == 0
 
 
+@pytest.mark.usefixtures("any_costs")
+@pytest.mark.parametrize("name", COMPUTATIONS)
+def test_offload_outside_whatever_ops_seem_to_cost(name: str, remat_on: Remat, device: Device) -> None:
+    plain = gradients(COMPUTATIONS[name], device.torch_device, nullcontext)
+
+    for _ in range(3):
+        offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
+        found = gradients(COMPUTATIONS[name], device.torch_device, lambda: Both(offload, remat_on(0.5, "in")))  # noqa: B023
+        assert_same_bits(found, plain)
+
+
 def test_what_is_kept_leaves_with_the_offload_outside(device: Device, remat_on: Remat) -> None:
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
     for _ in range(3):
