@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from dit import dit as make_dit
 from setting import Setting, figures_of, say
 from shared import Line
+from torch import Tensor
 from workloads import llama_3b
 
 import memkit
 from memkit.bench import LayerRow, Measurement, Workload, measure, measure_fraction
 from memkit.bench.measure import Engine
+from memkit.device import Device
 from memkit.transfer.link import Link, measure_link
 
 FRACTIONS = (0.0, 0.5, 1.0)
@@ -66,6 +70,32 @@ def dit(setting: Setting) -> Iterator[Line]:
     yield from _curve(setting, workload, fractions=(0.5,))
 
 
+def unpinned(setting: Setting) -> Iterator[Line]:
+    """Forward only, where the system pins no more than a few buffers, or nothing."""
+    workload = llama(setting)
+    for limit_bytes in (128 * 2**20, 0):
+        around = partial(_pinning_at_most, limit_bytes, setting.device)
+        for line in _curve(setting, workload, backward=False, fractions=(1.0,), around=around):
+            yield {**line, "most_pinned_bytes": limit_bytes}
+
+
+@contextmanager
+def _pinning_at_most(limit_bytes: int, device: Device) -> Iterator[None]:
+    """Let a device pin so many bytes, as in a container, and none beyond."""
+    pin, lock, pinned_bytes = device.pin, threading.Lock(), 0
+
+    def pin_a_little(host: Tensor) -> None:
+        nonlocal pinned_bytes
+        with lock:
+            if pinned_bytes + host.nbytes > limit_bytes:
+                raise memkit.HostMemoryError(f"no more than {limit_bytes} bytes of host memory are to be pinned")
+            pinned_bytes += host.nbytes
+        pin(host)
+
+    with mock.patch.object(device, "pin", pin_a_little):
+        yield
+
+
 def _curve(
     setting: Setting,
     workload: Workload,
@@ -73,6 +103,7 @@ def _curve(
     backward: bool = True,
     fractions: Sequence[float] = FRACTIONS,
     offload_ratio: float | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
     **options: Any,
 ) -> Iterator[Line]:
     """Measure a workload plainly, and with shares of its layers streamed."""
@@ -95,7 +126,8 @@ def _curve(
         "plain": figures_of(plain),
     }
     for fraction in setting.fractions or fractions:
-        found = setting.attempt(partial(streamed, setting, workload, fraction, link, plain, engine=engine, **options))
+        with around():
+            found = setting.attempt(partial(streamed, setting, workload, fraction, link, plain, engine=engine, **options))
         say(f"{workload.name}, {fraction}: {found}")
         yield {**line, "fraction": fraction, **found}
 
@@ -145,4 +177,5 @@ BENCHES: dict[str, Callable[[Setting], Iterator[Line]]] = {
     "lora_checkpoint_offload": lora_checkpoint_offload,
     "host": host,
     "dit": dit,
+    "unpinned": unpinned,
 }

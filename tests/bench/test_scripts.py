@@ -74,7 +74,8 @@ def test_script_runs(name: str, benches: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "fractions"), [("forward", [], [0.0, 0.5, 1.0]), ("host", ["--fractions", "0.5", "1"], [0.5, 1.0])]
+    ("name", "given", "fractions"),
+    [("forward", [], [0.0, 0.5, 1.0]), ("host", ["--fractions", "0.5", "1"], [0.5, 1.0]), ("unpinned", [], [1.0, 1.0])],
 )
 def test_layers_script_has_a_line_for_each_fraction(name: str, given: list[str], fractions: list[float]) -> None:
     pytest.importorskip("transformers")
