@@ -141,7 +141,7 @@ def measure_fraction(
             num_in_a_row=num_steps,
         )
         (before,), stats = warm, offload.stats()
-    num_counted = 2 * num_steps  # those in a row as well
+    num_counted = num_steps + 1 + num_steps  # those in a row as well
     return LayerRow(
         fraction=fraction,
         memkit=found,

@@ -90,7 +90,7 @@ def measure(
         num_steps: steps that count. Ahead of each the host waits until the device has nothing left to do.
         num_warmup: steps ahead of them that do not.
         after_warmup: called in between, when the device has nothing left to do.
-        num_in_a_row: so many steps follow, without such waits, and are timed together.
+        num_in_a_row: so many steps follow one more, without such waits, and are timed together.
     """
     workload.model.zero_grad(set_to_none=True)
     gc.collect()
@@ -141,12 +141,13 @@ def _run(workload: Workload, engine: Engine, device: Device) -> tuple[Event, Eve
 
 
 def _in_a_row_s(workload: Workload, engine: Engine, device: Device, num_steps: int) -> float:
-    events = []
-    for _ in range(num_steps):
-        events.append(_run(workload, engine, device))
+    ends = []
+    for _ in range(1 + num_steps):  # the first begins when the device has nothing to do
+        _, _, end = _run(workload, engine, device)
+        ends.append(end)
         workload.model.zero_grad(set_to_none=True)
     device.synchronize()
-    return events[0][0].elapsed_s(events[-1][2]) / num_steps
+    return ends[0].elapsed_s(ends[-1]) / num_steps
 
 
 def timer(workload: Workload, device: Device, *, num_steps: int, num_warmup: int) -> Callable[[str, Engine], Measurement]:

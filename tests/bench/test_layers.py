@@ -190,7 +190,7 @@ def test_plain_step_of_fused_steps_as_well(monkeypatch: pytest.MonkeyPatch) -> N
 
     bench_layers(_step_of(), Stack(), [], ReferenceDevice(), train="fused", num_steps=2, num_warmup=1, link=LINK)
 
-    assert len(steps) == 1 + 2 + 2
+    assert len(steps) == 1 + 2 + 1 + 2
 
 
 @pytest.mark.parametrize("train", ["frozen", "host", "fused"])
@@ -222,7 +222,7 @@ def test_engine_is_around_each_forward() -> None:
         _step_of()(Stack()), 1.0, ReferenceDevice(), plain=None, link=LINK, engine=engine, num_steps=2, num_warmup=1
     )
 
-    assert len(made) == 1 + 2 + 2
+    assert len(made) == 1 + 2 + 1 + 2
 
 
 def test_freezes_layers_and_nothing_else() -> None:
@@ -284,7 +284,7 @@ def test_picture_does_without_a_plain_step(tmp_path: Path) -> None:
 def test_fraction_that_does_not_fit_is_told() -> None:
     model = Stack()
 
-    found = _bench(model, _step_of(seen=_out_of_memory_at(9)))  # the plain step takes seven forwards
+    found = _bench(model, _step_of(seen=_out_of_memory_at(10)))  # the plain step takes eight forwards
 
     assert [row.fraction for row in found.rows] == [0.5, 1.0]
     assert "out of memory" in found.to_text().splitlines()[-3]

@@ -42,7 +42,7 @@ def test_steps_in_a_row_follow_without_a_wait(monkeypatch: pytest.MonkeyPatch) -
 
     found = measure(workload, engines.plain, device, num_steps=2, num_warmup=1, num_in_a_row=3)
 
-    assert calls == ["wait", "step", "wait"] * 3 + ["step"] * 3 + ["wait"]
+    assert calls == ["wait", "step", "wait"] * 3 + ["step"] * 4 + ["wait"]
     assert found.num_steps == 2
     assert found.in_a_row_s is not None
     assert found.in_a_row_s > 0
