@@ -185,6 +185,7 @@ class Tape:
         if root.lent is None:
             self.current[storage._cdata] = (weakref.ref(storage), value)
         else:
+            self.current.pop(storage._cdata, None)
             self.lent[storage._cdata] = (weakref.ref(storage),)
         self.num_values = value + 1
         if is_hidden:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memkit.activations.tape import Tape
+from memkit.device import Device
 from memkit.owners import StreamedWeights, disown, own
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
@@ -44,6 +47,19 @@ def weight(torch_device: torch.device) -> Iterator[Tensor]:
     weight = torch.linspace(0, 1, 64, device=torch_device).view(8, 8)
     yield weight
     disown(weight.untyped_storage())
+
+
+def test_lent_storage_is_known_where_another_was_that_is_gone(weight: Tensor, device: Device) -> None:
+    slot, tape = Slot(weight), Tape(device)
+    storage, gone = weight.untyped_storage(), weakref.ref(torch.empty(8).untyped_storage())
+    tape.current[storage._cdata] = gone, 7  # addresses are given out again
+
+    value = tape.value_of(weight)
+
+    assert value != 7
+    assert tape.was_there(storage)
+    assert tape.value_of(weight) != value  # it may be another's by then
+    assert slot.num_lent == 0
 
 
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
