@@ -76,6 +76,7 @@ def test_page_on_layer_offload_draws_the_schedule_that_is_followed(monkeypatch: 
     model = names["Model"](num_layers=6)
     model.layers.requires_grad_(False)
     uses, copies, holds = list[str](), list[str](), list[list[str]]()
+    slots: list[Slot] = []
     use, fetch = Streamer.use, Streamer._fetch
 
     def note_use(streamer: Streamer, extent: LayerExtent) -> Slot:
@@ -83,11 +84,13 @@ def test_page_on_layer_offload_draws_the_schedule_that_is_followed(monkeypatch: 
         row = f"{streamer._phase.value} {extent.position}"
         if row not in uses:
             uses.append(row)
-            holds.append([str(found.extent.position) for found in streamer.ring if found.extent is not None])
+            holds.append([str(found.extent.position) for found in slots if found.extent is not None])
         return slot
 
     def note_fetch(streamer: Streamer, extent: LayerExtent, slot: Slot) -> None:
-        copies.append(f"layer {extent.position} to slot {list(streamer.ring).index(slot)}")
+        if slot not in slots:
+            slots.append(slot)
+        copies.append(f"layer {extent.position} to slot {slots.index(slot)}")
         fetch(streamer, extent, slot)
 
     monkeypatch.setattr(Streamer, "use", note_use)

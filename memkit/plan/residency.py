@@ -167,12 +167,24 @@ def plan_resident(
 
 
 def plan_budget(
-    layers: Sequence[LayerCosts], budget_bytes: int, *, num_slots: int, link_bytes_per_s: float | None = None
+    layers: Sequence[LayerCosts],
+    budget_bytes: int,
+    *,
+    num_slots: int,
+    link_bytes_per_s: float | None = None,
+    state_bytes: int = 0,
 ) -> ResidencyPlan:
     """Return the plan that streams the fewest bytes such that resident layers and slots fit a budget.
 
     There are fewer slots only where nothing fits with as many as asked for: without a spare one, no copy overlaps. The least is
     that everything streams through one slot for each class of sizes.
+
+    Args:
+        layers: in the order in which they run.
+        budget_bytes: what may be taken on the device.
+        num_slots: for layers of one size.
+        link_bytes_per_s: how fast bytes come to the device, if the plan is to tell what a step takes.
+        state_bytes: what of the budget is an optimizer's, whatever streams.
 
     Raises:
         TypeError, ValueError: an argument is out of range, there are no layers, or not even the least fits.
@@ -182,15 +194,16 @@ def plan_budget(
     check_count("slots", num_slots, least=1)
     for fewer_slots in range(num_slots, 0, -1):
         choices = _even_choices(layers, fewer_slots)
-        fitting = [choice for choice in choices if choice.device_bytes <= budget_bytes]
+        fitting = [choice for choice in choices if choice.device_bytes + state_bytes <= budget_bytes]
         if fitting:
             return _plan(layers, _fewest_streamed(fitting), link_bytes_per_s)
-    least_bytes = min(choices).device_bytes
+    least_bytes = min(choices).device_bytes + state_bytes
     largest = max(layers, key=lambda layer: layer.num_bytes)
-    others = "" if least_bytes == largest.num_bytes else ", and one for each other size of layer"
+    others = "" if min(choices).device_bytes == largest.num_bytes else ", and one for each other size of layer"
+    state = f", and {format_bytes(state_bytes)} for the optimizer's state" if state_bytes else ""
     raise ValueError(
         f"the layers' weights need at least {format_bytes(least_bytes)} of device_budget (a slot that holds {largest.name}, "
-        f"{format_bytes(largest.num_bytes)}{others}); found {format_bytes(budget_bytes)}. Raise device_budget by "
+        f"{format_bytes(largest.num_bytes)}{others}{state}); found {format_bytes(budget_bytes)}. Raise device_budget by "
         f"{least_bytes - budget_bytes} bytes or more, or split {largest.name}."
     )
 

@@ -90,7 +90,7 @@ def plan_share(
     except (TypeError, ValueError) as error:
         raise type(error)(f"device_budget: {error}") from None
     state_bytes = round(state_ratio * sum(layer.grad_bytes for layer in costs))
-    return plan_budget(costs, budget_bytes - state_bytes, num_slots=num_slots)
+    return plan_budget(costs, budget_bytes, num_slots=num_slots, state_bytes=state_bytes)
 
 
 def plan_rehearsed(

@@ -92,6 +92,9 @@ def test_state_stays_on_the_device_and_counts_in_the_budget(device: Device) -> N
 
     with _fused(copy.deepcopy(model), device, offload_fraction=None, device_budget=2 * trained + 5 * one) as offload:
         assert len(offload.plan.streamed) == 6
+    found = rf"{trained * 2 / 1024:.2f} KiB for the optimizer's state\); found 1000 bytes. Raise device_budget by \d+ bytes"
+    with pytest.raises(ValueError, match=found):
+        _fused(copy.deepcopy(model), device, offload_fraction=None, device_budget=1000)
     with pytest.raises(ValueError, match="device_budget"):
         _fused(copy.deepcopy(model), device, offload_fraction=None, device_budget=2 * trained)
 
