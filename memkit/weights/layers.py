@@ -23,6 +23,7 @@ from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
 from memkit.weights.gradients import HostGradients, bring_state
 from memkit.weights.placement import Placement, has_plain_parts, is_plain, shared_between
 from memkit.weights.rehearsal import Rehearsal, Rehearsed
+from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_unmovable, refuse_wrapped
 from memkit.weights.shares import choose_mode, costs_of, plan_rehearsed, plan_share
 from memkit.weights.stats import LayerStats
@@ -144,6 +145,7 @@ class LayerOffload(NotCopied):
                 refuse_replicas(self.model, self.train)
             if self.train == "host":
                 self._gradients = HostGradients(self.device, self._arena, self._extents, lambda: self._streams.rest())
+                self._hooks.before_any_step(refuse_unscaled)
             self._warn_of_refusal()
             self._begin(optimizer)
         except BaseException:

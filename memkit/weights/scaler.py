@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from memkit.errors import LayerOffloadError
 
 _FUSED = "_step_supports_amp_scaling"
 
@@ -38,3 +41,26 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         # From pageable host memory to a device, torch has read a tensor when the call returns; the other way it may not wait.
         return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
+
+
+def refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where torch's own scaler, whose scale is on a device, steps an optimizer of parameters in host memory.
+
+    Raises:
+        LayerOffloadError: it does.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not _STEP:
+        frame = frame.f_back
+    scaler = frame.f_locals.get("self") if frame.f_code is _STEP else None
+    if scaler is None or isinstance(scaler, GradScaler) or scaler._scale is None or scaler._scale.is_cpu:
+        return
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if any(parameter.is_cpu and parameter.grad is not None for parameter in parameters):
+        raise LayerOffloadError(
+            "torch.amp.GradScaler scales gradients in host memory without waiting for the scale to come there: they were "
+            'multiplied by anything. With train="host" use memkit.GradScaler, which has the same arguments and methods'
+        )
+
+
+_STEP = torch.amp.GradScaler.step.__code__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -286,6 +287,31 @@ def test_grad_scaler(train: str, optimizer: str, unscales: bool, device: Device)
         for name, tensor in plain.state_dict().items():
             found, expected = model.state_dict()[name].cpu(), tensor.cpu()
             assert torch.equal(found, expected) if is_exact else torch.allclose(found, expected, atol=1e-5), name
+
+
+class _FarScaler(torch.amp.GradScaler):
+    """Has its scale on another device than the gradients, as torch's has on CUDA, and finds nothing infinite in these."""
+
+    def _unscale_grads_(self, *_: Any) -> dict[torch.device, Tensor]:
+        self._scale = self._scale.to("meta" if self._scale.is_cpu else self._scale.device)
+        return {torch.device("cpu"): torch.zeros(())}
+
+
+def test_scaler_of_torch_is_refused_where_gradients_are_on_the_host(device: Device) -> None:
+    scaler = _FarScaler(device.torch_device.type)
+    plain = Stack(4).to(device.torch_device)
+    model = copy.deepcopy(plain)
+    with memkit.LayerOffload(model, device=device, offload_fraction=0.5, train="host"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.scale(model(inputs(device)[0]).square().mean()).backward()
+
+        with pytest.raises(memkit.LayerOffloadError, match=r"use memkit\.GradScaler"):
+            scaler.step(optimizer)
+        optimizer.step()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    scaler = _FarScaler(device.torch_device.type)
+    scaler.scale(plain(inputs(device)[0]).square().mean()).backward()
+    scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("train", ["frozen", "host"])
