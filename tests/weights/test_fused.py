@@ -184,3 +184,21 @@ def test_graph_from_before_a_step_raises_as_autograd_does(device: Device) -> Non
 def test_bad_input(options: dict[str, object], message: str, device: Device) -> None:
     with pytest.raises(ValueError, match=message):
         _fused(Stack(2).to(device.torch_device), device, **options)
+
+
+def test_layer_that_was_stepped_is_used_within_the_same_backward(device: Device) -> None:
+    plain, (batch,) = Stack(6).to(device.torch_device), inputs(device, 1)
+    model, found = copy.deepcopy(plain), []
+
+    def use_last(_: torch.Tensor) -> None:
+        with torch.no_grad():
+            found.append(model.layers[5](batch))
+
+    with _fused(model, device, "sgd", slots=2):
+        model.stem.register_forward_hook(lambda _, __, output: output.register_hook(use_last) and None)
+        model(batch).square().mean().backward()
+    optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    plain(batch).square().mean().backward()
+    optimizer.step()
+
+    assert torch.equal(found[0], plain.layers[5](batch))

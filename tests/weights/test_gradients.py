@@ -69,7 +69,23 @@ def test_next_forward_begins_in_the_slots_that_are_free_first(num_layers: int, d
     assert slots == slots[:3] * (len(slots) // 3) + slots[: len(slots) % 3]
 
 
-def test_layers_are_fetched_ahead_once_the_order_is_known(device: Device) -> None:
+@pytest.mark.parametrize("run", ["reversed", "branching", "reused"])
+def test_order_of_the_last_time_is_fetched_ahead(run: str, device: Device) -> None:
+    model, batch = only_lora(Stack(8, run=RUNS[run])).to(device.torch_device), inputs(device)[0]
+    found = []
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+        for _ in range(3):
+            before = offload.stats().num_demand_fetches
+            model(batch).sum().backward()
+            with torch.no_grad():
+                model(batch)
+            found.append(offload.stats().num_demand_fetches - before)
+
+    assert found[0] > 0
+    assert found[1:] == [0, 0]
+
+
+def test_layers_are_fetched_ahead_in_the_order_of_registration(device: Device) -> None:
     model, num_steps = only_lora(Stack(8)), 3
     stats = compare(model, device, offload_fraction=1.0, num_steps=num_steps)
 
