@@ -344,3 +344,31 @@ def test_nothing_streams(device: Device) -> None:
 
     assert not any((stats.num_streamed, stats.num_fetches, stats.slot_bytes, stats.host_bytes))
     assert not _hooks(model)
+
+
+@pytest.mark.parametrize("how", ["mmap", "safetensors"])
+def test_weights_of_a_file_go_straight_to_the_host(how: str, device: Device, tmp_path: Path) -> None:
+    plain = only_lora(Stack(8)).to(device.torch_device)
+    state = {name: tensor.cpu() for name, tensor in plain.state_dict().items()}
+    if how == "mmap":
+        torch.save(state, tmp_path / "weights")
+        found = torch.load(tmp_path / "weights", mmap=True)
+    else:
+        safetensors = pytest.importorskip("safetensors.torch")
+        safetensors.save_file(state, tmp_path / "weights")
+        found = safetensors.load_file(tmp_path / "weights")
+    with torch.device("meta"):
+        model = only_lora(Stack(8))
+    model.load_state_dict(found, assign=True)
+    only_lora(model)
+    counter = device.memory_counter()
+    assert counter is not None
+    counter.reset_peak()
+    before_bytes = counter.allocated_bytes()
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+        streamed = {id(item.parameter) for extent in offload._extents for item in extent.parameters}
+        resident = [parameter for parameter in model.parameters() if id(parameter) not in streamed]
+        resident_bytes = sum(-(-parameter.nbytes // 512) * 512 for parameter in resident)
+        assert counter.peak_bytes() - before_bytes <= offload.stats().slot_bytes + resident_bytes
+        assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))

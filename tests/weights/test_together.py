@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memkit
 from memkit.activations.copies import CopyLedger
@@ -365,3 +366,54 @@ def test_what_is_needed_sooner_goes_first(run: str, slots: int, device: Device, 
     assert sum(not is_layer for _, is_layer in ticks) > 4
     for (tick, is_layer), (later, is_later_layer) in itertools.combinations(ticks, 2):
         assert is_layer == is_later_layer or later < tick
+
+
+@pytest.mark.parametrize("train", ["host", "fused"])
+@pytest.mark.parametrize("context", ["offload", "recompute", "offload and recompute"])
+def test_contexts_around_forwards_of_what_is_trained(context: str, train: str, device: Device) -> None:
+    plain, batches = Stack(4).to(device.torch_device), inputs(device)
+    model, make = copy.deepcopy(plain), functools.partial(torch.optim.SGD, lr=0.1)
+    options = {"optimizer": make} if train == "fused" else {"train": "host"}
+    optimizer = make(plain.parameters())
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device, **options):
+        for batch in batches:
+            with CONTEXTS[context](device):
+                output = model(batch)
+            for one in (output, plain(batch)):
+                one.square().mean().backward()
+            if train == "host":
+                assert_same(results(model, [output]), results(plain, [plain(batch)]))
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context")  # what it saves itself goes past all hooks
+def test_selective_checkpoints(device: Device) -> None:
+    save_products = functools.partial(
+        create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    )
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=save_products)
+        return x
+
+    compare(only_lora(Stack(run=run)), device, offload_fraction=1.0, slots=2)
+
+
+def test_numerical_gradients(device: Device) -> None:
+    model = only_lora(Stack(3)).double().to(device.torch_device)
+    x = inputs(device)[0][:2].double().requires_grad_()
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=1, device=device):
+        assert torch.autograd.gradcheck(model, (x,))
+        assert torch.autograd.gradgradcheck(model, (x,))
+
+
+def test_half_precision(device: Device) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        model = only_lora(Stack()).to(device.torch_device, dtype)
+        plain, batches = copy.deepcopy(model), [batch.to(dtype) for batch in inputs(device)]
+        with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+            assert_same(run_step(model, batches), run_step(plain, batches))
