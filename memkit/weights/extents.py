@@ -156,7 +156,7 @@ class LayerExtent:
         self.module = module
         self.position = position
         self.span: Span | None = None
-        """The host memory for the master, pinned as one."""
+        """The host memory for the master."""
         self.is_on_host = False
         """Whether the masters are in the span."""
         self.num_changes = 0

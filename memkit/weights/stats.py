@@ -22,9 +22,11 @@ class LayerStats:
     slot_bytes: int
     """Bytes of the device that slots take, those that were taken for a while included."""
     host_bytes: int
-    """Pinned host memory that is held."""
+    """Host memory that is held, pinned where the system does that."""
     h2d_bytes: int
+    """Bytes that were copied to the device."""
     d2h_bytes: int
+    """Bytes that were copied to the host: gradients with train="host", weights with train="fused"."""
     num_fetches: int
     """Copies of a layer to the device."""
     num_demand_fetches: int
