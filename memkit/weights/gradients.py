@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit.device.base import Device, Event
+from memkit.errors import LayerOffloadError
 from memkit.hooks import num_users
 from memkit.sizes import byte_view
 from memkit.transfer.arena import ALIGNMENT_BYTES, Arena, Span
@@ -166,7 +167,16 @@ class HostGradients(Accumulation):
                 streamed.parameter.grad = found
 
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
-        """Take what a backward has made to the host, behind what was brought there before."""
+        """Take what a backward has made to the host, behind what was brought there before.
+
+        Raises:
+            LayerOffloadError: it is of another dtype than the parameter (`Tensor.grad_dtype`).
+        """
+        if made.layout is torch.strided and made.dtype != streamed.dtype:
+            raise LayerOffloadError(
+                f'"{streamed.name}" streams as {streamed.dtype}, and its gradient is {made.dtype}: was its grad_dtype set? '
+                "Leave that as it was, or have this layer stay on the device: name the others by layers="
+            )
         gradient = self._gradients[streamed]
         if gradient.total is None:
             gradient.total, gradient.kept = gradient.kept, None
@@ -200,6 +210,7 @@ class HostGradients(Accumulation):
 
     def _copy_out(self, streamed: StreamedParameter, made: Tensor, span: Span) -> Event:
         device, stream = self._device, self._device.current_stream()
+        made = made.resolve_conj().resolve_neg()  # else the bytes are not yet what the elements are
         storage = made.untyped_storage()
         if storage.nbytes() != span.num_bytes or made.stride() != streamed.gradient_stride:
             packed = streamed.over_gradient(device.allocate(span.num_bytes))

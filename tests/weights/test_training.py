@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
-from tests.weights.cases import RUNS, Stack, compare, in_order, inputs, only_lora, reused
+from tests.weights.cases import RUNS, WIDTH, Stack, compare, in_order, inputs, only_lora, reused
 
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -336,3 +336,67 @@ def test_nothing_grows_while_training_and_sampling_take_turns(train: str, device
 
     assert set(seen) == {seen[0]}
     assert stats.num_overflows == 0
+
+
+class _Adjoint(nn.Module):
+    """Uses its complex weights as adjoints, so that autograd makes gradients that are conjugated, or negated, lazily."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
+        self.scale = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.to(torch.complex64) @ self.weight.mH
+        return x + (z * self.scale.conj()).real + z.conj().imag
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_gradients_that_are_conjugated_lazily(num_batches: int, device: Device) -> None:
+    plain = Stack(4, block=_Adjoint).to(device.torch_device)
+    model = copy.deepcopy(plain)
+    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host"):
+        for one in (plain, model):
+            for batch in inputs(device, num_batches):
+                one(batch).square().mean().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert _same(one.grad, other.grad)
+
+
+class _Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, weight: Tensor) -> Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return torch._neg_view(grad)
+
+
+class _NegatedLayer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, _Negated.apply(self.weight), self.bias)  # type: ignore[no-untyped-call]
+
+
+def test_gradients_that_are_negated_lazily(device: Device) -> None:
+    plain = Stack(4, block=lambda: _NegatedLayer(WIDTH, WIDTH)).to(device.torch_device)
+    model = copy.deepcopy(plain)
+    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host"):
+        for one in (plain, model):
+            one(inputs(device)[0]).square().mean().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert _same(one.grad, other.grad)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch sees to the gradient's dtype")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_gradients_of_another_dtype_are_refused(dtype: torch.dtype, device: Device) -> None:
+    _, model, offload = _host_model(device)
+    weight = model.get_parameter("layers.2.up.weight")
+    weight.grad_dtype = dtype
+    with offload:
+        with pytest.raises(memkit.LayerOffloadError, match=rf"layers\.2\.up\.weight.*torch\.float32.*{dtype}"):
+            model(inputs(device)[0]).square().sum().backward()
+        weight.grad_dtype = torch.float32
+        model.zero_grad()
+        model(inputs(device)[0]).square().sum().backward()
