@@ -17,6 +17,7 @@ from memkit.weights.accumulation import Accumulation
 from memkit.weights.extents import LayerExtent, StreamedParameter
 from memkit.weights.rehearsal import Rehearsal
 from memkit.weights.saving import WeightHooks
+from memkit.weights.selection import refuse_replicated
 from memkit.weights.streaming import Streamer
 
 
@@ -123,7 +124,7 @@ class Forwards(NotCopied):
         """A forward begins; see whether it is one of its own.
 
         Raises:
-            LayerOffloadError: it is being captured into a CUDA graph.
+            LayerOffloadError: it is being captured into a CUDA graph, or DistributedDataParallel would reduce its gradients.
         """
         if self._streamer.extents and self._streamer.device.is_capturing():
             name = type(self._model).__name__ if first is None else f'"{first.name}"'
@@ -131,6 +132,8 @@ class Forwards(NotCopied):
                 f"a forward of {name} is being captured into a CUDA graph, and has weights that stream: a replay would read "
                 "whatever the slots hold then. Capture layers that stay on the device, or none"
             )
+        if self._gradients is not None:
+            refuse_replicated(self._streamer.extents)
         if len(self._calls) == 1 and backward_task() == -1 and not self._streamer.is_continued_by(first):
             self._before_pass()
             self._streamer.begin_pass()

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from memkit.errors import LayerOffloadError
+from memkit.weights.extents import LayerExtent
 from memkit.weights.wrappers import parts_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -153,4 +155,25 @@ def refuse_replicas(model: nn.Module, train: str) -> None:
             raise ValueError(
                 f'LayerOffload: train="{train}" takes gradients away that {type(module).__name__} would reduce. Use FSDP2 to '
                 'train on several devices, or train="frozen" (LoRA)'
+            )
+
+
+def refuse_replicated(extents: Iterable[LayerExtent]) -> None:
+    """Raise where the forward that is going on is one of a model that another library has come to replicate since, or that it
+    has around the one that was given.
+
+    Raises:
+        LayerOffloadError: it reduces gradients of what streams, which are taken away before.
+    """
+    # Source: torch.nn.parallel.DistributedDataParallel._inside_ddp_forward.
+    active: nn.Module | None = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if active is None:
+        return
+    reduced = {id(parameter) for parameter in getattr(active, "_module_parameters", active.parameters())}
+    for streamed in (item for extent in extents for item in extent.parameters):
+        if id(streamed.parameter) in reduced and streamed.parameter.requires_grad:
+            raise LayerOffloadError(
+                f'"{streamed.name}" streams and is trained, and the model runs within DistributedDataParallel, which would '
+                "reduce gradients that are taken away before. Train the plain model on one device; on several use FSDP2, or "
+                'train="frozen" (LoRA)'
             )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import memkit
 from memkit.device import ReferenceDevice
@@ -198,6 +202,56 @@ def test_a_part_that_does_not_stream_may_be_managed_by_another() -> None:
     ):
         pass
     assert not [module for module in model.modules() if module._forward_hooks]
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "host": {"train": "host"},
+    "fused": {"train": "fused", "optimizer": partial(torch.optim.SGD, lr=0.1)},
+}
+
+
+@pytest.mark.parametrize("train", TRAINED)
+@pytest.mark.usefixtures("process_group")
+def test_replicated_model(train: str) -> None:
+    with pytest.raises(ValueError, match=rf'train="{train}" takes gradients away that DistributedDataParallel would reduce'):
+        memkit.LayerOffload(DistributedDataParallel(Stack()), device=ReferenceDevice(), **HALF, **TRAINED[train])
+
+
+@pytest.mark.parametrize("is_around", [True, False])
+@pytest.mark.parametrize("train", TRAINED)
+@pytest.mark.usefixtures("process_group")
+def test_model_that_is_replicated_later(train: str, is_around: bool) -> None:
+    device = ReferenceDevice()
+    model = Stack(4)
+    plain, batches = copy.deepcopy(model), inputs(device, 1)
+    replicated = None if is_around else DistributedDataParallel(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device, **TRAINED[train]):
+        with pytest.raises(
+            memkit.LayerOffloadError, match=r'"layers\.0\..*DistributedDataParallel.*Train the plain model.*FSDP2'
+        ):
+            (replicated or DistributedDataParallel(model))(batches[0])
+        if train == "host":
+            del replicated
+            assert_same(run_step(model, batches), run_step(plain, batches))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_frozen_layers_of_a_model_that_is_replicated_later() -> None:
+    device = ReferenceDevice()
+    model = only_lora(Stack(4))
+    plain, batches = copy.deepcopy(model), inputs(device, 1)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        found = run_step(DistributedDataParallel(model), batches)
+        expected = run_step(DistributedDataParallel(plain), batches)
+
+    assert_same(found, expected)
 
 
 def test_entered_twice() -> None:
