@@ -31,6 +31,34 @@ class Call:
     """Where it is called from: once that is off the stack, the call is over."""
     end: Callable[[Ending], None] | None = None
     """What to do then; None where it did not come to begin."""
+    end_here: Callable[[], None] | None = None
+    """What to do before, in the thread of the call and no other."""
+
+
+class Claims:
+    """Which thread is the one whose calls are going on."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.thread = -1
+        self.calls: list[Call] = []
+
+    def are_going_on(self) -> bool:
+        """Tell whether that thread, which may have died, has calls on its stack: an interrupt leaves some behind that are not.
+
+        It runs on meanwhile, and a stack that is walked then may seem to end too soon; so that is done several times.
+        """
+        return any(self._are_on_stack() for _ in range(_NUM_LOOKS))
+
+    def _are_on_stack(self) -> bool:
+        frames = {call.frame for call in self.calls}
+        frame = sys._current_frames().get(self.thread) if frames else None
+        while frame is not None and frame not in frames:
+            frame = frame.f_back
+        return frame is not None
+
+
+_NUM_LOOKS = 3
 
 
 class Calls(threading.local):
@@ -56,6 +84,20 @@ class Calls(threading.local):
     def drop(self, call: Call) -> None:
         """A call goes on, and nobody will say when it ends."""
         self._calls.remove(call)
+
+    def claim(self, claims: Claims) -> bool:
+        """Have this thread be the one whose calls are going on, and tell whether it is: not as long as those of another are.
+
+        To be called within one of these calls, which alone says how long that is.
+        """
+        with claims.lock:
+            if claims.calls is not self._calls:
+                if claims.are_going_on():
+                    return False
+                for left in reversed(claims.calls):
+                    _end(left, Ending.LEFT)
+            claims.thread, claims.calls = threading.get_ident(), self._calls
+            return True
 
     def is_last(self, module: nn.Module) -> bool:
         """Tell whether the innermost call is one of a module."""
@@ -86,8 +128,15 @@ class Calls(threading.local):
 
     def _end_last(self, ending: Ending) -> None:
         call = self._calls.pop()
-        if call.end is not None:
-            call.end(ending)
+        if call.end_here is not None:
+            call.end_here()
+        _end(call, ending)
+
+
+def _end(call: Call, ending: Ending) -> None:
+    end, call.end = call.end, None
+    if end is not None:
+        end(ending)
 
 
 def _stack() -> set[FrameType]:

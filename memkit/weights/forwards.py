@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from memkit.calls import Calls, Ending
+from memkit.calls import Calls, Claims, Ending
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet, backward_task, before_backward_of
 from memkit.owners import are_owners_set_aside
@@ -49,7 +49,7 @@ class Forwards(NotCopied):
         self._model = model
         self._before_pass = before_pass
         self._note_adopted = note_adopted
-        self._calls = Calls()
+        self._calls, self._claims = Calls(), Claims()
         self._outer_hooks, self._hooks, self._timing_hooks = HookSet(), HookSet(), HookSet()
         self._rehearsal: Rehearsal | None = None
         self._streamer: Streamer
@@ -118,7 +118,22 @@ class Forwards(NotCopied):
     def _before_outer(self, module: nn.Module, _: Any) -> None:
         if not are_owners_set_aside():
             self._calls.begin(module, depth=2)
+            self._refuse_threads()
             self._begin_pass(None)
+
+    def _refuse_threads(self) -> None:
+        """Raise where a forward begins while one in another thread is going on. Recomputations are let through: the engine has
+        threads of its own.
+
+        Raises:
+            LayerOffloadError: that is so.
+        """
+        if backward_task() == -1 and not self._calls.claim(self._claims):
+            raise LayerOffloadError(
+                f"a forward of {type(self._model).__name__} began in one thread while one in another was going on: the layers "
+                "stream through slots that they share. Have one thread at a time run the model (a lock), or give each a model "
+                "of its own"
+            )
 
     def _begin_pass(self, first: LayerExtent | None) -> None:
         """A forward begins; see whether it is one of its own.
@@ -173,6 +188,7 @@ class Forwards(NotCopied):
     def _enter(self, extent: LayerExtent, module: nn.Module) -> None:
         """A forward begins that uses the weights of a layer."""
         call = self._calls.begin(module, depth=3)
+        self._refuse_threads()
         if not extent.num_bound:
             for adopted in extent.adopt():
                 self._note_adopted(adopted)
@@ -200,13 +216,12 @@ class Forwards(NotCopied):
             # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
             is_part = module is not extent.module and backward_task() != -1
             hooks = WeightHooks(self._streamer, hands_on_weights=is_part)
-        call.end = partial(self._end_layer, extent, extent.state(), hooks)
+        call.end = partial(self._end_layer, extent, extent.state())
         if hooks is not None:
+            call.end_here = hooks.end
             hooks.begin()
 
-    def _end_layer(self, extent: LayerExtent, state: object, hooks: WeightHooks | None, ending: Ending) -> None:
-        if hooks is not None:
-            hooks.end()
+    def _end_layer(self, extent: LayerExtent, state: object, ending: Ending) -> None:
         if self._gradients is not None and torch.is_grad_enabled():
             self._gradients.note_forward(extent)
         if self._rehearsal is not None and ending is not Ending.RETURNED and backward_task() == -1:

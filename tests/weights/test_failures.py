@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from memkit.device import Device
 from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owner_of
 from memkit.transfer import room
+from memkit.weights import forwards
 from tests.weights.cases import Block, Stack, assert_same, inputs, only_lora, run_step
 
 
@@ -99,6 +101,93 @@ def test_layer_fails_and_all_is_closed(error: BaseException, device: Device) -> 
     assert innermost_pack() is None
     assert not stacked_owners()
     assert not case.model.layers[1]._forward_hooks
+
+
+class Waiting:
+    """A forward in a thread of its own, which waits in the middle of a layer until it is told to go on."""
+
+    def __init__(self, case: Case, layer: int = 1) -> None:
+        self.found: list[Tensor] = []
+        self._entered, self._goes_on = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(case,))
+        self._handle = case.model.layers[layer].up.register_forward_pre_hook(self._wait)
+
+    def _run(self, case: Case) -> None:
+        with torch.no_grad():
+            self.found.append(case.model(case.batches[0]))
+
+    def _wait(self, *_: Any) -> None:
+        if threading.current_thread() is self._thread:
+            self._entered.set()
+            assert self._goes_on.wait(30)
+
+    def __enter__(self) -> Waiting:
+        self._thread.start()
+        assert self._entered.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._goes_on.set()
+        self._thread.join()
+        self._handle.remove()
+
+
+@pytest.mark.parametrize("is_sampling", [False, True])
+@pytest.mark.parametrize("part", ["", "layers.1", "layers.2", "layers.3.up"])
+def test_forward_while_one_in_another_thread_is_going_on(part: str, is_sampling: bool, device: Device) -> None:
+    case = Case(device)
+    with case.offload:
+        refused = pytest.raises(memkit.LayerOffloadError, match=r"a forward of Stack began .*one thread at a time")
+        with Waiting(case) as waiting:
+            for _ in range(2):
+                with refused, torch.set_grad_enabled(not is_sampling):
+                    case.model.get_submodule(part)(case.batches[1])
+
+        assert torch.equal(waiting.found[0], case.plain(case.batches[0]))
+        case.assert_next_step_works()
+
+
+def test_threads_one_after_the_other(device: Device) -> None:
+    case = Case(device)
+    with case.offload:
+        for _ in range(3):
+            thread = threading.Thread(target=case.assert_next_step_works)
+            thread.start()
+            thread.join()
+            case.assert_next_step_works()
+
+
+@pytest.mark.parametrize("error", [ModelError("a layer"), SystemExit("a layer")], ids=["exception", "interrupt"])
+@pytest.mark.parametrize("lives", [False, True])
+def test_forward_that_failed_in_another_thread_locks_nobody_out(lives: bool, error: BaseException, device: Device) -> None:
+    case, is_over, ends = Case(device), threading.Event(), threading.Event()
+
+    def run() -> None:
+        try:
+            case.model(case.batches[0])
+        except (ModelError, SystemExit):
+            is_over.set()
+            assert not lives or ends.wait(30)
+
+    with case.offload:
+        case.model.layers[1].error = error
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert is_over.wait(30)
+        if not lives:
+            thread.join()
+        case.model.layers[1].error = None
+        case.assert_next_step_works()
+        ends.set()
+        thread.join()
+
+
+def test_recomputation_while_a_forward_in_another_thread_is_going_on(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engine's own threads do for CUDA, whose forwards are none of those that the user began."""
+    case = Case(device)
+    with case.offload, Waiting(case), monkeypatch.context() as patched:
+        patched.setattr(forwards, "backward_task", lambda: 7)
+        case.model.layers[3](case.batches[0])
 
 
 def test_layer_is_interrupted_and_the_weights_are_read_next(device: Device) -> None:

@@ -484,7 +484,7 @@ def test_step_that_fails_is_not_the_one_that_counts(where: str, device: Device) 
 
 
 @pytest.mark.usefixtures("half")
-def test_forward_in_another_thread_puts_it_off() -> None:
+def test_forward_that_is_refused_beside_one_in_another_thread_is_no_step() -> None:
     device = ReferenceDevice()
     model, batches = only_lora(Stack(4)), inputs(device, 1)
     expected, found = model(batches[0]), []
@@ -505,11 +505,14 @@ def test_forward_in_another_thread_puts_it_off() -> None:
         model.layers[0].up.register_forward_pre_hook(waits)
         thread.start()
         assert entered.wait(30)
-        run_step(model, batches)
-        run_step(model, batches)
+        for _ in range(2):
+            with pytest.raises(memkit.LayerOffloadError, match="one thread at a time"):
+                run_step(model, batches)
         assert len(offload.plan.streamed) == 4
         goes_on.set()
         thread.join()
+        run_step(model, batches)
+        assert len(offload.plan.streamed) == 4
         run_step(model, batches)
         assert len(offload.plan.streamed) == 2
     assert torch.equal(found[0], expected)
