@@ -323,6 +323,16 @@ def backward_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def in_differentiating_transform() -> bool:
+    """Tell whether the caller runs inside `torch.func.grad` or `jvp`, or what is made of them; `vmap` is none.
+
+    Source: `torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters`.
+    """
+    stack = torch._C._functorch.get_interpreter_stack()
+    kinds = torch._C._functorch.TransformType
+    return stack is not None and any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
+
+
 def gradient_node(parameter: Tensor) -> Any:
     """Return the node that adds to a parameter's gradient: a new one if no graph that is alive has used it as it is now.
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from memkit.calls import Calls, Claims, Ending
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet, backward_task, before_backward_of
+from memkit.hooks import HookSet, backward_task, before_backward_of, in_differentiating_transform
 from memkit.owners import are_owners_set_aside
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.extents import LayerExtent, StreamedParameter
@@ -119,6 +119,7 @@ class Forwards(NotCopied):
         if not are_owners_set_aside():
             self._calls.begin(module, depth=2)
             self._refuse_threads()
+            self._refuse_transforms()
             self._begin_pass(None)
 
     def _refuse_threads(self) -> None:
@@ -152,6 +153,19 @@ class Forwards(NotCopied):
         if len(self._calls) == 1 and backward_task() == -1 and not self._streamer.is_continued_by(first):
             self._before_pass()
             self._streamer.begin_pass()
+
+    def _refuse_transforms(self) -> None:
+        """Raise within those of torch.func's transforms that wrap each tensor that they see: they would wrap a parameter's `data`.
+
+        Raises:
+            LayerOffloadError: that is so.
+        """
+        if self._streamer.extents and in_differentiating_transform():
+            raise LayerOffloadError(
+                f"a forward of {type(self._model).__name__} runs within torch.func.grad, vjp, jvp or what is made of them "
+                "(jacrev, jacfwd, hessian), and has weights that stream. Use backward() or torch.autograd.grad; torch.func.vmap "
+                "works"
+            )
 
     def _after_outer(self, module: nn.Module, *_: Any) -> None:
         self._calls.end(module, depth=2)
@@ -189,6 +203,7 @@ class Forwards(NotCopied):
         """A forward begins that uses the weights of a layer."""
         call = self._calls.begin(module, depth=3)
         self._refuse_threads()
+        self._refuse_transforms()
         if not extent.num_bound:
             for adopted in extent.adopt():
                 self._note_adopted(adopted)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit
-from memkit.device import ReferenceDevice
+from memkit.device import CpuDevice, Device, ReferenceDevice
 from tests.weights.cases import WIDTH, Block, Stack, assert_same, inputs, only_lora, run_step
 
 HALF = {"offload_fraction": 0.5}
@@ -258,6 +258,41 @@ def test_entered_twice() -> None:
     offload = memkit.LayerOffload(only_lora(Stack()), device=ReferenceDevice(), **HALF)
     with offload, pytest.raises(ValueError, match="entered"), offload:
         pass
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "grad": lambda model, x: torch.func.grad(lambda y: model(y).square().sum())(x),
+    "vjp": lambda model, x: torch.func.vjp(model, x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),)),
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x),
+    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x),
+    "grad of each sample": lambda model, x: torch.func.vmap(torch.func.grad(lambda y: model(y).square().sum()))(x),
+}
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+@pytest.mark.parametrize("build", [CpuDevice, ReferenceDevice])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_transform_that_differentiates(transform: str, build: Callable[[], Device], by_itself: bool) -> None:
+    device = build()
+    model, batches = only_lora(Stack(4)), inputs(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        for _ in range(2):
+            with pytest.raises(memkit.LayerOffloadError, match=r"a forward of Stack runs within torch\.func\.grad.*vmap works"):
+                TRANSFORMS[transform](model.layers[2] if by_itself else model, batches[0])
+            assert_same(run_step(model, batches), run_step(plain, batches))
+
+
+@pytest.mark.parametrize("build", [CpuDevice, ReferenceDevice])
+def test_transform_that_does_not_differentiate(build: Callable[[], Device]) -> None:
+    device = build()
+    model, batches = only_lora(Stack(4)), inputs(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        assert torch.equal(torch.func.vmap(model)(batches[0]), torch.func.vmap(plain)(batches[0]))
+        assert_same(run_step(model, batches), run_step(plain, batches))
 
 
 @pytest.mark.parametrize("by_itself", [False, True])
