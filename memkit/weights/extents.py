@@ -31,7 +31,7 @@ class StreamedTensor:
     While its layer runs, `tensor.data` lies in a slot; at all other times it is `master`, in host memory.
     """
 
-    __slots__ = ("dtype", "master", "offset", "size", "stride", "tensor")
+    __slots__ = ("address", "dtype", "master", "offset", "size", "stride", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -39,6 +39,8 @@ class StreamedTensor:
         """Where its first element lies in the extent, in bytes."""
         self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
         self.master: Tensor = tensor.data
+        self.address = 0
+        """Where the master was made: elsewhere are the bytes of a storage that was moved in place."""
 
     def over(self, storage: torch.UntypedStorage, *, start: int = 0) -> Tensor:
         """Return the tensor as it lies in a storage whose first byte is that of the extent at `start`."""
@@ -212,6 +214,7 @@ class LayerExtent:
                     storage = torch.UntypedStorage(0)
                 for part in region:
                     part.master = part.over(storage, start=start)
+                    part.address = part.master.data_ptr()
                     _distinct(part.master).copy_(_distinct(part.tensor.data))
             for streamed in self.parameters:
                 streamed.unbind()
@@ -323,6 +326,11 @@ class LayerExtent:
             raise LayerOffloadError(
                 f'"{streamed.name}" has come to require grad while it streams. A {type(found).__name__} wraps tensors, and '
                 "streams as a frozen one. Set this before LayerOffload is made: it then stays on the device"
+            )
+        if any(part.master.data_ptr() != part.address for part in streamed.parts):
+            raise LayerOffloadError(
+                f'"{streamed.name}" streams, and its bytes were moved to other memory in place: by model.share_memory(), or by '
+                f"sending its tensors to another process (torch.multiprocessing)? Send copies. {_ADVICE}"
             )
         if streamed.is_at_master(found):
             return False

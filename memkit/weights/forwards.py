@@ -155,7 +155,7 @@ class Forwards(NotCopied):
             self._streamer.begin_pass()
 
     def _refuse_transforms(self) -> None:
-        """Raise within those of torch.func's transforms that wrap each tensor that they see: they would wrap a parameter's `data`.
+        """Raise within those of torch.func's transforms that wrap each tensor that they see: also what is set as `data`.
 
         Raises:
             LayerOffloadError: that is so.
@@ -163,8 +163,8 @@ class Forwards(NotCopied):
         if self._streamer.extents and in_differentiating_transform():
             raise LayerOffloadError(
                 f"a forward of {type(self._model).__name__} runs within torch.func.grad, vjp, jvp or what is made of them "
-                "(jacrev, jacfwd, hessian), and has weights that stream. Use backward() or torch.autograd.grad; torch.func.vmap "
-                "works"
+                "(jacrev, jacfwd, hessian), and has weights that stream. Use backward() or torch.autograd.grad; "
+                "torch.func.vmap works"
             )
 
     def _after_outer(self, module: nn.Module, *_: Any) -> None:

@@ -32,13 +32,23 @@ class _Buffer:
 
     def __init__(self, span: Span, taken: Span) -> None:
         self.span, self.taken = span, taken
-        assert span.whole is not None
-        self.storage = torch.frombuffer(span.whole.numpy(), dtype=torch.uint8).untyped_storage()
+        self.storage = self._over_span()
+
+    def _over_span(self) -> torch.UntypedStorage:
+        assert self.span.whole is not None
+        return torch.frombuffer(self.span.whole.numpy(), dtype=torch.uint8).untyped_storage()
 
     @property
     def is_idle(self) -> bool:
         """Whether nobody holds a gradient that lies here."""
         return num_users(self.storage) == 1
+
+    def renew(self) -> None:
+        """Lie here again, if the gradient was moved to other memory in place (`Tensor.share_memory_`): whoever holds it has
+        that."""
+        assert self.span.whole is not None
+        if self.storage.data_ptr() != self.span.whole.data_ptr():
+            self.storage = self._over_span()
 
 
 class _Gradient:
@@ -186,13 +196,15 @@ class HostGradients(Accumulation):
             gradient.total = brought if gradient.total is None else gradient.total + brought
             return
         if gradient.total is None:
-            buffer = next((buffer for buffer in gradient.buffers if buffer.is_idle), None)
-            if buffer is None:  # somebody keeps the gradient of an earlier step
+            for buffer in gradient.buffers:
+                buffer.renew()
+            idle = next((buffer for buffer in gradient.buffers if buffer.is_idle), None)
+            if idle is None:  # somebody keeps the gradient of an earlier step
                 self._spans += self._arena.take_pinned_as_one([gradient.num_bytes])
-                buffer = _Buffer(self._spans[-1], self._spans[-1])
-                gradient.buffers.append(buffer)
-            self._copy_out(streamed, made, buffer.span)
-            gradient.total = streamed.over_gradient(buffer.storage)
+                idle = _Buffer(self._spans[-1], self._spans[-1])
+                gradient.buffers.append(idle)
+            self._copy_out(streamed, made, idle.span)
+            gradient.total = streamed.over_gradient(idle.storage)
             return
         span = self._arena.take(gradient.num_bytes)
         landed = self._copy_out(streamed, made, span)

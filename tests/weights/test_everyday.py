@@ -9,15 +9,18 @@ import io
 import pickle
 import re
 import weakref
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing  # it sees to how tensors are sent
 from torch import nn
 
 import memkit
-from memkit.device import Device
+from memkit.device import Device, ReferenceDevice
 from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owners
 from tests.weights.cases import Stack, assert_same, inputs, only_lora, run_step
@@ -372,3 +375,46 @@ def test_weights_of_a_file_go_straight_to_the_host(how: str, device: Device, tmp
         resident_bytes = sum(-(-parameter.nbytes // 512) * 512 for parameter in resident)
         assert counter.peak_bytes() - before_bytes <= offload.stats().slot_bytes + resident_bytes
         assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
+
+
+SHARES: dict[str, Callable[[nn.Module], object]] = {
+    "share_memory": lambda model: model.share_memory(),
+    "sent to another process": lambda model: ForkingPickler.dumps(model.state_dict()),
+}
+
+
+@pytest.mark.parametrize("train", ["frozen", "host"])
+@pytest.mark.parametrize("share", SHARES)
+def test_memory_is_shared_with_other_processes(share: str, train: str) -> None:
+    device = ReferenceDevice()
+    model = Stack(4) if train == "host" else only_lora(Stack(4))
+    plain, batches = copy.deepcopy(model), inputs(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, train=train, device=device):
+        assert_same(run_step(model, batches), run_step(plain, batches))
+        SHARES[share](model)
+        with torch.no_grad():
+            for one in (model, plain):
+                for parameter in one.parameters():
+                    parameter.add_(1.0)
+        with pytest.raises(memkit.LayerOffloadError, match=rf'"layers.0.norm.weight" streams.*share_memory.*{ADVICE}'):
+            model(batches[0])
+
+    assert_same(run_step(model, batches), run_step(plain, batches))
+
+
+def test_gradients_are_shared_with_other_processes() -> None:
+    device = ReferenceDevice()
+    model = Stack(4)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, train="host", device=device) as offload:
+        sizes = []
+        for _ in range(4):
+            assert_same(run_step(model, batches), run_step(plain, batches))
+            kept = [parameter.grad.share_memory_() for parameter in model.parameters() if parameter.grad is not None]
+            expected = [tensor.clone() for tensor in kept]
+            model.zero_grad()
+            plain.zero_grad()
+            assert_same(run_step(model, batches), run_step(plain, batches))
+            assert all(torch.equal(one, other) for one, other in zip(kept, expected, strict=True))
+            sizes.append(offload.stats().host_bytes)
+        assert sizes == sizes[:1] * 4
