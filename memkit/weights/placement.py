@@ -99,17 +99,19 @@ class Placement:
 
 
 def shared_between(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[int, list[str]]:
-    """Return the storages that parameters of several layers have in common, or of one and of what is no layer, by key, with the
-    names of the parameters."""
+    """Return the storages that parameters of several layers have in common, or of one and of what is no layer, or a parameter
+    and a buffer, by key, with the names of what is there."""
     layers_of: dict[int, set[int]] = {}
     for number, layer in enumerate(layers.values()):
         for module in layer.modules():
             layers_of.setdefault(id(module), set()).add(number)
     homes: dict[int, set[int]] = {}
     names: dict[int, list[str]] = {}
+    of_buffers = unique_storages(model.buffers())
     for prefix, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            for storage in () if parameter is None else unique_storages([parameter]):
-                homes.setdefault(storage, set()).update(layers_of.get(id(module), {-1}))
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            for storage in () if tensor is None else unique_storages([tensor]):
+                if isinstance(tensor, nn.Parameter):
+                    homes.setdefault(storage, set()).update(layers_of.get(id(module), {-1}))
                 names.setdefault(storage, []).append(f"{prefix}.{key}" if prefix else key)
-    return {storage: names[storage] for storage, found in homes.items() if len(found) > 1}
+    return {storage: names[storage] for storage, found in homes.items() if len(found) > 1 or storage in of_buffers}

@@ -19,7 +19,20 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.owners import owner_of
-from tests.weights.cases import WIDTH, Block, Result, Stack, compare, in_order, inputs, only_lora, results, reused
+from tests.weights.cases import (
+    WIDTH,
+    Block,
+    Result,
+    Stack,
+    assert_same,
+    compare,
+    in_order,
+    inputs,
+    only_lora,
+    results,
+    reused,
+    run_step,
+)
 
 
 class Conv(nn.Module):
@@ -347,6 +360,48 @@ def test_tied_parameters_stay_and_warn(device: Device) -> None:
 
     with pytest.warns(UserWarning, match=r"layers.0.up.weight, layers.3.up.weight share their bytes"):
         compare(only_lora(model), device, offload_fraction=1.0)
+
+
+class _WithPart(nn.Linear):
+    """Has a part of its weight as a buffer as well."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("part", self.weight.detach()[: WIDTH // 2], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.part.t()
+        return torch.tanh(super().forward(x) + torch.cat([y, y], dim=-1))
+
+
+@pytest.mark.filterwarnings("ignore:.*share their bytes")
+@pytest.mark.parametrize("train", ["frozen", "host"])
+def test_weight_that_a_buffer_is_a_part_of_stays_and_warns(train: str, device: Device) -> None:
+    plain = Stack(3, block=_WithPart)
+    for layer in plain.layers:
+        layer.bias.requires_grad_(train == "host")
+        layer.weight.requires_grad_(train == "host")
+    model = Stack(3, block=_WithPart)
+    for one in (plain, model):
+        one.to(device.torch_device)
+        for layer in one.layers:  # what moves or copies a model breaks this up
+            layer.part = layer.weight.detach()[: WIDTH // 2]
+    model.load_state_dict(plain.state_dict())
+    model.layers.requires_grad_(train == "host")
+    with pytest.warns(UserWarning, match=r"layers.0.weight, layers.0.part share their bytes"):
+        offload = memkit.LayerOffload(model, offload_fraction=1.0, train=train, device=device)
+
+    with offload:
+        for _ in range(2):
+            for one in (plain, model):
+                one.zero_grad()
+            assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
+            with torch.no_grad():
+                for one in (plain, model):
+                    for parameter in one.parameters():
+                        if parameter.grad is not None:
+                            parameter.sub_(parameter.grad.to(parameter.device), alpha=0.1)
+                    one.layers[1].weight.mul_(0.5)
 
 
 def test_layer_tied_to_the_head_stays_and_warns(device: Device) -> None:
