@@ -60,9 +60,14 @@ class StreamedTensor:
 
     def is_as_master(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is just what the master is."""
-        place, master = (tensor.storage_offset(), tensor.size(), tensor.stride()), self.master
-        is_same = place == (master.storage_offset(), master.size(), master.stride()) and tensor.dtype == master.dtype
-        return is_same and self.is_at_master(tensor)
+        master = self.master
+        return (
+            tensor.dtype == self.dtype
+            and bool(tensor.storage_offset() == master.storage_offset())
+            and tensor.size() == self.size
+            and tensor.stride() == self.stride
+            and self.is_at_master(tensor)
+        )
 
 
 class StreamedParameter:
@@ -112,8 +117,12 @@ class StreamedParameter:
 
     def is_at_master(self, parameter: nn.Parameter) -> bool:
         """Tell whether a parameter is the one that streams, and made of the masters."""
+        if parameter is not self.parameter:
+            return False
+        if not self.wrappers:  # asked of all parameters ahead of each pass
+            return self.parts[0].is_as_master(parameter)
         tensors = parts_of(parameter)
-        if parameter is not self.parameter or len(tensors) != len(self.parts):
+        if len(tensors) != len(self.parts):
             return False
         pairs = zip(self.parts, tensors, strict=True)
         return all(part.tensor is tensor and part.is_as_master(tensor) for part, tensor in pairs)
@@ -310,6 +319,20 @@ class LayerExtent:
             self._take_over(streamed)
             self.num_changes += 1
         return adopted
+
+    def adopt_data(self) -> None:
+        """Take over what parameters were given since (`parameter.data = other`), while a graph is alive that has used them.
+
+        Those that were put in the place of others are left to the next forward: the graph is one of the others.
+
+        Raises:
+            LayerOffloadError: a parameter was moved, or is of another kind now.
+        """
+        for streamed in self.parameters:
+            module, key = streamed.places[0]
+            if self._is_replaced(streamed) and module._parameters[key] is streamed.parameter:
+                self._take_over(streamed)
+                self.num_changes += 1
 
     def _is_replaced(self, streamed: StreamedParameter) -> bool:
         """Tell whether somebody has put another tensor in the place of a parameter; raise where it is of another kind."""

@@ -151,8 +151,16 @@ class Forwards(NotCopied):
         if self._gradients is not None:
             refuse_replicated(self._streamer.extents)
         if len(self._calls) == 1 and backward_task() == -1 and not self._streamer.is_continued_by(first):
+            if first is None:  # what stays on the device may run first, and fail by what all were cast to
+                for extent in self._streamer.extents:
+                    self._adopt(extent)
             self._before_pass()
             self._streamer.begin_pass()
+
+    def _adopt(self, extent: LayerExtent) -> None:
+        if not extent.num_bound:
+            for adopted in extent.adopt():
+                self._note_adopted(adopted)
 
     def _refuse_transforms(self) -> None:
         """Raise within those of torch.func's transforms that wrap each tensor that they see: also what is set as `data`.
@@ -186,6 +194,8 @@ class Forwards(NotCopied):
     def _begin_backward(self, extent: LayerExtent) -> None:
         if self._rehearsal is not None:
             self._rehearsal.arrive(extent.name)
+        if extent.is_on_host and not extent.num_bound:
+            extent.adopt_data()
         self._streamer.begin_backward(extent)
         if self._rehearsal is not None:
             self._rehearsal.go()
@@ -204,9 +214,7 @@ class Forwards(NotCopied):
         call = self._calls.begin(module, depth=3)
         self._refuse_threads()
         self._refuse_transforms()
-        if not extent.num_bound:
-            for adopted in extent.adopt():
-                self._note_adopted(adopted)
+        self._adopt(extent)
         self._begin_pass(extent)
         if not extent.is_on_host:
             self._calls.drop(call)  # it has come to stay on the device just now

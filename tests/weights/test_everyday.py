@@ -232,6 +232,47 @@ def test_cast_raises_at_the_next_use(dtype: torch.dtype, device: Device) -> None
             model(inputs(device)[0].to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_cast_raises_ahead_of_what_stays_on_the_device(dtype: torch.dtype, device: Device) -> None:
+    model = _model(device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        model.to(dtype)
+
+        with pytest.raises(memkit.LayerOffloadError, match=rf'"layers.0.norm.weight" streams as .* {dtype}.* \.half.*{ADVICE}'):
+            model(inputs(device)[0])  # for which the stem would raise an error of torch's own
+
+
+@pytest.mark.parametrize("train", ["frozen", "host"])
+def test_cast_between_forward_and_backward_raises(train: str, device: Device) -> None:
+    model = _model(device) if train == "frozen" else Stack().to(device.torch_device)
+    with memkit.LayerOffload(model, offload_fraction=1.0, train=train, device=device):
+        loss = model(inputs(device)[0]).square().mean()
+        model.layers.half()
+
+        with pytest.raises(memkit.LayerOffloadError, match=rf'"layers.5.norm.weight" streams as .* \.half.*{ADVICE}'):
+            loss.backward()
+
+
+def test_parameters_are_replaced_between_forward_and_backward(device: Device) -> None:
+    model = _model(device)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+        for one in (plain, model):
+            loss = one(inputs(device)[0]).square().mean()
+            state = {name: tensor.cpu() + 1 for name, tensor in one.layers.state_dict().items() if "lora" not in name}
+            device_of = {name: tensor.device for name, tensor in one.layers.state_dict().items()}
+            assigned = {name: tensor.to(device_of[name]) for name, tensor in state.items()}
+            one.layers.load_state_dict(assigned, strict=False, assign=True)
+            loss.backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.equal(one.grad, other.grad)
+        for one in (plain, model):
+            one.zero_grad()
+            one.layers.requires_grad_(False)
+        assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
+
+
 def test_cast_is_kept_by_close(device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model).to(torch.float64)
