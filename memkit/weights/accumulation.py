@@ -82,6 +82,9 @@ class Accumulation(ABC):
     def _finish(self) -> None:
         """No backward runs any more."""
 
+    def note_recompute(self) -> None:
+        """A forward begins within a backward, which a checkpoint may run another backward of before that one is over."""
+
     def watch(self, extent: LayerExtent) -> None:
         """See the gradients of a layer, of those of its parameters that require one now."""
         for streamed in extent.parameters:

@@ -221,6 +221,8 @@ class Forwards(NotCopied):
             return
         if self._gradients is not None:
             self._gradients.watch(extent)
+            if backward_task() != -1:
+                self._gradients.note_recompute()
         elif any(item.parameter.requires_grad for item in extent.parameters):
             raise LayerOffloadError(
                 f'parameters of "{extent.name}" require grad, which stream as frozen ones. Use train="host", or set this '

@@ -5,18 +5,20 @@ and the new weights go back to the master. Gradients never pile up. Source: LOMO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet
+from memkit.hooks import HookSet, backward_task
 from memkit.sizes import storage_bytes
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.extents import LayerExtent, StreamedParameter, plainly
+from memkit.weights.forwards import NotCopied
 from memkit.weights.streaming import Streamer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -24,7 +26,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 _ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, or to clip their global norm, use train="host"'
 
 
-class FusedSteps(Accumulation):
+class FusedSteps(NotCopied, Accumulation):
     """Steps parameters inside of the backward: those that stream, and the others as well.
 
     Args:
@@ -32,15 +34,17 @@ class FusedSteps(Accumulation):
         streamer: brings the layers.
         make: makes an optimizer of parameters. One is made, of all that is trained: its groups hold for every step, so that
             schedulers and `state_dict` work on it. Its state is on the device.
-        trained: all that is trained.
+        model: all of its parameters that require grad are trained.
     """
 
     _steps = True
 
-    def __init__(self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter]) -> None:
+    def __init__(self, device: Device, streamer: Streamer, make: MakeOptimizer, model: nn.Module) -> None:
         super().__init__()
         self._hooks = HookSet()
-        self.optimizer = make(trained)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.optimizer = make(list(trained.values()))
+        self._names = {id(parameter): name for name, parameter in trained.items()}
         self._device = device
         self.streamer = streamer
         self._layers = {item: extent for extent in streamer.extents for item in extent.parameters}
@@ -48,14 +52,19 @@ class FusedSteps(Accumulation):
         """Layers with parameters that were stepped, and which of them are still to be."""
         self._written: list[Event] = []
         """Behind the copies to masters of the backward that runs."""
+        self._stepped: set[int] = set()
+        """The parameters, by their ids, that were stepped since a backward began that is within no other."""
         self._num_backwards = 0
         self.d2h_bytes = 0
         for extent in streamer.extents:
             self.watch(extent)
         streamed = {id(item.parameter) for item in self._layers}
-        for parameter in trained:
+        for parameter in trained.values():
             if id(parameter) not in streamed:
                 self._step_by_itself(parameter)
+        for module in model.modules():
+            if any(parameter.requires_grad for parameter in module.parameters()):
+                self._hooks.after_forward(module, self._after_forward)
         self._group_of = {
             id(parameter): number for number, group in enumerate(self.optimizer.param_groups) for parameter in group["params"]
         }
@@ -83,8 +92,10 @@ class FusedSteps(Accumulation):
             _refuse(parameter.grad, "a parameter")
 
         def after() -> None:
-            self._step(parameter)
-            parameter.grad = None
+            try:
+                self._step(parameter)
+            finally:
+                parameter.grad = None
 
         self._hooks.around_accumulation(parameter, before=before, after=after, steps=True)
 
@@ -97,6 +108,14 @@ class FusedSteps(Accumulation):
             raise LayerOffloadError(f"optimizer.step() was called after {num_backwards} backwards. {_ADVICE}")
 
     # In a backward
+
+    def _after_forward(self, *_: Any) -> None:
+        """A module's forward is over. Dynamo, which compiles it as well, is told that there is nothing to do."""
+        if not torch.compiler.is_compiling() and backward_task() != -1:
+            self._enter_backward()
+
+    def note_recompute(self) -> None:
+        self._enter_backward()
 
     def _admit(self, streamed: StreamedParameter) -> None:
         pass
@@ -137,16 +156,35 @@ class FusedSteps(Accumulation):
             self._written.append(self.streamer.write_back(extent))
         self.d2h_bytes += extent.num_bytes
 
-    def _finish(self) -> None:
-        self._num_backwards += 1
+    def _write_back_waiting(self) -> None:
         for extent in list(self._waiting):
             self._write_back(extent)
+
+    def _end_backward(self, task: int, has_failed: bool) -> None:
+        try:
+            super()._end_backward(task, has_failed)
+            if self._tasks and not has_failed:
+                self._write_back_waiting()
+        finally:
+            if not self._tasks:
+                self._stepped.clear()
+
+    def _finish(self) -> None:
+        self._num_backwards += 1
+        self._write_back_waiting()
         written, self._written = self._written, []
         for event in written:  # whoever reads a master finds what was written
             self._device.synchronize(event)
 
     def _step(self, parameter: nn.Parameter) -> None:
-        """Let the optimizer step one parameter."""
+        """Let the optimizer step one parameter: once in a backward, those within it included."""
+        if id(parameter) in self._stepped:
+            raise LayerOffloadError(
+                f'"{self._names[id(parameter)]}" was stepped already, with a part of its gradient, when a backward brings '
+                "another part: it is used more than once, in checkpoints that run a backward of their own each. Give these "
+                'use_reentrant=False, or use train="host"'
+            )
+        self._stepped.add(id(parameter))
         state = self.optimizer.state[parameter]
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:

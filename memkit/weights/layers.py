@@ -194,8 +194,7 @@ class LayerOffload(NotCopied):
         if self._is_to_choose:
             self._streamer.handles = weakref.WeakSet()
         if make is not None:
-            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            self._gradients = FusedSteps(self.device, self._streamer, make, trained)
+            self._gradients = FusedSteps(self.device, self._streamer, make, self.model)
         self._forwards.watch(self._streamer, self._gradients)
         if self._extents:
             self._rehearse()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import Device
@@ -110,6 +112,34 @@ def test_layer_that_is_reused_is_stepped_once(device: Device) -> None:
         optimizer.step()
         for name, tensor in plain.state_dict().items():
             assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), name
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_layer_that_is_reused_in_backwards_of_their_own_is_refused(streams: bool, device: Device) -> None:
+    model = Stack(4, run=_reused_in_checkpoints(use_reentrant=True)).to(device.torch_device)
+    (batch,) = inputs(device, 1)
+    with _fused(model, device, "sgd", offload_fraction=float(streams)):
+        with pytest.raises(memkit.LayerOffloadError, match=r'"layers\.0\..*stepped already.*use_reentrant=False.*train="host"'):
+            model(batch).square().mean().backward()
+
+        with pytest.raises(memkit.LayerOffloadError, match="stepped already"):
+            model(batch).square().mean().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_layer_that_is_reused_in_checkpoints_of_one_backward(streams: bool, device: Device) -> None:
+    run = _reused_in_checkpoints(use_reentrant=False)
+    _compare(Stack(4, run=run), device, "sgd", 2, offload_fraction=float(streams))
+
+
+def _reused_in_checkpoints(use_reentrant: bool) -> Callable[[nn.ModuleList, Tensor], Tensor]:
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in (*layers, layers[0]):
+            x = checkpoint(layer, x, use_reentrant=use_reentrant)
+        return x
+
+    return run
 
 
 def test_own_step_after_each_backward_does_nothing(device: Device) -> None:
