@@ -55,6 +55,7 @@ class FusedSteps(NotCopied, Accumulation):
         self._stepped: set[int] = set()
         """The parameters, by their ids, that were stepped since a backward began that is within no other."""
         self._num_backwards = 0
+        """That have stepped something since the user's own step, and have not failed."""
         self.d2h_bytes = 0
         for extent in streamer.extents:
             self.watch(extent)
@@ -165,12 +166,13 @@ class FusedSteps(NotCopied, Accumulation):
             super()._end_backward(task, has_failed)
             if self._tasks and not has_failed:
                 self._write_back_waiting()
+            elif not has_failed:
+                self._num_backwards += bool(self._stepped)
         finally:
             if not self._tasks:
                 self._stepped.clear()
 
     def _finish(self) -> None:
-        self._num_backwards += 1
         self._write_back_waiting()
         written, self._written = self._written, []
         for event in written:  # whoever reads a master finds what was written

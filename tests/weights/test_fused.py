@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -191,6 +192,45 @@ def test_accumulation_is_refused(device: Device) -> None:
         model.get_submodule("layers.0.up").weight.grad = torch.zeros(24, 16)
         with pytest.raises(memkit.LayerOffloadError, match=r"layers\.0\.up\.weight.*has a gradient already"):
             model(batch).square().mean().backward()
+
+
+def test_own_step_after_gradients_that_were_only_returned(device: Device) -> None:
+    model = Stack(4).to(device.torch_device)
+    with _fused(model, device) as offload:
+        assert offload.optimizer is not None
+        for batch in inputs(device):
+            torch.autograd.grad(model(batch).square().mean(), list(model.parameters()))
+        model(batch).square().mean().backward()
+
+        offload.optimizer.step()
+
+        model(batch).square().mean().backward()
+        model(batch).square().mean().backward()
+        with pytest.raises(memkit.LayerOffloadError, match="after 2 backwards"):
+            offload.optimizer.step()
+
+
+def test_own_step_after_a_backward_that_failed(device: Device) -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, *grads: Tensor) -> Tensor:
+            raise ValueError("once")
+
+    model = Stack(4).to(device.torch_device)
+    (batch,) = inputs(device, 1)
+    with _fused(model, device) as offload:
+        assert offload.optimizer is not None
+        handle = model.get_submodule("stem").register_forward_hook(lambda *given: Failing.apply(given[-1]))
+        with pytest.raises(ValueError, match="once"):
+            model(batch).square().mean().backward()
+        handle.remove()
+        model(batch).square().mean().backward()
+
+        offload.optimizer.step()
 
 
 def test_graph_from_before_a_step_raises_as_autograd_does(device: Device) -> None:
