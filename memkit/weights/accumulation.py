@@ -167,18 +167,29 @@ class Accumulation(ABC):
 
         Where it has failed, gradients are as the engine leaves them: of some parameters with what it has made.
         """
+        try:
+            if not has_failed:
+                self._take_left(task)
+        except BaseException:
+            has_failed = True
+            raise
+        finally:
+            for known in self._sums.values():
+                known.parts.pop(task, None)
+            self._tasks.remove(task)
+            if not self._tasks:
+                try:
+                    self._finish()
+                except Exception:
+                    if not has_failed:  # else the backward has raised, and nobody could catch this one
+                        raise
+
+    def _take_left(self, task: int) -> None:
+        """Hand over what a backward has made of gradients of which there might have come more."""
         for streamed, known in self._sums.items():
             part = known.parts.pop(task, None)
-            if part is not None and not has_failed:
+            if part is not None:
                 self._take(streamed, part)
-        self._tasks.remove(task)
-        if self._tasks:
-            return
-        try:
-            self._finish()
-        except Exception:
-            if not has_failed:  # else the backward has raised, and nobody could catch this one
-                raise
 
 
 def _bound(method: Callable[[StreamedParameter], None], streamed: StreamedParameter) -> Callable[[], None]:

@@ -17,6 +17,7 @@ from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owner_of
 from memkit.transfer import room
 from memkit.weights import forwards
+from memkit.weights.accumulation import _Sum
 from tests.weights.cases import Block, Stack, assert_same, inputs, only_lora, run_step
 
 
@@ -471,3 +472,36 @@ def test_close_within_a_backward_raises(device: Device) -> None:
             loss.backward()
         hook.remove()
         case.assert_next_step_works()
+
+
+@pytest.mark.parametrize("train", ["host", "fused"])
+def test_gradient_that_is_left_to_the_end_cannot_be_handed_over(
+    train: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Stack(4).to(device.torch_device)
+    model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
+    make = functools.partial(torch.optim.SGD, lr=0.0) if train == "fused" else None
+    monkeypatch.setattr(_Sum, "is_complete", lambda *_: False)  # as where another graph is alive
+    with memkit.LayerOffload(model, offload_fraction=1.0, train=train, optimizer=make, device=device) as offload:
+        kind = type(offload._gradients)
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError, match="once"):
+            patch.setattr(kind, "_take", _raise)
+            model(batch).square().mean().backward()
+        taken, take = [], kind._take  # type: ignore[union-attr]
+        monkeypatch.setattr(kind, "_take", lambda *given: (taken.append(given[1].name), take(*given)))
+        for _ in range(2):
+            taken.clear()
+            for one in (plain, model):
+                one.zero_grad()
+                one(batch).square().mean().backward()
+
+            assert sorted(taken) == sorted(f"layers.{name}" for name, _ in plain.get_submodule("layers").named_parameters())
+            if train == "host":
+                for (name, wanted), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+                    assert wanted.grad is not None
+                    assert found.grad is not None, name
+                    assert torch.equal(found.grad.cpu(), wanted.grad.cpu()), name
+
+
+def _raise(*_: object) -> None:
+    raise torch.OutOfMemoryError("once")
