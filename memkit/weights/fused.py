@@ -199,16 +199,51 @@ class FusedSteps(NotCopied, Accumulation):
         """Return a context in which the optimizer's groups are one, that of a parameter, with nothing else in it."""
         groups = self.optimizer.param_groups
         group = {**groups[self._group_of[id(parameter)]], "params": [parameter]}
+        entries = _entries(group)
         self.optimizer.param_groups, self._is_stepping = [group], True
         try:
             yield
         finally:
             self.optimizer.param_groups, self._is_stepping = groups, False
+        changed = _changed(entries, group)
+        if changed is not None:
+            raise LayerOffloadError(f"{type(self.optimizer).__name__} {_KEEPS % changed}")
 
 
 def _refuse(grad: Tensor | None, name: str) -> None:
     if grad is not None:
         raise LayerOffloadError(f"{name} has a gradient already when a backward brings one. {_ADVICE}")
+
+
+_KEEPS = (
+    'keeps state in its groups (a step has changed "%s"), which is of all parameters together. With train="fused" each is '
+    'stepped by itself. Use train="host"'
+)
+
+_Entries = dict[str, tuple[Any, int]]
+
+
+def _entries(group: dict[str, Any]) -> _Entries:
+    """Return the entries of an optimizer's group, and how often each was written to."""
+    return {name: (value, _version(value)) for name, value in group.items() if name != "params"}
+
+
+def _changed(before: _Entries, group: dict[str, Any]) -> str | None:
+    """Return the name of an entry of a group that a step has changed, if any."""
+    for name, (value, version) in _entries(group).items():
+        known, known_version = before.get(name, (_MISSING, 0))
+        if known is value and known_version == version:
+            continue
+        if known is value or isinstance(known, Tensor) or isinstance(value, Tensor) or known != value:
+            return name
+    return None
+
+
+_MISSING = object()
+
+
+def _version(value: object) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def state_bytes_per_byte(make: MakeOptimizer) -> float:

@@ -194,6 +194,53 @@ def test_accumulation_is_refused(device: Device) -> None:
             model(batch).square().mean().backward()
 
 
+class _Counting(torch.optim.SGD):
+    """Keeps the number of its steps in its groups."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step(closure)
+
+
+class _CountingInPlace(torch.optim.SGD):
+    """Keeps the number of its steps in a tensor of its groups."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.param_groups[0]["k"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["k"].add_(1)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [_Counting, _CountingInPlace])
+def test_optimizer_with_state_in_its_groups_is_refused(kind: type[torch.optim.Optimizer], device: Device) -> None:
+    model = Stack(4).to(device.torch_device)
+    with _fused(model, device, optimizer=partial(kind, lr=0.1)):
+        with pytest.raises(memkit.LayerOffloadError, match=r'Counting.* keeps state in its groups.*"k".*train="host"'):
+            model(inputs(device)[0]).square().mean().backward()
+
+
+def test_learning_rate_may_be_a_tensor(device: Device) -> None:
+    lr = torch.tensor(0.01, device=device.torch_device)
+    plain = Stack(4).to(device.torch_device)
+    model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=lr)
+    with _fused(model, device, optimizer=partial(torch.optim.SGD, lr=lr)):
+        for _ in range(2):
+            for one in (plain, model):
+                one(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
 def test_own_step_after_gradients_that_were_only_returned(device: Device) -> None:
     model = Stack(4).to(device.torch_device)
     with _fused(model, device) as offload:
