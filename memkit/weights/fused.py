@@ -247,10 +247,24 @@ def _version(value: object) -> int:
 
 
 def state_bytes_per_byte(make: MakeOptimizer) -> float:
-    """Return how many bytes of state an optimizer keeps for each byte of parameters."""
-    parameter = nn.Parameter(torch.zeros(1024))
-    optimizer = make([parameter])
+    """Return how many bytes of state an optimizer keeps for each byte of parameters.
+
+    Raises:
+        ValueError: it does not step a matrix by itself.
+    """
+    parameter = nn.Parameter(torch.zeros(32, 32))
+    tried = "LayerOffload: optimizer= was called with one parameter, a matrix of 32 x 32, to see how much state it keeps"
+    try:
+        optimizer = make([parameter])
+        held = [item for group in optimizer.param_groups for item in group["params"]]
+    except Exception as error:
+        raise ValueError(f"{tried}. This failed: {type(error).__name__}: {error}") from error
+    if len(held) != 1 or held[0] is not parameter:
+        raise ValueError(f"{tried}. It makes an optimizer of the parameters that it is given; what it returned holds others")
     parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise ValueError(f"{tried}, and a step without a closure failed: {type(error).__name__}: {error}") from error
     state = [item for item in optimizer.state[parameter].values() if isinstance(item, Tensor) and item.numel() > 1]
     return storage_bytes(state) / parameter.nbytes

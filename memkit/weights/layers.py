@@ -61,8 +61,9 @@ class LayerOffload(NotCopied):
             "auto" is "fused" where there is an `optimizer`, else "host" if most of the layers' bytes require grad, else
             "frozen"; `LayerOffload.train` says which.
         optimizer: for "fused": makes an optimizer of parameters, such as `functools.partial(torch.optim.AdamW, lr=1e-4)`. It is
-            called once, with all parameters that require grad; `LayerOffload.optimizer` is what it returned, for schedulers and
-            `state_dict`. Its state stays on the device, and counts in `device_budget`.
+            called with a small matrix first, whose step tells how much state it keeps, and then with all parameters that
+            require grad; `LayerOffload.optimizer` is what it returned then, for schedulers and `state_dict`. Its state stays on
+            the device, and counts in `device_budget`.
         host_limit_bytes: the most host memory to take.
         device: where the model runs; by default the current CUDA device, or the CPU where there is none.
 

@@ -290,12 +290,46 @@ def test_graph_from_before_a_step_raises_as_autograd_does(device: Device) -> Non
             losses[1].backward()
 
 
+def test_optimizer_of_other_parameters_is_refused_before_it_steps(device: Device) -> None:
+    model = Stack(2).to(device.torch_device)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    own = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(inputs(device)[0]).square().mean().backward()
+
+    with pytest.raises(
+        ValueError, match="makes an optimizer of the parameters that it is given; what it returned holds others"
+    ):
+        _fused(model, device, optimizer=lambda _: own)
+    for name, tensor in before.items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_optimizer_of_matrices_only(device: Device) -> None:
+    plain = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4))).to(device.torch_device)
+    model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
+    make = partial(torch.optim.Muon, lr=0.01)
+    optimizer = make(plain.parameters())
+    with _fused(model, device, layers=list(model), optimizer=make):
+        for one in (plain, model):
+            one(batch).square().mean().backward()
+        optimizer.step()
+
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def _fail(_: object) -> torch.optim.Optimizer:
+    raise KeyError("lr")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"optimizer": None, "train": "fused"}, "needs an optimizer"),
         ({"train": "host"}, 'with train="host"'),
         ({"optimizer": "adam"}, "makes the optimizer"),
+        ({"optimizer": torch.optim.LBFGS}, "matrix of 32 x 32.*a step without a closure failed: TypeError: .*closure"),
+        ({"optimizer": _fail}, "matrix of 32 x 32.*This failed: KeyError: 'lr'"),
     ],
 )
 def test_bad_input(options: dict[str, object], message: str, device: Device) -> None:
