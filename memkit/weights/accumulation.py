@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet, backward_task, gradient_node, when_backward_ends
@@ -82,7 +82,10 @@ class Accumulation(ABC):
     def _finish(self) -> None:
         """No backward runs any more."""
 
-    def note_recompute(self) -> None:
+    def watch_recomputes(self, model: nn.Module) -> None:  # noqa: B027  # not all want to know
+        """See the forwards within backwards of what does not stream as well. Calling it again does nothing."""
+
+    def note_recompute(self) -> None:  # noqa: B027
         """A forward begins within a backward, which a checkpoint may run another backward of before that one is over."""
 
     def watch(self, extent: LayerExtent) -> None:

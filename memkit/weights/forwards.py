@@ -59,6 +59,8 @@ class Forwards(NotCopied):
         """See the forwards of the layers that stream from now on, and of no others."""
         self._hooks.remove()
         self._streamer, self._gradients = streamer, gradients
+        if gradients is not None:
+            gradients.watch_recomputes(self._model)
         extents = streamer.extents
         if not len(self._outer_hooks):  # they stay: one of these modules may be running
             self._watch_outer({id(inner) for extent in extents for inner in extent.module.modules()})

@@ -5,7 +5,7 @@ and the new weights go back to the master. Gradients never pile up. Source: LOMO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,17 +34,17 @@ class FusedSteps(NotCopied, Accumulation):
         streamer: brings the layers.
         make: makes an optimizer of parameters. One is made, of all that is trained: its groups hold for every step, so that
             schedulers and `state_dict` work on it. Its state is on the device.
-        model: all of its parameters that require grad are trained.
+        trained: all that is trained.
     """
 
     _steps = True
 
-    def __init__(self, device: Device, streamer: Streamer, make: MakeOptimizer, model: nn.Module) -> None:
+    def __init__(self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self._hooks = HookSet()
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.optimizer = make(list(trained.values()))
-        self._names = {id(parameter): name for name, parameter in trained.items()}
+        self.optimizer = make(trained)
+        self._names: dict[int, str] = {}
+        """Of the parameters, by their ids."""
         self._device = device
         self.streamer = streamer
         self._layers = {item: extent for extent in streamer.extents for item in extent.parameters}
@@ -60,12 +60,9 @@ class FusedSteps(NotCopied, Accumulation):
         for extent in streamer.extents:
             self.watch(extent)
         streamed = {id(item.parameter) for item in self._layers}
-        for parameter in trained.values():
+        for parameter in trained:
             if id(parameter) not in streamed:
                 self._step_by_itself(parameter)
-        for module in model.modules():
-            if any(parameter.requires_grad for parameter in module.parameters()):
-                self._hooks.after_forward(module, self._after_forward)
         self._group_of = {
             id(parameter): number for number, group in enumerate(self.optimizer.param_groups) for parameter in group["params"]
         }
@@ -109,6 +106,14 @@ class FusedSteps(NotCopied, Accumulation):
             raise LayerOffloadError(f"optimizer.step() was called after {num_backwards} backwards. {_ADVICE}")
 
     # In a backward
+
+    def watch_recomputes(self, model: nn.Module) -> None:
+        if self._names:
+            return
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for module in model.modules():
+            if any(parameter.requires_grad for parameter in module.parameters()):
+                self._hooks.after_forward(module, self._after_forward)
 
     def _after_forward(self, *_: Any) -> None:
         """A module's forward is over. Dynamo, which compiles it as well, is told that there is nothing to do."""
@@ -267,4 +272,5 @@ def state_bytes_per_byte(make: MakeOptimizer) -> float:
     except Exception as error:
         raise ValueError(f"{tried}, and a step without a closure failed: {type(error).__name__}: {error}") from error
     state = [item for item in optimizer.state[parameter].values() if isinstance(item, Tensor) and item.numel() > 1]
-    return storage_bytes(state) / parameter.nbytes
+    num_bytes: int = parameter.nbytes
+    return storage_bytes(state) / num_bytes

@@ -195,7 +195,8 @@ class LayerOffload(NotCopied):
         if self._is_to_choose:
             self._streamer.handles = weakref.WeakSet()
         if make is not None:
-            self._gradients = FusedSteps(self.device, self._streamer, make, self.model)
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self._gradients = FusedSteps(self.device, self._streamer, make, trained)
         self._forwards.watch(self._streamer, self._gradients)
         if self._extents:
             self._rehearse()
