@@ -26,6 +26,40 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 _ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, or to clip their global norm, use train="host"'
 
 
+class SteppedGradient(Tensor):
+    """In `grad` of a parameter that was stepped within the backward: whatever would use it raises. It is one element large."""
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> SteppedGradient:
+        blank = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.size())
+        return blank.as_subclass(cls)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"SteppedGradient(size={tuple(self.size())})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let attributes be read; what `zero_grad` does has no effect; all else raises."""
+        name = func.__name__
+        if name in _ZERO_GRAD:
+            return args[0]
+        if name == "__get__" or name in _READS:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+            if not isinstance(found, Tensor):  # as `data` is
+                return found
+            name = func.__self__.__name__
+        raise LayerOffloadError(
+            f'{name}: this gradient was consumed by the step within the backward. With train="fused" gradients cannot be '
+            'clipped by their global norm, scaled or read. Use train="host"'
+        )
+
+
+_READS = {"size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous"}
+_READS |= {"untyped_storage", "storage_offset", "data_ptr", "is_inference", "is_conj", "is_neg", "_is_view", "__hash__"}
+_ZERO_GRAD = {"zero_", "detach_", "requires_grad_", "_foreach_zero_"}
+
+
 class FusedSteps(NotCopied, Accumulation):
     """Steps parameters inside of the backward: those that stream, and the others as well.
 
@@ -52,7 +86,11 @@ class FusedSteps(NotCopied, Accumulation):
         """Layers with parameters that were stepped, and which of them are still to be."""
         self._written: list[Event] = []
         """Behind the copies to masters of the backward that runs."""
-        self._stepped: set[int] = set()
+        self._consumed: list[nn.Parameter] = []
+        """Whose `grad` says that a step has consumed it."""
+        self._stand_ins: dict[object, SteppedGradient] = {}
+        """What says so, for each size, data type and device."""
+        self._stepped: dict[int, nn.Parameter] = {}
         """The parameters, by their ids, that were stepped since a backward began that is within no other."""
         self._num_backwards = 0
         """That have stepped something since the user's own step, and have not failed."""
@@ -80,6 +118,7 @@ class FusedSteps(NotCopied, Accumulation):
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         """Take no steps any more; each backward has waited for what it wrote."""
         self._hooks.remove()
+        self._forget_consumed()
         return super().close()
 
     def _step_by_itself(self, parameter: nn.Parameter) -> None:
@@ -101,6 +140,7 @@ class FusedSteps(NotCopied, Accumulation):
         """The user's own `step()` has nothing to do; two backwards before it would have been meant as one step."""
         if self._is_stepping:
             return
+        self._forget_consumed()
         num_backwards, self._num_backwards = self._num_backwards, 0
         if num_backwards > 1:
             raise LayerOffloadError(f"optimizer.step() was called after {num_backwards} backwards. {_ADVICE}")
@@ -162,6 +202,29 @@ class FusedSteps(NotCopied, Accumulation):
             self._written.append(self.streamer.write_back(extent))
         self.d2h_bytes += extent.num_bytes
 
+    def _enter_backward(self) -> int:
+        if not self._tasks:
+            self._forget_consumed()
+        return super()._enter_backward()
+
+    def _say_consumed(self) -> None:
+        """Have `grad` of what was stepped raise if it is used: None would be taken for no gradient, by what clips, say."""
+        self.streamer.rest()
+        for parameter in self._stepped.values():
+            if type(parameter) is nn.Parameter and parameter.grad is None:
+                kind = parameter.size(), parameter.dtype, parameter.device
+                stand_in = self._stand_ins.get(kind)
+                if stand_in is None:
+                    stand_in = self._stand_ins[kind] = SteppedGradient(parameter)
+                parameter.grad = stand_in
+                self._consumed.append(parameter)
+
+    def _forget_consumed(self) -> None:
+        consumed, self._consumed = self._consumed, []
+        for parameter in consumed:
+            if type(parameter.grad) is SteppedGradient:
+                parameter.grad = None
+
     def _write_back_waiting(self) -> None:
         for extent in list(self._waiting):
             self._write_back(extent)
@@ -173,6 +236,7 @@ class FusedSteps(NotCopied, Accumulation):
                 self._write_back_waiting()
             elif not has_failed:
                 self._num_backwards += bool(self._stepped)
+                self._say_consumed()
         finally:
             if not self._tasks:
                 self._stepped.clear()
@@ -191,7 +255,7 @@ class FusedSteps(NotCopied, Accumulation):
                 "another part: it is used more than once, in checkpoints that run a backward of their own each. Give these "
                 'use_reentrant=False, or use train="host"'
             )
-        self._stepped.add(id(parameter))
+        self._stepped[id(parameter)] = parameter
         state = self.optimizer.state[parameter]
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import Device
+from memkit.weights.fused import SteppedGradient
 
 WIDTH = 16
 
@@ -137,8 +138,9 @@ Result = dict[str, Tensor]
 def results(model: nn.Module, outputs: list[Tensor]) -> Result:
     """Return outputs, gradients and buffers, by name."""
     found = {f"output {number}": output.detach().cpu().clone() for number, output in enumerate(outputs)}
-    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    found |= {f"grad {name}": grad.cpu().clone() for name, grad in grads.items()}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    is_there = {name: grad for name, grad in grads.items() if grad is not None and not isinstance(grad, SteppedGradient)}
+    found |= {f"grad {name}": grad.cpu().clone() for name, grad in is_there.items()}
     return found | {f"buffer {name}": buffer.cpu().clone() for name, buffer in model.named_buffers()}
 
 

@@ -42,7 +42,7 @@ def _compare(model: nn.Module, device: Device, make: str, num_steps: int, **opti
             optimizer.zero_grad()
             for name, tensor in plain.state_dict().items():
                 assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), (step, name)
-            assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
     for name, tensor in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
 
@@ -288,6 +288,56 @@ def test_graph_from_before_a_step_raises_as_autograd_does(device: Device) -> Non
         losses[0].backward()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             losses[1].backward()
+
+
+def _norm(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _value(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+def _unscale(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+
+
+def _data(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.norm()
+
+
+@pytest.mark.parametrize("use", [_norm, _value, _unscale, _data])
+def test_use_of_gradients_after_the_step_is_refused(
+    use: Callable[[nn.Module, torch.optim.Optimizer], None], device: Device
+) -> None:
+    model = Stack(4).to(device.torch_device)
+    with _fused(model, device, offload_fraction=0.5) as offload:
+        assert offload.optimizer is not None
+        model(inputs(device)[0]).square().mean().backward()
+
+        with pytest.raises(memkit.LayerOffloadError, match=r'consumed by the step within the backward.*train="host"'):
+            use(model, offload.optimizer)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_after_the_step(set_to_none: bool, device: Device) -> None:
+    plain = Stack(4).to(device.torch_device)
+    model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
+    optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    with _fused(model, device, "sgd", offload_fraction=0.5) as offload:
+        assert offload.optimizer is not None
+        for zero in (model.zero_grad, offload.optimizer.zero_grad, lambda **_: None):
+            for one in (plain, model):
+                one(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            zero(set_to_none=set_to_none)
+            for name, tensor in plain.state_dict().items():
+                assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), name
 
 
 def test_optimizer_of_other_parameters_is_refused_before_it_steps(device: Device) -> None:
