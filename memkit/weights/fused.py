@@ -30,20 +30,22 @@ class SteppedGradient(Tensor):
     """In `grad` of a parameter that was stepped within the backward: whatever would use it raises. It is one element large."""
 
     @staticmethod
-    def __new__(cls, parameter: Tensor) -> SteppedGradient:
-        blank = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.size())
-        return blank.as_subclass(cls)
+    def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device) -> SteppedGradient:
+        return torch.zeros((), dtype=dtype, device=device).expand(size).as_subclass(cls)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"SteppedGradient(size={tuple(self.size())})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let attributes be read; what `zero_grad` does has no effect; all else raises."""
+        """Let attributes be read, and it be moved with its parameter; what `zero_grad` does has no effect; all else raises."""
         name = func.__name__
         if name in _ZERO_GRAD:
             return args[0]
-        if name == "__get__" or name in _READS:
+        if name in _MOVES:
+            moved = func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **(kwargs or {}))
+            return cls(args[0].size(), moved.dtype, moved.device)
+        if name in ("__get__", "__set__") or name in _READS:
             with torch._C.DisableTorchFunctionSubclass():
                 found = func(*args, **(kwargs or {}))
             if not isinstance(found, Tensor):  # as `data` is
@@ -57,6 +59,8 @@ class SteppedGradient(Tensor):
 
 _READS = {"size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous"}
 _READS |= {"untyped_storage", "storage_offset", "data_ptr", "is_inference", "is_conj", "is_neg", "_is_view", "__hash__"}
+_READS |= {"_has_compatible_shallow_copy_type"}
+_MOVES = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double"}
 _ZERO_GRAD = {"zero_", "detach_", "requires_grad_", "_foreach_zero_"}
 
 
@@ -88,7 +92,7 @@ class FusedSteps(NotCopied, Accumulation):
         """Behind the copies to masters of the backward that runs."""
         self._consumed: list[nn.Parameter] = []
         """Whose `grad` says that a step has consumed it."""
-        self._stand_ins: dict[object, SteppedGradient] = {}
+        self._stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], SteppedGradient] = {}
         """What says so, for each size, data type and device."""
         self._stepped: dict[int, nn.Parameter] = {}
         """The parameters, by their ids, that were stepped since a backward began that is within no other."""
@@ -215,7 +219,7 @@ class FusedSteps(NotCopied, Accumulation):
                 kind = parameter.size(), parameter.dtype, parameter.device
                 stand_in = self._stand_ins.get(kind)
                 if stand_in is None:
-                    stand_in = self._stand_ins[kind] = SteppedGradient(parameter)
+                    stand_in = self._stand_ins[kind] = SteppedGradient(*kind)
                 parameter.grad = stand_in
                 self._consumed.append(parameter)
 

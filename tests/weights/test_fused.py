@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import Device
+from memkit.weights.fused import SteppedGradient
 from tests.weights.cases import RUNS, Stack, inputs, reused
 
 OPTIMIZERS = {
@@ -246,7 +247,7 @@ def test_own_step_after_gradients_that_were_only_returned(device: Device) -> Non
     with _fused(model, device) as offload:
         assert offload.optimizer is not None
         for batch in inputs(device):
-            torch.autograd.grad(model(batch).square().mean(), list(model.parameters()))
+            torch.autograd.grad(model(batch).square().mean(), [*model.stem.parameters(), *model.head.parameters()])
         model(batch).square().mean().backward()
 
         offload.optimizer.step()
@@ -321,6 +322,23 @@ def test_use_of_gradients_after_the_step_is_refused(
 
         with pytest.raises(memkit.LayerOffloadError, match=r'consumed by the step within the backward.*train="host"'):
             use(model, offload.optimizer)
+
+
+def test_model_is_moved_after_the_step(device: Device) -> None:
+    plain = Stack(4).to(device.torch_device)
+    model, batches = copy.deepcopy(plain), inputs(device)
+    optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    with _fused(model, device, "sgd", offload_fraction=0.5):
+        for batch in batches:
+            plain(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            moved = [parameter.grad.to("meta", torch.float16) for parameter in model.parameters()]
+            assert {(grad.device.type, grad.dtype, type(grad)) for grad in moved} == {("meta", torch.float16, SteppedGradient)}
+            model.double().float()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
