@@ -29,7 +29,7 @@ from memkit.weights.shares import choose_mode, costs_of, plan_rehearsed, plan_sh
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
 
-_managers: weakref.WeakValueDictionary[int, LayerOffload] = weakref.WeakValueDictionary()
+_streaming_by: weakref.WeakValueDictionary[int, LayerOffload] = weakref.WeakValueDictionary()
 """Who streams a parameter, by its id: whoever does keeps it alive."""
 
 
@@ -188,7 +188,7 @@ class LayerOffload(NotCopied):
         streamed = {id(item.parameter) for extent in self._extents for item in extent.parameters}
         for extent in self._extents:
             extent.move_to_host()
-            _managers.update((id(item.parameter), self) for item in extent.parameters)
+            _streaming_by.update((id(item.parameter), self) for item in extent.parameters)
         tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if id(tensor) not in streamed]
         self._placement.place(tensors, self.device.torch_device)
         self._streamer = Streamer(self.device, self._extents, self.plan.slot_bytes)
@@ -208,7 +208,7 @@ class LayerOffload(NotCopied):
             warnings.warn(f"LayerOffload: {self._arena.refusal}", stacklevel=3)
 
     def _note_adopted(self, adopted: StreamedParameter) -> None:
-        _managers[id(adopted.parameter)] = self
+        _streaming_by[id(adopted.parameter)] = self
 
     # Finding out the share, and what it takes
 
@@ -291,7 +291,7 @@ class LayerOffload(NotCopied):
             if self._gradients is not None:
                 self._gradients.unwatch(extent)
             for item in extent.parameters:
-                _managers.pop(id(item.parameter), None)
+                _streaming_by.pop(id(item.parameter), None)
             assert extent.span is not None
             self._held += masters
             if not masters:
@@ -348,7 +348,7 @@ class LayerOffload(NotCopied):
             if extent.span is not None:
                 self._arena.give(extent.span)
             for item in extent.parameters:
-                _managers.pop(id(item.parameter), None)
+                _streaming_by.pop(id(item.parameter), None)
         self._placement.restore()
         self._arena.close()
         for storage, restored in held:  # the arena has given the memory back; the addresses still are whose tensors are there
@@ -403,6 +403,6 @@ class LayerOffload(NotCopied):
 
 
 def _check_unmanaged(name: str, parameter: nn.Parameter) -> None:
-    manager = _managers.get(id(parameter))
-    if manager is not None and any(item.parameter is parameter for extent in manager._extents for item in extent.parameters):
+    other = _streaming_by.get(id(parameter))
+    if other is not None and any(item.parameter is parameter for extent in other._extents for item in extent.parameters):
         raise ValueError(f'LayerOffload: "{name}" is streamed by another LayerOffload already. Close that one first')
