@@ -254,10 +254,11 @@ class FusedSteps(NotCopied, Accumulation):
     def _step(self, parameter: nn.Parameter) -> None:
         """Let the optimizer step one parameter: once in a backward, those within it included."""
         if id(parameter) in self._stepped:
+            name = self._names.get(id(parameter), "a parameter")
             raise LayerOffloadError(
-                f'"{self._names[id(parameter)]}" was stepped already, with a part of its gradient, when a backward brings '
-                "another part: it is used more than once, in checkpoints that run a backward of their own each. Give these "
-                'use_reentrant=False, or use train="host"'
+                f'"{name}" was stepped already, with a part of its gradient, when a backward brings another part: it is used '
+                "more than once, in checkpoints that run a backward of their own each. Give these use_reentrant=False, or "
+                'use train="host"'
             )
         self._stepped[id(parameter)] = parameter
         state = self.optimizer.state[parameter]
