@@ -161,6 +161,7 @@ def _in_turn(setting: Setting, training: Training, num_steps: int) -> Line:
             }
             seen.append(taken)
     return {
+        "num_pins_after_2": seen[1]["num_pins"],
         "after_3": seen[2],
         "after_all": seen[-1],
         "num_different": sum(taken != seen[2] for taken in seen[3:]),
