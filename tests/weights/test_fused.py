@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit.device import Device
 from memkit.weights.fused import SteppedGradient
-from tests.weights.cases import RUNS, Stack, inputs, reused
+from tests.weights.cases import RUNS, Block, Stack, inputs, reused
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
@@ -421,3 +421,12 @@ def test_layer_that_was_stepped_is_used_within_the_same_backward(device: Device)
     optimizer.step()
 
     assert torch.equal(found[0], plain.layers[5](batch))
+
+
+def test_parts_of_a_layer_are_stepped_in_backwards_of_their_own(device: Device) -> None:
+    class Parts(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.up, self.norm(x), use_reentrant=True)
+            return x + checkpoint(self.down, y.tanh(), use_reentrant=True) + self.lora_b(self.lora_a(x))
+
+    _compare(Stack(3, block=Parts), device, "sgd", 3, slots=2)
