@@ -111,7 +111,7 @@ class LayerOffload(NotCopied):
         self.device = device or open_device(torch.device("cuda" if cuda_is_available() else "cpu"))
         self._layers = find_layers(model, layers)
         for name, parameter in model.named_parameters():
-            _check_unmanaged(name, parameter)
+            _refuse_streamed(name, parameter)
         self.train = choose_mode(train, self._layers, optimizer)
         extents = self._extents_of()
         self._candidates = {name: extents.get(name) for name in self._layers}
@@ -402,7 +402,7 @@ class LayerOffload(NotCopied):
             )
 
 
-def _check_unmanaged(name: str, parameter: nn.Parameter) -> None:
+def _refuse_streamed(name: str, parameter: nn.Parameter) -> None:
     other = _streaming_by.get(id(parameter))
     if other is not None and any(item.parameter is parameter for extent in other._extents for item in extent.parameters):
         raise ValueError(f'LayerOffload: "{name}" is streamed by another LayerOffload already. Close that one first')
