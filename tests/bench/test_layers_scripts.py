@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -113,3 +114,22 @@ def test_lora_begins_at_the_base_model(scripts: Scripts) -> None:
 
     assert torch.equal(model(batch), expected)
     assert [tuple(parameter.shape) for parameter in trained] == [(2, 4), (4, 2)]
+
+
+def test_picture_is_drawn_from_lines_that_were_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(BENCHES)
+    draw = importlib.import_module("draw_layers").draw
+    name = "llama_3.2b_lora16_checkpointed"
+    line = {"name": name, "backward": True, "where": "a GPU", "step_s": 0.5, "peak_allocated_bytes": 2**33}
+    lines = [{**line, "bench": "layers", "fraction": x, "offload_ratio": None} for x in (0.0, 1.0)]
+    lines += [{**line, "bench": "layers_peers", "engine": engine} for engine in ("plain", "memkit", "block swap")]
+    other = {**line, "bench": "layers", "fraction": 0.5, "offload_ratio": None, "name": "dit_8+16_lora16_checkpointed"}
+
+    draw([*lines, other, {"bench": "layers_auto"}], tmp_path / "layers.svg")
+
+    texts = re.findall(r"<!-- (.*?) -->", (tmp_path / "layers.svg").read_text())
+    assert {"LayerOffload", "block swap", "0 streamed", "1 streamed", f"{name} on a GPU"} <= set(texts)
+    assert not {"plain", "memkit", "0.5 streamed"} & set(texts)
+    with pytest.raises(ValueError, match="lora_checkpoint"):
+        draw([other], tmp_path / "none.svg")
