@@ -39,11 +39,10 @@ def offloading(device: Device) -> Offload:
 
 
 @pytest.fixture
-def only_new_objects() -> Iterator[None]:
-    """Let the garbage collector look at nothing that was there before: it is many times faster, and can be counted on."""
+def only_new_objects() -> None:
+    """Let the garbage collector look at nothing that was there before: what it finds can be counted on."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,27 @@ from memkit.device import CpuDevice, Device, ReferenceDevice
 
 BENCHES = Path(__file__).parents[2] / "examples" / "bench"
 
+KEYS = {
+    "name",
+    "backward",
+    "offload_ratio",
+    "options",
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+    "step_s",
+    "forward_s",
+    "backward_s",
+    "streamed_bytes",
+    "slot_bytes",
+    "roofline_s",
+    "to_roofline",
+    "to_plain",
+    "fetches_per_step",
+    "demand_fetches_per_step",
+    "overflows",
+    "stall_s_per_step",
+}
+
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 
 
@@ -35,8 +56,34 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Scripts:
     return Scripts(*(importlib.import_module(name) for name in names))
 
 
-def _setting(scripts: Scripts, device: Device) -> Any:
-    return scripts.setting.Setting(device=device, steps=1, fast=False, plots=None, tiny=True, ends_s=math.inf)
+def _setting(scripts: Scripts, device: Device, **options: Any) -> Any:
+    return scripts.setting.Setting(device=device, steps=1, fast=False, plots=None, tiny=True, ends_s=math.inf, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*the system did not pin")
+@pytest.mark.parametrize(
+    ("name", "given", "fractions"),
+    [("forward", (), [0.0, 0.5, 1.0]), ("host", (0.5, 1.0), [0.5, 1.0]), ("unpinned", (), [1.0, 1.0])],
+)
+def test_curve_has_a_line_for_each_fraction(
+    scripts: Scripts, name: str, given: tuple[float, ...], fractions: list[float]
+) -> None:
+    lines = list(scripts.curves.BENCHES[name](_setting(scripts, CpuDevice(), fractions=given)))
+
+    assert [line["fraction"] for line in lines] == fractions
+    for line in lines:
+        assert "error" not in line
+        assert set(line) >= KEYS
+        assert set(line["plain"]) == {
+            "step_s",
+            "forward_s",
+            "backward_s",
+            "peak_allocated_bytes",
+            "peak_reserved_bytes",
+            "in_a_row_s",
+        }
+    assert [line["num_streamed"] for line in lines] == [4 * fraction for fraction in fractions]
+    assert bool(lines[-1]["grads_bytes"]) == (name == "host")
 
 
 def test_dit_streams_blocks_of_two_sizes(scripts: Scripts) -> None:

@@ -25,26 +25,6 @@ SUPERNET_PHASES = [
     "remat_supernet_larger",
     "remat_supernet_largest",
 ]
-LAYERS_KEYS = {
-    "name",
-    "backward",
-    "offload_ratio",
-    "options",
-    "h2d_bytes_per_s",
-    "d2h_bytes_per_s",
-    "step_s",
-    "forward_s",
-    "backward_s",
-    "streamed_bytes",
-    "slot_bytes",
-    "roofline_s",
-    "to_roofline",
-    "to_plain",
-    "fetches_per_step",
-    "demand_fetches_per_step",
-    "overflows",
-    "stall_s_per_step",
-}
 
 
 def _script(*arguments: str, name: str = "bench_remat.py") -> list[dict[str, object]]:
@@ -61,11 +41,14 @@ def test_script_says_what_it_does_not_measure_without_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "benches"),
-    [("supernet", SUPERNET_PHASES), ("planning", ["remat_planning"] * 3), ("recorder_host", ["remat_recorder_host"] * 4)],
+    ("given", "benches"),
+    [
+        (["--only", "supernet"], SUPERNET_PHASES),
+        (["--here", "--only", "planning", "recorder_host"], ["remat_planning"] * 3 + ["remat_recorder_host"] * 4),
+    ],
 )
-def test_script_runs(name: str, benches: list[str]) -> None:
-    lines = _script("--tiny", "--fast", "--steps", "1", "--only", name)
+def test_script_runs(given: list[str], benches: list[str]) -> None:
+    lines = _script("--tiny", "--fast", "--steps", "1", *given)
 
     assert [line["bench"] for line in lines] == benches
     for line in lines:
@@ -73,28 +56,14 @@ def test_script_runs(name: str, benches: list[str]) -> None:
         assert line["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "fractions"),
-    [("forward", [], [0.0, 0.5, 1.0]), ("host", ["--fractions", "0.5", "1"], [0.5, 1.0]), ("unpinned", [], [1.0, 1.0])],
-)
-def test_layers_script_has_a_line_for_each_fraction(name: str, given: list[str], fractions: list[float]) -> None:
+def test_layers_script_runs() -> None:
     pytest.importorskip("transformers")
-    lines = _script("--tiny", "--steps", "1", "--only", name, *given, name="bench_layers.py")
+    lines = _script("--tiny", "--steps", "1", "--only", "forward", "--fractions", "0.5", "1", name="bench_layers.py")
 
-    assert [line["fraction"] for line in lines] == fractions
+    assert [(line["bench"], line["fraction"]) for line in lines] == [("layers", 0.5), ("layers", 1.0)]
     for line in lines:
         assert "error" not in line
-        assert set(line) >= LAYERS_KEYS
-        assert set(line["plain"]) == {
-            "step_s",
-            "forward_s",
-            "backward_s",
-            "peak_allocated_bytes",
-            "peak_reserved_bytes",
-            "in_a_row_s",
-        }
-    assert [line["num_streamed"] for line in lines] == [4 * fraction for fraction in fractions]
-    assert bool(lines[-1]["grads_bytes"]) == (name == "host")
+        assert line["torch"] == torch.__version__
 
 
 @pytest.fixture

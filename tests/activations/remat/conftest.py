@@ -15,6 +15,7 @@ from memkit.activations.recorded import CostKey
 from memkit.activations.remat_entry import Entry
 from memkit.activations.tape import Tape
 from memkit.device import CpuDevice, Device
+from memkit.plan import planner
 from tests.activations.conftest import open_test_device
 
 Remat = Callable[..., memkit.Rematerialize]
@@ -39,6 +40,13 @@ def torch_device(device: Device) -> torch.device:
 def remat_on(device: Device) -> Remat:
     """Return `Rematerialize` for the device, with no storage too small."""
     return functools.partial(memkit.Rematerialize, device=device, min_bytes=0)
+
+
+@pytest.fixture
+def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for better plans for a moment only, where any plan has to lead to the same bits."""
+    monkeypatch.setattr(planner, "_MOST_WORK", 5_000)
+    monkeypatch.setattr(planner, "_EXCHANGED", 1_000)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
 from tests.activations.remat.cases import COMPUTATIONS
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
-pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
 UNITS = [1] * 10
 

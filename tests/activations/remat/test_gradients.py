@@ -15,7 +15,7 @@ from tests.activations.remat.cases import COMPUTATIONS
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 from tests.models import CASES
 
-pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
 BUDGETS = (0.8, 0.4, 0.1)
 NOTHING_TO_GAIN = {

@@ -18,7 +18,7 @@ from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
 Context = Callable[[], AbstractContextManager[Any]]
 
-pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
 
 def _same_as_plain(step: Callable[[Context], list[Tensor]], remat_on: Remat, *, budget: float = 1, num_steps: int = 3) -> None:

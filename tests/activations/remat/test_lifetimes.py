@@ -19,7 +19,7 @@ from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
 from tests.activations.remat.cases import random_numbers
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
-pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("only_new_objects")]
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("only_new_objects", "quick_plans")]
 
 UNITS = (3, 1, 2, 5, 1, 1, 4, 2)
 

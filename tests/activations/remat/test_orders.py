@@ -17,7 +17,7 @@ from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips
 from tests.activations.remat.cases import random_numbers, relu_and_residuals
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
-pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
 Make = Callable[[], AbstractContextManager[object]]
 Order = Callable[[torch.device, Make], list[Tensor]]

@@ -16,7 +16,7 @@ from tests.activations.cases import assert_same_bits, inputs_on
 from tests.activations.remat.cases import own_generators
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
-pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
 
 class Quantizer(nn.Module):
