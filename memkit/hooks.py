@@ -194,6 +194,8 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self not in _stacked.hooks:
+            return  # it did not come to begin: hooks may be forbidden (`torch.autograd.graph.disable_saved_tensors_hooks`)
         _stacked.hooks.remove(self)
         above = []
         while (pair := innermost_pair()) is not None and pair[0] is not self.pack:

@@ -302,6 +302,16 @@ def test_model_fails_between_its_layers(device: Device) -> None:
         case.assert_next_step_works()
 
 
+def test_hooks_for_saved_tensors_are_forbidden(device: Device) -> None:
+    case = Case(device)
+
+    with case.offload:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
+            case.model(case.batches[0])
+
+        case.assert_next_step_works()
+
+
 @pytest.mark.parametrize("error", [ModelError("backward"), KeyboardInterrupt("backward")], ids=["exception", "interrupt"])
 def test_backward_fails(error: BaseException, device: Device) -> None:
     case = Case(device)
