@@ -161,7 +161,7 @@ class Accumulation(ABC):
                 "cannot have. Use torch.autograd.grad, or leave this layer on the device"
             )
         part = known.parts.get(task)
-        known.parts[task] = made if part is None else part + made
+        known.parts[task] = made if part is None else sum_of(part, made)
         if known.is_complete(task):
             self._take(streamed, known.parts.pop(task))
 
@@ -193,6 +193,11 @@ class Accumulation(ABC):
             part = known.parts.pop(task, None)
             if part is not None:
                 self._take(streamed, part)
+
+
+def sum_of(one: Tensor, other: Tensor) -> Tensor:
+    """Return the sum of two parts of a gradient, as the engine adds them: torch adds no dense one to a sparse one."""
+    return other + one if one.layout is not torch.strided and other.layout is torch.strided else one + other
 
 
 def _bound(method: Callable[[StreamedParameter], None], streamed: StreamedParameter) -> Callable[[], None]:

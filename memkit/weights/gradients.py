@@ -21,7 +21,7 @@ from memkit.hooks import num_users
 from memkit.sizes import byte_view
 from memkit.transfer.arena import ALIGNMENT_BYTES, Arena, Span
 from memkit.transfer.lanes import lanes_of
-from memkit.weights.accumulation import Accumulation
+from memkit.weights.accumulation import Accumulation, sum_of
 from memkit.weights.extents import LayerExtent, StreamedParameter
 
 
@@ -190,10 +190,10 @@ class HostGradients(Accumulation):
         gradient = self._gradients[streamed]
         if gradient.total is None:
             gradient.total, gradient.kept = gradient.kept, None
-        if made.layout is not torch.strided:
+        if made.layout is not torch.strided or (gradient.total is not None and gradient.total.layout is not torch.strided):
             self._await()
             brought = made.to("cpu")
-            gradient.total = brought if gradient.total is None else gradient.total + brought
+            gradient.total = brought if gradient.total is None else sum_of(gradient.total, brought)
             return
         if gradient.total is None:
             for buffer in gradient.buffers:

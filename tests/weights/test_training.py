@@ -388,6 +388,52 @@ def test_gradients_that_are_negated_lazily(device: Device) -> None:
             assert _same(one.grad, other.grad)
 
 
+class _Embedding(nn.Module):
+    """A layer whose embedding has gradients of few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(10, WIDTH, sparse=True)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.rows(x[:, 0].abs().long()))
+
+
+def test_gradients_that_are_sparse(device: Device) -> None:
+    plain = Stack(4, block=_Embedding).to(device.torch_device)
+    model, batches = copy.deepcopy(plain), inputs(device)
+    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host"):
+        for batch in batches:
+            for one in (plain, model):
+                one(batch).square().mean().backward()
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert one.grad is not None
+                assert other.grad is not None
+                assert one.grad.layout == other.grad.layout
+                assert torch.equal(one.grad.cpu().to_dense(), other.grad.cpu().to_dense())
+
+
+@pytest.mark.parametrize("is_sparse_first", [False, True])
+def test_sparse_gradients_and_dense_ones_are_accumulated(is_sparse_first: bool, device: Device) -> None:
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            assert isinstance(layer, _Embedding)
+            layer.rows.sparse = is_sparse
+            x = layer(x)
+        return x
+
+    plain = Stack(4, block=_Embedding, run=run).to(device.torch_device)
+    model = copy.deepcopy(plain)
+    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host"):
+        for number, batch in enumerate(inputs(device, 3)):
+            is_sparse = is_sparse_first == (number == 0)
+            for one in (plain, model):
+                one(batch).square().mean().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert _same(one.grad, other.grad)
+
+
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch sees to the gradient's dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_gradients_of_another_dtype_are_refused(dtype: torch.dtype, device: Device) -> None:
