@@ -165,6 +165,10 @@ class HostGradients(Accumulation):
                 self._device.synchronize(done)
         self._in_flight.clear()
         self._in_flight_bytes = 0
+        for addition in self._additions:
+            with suppress(Exception):
+                addition.result()
+        self._additions.clear()
         for gradient in self._gradients.values():
             gradient.total = None
 
@@ -207,18 +211,24 @@ class HostGradients(Accumulation):
             gradient.total = streamed.over_gradient(idle.storage)
             return
         span = self._arena.take(gradient.num_bytes)
-        landed = self._copy_out(streamed, made, span)
+        try:
+            landed = self._copy_out(streamed, made, span)
+        except BaseException:
+            self._arena.give(span)
+            raise
         self._additions.append(self._threads.submit(self._add, streamed, gradient.total, span, landed))
 
     def _add(self, streamed: StreamedParameter, total: Tensor, span: Span, landed: Event) -> None:
         """Add a gradient that has come to host memory; runs on a thread of its own, one after the other."""
-        self._device.synchronize(landed)
-        assert span.whole is not None
-        brought = streamed.over_gradient(torch.frombuffer(span.whole.numpy(), dtype=torch.uint8).untyped_storage())
-        with torch.no_grad():
-            total.add_(brought)
-        del brought
-        self._arena.give(span)
+        try:
+            self._device.synchronize(landed)
+            assert span.whole is not None
+            brought = streamed.over_gradient(torch.frombuffer(span.whole.numpy(), dtype=torch.uint8).untyped_storage())
+            with torch.no_grad():
+                total.add_(brought)
+            del brought
+        finally:
+            self._arena.give(span)
 
     def _copy_out(self, streamed: StreamedParameter, made: Tensor, span: Span) -> Event:
         device, stream = self._device, self._device.current_stream()
@@ -251,9 +261,9 @@ class HostGradients(Accumulation):
             self._device.synchronize(last)
         while self._in_flight:
             self._settle_oldest()
-        additions, self._additions = self._additions, []
-        for addition in additions:
+        for addition in self._additions:
             addition.result()
+        self._additions.clear()
 
 
 def bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

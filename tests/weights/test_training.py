@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
-from tests.weights.cases import RUNS, WIDTH, Stack, compare, in_order, inputs, only_lora, reused
+from tests.weights.cases import RUNS, WIDTH, Stack, assert_same, compare, in_order, inputs, only_lora, reused, run_step
 
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -432,6 +432,23 @@ def test_sparse_gradients_and_dense_ones_are_accumulated(is_sparse_first: bool, 
                 one(batch).square().mean().backward()
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert _same(one.grad, other.grad)
+
+
+def test_gradient_to_be_added_that_cannot_be_sent(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room to pack it")
+
+    plain, model, offload = _host_model(device)
+    batches = inputs(device)
+    with offload:
+        model(batches[0]).square().sum().backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(offload._gradients, "_copy_out", fail)
+            with pytest.raises(torch.OutOfMemoryError, match="no room to pack it"):
+                model(batches[1]).square().sum().backward()
+        model.zero_grad()
+
+        assert_same(run_step(model, batches), run_step(plain, batches))
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch sees to the gradient's dtype")

@@ -313,13 +313,16 @@ def test_copy_to_the_device_fails(num_left: int, limit: PinLimit, device: Device
 
 
 @WARNS
+@pytest.mark.parametrize("is_accumulated", [False, True])
 @pytest.mark.parametrize("num_left", [0, 7])
 def test_gradient_does_not_come_to_the_host(
-    num_left: int, limit: PinLimit, device: Device, monkeypatch: pytest.MonkeyPatch
+    num_left: int, is_accumulated: bool, limit: PinLimit, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Stack().to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
     with memkit.LayerOffload(model, offload_fraction=1.0, device=device, train="host"):
+        if is_accumulated:
+            model(batches[0]).sum().backward()
         with monkeypatch.context() as patch:
             Failing(device, patch, is_out=True, num_left=num_left)
             with pytest.raises(RuntimeError, match="the link is down"):
