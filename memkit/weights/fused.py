@@ -99,25 +99,42 @@ class FusedSteps(NotCopied, Accumulation):
         self._num_backwards = 0
         """That have stepped something since the user's own step, and have not failed."""
         self.d2h_bytes = 0
+        self._group_of: dict[int, int] = {}
+        """The number of each parameter's group: to look for it among all would take as many looks as there are parameters."""
+        self._num_groups = 0
+        self._frozen: list[nn.Parameter] = []
+        """What is in the groups, does not stream, and does not require grad yet."""
+        self._is_stepping = False
         for extent in streamer.extents:
             self.watch(extent)
-        streamed = {id(item.parameter) for item in self._layers}
-        for parameter in trained:
-            if id(parameter) not in streamed:
-                self._step_by_itself(parameter)
-        self._group_of = {
-            id(parameter): number for number, group in enumerate(self.optimizer.param_groups) for parameter in group["params"]
-        }
-        """The number of each parameter's group: to look for it among all would take as many looks as there are parameters."""
-        self._is_stepping = False
+        self._watch_groups()
         self._hooks.before_step(self.optimizer, self._before_users_step)
+
+    def watch(self, extent: LayerExtent) -> None:
+        super().watch(extent)
+        self._watch_groups()
 
     def unwatch(self, extent: LayerExtent) -> None:
         super().unwatch(extent)
         for streamed in extent.parameters:
             del self._layers[streamed]
-            if streamed.parameter.requires_grad:
-                self._step_by_itself(streamed.parameter)
+            if id(streamed.parameter) in self._group_of:
+                self._frozen.append(streamed.parameter)
+        self._watch_groups()
+
+    def _watch_groups(self) -> None:
+        """Step also what has come to the optimizer's groups since, or has come to require grad."""
+        groups = self.optimizer.param_groups
+        if len(groups) != self._num_groups:
+            self._num_groups = len(groups)
+            known = {*self._group_of, *(id(item.parameter) for item in self._layers)}
+            self._group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+            self._frozen += [item for group in groups for item in group["params"] if id(item) not in known]
+        if self._frozen:
+            for parameter in self._frozen:
+                if parameter.requires_grad:
+                    self._step_by_itself(parameter)
+            self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         """Take no steps any more; each backward has waited for what it wrote."""
@@ -161,7 +178,10 @@ class FusedSteps(NotCopied, Accumulation):
 
     def _after_forward(self, *_: Any) -> None:
         """A module's forward is over. Dynamo, which compiles it as well, is told that there is nothing to do."""
-        if not torch.compiler.is_compiling() and backward_task() != -1:
+        if torch.compiler.is_compiling():
+            return
+        self._watch_groups()
+        if backward_task() != -1:
             self._enter_backward()
 
     def note_recompute(self) -> None:
@@ -177,8 +197,9 @@ class FusedSteps(NotCopied, Accumulation):
         extent, parameter = self._layers[streamed], streamed.parameter
         if id(parameter) not in self._group_of:
             raise LayerOffloadError(
-                f'"{streamed.name}" was put in the place of another (`load_state_dict(assign=True)`) after the optimizer was '
-                "made, which does not know it. Load without assign=True, or make a new LayerOffload"
+                f'"{streamed.name}" has a gradient, and the optimizer does not know it: has it come to require grad after the '
+                "optimizer was made, or was it put in the place of another then (`load_state_dict(assign=True)`)? Use "
+                "offload.optimizer.add_param_group, load without assign=True, or make a new LayerOffload"
             )
         with self.streamer.lock:
             slot = self.streamer.use(extent)

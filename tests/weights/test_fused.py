@@ -182,6 +182,42 @@ def test_parameter_that_the_optimizer_does_not_know_is_refused(device: Device) -
             model(inputs(device)[0]).square().mean().backward()
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0, "auto"])
+@pytest.mark.parametrize("is_known_first", [False, True])
+def test_parameters_that_are_to_be_trained_later(is_known_first: bool, fraction: float | str, device: Device) -> None:
+    """The head does not stream, of the layers some do."""
+    plain = Stack(4).to(device.torch_device)
+    plain.head.requires_grad_(False)
+    plain.layers[2:].requires_grad_(False)
+    model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
+    optimizer = OPTIMIZERS["adamw"](parameter for parameter in plain.parameters() if parameter.requires_grad)
+    with _fused(model, device, offload_fraction=fraction) as offload:
+        assert offload.optimizer is not None
+        for step in range(6):
+            for one, stepped in ((plain, optimizer), (model, offload.optimizer)):
+                later = [*one.head.parameters(), *one.layers[2:].parameters()]
+                if step == (0 if is_known_first else 3):
+                    stepped.add_param_group({"params": later, "lr": 0.1})
+                if step == 3:
+                    for parameter in later:
+                        parameter.requires_grad_()
+                one(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, tensor in plain.state_dict().items():
+                assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), (step, name)
+
+
+def test_parameter_that_is_to_be_trained_later_and_that_the_optimizer_does_not_know_is_refused(device: Device) -> None:
+    model = Stack(4).to(device.torch_device)
+    model.layers[3].requires_grad_(False)
+    with _fused(model, device):
+        model.layers[3].requires_grad_()
+
+        with pytest.raises(memkit.LayerOffloadError, match=r'"layers\.3\..*come to require grad.*add_param_group'):
+            model(inputs(device)[0]).square().mean().backward()
+
+
 def test_accumulation_is_refused(device: Device) -> None:
     model = Stack(4).to(device.torch_device)
     with _fused(model, device) as offload:
