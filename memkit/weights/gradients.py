@@ -22,7 +22,7 @@ from memkit.sizes import byte_view
 from memkit.transfer.arena import ALIGNMENT_BYTES, Arena, Span
 from memkit.transfer.lanes import lanes_of
 from memkit.weights.accumulation import Accumulation, sum_of
-from memkit.weights.extents import LayerExtent, StreamedParameter
+from memkit.weights.extents import LayerExtent, StreamedParameter, plainly
 
 
 class _Buffer:
@@ -285,7 +285,8 @@ def _have_own_gradient(streamed: StreamedParameter) -> None:
     grad = streamed.parameter.grad
     if grad is not None:
         streamed.parameter.grad = None
-        streamed.parameter.grad = grad.clone() if grad.layout is torch.strided else grad
+        with plainly():
+            streamed.parameter.grad = grad.clone() if grad.layout is torch.strided else grad
 
 
 def _gradient_bytes(streamed: StreamedParameter) -> int:

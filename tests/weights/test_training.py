@@ -242,6 +242,20 @@ def test_close_leaves_gradients_of_their_own(device: Device) -> None:
         assert _same(one.grad, other.grad)
 
 
+def test_gradients_are_added_to_after_close_in_inference_mode(device: Device) -> None:
+    plain, model, offload = _host_model(device)
+    first, second = inputs(device)
+    model(first).square().mean().backward()
+
+    with torch.inference_mode():
+        offload.close()
+
+    model(second).square().mean().backward()
+    run_step(plain, [first, second])
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert _same(one.grad, other.grad)
+
+
 def test_gradients_that_are_held_keep_their_bytes_after_close(device: Device) -> None:
     plain, model, offload = _host_model(device)
     batch = inputs(device)[0]
