@@ -234,14 +234,14 @@ class KeptHandle:
 
     def is_unchanged(self) -> bool:
         """Tell whether nobody has written to the tensor since it was saved."""
-        return self.alias._version == self.version
+        return self.version_now == self.version
 
     def check_version(self) -> None:
         """Raise autograd's own error if the tensor was written to since it was saved."""
         if not self.is_unchanged():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.alias.type()} {list(self.size)}] is at version {self.alias._version}; expected version "
+                f"[{self.alias.type()} {list(self.size)}] is at version {self.version_now}; expected version "
                 f"{self.version} instead. Hint: the backtrace of the operation that failed to compute its gradient is shown "
                 "by torch.autograd.set_detect_anomaly(True)."
             )
@@ -249,6 +249,11 @@ class KeptHandle:
     @property
     def size(self) -> torch.Size:
         return self.alias.size()
+
+    @property
+    def version_now(self) -> int:
+        """What `version` would be if it were saved now."""
+        return self.alias._version
 
 
 @functools.cache

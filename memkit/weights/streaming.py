@@ -344,8 +344,9 @@ class StreamedHandle(KeptHandle):
     def size(self) -> torch.Size:
         return self._size
 
-    def is_unchanged(self) -> bool:
-        return super().is_unchanged() and self._num_changes == self._extent.num_changes
+    @property
+    def version_now(self) -> int:
+        return super().version_now + self._extent.num_changes - self._num_changes
 
     def unpack(self) -> Tensor:
         self.check_version()
