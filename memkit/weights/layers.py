@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memkit.device import Device, cuda_is_available, open_device
+from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.plan import plan_again
 from memkit.sizes import byte_view, check_bytes, unique_storages
@@ -208,6 +209,12 @@ class LayerOffload(NotCopied):
             warnings.warn(f"LayerOffload: {self._arena.refusal}", stacklevel=3)
 
     def _note_adopted(self, adopted: StreamedParameter) -> None:
+        for other in (item for extent in self._extents for item in extent.parameters):
+            if other is not adopted and other.parameter is adopted.parameter:
+                raise LayerOffloadError(
+                    f'"{adopted.name}" and "{other.name}" have come to be one parameter while they stream. Call '
+                    "offload.close() first, tie them, and make a new LayerOffload: what is tied then stays on the device"
+                )
         _streaming_by[id(adopted.parameter)] = self
 
     # Finding out the share, and what it takes

@@ -323,6 +323,24 @@ def test_parametrization_that_comes_later_raises(device: Device) -> None:
             model(inputs(device)[0])
 
 
+@pytest.mark.parametrize("train", ["frozen", "host"])
+def test_parameters_that_are_tied_later_raise(train: str, device: Device) -> None:
+    model, batches = Stack().to(device.torch_device), inputs(device)
+    if train == "frozen":
+        only_lora(model)
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device, train=train):
+        run_step(model, batches)
+        model.zero_grad()
+        own, model.layers[1].up.weight = model.layers[1].up.weight, model.layers[2].up.weight
+        for _ in range(2):
+            with pytest.raises(memkit.LayerOffloadError, match=rf"layers.\d.up.*layers.\d.up.*one parameter.*{ADVICE}"):
+                model(batches[0])
+        model.layers[1].up.weight = own
+
+        assert_same(run_step(model, batches), run_step(plain, batches))
+
+
 def test_adapter_that_comes_later(device: Device) -> None:
     model, batches = _model(device), inputs(device)
     plain = copy.deepcopy(model)
