@@ -197,9 +197,10 @@ class FusedSteps(NotCopied, Accumulation):
         extent, parameter = self._layers[streamed], streamed.parameter
         if id(parameter) not in self._group_of:
             raise LayerOffloadError(
-                f'"{streamed.name}" has a gradient, and the optimizer does not know it: has it come to require grad after the '
-                "optimizer was made, or was it put in the place of another then (`load_state_dict(assign=True)`)? Use "
-                "offload.optimizer.add_param_group, load without assign=True, or make a new LayerOffload"
+                f'"{streamed.name}" has a gradient, and the optimizer does not know it: was it left out when that was made, '
+                "has it come to require grad since, or was it put in the place of another "
+                "(`load_state_dict(assign=True)`)? Use offload.optimizer.add_param_group, load without assign=True, or make a "
+                "new LayerOffload"
             )
         with self.streamer.lock:
             slot = self.streamer.use(extent)
