@@ -264,3 +264,21 @@ def test_slot_is_read_until_the_outermost_forward_of_its_layer_is_over(device: D
             return super().forward(x)
 
     compare(only_lora(Stack(4, block=Nested)), device, offload_fraction=1.0, slots=1)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_steps_make_the_host_wait_for_nothing(slots: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = only_lora(Stack()).to(device.torch_device), inputs(device)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host waits, or the allocator is left to track a stream")
+
+    with memkit.LayerOffload(model, offload_fraction=1.0, slots=slots, device=device) as offload:
+        for _ in range(3):  # one is timed, and waited for
+            run_step(model, batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(device), "synchronize", refuse)
+            patch.setattr(Tensor, "record_stream", refuse)
+            run_step(model, batches)
+
+        assert offload.stats().num_overflows == 0
