@@ -101,7 +101,6 @@ class FusedSteps(NotCopied, Accumulation):
         self.d2h_bytes = 0
         self._group_of: dict[int, int] = {}
         """The number of each parameter's group: to look for it among all would take as many looks as there are parameters."""
-        self._num_groups = 0
         self._frozen: list[nn.Parameter] = []
         """What is in the groups, does not stream, and does not require grad yet."""
         self._is_stepping = False
@@ -125,8 +124,7 @@ class FusedSteps(NotCopied, Accumulation):
     def _watch_groups(self) -> None:
         """Step also what has come to the optimizer's groups since, or has come to require grad."""
         groups = self.optimizer.param_groups
-        if len(groups) != self._num_groups:
-            self._num_groups = len(groups)
+        if sum(len(group["params"]) for group in groups) != len(self._group_of):
             known = {*self._group_of, *(id(item.parameter) for item in self._layers)}
             self._group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
             self._frozen += [item for group in groups for item in group["params"] if id(item) not in known]

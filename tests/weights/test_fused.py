@@ -184,7 +184,10 @@ def test_parameter_that_the_optimizer_does_not_know_is_refused(device: Device) -
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0, "auto"])
 @pytest.mark.parametrize("is_known_first", [False, True])
-def test_parameters_that_are_to_be_trained_later(is_known_first: bool, fraction: float | str, device: Device) -> None:
+@pytest.mark.parametrize("has_own_group", [True, False])
+def test_parameters_that_are_to_be_trained_later(
+    has_own_group: bool, is_known_first: bool, fraction: float | str, device: Device
+) -> None:
     """The head does not stream, of the layers some do."""
     plain = Stack(4).to(device.torch_device)
     plain.head.requires_grad_(False)
@@ -197,7 +200,10 @@ def test_parameters_that_are_to_be_trained_later(is_known_first: bool, fraction:
             for one, stepped in ((plain, optimizer), (model, offload.optimizer)):
                 later = [*one.head.parameters(), *one.layers[2:].parameters()]
                 if step == (0 if is_known_first else 3):
-                    stepped.add_param_group({"params": later, "lr": 0.1})
+                    if has_own_group:
+                        stepped.add_param_group({"params": later, "lr": 0.1})
+                    else:
+                        stepped.param_groups[0]["params"] += later
                 if step == 3:
                     for parameter in later:
                         parameter.requires_grad_()
