@@ -239,11 +239,11 @@ class HostGradients(Accumulation):
             packed.copy_(made)
             storage = packed.untyped_storage()
         device.note_written(storage, made._version)
+        while self._in_flight and self._in_flight_bytes + span.num_bytes > self._window_bytes:
+            self._settle_oldest()  # may raise, and then nothing writes to the span
         passage = self._lanes.copy_out(storage, span, after=device.record_event(stream, timed=False))
         self._in_flight.append((storage, passage.done))
         self._in_flight_bytes += span.num_bytes
-        while self._in_flight and self._in_flight_bytes > self._window_bytes:
-            self._settle_oldest()
         self._last = passage.done
         self.d2h_bytes += span.num_bytes
         return passage.done

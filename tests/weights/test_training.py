@@ -465,6 +465,37 @@ def test_gradient_to_be_added_that_cannot_be_sent(device: Device, monkeypatch: p
         assert_same(run_step(model, batches), run_step(plain, batches))
 
 
+def test_memory_that_a_gradient_is_on_its_way_to_is_not_given_back(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, offload = _host_model(device)
+    batches, sent = inputs(device), []
+    with offload:
+        model(batches[0]).square().sum().backward()
+        gradients = offload._gradients
+        assert gradients is not None
+        copy_out, give = type(gradients._lanes).copy_out, type(offload._arena).give
+
+        def send(lanes: Any, source: Any, span: Any, **options: Any) -> Any:
+            sent.append(span)
+            return copy_out(lanes, source, span, **options)
+
+        def check(arena: Any, span: Any, *rest: Any) -> None:
+            assert all(span is not other for other in sent)
+            give(arena, span, *rest)
+
+        def fail() -> None:
+            raise RuntimeError("no wait")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gradients, "_window_bytes", 0)
+            patch.setattr(gradients, "_settle_oldest", fail)
+            patch.setattr(gradients._threads, "submit", lambda *_: pytest.fail("it was added"))
+            patch.setattr(type(gradients._lanes), "copy_out", send)
+            patch.setattr(type(offload._arena), "give", check)
+            gradients._in_flight.append((torch.UntypedStorage(0), device.record_event(device.current_stream())))
+            with pytest.raises(RuntimeError, match="no wait"):
+                model(batches[1]).square().sum().backward()
+
+
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch sees to the gradient's dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_gradients_of_another_dtype_are_refused(dtype: torch.dtype, device: Device) -> None:
