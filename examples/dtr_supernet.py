@@ -102,11 +102,11 @@ for iteration in range(options.iterations):
     optimizer.step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    seconds, stats = time.perf_counter() - start, memkit.remat_stats("supernet")
+    seconds, stats = time.perf_counter() - start, memkit.stats("supernet")
     print(
         f"iteration {iteration}: path {''.join(map(str, path))}, loss {loss.item():.4f}, "
         f"held {stats.ledger_peak_bytes / 2**20:.2f} of {stats.saved_bytes / 2**20:.2f} MiB, "
         f"dropped {stats.num_dropped}, replayed {stats.num_replayed_ops} ops, {seconds * 1e3:.0f} ms"
     )
 
-print(f"\n{memkit.remat_stats('supernet')}")
+print(f"\n{memkit.stats('supernet')}")

@@ -64,7 +64,7 @@ else:
     model = LanguageModel(vocabulary, size[1], num_layers=12, width=2048, num_heads=16)  # on the CPU
     settings = {}
 
-with memkit.LayerOffload(model, offload_fraction=options.fraction, slots=options.slots, train="host", **settings) as offload:
+with memkit.LayerOffload(model, offload_ratio=options.fraction, num_slots=options.slots, train="host", **settings) as offload:
     print(offload.plan.explain(), end="\n\n")
     device = offload.device.torch_device
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)  # works on the host as well

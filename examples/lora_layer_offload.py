@@ -104,7 +104,7 @@ else:
 model.checkpoints = options.checkpoint
 add_lora(model, options.rank)
 
-with memkit.LayerOffload(model, offload_fraction=options.fraction, slots=options.slots, train="frozen", **settings) as offload:
+with memkit.LayerOffload(model, offload_ratio=options.fraction, num_slots=options.slots, train="frozen", **settings) as offload:
     print(offload.plan.explain(), end="\n\n")
     device = offload.device.torch_device
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=learning_rate)

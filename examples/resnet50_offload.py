@@ -58,10 +58,10 @@ for iteration in range(options.iterations):
     optimizer.step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    seconds, stats = time.perf_counter() - start, memkit.offload_stats("resnet")
+    seconds, stats = time.perf_counter() - start, memkit.stats("resnet")
     print(
         f"iteration {iteration}: loss {loss.item():.4f}, ratio {stats.ratio:.2f}, "
         f"moved {stats.moved_out_bytes / 2**20:.1f} of {stats.unique_bytes / 2**20:.1f} MiB, {seconds * 1e3:.0f} ms"
     )
 
-print(f"\n{memkit.offload_stats('resnet')}")
+print(f"\n{memkit.stats('resnet')}")

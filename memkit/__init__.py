@@ -1,87 +1,86 @@
-"""See where GPU memory goes in PyTorch training, and make it fit."""
+"""See where GPU memory goes in PyTorch training, and make it fit.
 
-from memkit import device
-from memkit._version import __version__
-from memkit.activations import (
-    AttachedOffload,
-    CPUOffload,
-    OffloadStats,
-    Rematerialize,
-    RematStats,
-    attach,
-    keep,
-    min_budget,
-    no_offload,
-    offload_stats,
-    recompute,
-    remat_plan,
-    remat_stats,
-    reset,
-)
-from memkit.errors import (
-    BudgetInfeasible,
-    DataDependentError,
-    DeviceUnavailableError,
-    HostMemoryError,
-    LayerOffloadError,
-    MemkitError,
-    ProfileError,
-    RaceError,
-    ReplayMismatchError,
-    ReportFormatError,
-)
-from memkit.plan import Action, DTRScore, RematPlan, ResidencyPlan, schedules
-from memkit.profile import (
-    MemoryReport,
-    ModuleRecord,
-    RunInfo,
-    SavedCategory,
-    SavedTensorRecord,
-    find_report,
-    profile_memory,
-)
-from memkit.weights import GradScaler, LayerOffload, LayerStats
+What is promised is in `__all__`. Records of a profile are in `memkit.profile`, plans in `memkit.plan`, exceptions in
+`memkit.errors`. All of it is imported when it is first used: torch takes seconds, and `memkit --help` needs none of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from memkit._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from memkit import activations as activations
+    from memkit import device
+    from memkit import errors as errors
+    from memkit import plan as plan
+    from memkit import profile as profile
+    from memkit import weights as weights
+    from memkit.activations import (
+        CPUOffload,
+        Rematerialize,
+        attach,
+        keep,
+        no_offload,
+        recompute,
+        reset,
+        stats,
+    )
+    from memkit.attached import detach
+    from memkit.plan import schedules
+    from memkit.profile import profile_memory
+    from memkit.weights import GradScaler, LayerOffload
 
 __all__ = [
-    "Action",
-    "AttachedOffload",
-    "BudgetInfeasible",
     "CPUOffload",
-    "DTRScore",
-    "DataDependentError",
-    "DeviceUnavailableError",
     "GradScaler",
-    "HostMemoryError",
     "LayerOffload",
-    "LayerOffloadError",
-    "LayerStats",
-    "MemkitError",
-    "MemoryReport",
-    "ModuleRecord",
-    "OffloadStats",
-    "ProfileError",
-    "RaceError",
-    "RematPlan",
-    "RematStats",
     "Rematerialize",
-    "ReplayMismatchError",
-    "ReportFormatError",
-    "ResidencyPlan",
-    "RunInfo",
-    "SavedCategory",
-    "SavedTensorRecord",
-    "__version__",
     "attach",
+    "detach",
     "device",
-    "find_report",
     "keep",
-    "min_budget",
     "no_offload",
-    "offload_stats",
     "profile_memory",
     "recompute",
-    "remat_plan",
-    "remat_stats",
     "reset",
     "schedules",
+    "stats",
 ]
+
+_ROOMS = ("activations", "device", "errors", "plan", "profile", "weights")
+_HOMES = {
+    "CPUOffload": "memkit.activations",
+    "GradScaler": "memkit.weights",
+    "LayerOffload": "memkit.weights",
+    "Rematerialize": "memkit.activations",
+    "attach": "memkit.activations",
+    "detach": "memkit.attached",
+    "keep": "memkit.activations",
+    "no_offload": "memkit.activations",
+    "profile_memory": "memkit.profile",
+    "recompute": "memkit.activations",
+    "reset": "memkit.activations",
+    "schedules": "memkit.plan",
+    "stats": "memkit.activations",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for. Source: PEP 562."""
+    if name not in _HOMES and name not in _ROOMS:
+        raise AttributeError(f"module 'memkit' has no attribute {name!r}")
+    from memkit._torch_floor import require_torch
+
+    require_torch()
+    found = (
+        importlib.import_module(f"memkit.{name}") if name in _ROOMS else getattr(importlib.import_module(_HOMES[name]), name)
+    )
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

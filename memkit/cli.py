@@ -1,9 +1,8 @@
-"""The `memkit` command. Reads arguments, builds models, prints; every failure is one line and exit status 2."""
+"""The `memkit` command. Reads arguments, without torch; every failure is one line and exit status 2."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import math
 import os
@@ -12,32 +11,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
-
+from memkit._torch_floor import require_torch, torch_version
 from memkit._version import __version__
-from memkit.activations.remat import check_budget
-from memkit.bench import (
-    LayerBench,
-    OffloadBench,
-    RematBench,
-    Workload,
-    bench_layers,
-    bench_offload,
-    bench_remat,
-    freeze_layers,
-    predict_offload,
-    sum_of_outputs,
-)
-from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import MemkitError
-from memkit.profile import MemoryReport, profile_memory
-from memkit.profile.report import SORT_KEYS
-from memkit.profile.simulate import TARGETS
-from memkit.profile.step import NEEDS_NONE, is_out_of_memory
 from memkit.progress import progress
-from memkit.specs import UsageError, build_model, input_shape, make_input
-from memkit.transfer import Link
+from memkit.sizes import check_budget
+
+_DTYPES = {
+    **dict.fromkeys(("float32", "fp32", "f32", "float"), "float32"),
+    **dict.fromkeys(("float64", "fp64", "f64", "double"), "float64"),
+    **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+    **dict.fromkeys(("int64", "i64", "long"), "int64"),
+    **dict.fromkeys(("int32", "i32", "int"), "int32"),
+    **dict.fromkeys(("int16", "i16", "short"), "int16"),
+    **dict.fromkeys(("int8", "i8"), "int8"),
+    **dict.fromkeys(("uint8", "u8"), "uint8"),
+    "bool": "bool",
+    **dict.fromkeys(("complex64", "c64"), "complex64"),
+}
+"""What people write for a dtype, and what `torch` calls it."""
+
+_TARGETS = ("cuda", "cpu")
+_SORT_KEYS = ("activation", "self", "params", "calls", "peak", "forward", "backward", "name")
+"""As `profile_memory` and `MemoryReport.to_text` take them."""
 
 _logger = logging.getLogger("memkit.cli")
 
@@ -47,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         with progress():
-            options.run(options)
+            _logger.info("importing torch")
+            require_torch()
+            from memkit import commands  # takes seconds, and none of the above needs it
+
+            getattr(commands, options.command)(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -65,7 +66,7 @@ def _fail(message: str, *, status: int = 2) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    text = str(error) if isinstance(error, (MemkitError, OSError)) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, (MemkitError, OSError, ImportError)) else f"{type(error).__name__}: {error}"
     notes: list[str] = getattr(error, "__notes__", [])
     return " ".join(" | ".join([text.strip(), *notes]).split())
 
@@ -79,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="memkit", description="See where GPU memory goes in PyTorch training.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"memkit {__version__}, torch {torch.__version__}")
+    parser.add_argument("--version", action="version", version=f"memkit {__version__}, torch {torch_version() or 'is missing'}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     profile = commands.add_parser(
@@ -97,12 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument(
         "--device", choices=("meta", "cpu", "cuda"), help="where to run; default: cuda if there is one, else meta"
     )
-    profile.add_argument("--target", choices=TARGETS, help="with --device meta: whose kernels to imitate; default: cuda")
+    profile.add_argument("--target", choices=_TARGETS, help="with --device meta: whose kernels to imitate; default: cuda")
     profile.add_argument("--backward", action="store_true", help="run the backward as well, from the sum of the outputs")
     profile.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE")
     profile.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to FILE")
     _add_view(profile)
-    profile.set_defaults(run=_profile)
+    profile.set_defaults(command="profile")
 
     show = commands.add_parser(
         "show",
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.add_argument("report", type=Path, metavar="FILE", help="the JSON file")
     _add_view(show)
-    show.set_defaults(run=_show)
+    show.set_defaults(command="show")
 
     bench = commands.add_parser("bench", help="time a training step with and without memkit", allow_abbrev=False)
     benches = bench.add_subparsers(title="benches", required=True, metavar="BENCH")
@@ -135,7 +136,7 @@ def _add_model(
         dest="inputs",
         action="append",
         required=needs_input,
-        type=input_shape,
+        type=_input,
         metavar="SHAPE[:DTYPE]",
         help=inputs,
     )
@@ -158,7 +159,7 @@ def _add_bench_offload(parser: argparse.ArgumentParser) -> None:
     _add_bench_output(parser)
     parser.add_argument("--predict", action="store_true", help="measure nothing; compute from a report with times")
     parser.add_argument("--link-gbps", type=_speed, metavar="G", help="with --predict: speed of the link in GB/s each way")
-    parser.set_defaults(run=_bench_offload)
+    parser.set_defaults(command="bench_offload")
 
 
 _BENCH_REMAT: dict[str, Any] = {
@@ -180,7 +181,7 @@ def _add_bench_remat(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--peers", action="store_true", help="time checkpointing as well: per block where the model has blocks")
     _add_bench_output(parser)
-    parser.set_defaults(run=_bench_remat)
+    parser.set_defaults(command="bench_remat")
 
 
 _BENCH_LAYERS: dict[str, Any] = {
@@ -221,7 +222,7 @@ def _add_bench_layers(parser: argparse.ArgumentParser) -> None:
         "diffusers' group offloading and accelerate's cpu_offload, if installed",
     )
     _add_bench_output(parser)
-    parser.set_defaults(run=_bench_layers)
+    parser.set_defaults(command="bench_layers")
 
 
 def _add_bench_output(parser: argparse.ArgumentParser) -> None:
@@ -232,161 +233,24 @@ def _add_bench_output(parser: argparse.ArgumentParser) -> None:
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=_count, metavar="N", help="fold modules below this depth (the model is at 0)")
-    parser.add_argument("--sort", choices=tuple(SORT_KEYS), help="order of the rows; default: the order of the model")
+    parser.add_argument("--sort", choices=_SORT_KEYS, help="order of the rows; default: the order of the model")
     parser.add_argument("--top", type=_count, metavar="N", help="show only the first N rows")
     parser.add_argument("--full", action="store_true", help="show all columns, and identical siblings one by one")
 
 
-def _profile(options: argparse.Namespace) -> None:
-    if options.json is not None and options.json == options.csv:
-        raise UsageError(f"--json and --csv name the same file, {options.json}")
-    if options.target is not None and options.device not in (None, "meta"):
-        raise UsageError("--target is for --device meta; a run on a device runs that device's kernels")
-    for path in (options.json, options.csv):
-        if path is not None:
-            _check_writable(path)
-    device = torch.device(options.device or ("cuda" if cuda_is_available() else "meta"))
-    if device.type != "meta":
-        device = open_device(device).torch_device
-    _logger.info("building %s", options.spec)
-    try:
-        model = build_model(options.spec, device).train()
-        inputs = [make_input(shape, dtype, device) for shape, dtype in options.inputs]
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise UsageError(f"out of memory while building model and inputs; {NEEDS_NONE}") from error
-        raise
-    report = profile_memory(
-        model,
-        *inputs,
-        backward=options.backward,
-        device="meta" if device.type == "meta" else None,
-        target=options.target or "cuda",
-        tag=options.spec,
-        print_table=False,
-    )
-    if options.json is not None:
-        options.json.write_text(report.to_json(), encoding="utf-8")
-    if options.csv is not None:
-        options.csv.write_text(report.to_csv(), encoding="utf-8")
-    _print_view(report, options)
+def _input(text: str) -> tuple[tuple[int, ...], str]:
+    """Return the shape and the dtype of one input, the latter as `torch` names it."""
+    shape_text, colon, dtype_text = text.partition(":")
+    sizes = shape_text.split("x")
+    if not all(size.isdecimal() for size in sizes):
+        raise argparse.ArgumentTypeError(f"needs sizes of 0 or more joined by x, such as 256x3x224x224; found {shape_text!r}")
+    return tuple(map(int, sizes)), _dtype(dtype_text) if colon else "float32"
 
 
-def _show(options: argparse.Namespace) -> None:
-    _print_view(MemoryReport.from_json(options.report), options)
-
-
-def _bench_offload(options: argparse.Namespace) -> None:
-    _check_bench_output(options)
-    _write_bench(_predicted(options) if options.predict else _measured(options), options)
-
-
-def _bench_remat(options: argparse.Namespace) -> None:
-    _check_bench_output(options)
-    _check_cuda("there is no peak to lower. `memkit profile --device meta` shows what a model saves")
-    workload, device = _workload(options)
-    _write_bench(
-        bench_remat(workload, options.budgets, device, num_steps=options.iters, with_peers=options.peers),
-        options,
-    )
-
-
-def _bench_layers(options: argparse.Namespace) -> None:
-    if not options.backward and options.train != "frozen":
-        raise UsageError(f"--train {options.train} needs a backward; found --no-backward. Leave one of the two away")
-    _check_bench_output(options)
-    _check_cuda("there is nothing to stream to")
-    device = open_device(torch.device("cuda"))
-    model = build_model(options.spec, torch.device("cpu")).train(options.backward)
-    is_frozen = options.train == "frozen"
-    if is_frozen:
-        freeze_layers(model)
-    inputs = [make_input(shape, dtype, device.torch_device) for shape, dtype in options.inputs]
-
-    def arguments() -> list[Tensor]:
-        # Where layers are frozen, there may be no parameters in front of them that a backward would go to.
-        return [item.detach().requires_grad_() if is_frozen and _may_have_grad(item) else item for item in inputs]
-
-    def step_of(model: nn.Module) -> Workload:
-        return Workload(
-            name=options.spec,
-            model=model,
-            forward=lambda: model(*arguments()),
-            loss=sum_of_outputs,
-            backward=options.backward,
-        )
-
-    result = bench_layers(
-        step_of, model, options.fractions, device, train=options.train, num_steps=options.iters, with_peers=options.peers
-    )
-    _write_bench(result, options)
-
-
-def _may_have_grad(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _check_bench_output(options: argparse.Namespace) -> None:
-    for path in (options.json, options.plot):
-        if path is not None:
-            _check_writable(path)
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError('--plot needs matplotlib; install it with pip install "memkit[plot]"')
-
-
-def _check_cuda(without_one: str) -> None:
-    if not cuda_is_available():
-        raise UsageError(f"nothing was measured: there is no CUDA device here, and without one {without_one}")
-
-
-def _write_bench(result: OffloadBench | RematBench | LayerBench, options: argparse.Namespace) -> None:
-    print(result.to_text())
-    if options.json is not None:
-        options.json.write_text(result.to_json() + "\n", encoding="utf-8")
-    if options.plot is not None:
-        result.plot(options.plot)
-
-
-def _predicted(options: argparse.Namespace) -> OffloadBench:
-    if options.link_gbps is None:
-        raise UsageError("--predict needs --link-gbps, the speed of the link in GB/s (about 25 for PCIe 4 x16, 55 for PCIe 5)")
-    if options.inputs or options.peers:
-        raise UsageError("--predict runs no model: leave away --input and --peers")
-    bytes_per_s = options.link_gbps * 1e9
-    report = MemoryReport.from_json(Path(options.spec))
-    return predict_offload(report, options.ratios, Link(d2h_bytes_per_s=bytes_per_s, h2d_bytes_per_s=bytes_per_s))
-
-
-def _measured(options: argparse.Namespace) -> OffloadBench:
-    if options.link_gbps is not None:
-        raise UsageError("--link-gbps is for --predict; without it the link is measured")
-    if not options.inputs:
-        raise UsageError("--input is needed, such as --input 256x3x224x224")
-    _check_cuda(
-        "there is nothing to offload from. "
-        "With a report from `memkit profile --backward --json FILE` on a GPU, --predict --link-gbps N computes the table"
-    )
-    workload, device = _workload(options)
-    return bench_offload(workload, options.ratios, device, num_steps=options.iters, with_peers=options.peers)
-
-
-def _workload(options: argparse.Namespace) -> tuple[Workload, Device]:
-    device = open_device(torch.device("cuda"))
-    model = build_model(options.spec, device.torch_device).train()
-    inputs = [make_input(shape, dtype, device.torch_device) for shape, dtype in options.inputs]
-    return Workload(name=options.spec, model=model, forward=lambda: model(*inputs), loss=sum_of_outputs), device
-
-
-def _print_view(report: MemoryReport, options: argparse.Namespace) -> None:
-    print(report.to_text(depth=options.depth, sort_by=options.sort, top=options.top, full=options.full))
-
-
-def _check_writable(path: Path) -> None:
-    there = path.exists()
-    with path.open("a", encoding="utf-8"):
-        pass
-    if not there:
-        path.unlink()
+def _dtype(text: str) -> str:
+    if text not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"knows no dtype {text!r}; it knows {', '.join(_DTYPES)}")
+    return _DTYPES[text]
 
 
 def _ratios(text: str) -> list[float]:

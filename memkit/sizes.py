@@ -1,93 +1,26 @@
-"""Bytes of tensors, each storage counted once, and how bytes are printed.
-
-The unit is the storage (`torch.UntypedStorage`): a view costs nothing of its own, and a small view keeps all of its storage
-alive. Identity is the storage object, never `data_ptr`, because addresses are used again.
-"""
+"""Bytes and shares as people write them, and back. No torch here: the command line reads its arguments by this alone."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
-
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 MIB = 1024**2
 
-_SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
 }
 
-
-def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that hold a tensor's elements.
-
-    A plain tensor has one. A sparse tensor has those of its parts, and a wrapper subclass (`DTensor`: the local shard; jagged
-    and quantized tensors) those of its inner tensors, found by `__tensor_flatten__`. Opaque layouts have none.
-    """
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            inner = getattr(tensor, name)
-            if isinstance(inner, Tensor):  # DTensor also names its mesh
-                yield from storages_of(inner)
-    elif tensor.layout == torch.strided:
-        yield tensor.untyped_storage()
-    else:
-        for part in _SPARSE_PARTS.get(tensor.layout, ()):
-            yield from storages_of(getattr(tensor, part)())
-
-
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return what tells two storages apart: it is theirs for as long as either a reference or a weak reference is held."""
-    return int(storage._cdata)
-
-
-def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Map the key of each distinct storage under `tensors` to the storage, in the order in which they are met."""
-    found: dict[int, torch.UntypedStorage] = {}
-    for tensor in tensors:
-        for storage in storages_of(tensor):
-            found.setdefault(storage_key(storage), storage)
-    return found
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of all distinct storages under `tensors`: what they keep allocated, views counted as their whole."""
-    return sum(storage.nbytes() for storage in unique_storages(tensors).values())
-
-
-def byte_view(storage: torch.UntypedStorage) -> Tensor:
-    """Return all bytes of a storage as a tensor of dtype uint8, which shares them."""
-    return tensor_over(storage, torch.uint8, offset=0, size=(storage.nbytes(),), stride=(1,))
-
-
-def tensor_over(
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    *,
-    offset: int | torch.SymInt,
-    size: Sequence[int],
-    stride: Sequence[int],
-    is_conj: bool = False,
-    is_neg: bool = False,
-) -> Tensor:
-    """Return a tensor that lies so in a storage. No dispatch mode sees how: nothing is read or written."""
-    # `set_` says that it writes. CUDA's stream sanitizer, such a mode, would take it for a write to the bytes.
-    has_modes = torch._C._len_torch_dispatch_stack() > 0
-    with _disable_current_modes() if has_modes else nullcontext():
-        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-        if is_conj:
-            torch._C._set_conj(tensor, True)
-        if is_neg:
-            torch._C._set_neg(tensor, True)
-        return tensor
+_FEWEST_BUDGET_BYTES = 1024
+"""A budget of fewer bytes, without a unit, was meant as something else."""
 
 
 def format_mib(num_bytes: int) -> str:
@@ -114,52 +47,85 @@ def format_bytes(num_bytes: int) -> str:
     return "1 byte" if num_bytes == 1 else f"{num_bytes} bytes"
 
 
-def check_bytes(name: str, value: object) -> int:
-    """Return an argument that is a number of bytes.
+def check_bytes(name: str, value: int | str) -> int:
+    """Return an argument that is a number of bytes, 0 or more, given as such or as text with a unit.
 
     Raises:
-        TypeError: it is no int.
-        ValueError: it is negative.
+        TypeError: it is neither an int nor text.
+        ValueError: it is negative, or text that is no size.
+
+    Example:
+        >>> check_bytes("min_bytes", "1MiB")
+        1048576
     """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is a number of bytes (an int); found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f'{name} is a number of bytes, or text such as "8GiB"; found {value!r}')
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f'{name} is a number of bytes, or text such as "8GiB" or "512 MiB"; found "{value}"')
+        return round(float(match[1]) * _UNITS[match[2].upper()])
     if value < 0:
         raise ValueError(f"{name} is a number of bytes, 0 or more; found {value}")
     return value
 
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-
-
-def parse_bytes(size: int | str) -> int:
-    """Return a positive number of bytes that was given as such, or as text with a unit.
+def check_budget_bytes(name: str, value: int | str) -> int:
+    """Return an argument that is what something may take: a positive number of bytes, as such or as text with a unit.
 
     Raises:
-        TypeError: it is neither an integer nor text.
-        ValueError: it is not positive, or the text is no number with a unit.
+        TypeError: it is neither an int nor text.
+        ValueError: it is not positive, text that is no size, or a number without a unit so small that another unit was meant.
 
     Example:
-        >>> parse_bytes("1.5 GiB") == 3 * 2**29
+        >>> check_budget_bytes("budget", "1.5 GiB") == 3 * 2**29
         True
     """
-    if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f'a size is a number of bytes, or text such as "8GiB"; found {size!r}')
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-        if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(f'a size is a number of bytes, or text such as "8GiB" or "512 MiB"; found "{size}"')
-        size = round(float(match[1]) * _UNITS[match[2].upper()])
-    if size <= 0:
-        raise ValueError(f"a size must be positive; found {size}")
-    return size
+    num_bytes = check_bytes(name, value)
+    if num_bytes == 0:
+        raise ValueError(f"{name} must be more than 0 bytes; found {value!r}")
+    if num_bytes < _FEWEST_BUDGET_BYTES and (isinstance(value, int) or value.strip().isdecimal()):
+        raise ValueError(
+            f"{name}={value!r} reads as {format_bytes(num_bytes)} or as {num_bytes} GiB. "
+            f'Write "{num_bytes}B" or "{num_bytes}GiB"'
+        )
+    return num_bytes
+
+
+def check_budget(budget: int | float | str) -> int | float:
+    """Return a budget as bytes (an int) or as a share of what is there (a float above 0, at most 1).
+
+    Args:
+        budget: bytes, text such as "8GiB", or a share as a float.
+
+    Raises:
+        TypeError: it is neither a number nor text.
+        ValueError: it is not positive, NaN, a float above 1, text that is no size, or can be read in two ways.
+
+    Example:
+        >>> check_budget("2KiB"), check_budget(0.5)
+        (2048, 0.5)
+    """
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            is_small = 1 < budget < _FEWEST_BUDGET_BYTES
+            hint = f'"{budget:g}B" or "{budget:g}GiB"' if is_small else 'an int, or text such as "8GiB"'
+            raise ValueError(
+                "a budget that is a float is the share of the saved bytes that stays, above 0 and at most 1; "
+                f"found {budget}. For bytes write {hint}"
+            )
+        return budget
+    if isinstance(budget, bool) or not isinstance(budget, int | str):
+        raise TypeError(f'budget is bytes (an int), text such as "8GiB", or a share (a float up to 1); found {budget!r}')
+    if isinstance(budget, str):
+        share = re.fullmatch(r"\s*(\d*\.\d+|\d+(?:\.\d+)?\s*%)\s*", budget)
+        if share is not None:
+            text = share[1]
+            value = float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+            raise ValueError(
+                f'budget="{budget}" has no unit of bytes. For a share of the saved bytes that stays write the float {value:g}, '
+                'for bytes an int, or text such as "8GiB"'
+            )
+    if str(budget).strip() == "1":
+        raise ValueError(f'budget={budget!r} reads as 1 byte or as everything. Write "1B" or the float 1.0')
+    return check_budget_bytes("budget", budget)

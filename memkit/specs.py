@@ -1,8 +1,7 @@
-"""From what is written on a command line to a model and its inputs."""
+"""From what was written on a command line to a model and its inputs."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import logging
@@ -16,20 +15,6 @@ from torch import Tensor, nn
 
 from memkit.errors import MemkitError
 
-DTYPES = {
-    **dict.fromkeys(("float32", "fp32", "f32", "float"), torch.float32),
-    **dict.fromkeys(("float64", "fp64", "f64", "double"), torch.float64),
-    **dict.fromkeys(("float16", "fp16", "f16", "half"), torch.float16),
-    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
-    **dict.fromkeys(("int64", "i64", "long"), torch.int64),
-    **dict.fromkeys(("int32", "i32", "int"), torch.int32),
-    **dict.fromkeys(("int16", "i16", "short"), torch.int16),
-    **dict.fromkeys(("int8", "i8"), torch.int8),
-    **dict.fromkeys(("uint8", "u8"), torch.uint8),
-    "bool": torch.bool,
-    **dict.fromkeys(("complex64", "c64"), torch.complex64),
-}
-
 _logger = logging.getLogger("memkit.cli")
 
 
@@ -37,17 +22,9 @@ class UsageError(MemkitError):
     """Raised when the command line asks for something that is not there."""
 
 
-def input_shape(text: str) -> tuple[tuple[int, ...], torch.dtype]:
-    shape_text, colon, dtype_text = text.partition(":")
-    sizes = shape_text.split("x")
-    if not all(size.isdecimal() for size in sizes):
-        raise argparse.ArgumentTypeError(f"needs sizes of 0 or more joined by x, such as 256x3x224x224; found {shape_text!r}")
-    if colon and dtype_text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"knows no dtype {dtype_text!r}; it knows {', '.join(DTYPES)}")
-    return tuple(map(int, sizes)), DTYPES[dtype_text] if colon else torch.float32
-
-
-def make_input(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def make_input(shape: tuple[int, ...], dtype_name: str, device: torch.device) -> Tensor:
+    """Return an input of a shape, with random values, or indices that are valid anywhere; `dtype_name` is torch's."""
+    dtype: torch.dtype = getattr(torch, dtype_name)
     if device.type == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
     if dtype.is_floating_point or dtype.is_complex:
@@ -102,7 +79,7 @@ def _factory(place: str, name: str) -> Any:
 
 
 def _torchvision_factory(name: str) -> Callable[[], Any]:
-    _import("torchvision", hint='; install it with pip install "memkit[vision]"')
+    _import("torchvision", hint="; install it with pip install torchvision")
     *packages, builder_name = name.split(".")
     where = ".".join(["torchvision.models", *packages])
     builder = getattr(_import(where), builder_name, None)

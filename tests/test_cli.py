@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
-from memkit import MemoryReport, __version__, cli, progress
+from memkit import __version__, cli, commands, progress
+from memkit.profile import MemoryReport
+from memkit.profile.report import SORT_KEYS
+from memkit.profile.simulate import TARGETS
 from tests.bench.cases import assert_fails, run_command
 
 RESNET = ["profile", "torchvision:resnet18", "--input", "2x3x64x64", "--device", "meta"]
@@ -28,7 +34,7 @@ def test_resnet50_figures(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_module_runs_as_a_program() -> None:
-    command = [sys.executable, "-m", "memkit.cli", *RESNET, "--depth", "0"]
+    command = [sys.executable, "-m", "memkit", *RESNET, "--depth", "0"]
 
     done = subprocess.run(command, capture_output=True, text=True, check=True)
 
@@ -36,7 +42,7 @@ def test_module_runs_as_a_program() -> None:
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(capsys, "--version")[:2] == (0, f"memkit {__version__}, torch {torch.__version__}\n")
+    assert run_command(capsys, "--version")[:2] == (0, f"memkit {__version__}, torch {metadata.version('torch')}\n")
 
 
 def test_cpu_run_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +176,7 @@ def test_missing_cuda(capsys: pytest.CaptureFixture[str]) -> None:
 def test_output_is_checked_before_therun_command(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "profile_memory", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr(commands, "profile_memory", lambda *_, **__: pytest.fail("it ran"))
 
     status, _, err = run_command(capsys, *RESNET, "--csv", str(tmp_path))
 
@@ -186,7 +192,7 @@ def test_a_failed_run_leaves_no_file(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_reader_that_stops_early_is_no_error() -> None:
-    command = f"{sys.executable} -m memkit.cli {' '.join(RESNET)} --full | head -n 1"
+    command = f"{sys.executable} -m memkit {' '.join(RESNET)} --full | head -n 1"
 
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
 
@@ -198,14 +204,14 @@ def test_interrupt_ends_quietly(capsys: pytest.CaptureFixture[str], monkeypatch:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "profile_memory", interrupt)
+    monkeypatch.setattr(commands, "profile_memory", interrupt)
 
     assert run_command(capsys, *RESNET) == (130, "", "memkit: error: interrupted\n")
 
 
 def test_what_takes_long_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress._Progress, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(cli, "build_model", lambda *_: time.sleep(0.4) or torch.nn.ReLU())
+    monkeypatch.setattr(commands, "build_model", lambda *_: time.sleep(0.4) or torch.nn.ReLU())
 
     _, _, err = run_command(capsys, "profile", "my:model", "--input", "2", "--device", "meta")
 
@@ -253,3 +259,72 @@ def test_models_that_cannot_be_built_on_meta_are_built_with_data(
     monkeypatch.setattr(sys, "path", [*sys.path])
 
     assert run_command(capsys, "profile", "reads_values:model", "--input", "2", "--device", "meta")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["--help"], 0), (["profile", "--help"], 0), (["--version"], 0), (["profil"], 2), (["profile"], 2)],
+)
+def test_what_needs_no_torch_imports_none(arguments: list[str], status: int) -> None:
+    code = (
+        "import sys\n"
+        "from memkit.__main__ import main\n"
+        f"sys.argv = ['memkit', *{arguments}]\n"
+        "try:\n"
+        "    status = main()\n"
+        "except SystemExit as end:\n"
+        "    status = end.code or 0\n"
+        "print(status, 'torch' in sys.modules, 'numpy' in sys.modules)\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.splitlines()[-1] == f"{status} False False"
+
+
+INTERRUPTED = {
+    "while torch is imported": ("torch/__init__.py", "no_such_package:model"),
+    "while the model is built": ("sleepy.py", "sleepy:model"),
+}
+
+
+@pytest.mark.parametrize("when", INTERRUPTED)
+def test_interrupt_is_one_line_at_any_time(when: str, tmp_path: Path) -> None:
+    place, spec = INTERRUPTED[when]
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text(
+        "import sys, time\n"
+        "print('begun', flush=True)\n"
+        "try:\n"
+        "    time.sleep(100)\n"
+        "except KeyboardInterrupt:\n"  # as extension modules do, whose import may be interrupted
+        "    raise ImportError('something else') from None\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[1])])
+    command = [sys.executable, "-m", "memkit", "profile", spec, "--input", "2", "--device", "meta"]
+    child = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "begun\n"
+
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+
+    assert child.returncode == 130
+    assert [line for line in err.splitlines() if line and not line.endswith(" ...")] == ["memkit: error: interrupted"]
+
+
+def test_choices_are_those_of_the_profile() -> None:
+    assert tuple(SORT_KEYS) == cli._SORT_KEYS
+    assert cli._TARGETS == TARGETS
+
+
+@pytest.mark.parametrize("name", sorted(set(cli._DTYPES.values())))
+def test_dtypes_are_torchs(name: str) -> None:
+    assert isinstance(getattr(torch, name), torch.dtype)

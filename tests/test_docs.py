@@ -95,7 +95,7 @@ def test_page_on_layer_offload_draws_the_schedule_that_is_followed(monkeypatch: 
 
     monkeypatch.setattr(Streamer, "use", note_use)
     monkeypatch.setattr(Streamer, "_fetch", note_fetch)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=names["device"]):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=names["device"]):
         model(names["x"]).sum().backward()
 
     assert [row[1] for row in rows if row[1] not in ("stem", "head, loss")] == uses

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import memkit
+from memkit import _torch_floor
 
 PACKAGE = Path(memkit.__file__).parent
 
@@ -16,6 +19,8 @@ RANKS = {
     "_version": 0,
     "errors": 0,
     "sizes": 0,
+    "_torch_floor": 0,
+    "storages": 0,
     "calls": 1,
     "hooks": 1,
     "owners": 1,
@@ -29,8 +34,10 @@ RANKS = {
     "specs": 6,
     "progress": 6,
     "bench": 6,
-    "cli": 7,
-    "__init__": 8,
+    "commands": 7,
+    "cli": 8,
+    "__main__": 9,
+    "__init__": 9,
 }
 
 
@@ -85,13 +92,49 @@ class _WithoutStrings(ast.NodeTransformer):
         return ast.Constant(value="") if isinstance(node.value, str) else node
 
 
-def test_all_is_sorted_and_complete() -> None:
-    assert memkit.__all__ == sorted(memkit.__all__)
+def test_names_at_the_top_level() -> None:
+    """Actions are at the top; records, plans and exceptions are in rooms of their own."""
+    assert memkit.__all__ == [
+        "CPUOffload",
+        "GradScaler",
+        "LayerOffload",
+        "Rematerialize",
+        "attach",
+        "detach",
+        "device",
+        "keep",
+        "no_offload",
+        "profile_memory",
+        "recompute",
+        "reset",
+        "schedules",
+        "stats",
+    ]
     assert all(hasattr(memkit, name) for name in memkit.__all__)
 
 
+def test_nothing_else_is_at_the_top_level() -> None:
+    code = (
+        "import memkit, types; [getattr(memkit, name) for name in memkit.__all__]; "
+        "print(sorted(name for name, value in vars(memkit).items() if not name.startswith('_') "
+        "and not isinstance(value, types.ModuleType) and name not in (*memkit.__all__, 'annotations', 'TYPE_CHECKING', 'Any')))"
+    )
+
+    assert _run(code) == "[]\n"
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'memkit' has no attribute 'Offload'"):
+        memkit.Offload  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["profile.MemoryReport", "plan.Action", "errors.MemkitError", "activations.SavedTensorStats"])
+def test_rooms_are_there_without_an_import_of_their_own(name: str) -> None:
+    assert _run(f"import memkit; print(memkit.{name}.__name__)") == f"{name.split('.')[1]}\n"
+
+
 def test_public_objects_are_documented() -> None:
-    undocumented = [name for name in memkit.__all__ if name != "__version__" and not getattr(memkit, name).__doc__]
+    undocumented = [name for name in memkit.__all__ if not getattr(memkit, name).__doc__]
 
     assert undocumented == []
 
@@ -102,11 +145,45 @@ def _run(code: str) -> str:
 
 def test_import_is_lean() -> None:
     code = (
-        "import sys, torch, memkit; "
+        "import sys, torch, memkit; [getattr(memkit, name) for name in memkit.__all__]; "
         "print(torch.cuda.is_initialized(), [name for name in ('torchvision', 'matplotlib', 'IPython') if name in sys.modules])"
     )
 
     assert _run(code) == "False []\n"
+
+
+def test_import_waits_for_torch_until_it_is_needed() -> None:
+    assert _run("import sys, memkit; print('torch' in sys.modules, memkit.__version__)") == f"False {memkit.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ("2.9.1+cu128", 'memkit needs torch 2.10 or newer; found 2.9.1+cu128. Run: pip install "torch>=2.10"'),
+        ("1.13", 'memkit needs torch 2.10 or newer; found 1.13. Run: pip install "torch>=2.10"'),
+        (None, 'memkit needs torch 2.10 or newer; found none. Run: pip install "torch>=2.10"'),
+    ],
+)
+def test_torch_that_is_too_old_is_one_line(found: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch_floor, "torch_version", lambda: found)
+
+    with pytest.raises(ImportError) as error:
+        _torch_floor.require_torch()
+
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("found", ["2.10.0", "2.15.0+cu132", "3.0", "2.12.0a0+git1234", "unknown"])
+def test_newer_torch_is_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch_floor, "torch_version", lambda: found)
+
+    _torch_floor.require_torch()
+
+
+def test_oldest_torch_is_the_one_that_pip_asks_for() -> None:
+    setup = (PACKAGE.parent / "setup.cfg").read_text()
+
+    assert f"torch>={'.'.join(map(str, _torch_floor.OLDEST))}\n" in setup
 
 
 def test_version_is_written_once() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -7,17 +8,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memkit.sizes import (
-    byte_view,
-    format_bytes,
-    format_mib,
-    parse_bytes,
-    storage_bytes,
-    storage_key,
-    storages_of,
-    tensor_over,
-    unique_storages,
-)
+from memkit.sizes import check_budget, check_budget_bytes, check_bytes, format_bytes, format_mib
+from memkit.storages import byte_view, storage_bytes, storage_key, storages_of, tensor_over, unique_storages
 
 
 def test_views_share_one_storage() -> None:
@@ -110,7 +102,7 @@ def test_small_sizes_are_printed_in_small_units(num_bytes: int, text: str) -> No
     ],
 )
 def test_sizes_are_bytes_or_text_with_a_unit(size: int | str, num_bytes: int) -> None:
-    assert parse_bytes(size) == num_bytes
+    assert check_bytes("size", size) == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -118,25 +110,72 @@ def test_sizes_are_bytes_or_text_with_a_unit(size: int | str, num_bytes: int) ->
 )
 def test_text_that_is_no_size_is_refused(size: str) -> None:
     with pytest.raises(ValueError) as error:
-        parse_bytes(size)
+        check_bytes("min_bytes", size)
 
-    assert str(error.value) == f'a size is a number of bytes, or text such as "8GiB" or "512 MiB"; found "{size}"'
+    assert str(error.value) == f'min_bytes is a number of bytes, or text such as "8GiB" or "512 MiB"; found "{size}"'
 
 
-@pytest.mark.parametrize(("size", "found"), [(0, 0), (-5, -5), ("0", 0), ("0.0 GiB", 0), ("0.1B", 0)])
-def test_size_that_is_not_positive_is_refused(size: int | str, found: int) -> None:
-    with pytest.raises(ValueError) as error:
-        parse_bytes(size)
-
-    assert str(error.value) == f"a size must be positive; found {found}"
+def test_negative_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="min_bytes is a number of bytes, 0 or more; found -5"):
+        check_bytes("min_bytes", -5)
 
 
 @pytest.mark.parametrize("size", [True, 8e9, None, b"8GiB", [8]])
-def test_size_of_another_type_is_refused(size: object) -> None:
+def test_size_of_another_type_is_refused(size: Any) -> None:
     with pytest.raises(TypeError) as error:
-        parse_bytes(size)  # type: ignore[arg-type]
+        check_bytes("min_bytes", size)
 
-    assert str(error.value) == f'a size is a number of bytes, or text such as "8GiB"; found {size!r}'
+    assert str(error.value) == f'min_bytes is a number of bytes, or text such as "8GiB"; found {size!r}'
+
+
+@pytest.mark.parametrize("size", [0, "0", "0.0 GiB", "0.1B"])
+def test_budget_of_nothing_is_refused(size: int | str) -> None:
+    with pytest.raises(ValueError, match=r"budget must be more than 0 bytes; found"):
+        check_budget_bytes("budget", size)
+
+
+@pytest.mark.parametrize("size", [2, 12, "12", 1023])
+def test_budget_that_reads_in_two_ways_raises_with_both(size: int | str) -> None:
+    with pytest.raises(ValueError) as error:
+        check_budget(size)
+
+    assert str(error.value) == f'budget={size!r} reads as {int(size)} bytes or as {size} GiB. Write "{size}B" or "{size}GiB"'
+
+
+@pytest.mark.parametrize("size", [1, "1"])
+def test_budget_of_one_reads_as_a_byte_or_as_everything(size: int | str) -> None:
+    with pytest.raises(ValueError) as error:
+        check_budget(size)
+
+    assert str(error.value) == f'budget={size!r} reads as 1 byte or as everything. Write "1B" or the float 1.0'
+
+
+@pytest.mark.parametrize(
+    ("budget", "hint"),
+    [
+        (12.0, '"12B" or "12GiB"'),
+        (8e9, 'an int, or text such as "8GiB"'),
+        (-0.5, "an int"),
+        (math.nan, "an int"),
+        (0.0, "an int"),
+    ],
+)
+def test_float_that_is_no_share_is_refused(budget: float, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"is the share of the saved bytes that stays.*found {budget}. For bytes write {hint}"):
+        check_budget(budget)
+
+
+@pytest.mark.parametrize(("text", "share"), [("0.5", "0.5"), ("30%", "0.3"), ("12.5 %", "0.125"), (".25", "0.25")])
+def test_share_as_text_is_refused_with_the_float(text: str, share: str) -> None:
+    with pytest.raises(ValueError, match=rf"For a share of the saved bytes that stays write the float {share},"):
+        check_budget(text)
+
+
+@pytest.mark.parametrize(("budget", "read"), [(0.5, 0.5), (1.0, 1.0), (1024, 1024), ("12B", 12), ("2KiB", 2048)])
+def test_budget_that_reads_in_one_way(budget: int | float | str, read: int | float) -> None:
+    found = check_budget(budget)
+
+    assert (found, type(found)) == (read, type(read))
 
 
 def test_byte_view_has_all_bytes_of_the_storage() -> None:

@@ -81,7 +81,7 @@ def against_checkpointing(options: argparse.Namespace, device: Device) -> list[d
     offloaded = partial(memkit.CPUOffload, 1.0, "checkpointed", min_bytes=MIN_BYTES)
     engines: dict[str, Engine] = {"alone": plain, "offloaded": offloaded}
     runs = measure_in_turn(workload, engines, device, num_rounds=3, num_steps=options.steps, num_warmup=(3, 3))
-    stats = memkit.offload_stats("checkpointed")
+    stats = memkit.stats("checkpointed")
     memkit.reset("checkpointed")
     slow = measure(workload, save_on_cpu, device, num_steps=options.steps, num_warmup=3)
     seconds = {name: statistics.median(run.step_s for run in found) for name, found in runs.items()}
@@ -165,7 +165,7 @@ def against_simulation(make: Callable[[], Workload], options: argparse.Namespace
     }
     engine = partial(memkit.CPUOffload, 0.5, "half", min_bytes=MIN_BYTES)
     fast = measure(workload, engine, device, num_steps=options.steps, num_warmup=4)
-    stats = memkit.offload_stats("half")
+    stats = memkit.stats("half")
     memkit.reset("half")
     return [
         {
@@ -211,7 +211,7 @@ def first_step(options: argparse.Namespace, device: Device) -> list[dict[str, An
     workload.model.zero_grad(set_to_none=True)
     report = memkit.profile_memory(_Around(workload), loss_fn=workload.loss, backward=True, print_table=False, tag="first")
     steps_s = [step(lambda: memkit.CPUOffload(1.0, "first")) for _ in range(4)]
-    stats = memkit.offload_stats("first")
+    stats = memkit.stats("first")
     return [
         {
             "bench": "offload_first_step",
@@ -238,7 +238,7 @@ def two_hundred_steps(options: argparse.Namespace, device: Device) -> list[dict[
         if step in (3, 200):
             torch.cuda.synchronize()
             gc.collect()
-            stats = memkit.offload_stats("many")
+            stats = memkit.stats("many")
             figures[f"after_{step}"] = {
                 "peak_allocated_bytes": stats.peak_allocated_bytes,
                 "peak_reserved_bytes": stats.peak_reserved_bytes,

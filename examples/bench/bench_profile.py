@@ -72,12 +72,12 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, list[Tensor]]]] = {
 }
 
 
-def saved(report: memkit.MemoryReport) -> list[tuple[Any, ...]]:
+def saved(report: memkit.profile.MemoryReport) -> list[tuple[Any, ...]]:
     """Return what was saved where, for comparison."""
     return [(record.storage, record.storage_bytes, record.category, record.module) for record in report.saved]
 
 
-def without_data(make: Callable[[], tuple[nn.Module, list[Tensor]]]) -> tuple[memkit.MemoryReport, float]:
+def without_data(make: Callable[[], tuple[nn.Module, list[Tensor]]]) -> tuple[memkit.profile.MemoryReport, float]:
     """Profile on the meta device; return the report and the median seconds it took."""
     with torch.device("meta"):
         model, inputs = make()
@@ -89,7 +89,7 @@ def without_data(make: Callable[[], tuple[nn.Module, list[Tensor]]]) -> tuple[me
     return report, statistics.median(seconds[WARMUP:])
 
 
-def on_gpu(make: Callable[[], tuple[nn.Module, list[Tensor]]]) -> tuple[memkit.MemoryReport, dict[str, Any]]:
+def on_gpu(make: Callable[[], tuple[nn.Module, list[Tensor]]]) -> tuple[memkit.profile.MemoryReport, dict[str, Any]]:
     """Measure the plain forward and profile it, on the GPU."""
     with torch.device("cuda"):
         model, inputs = make()

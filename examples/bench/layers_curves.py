@@ -88,7 +88,7 @@ def _pinning_at_most(limit_bytes: int, device: Device) -> Iterator[None]:
         nonlocal pinned_bytes
         with lock:
             if pinned_bytes + host.nbytes > limit_bytes:
-                raise memkit.HostMemoryError(f"no more than {limit_bytes} bytes of host memory are to be pinned")
+                raise memkit.errors.HostMemoryError(f"no more than {limit_bytes} bytes of host memory are to be pinned")
             pinned_bytes += host.nbytes
         pin(host)
 

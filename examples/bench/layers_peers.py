@@ -17,7 +17,7 @@ from workloads import on_tokens
 from memkit.bench import Measurement, Workload, measure
 from memkit.bench.engines import plain as nothing
 from memkit.bench.layer_peers import PEERS, LayerPeer, StepOf, measure_peer
-from memkit.sizes import storage_bytes
+from memkit.storages import storage_bytes
 from memkit.weights.selection import find_layers
 
 

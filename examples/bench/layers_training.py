@@ -15,7 +15,7 @@ from shared import Line
 from torch import Tensor, nn
 
 import memkit
-from memkit.sizes import storage_bytes
+from memkit.storages import storage_bytes
 
 NUM_PLAIN_RUNS = 2
 NUM_BATCHES = 4
@@ -104,7 +104,7 @@ def _under_cap(setting: Setting, training: Training, cap_bytes: int, plain: list
     if is_cuda:
         torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.mem_get_info()[1])
     try:
-        with memkit.LayerOffload(training.model, offload_fraction=1.0, train="frozen", device=setting.device) as offload:
+        with memkit.LayerOffload(training.model, offload_ratio=1.0, train="frozen", device=setting.device) as offload:
             losses = training.losses(len(plain[0]))
             stats, memory = offload.stats(), setting.memory()
     finally:
@@ -140,7 +140,7 @@ def _in_turn(setting: Setting, training: Training, num_steps: int) -> Line:
     model, counter = training.model, setting.device.memory_counter()
     seen: list[Line] = []
     model.to("cpu")
-    with memkit.LayerOffload(model, offload_fraction=1.0, train="frozen", device=setting.device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, train="frozen", device=setting.device) as offload:
         optimizer = training.begin()
         for number in range(num_steps):
             setting.reset_peak()
@@ -177,7 +177,7 @@ def auto(setting: Setting) -> Iterator[Line]:
 
 def _found_out(setting: Setting, training: Training) -> Line:
     training.model.to("cpu")
-    with memkit.LayerOffload(training.model, offload_fraction="auto", device=setting.device) as offload:
+    with memkit.LayerOffload(training.model, offload_ratio="auto", device=setting.device) as offload:
         training.losses(6)  # two to choose by, two to see what it takes then, and two that find both done
         stats, plan = offload.stats(), offload.plan
     return {

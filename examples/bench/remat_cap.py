@@ -106,7 +106,7 @@ class Capped:
 
         def part() -> Line:
             found = self._measure(batch, self.setting.remat(0.2), warmup=self.warmup)
-            beside = (found.peak_allocated_bytes or 0) - memkit.remat_stats(TAG).ledger_peak_bytes
+            beside = (found.peak_allocated_bytes or 0) - memkit.stats(TAG).ledger_peak_bytes
             return {"beside_bytes": max(0, beside - self.static_bytes) / batch}
 
         found = self.setting.attempt(part)

@@ -65,7 +65,7 @@ def _line_of(curve: RematBench) -> Line:
 def _peak(found: Measurement) -> int:
     """Return the device's peak; where nobody counts, that of the ledger."""
     peak = found.peak_allocated_bytes
-    return memkit.remat_stats(TAG).ledger_peak_bytes if peak is None else peak
+    return memkit.stats(TAG).ledger_peak_bytes if peak is None else peak
 
 
 def _fit(workload: Workload, curve: RematBench, target: int, setting: Setting) -> Line:

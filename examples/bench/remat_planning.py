@@ -23,14 +23,14 @@ def planning(setting: Setting) -> Iterator[Line]:
     for num_values in counts:
         step = _residual_step(num_values)
         seconds, outcomes, start = [], [], time.perf_counter()
-        planner = RematPlanner(step, memkit.DTRScore())
+        planner = RematPlanner(step, memkit.plan.DTRScore())
         prepared_s = time.perf_counter() - start
         for share in (0.5, 0.3, 0.2):
             start = time.perf_counter()
             try:
                 plan = planner.plan(int(share * step.saved_bytes))
                 outcomes.append({"share": share, "replay_s": plan.predicted_replay_s, "dropped": len(plan.dropped)})
-            except memkit.BudgetInfeasible as error:
+            except memkit.errors.BudgetInfeasible as error:
                 outcomes.append({"share": share, "smallest_bytes": error.smallest_bytes})
             seconds.append(time.perf_counter() - start)
         yield {
@@ -83,7 +83,7 @@ def _entry_seconds(workload: Workload, min_bytes: int) -> Line:
             result = workload.forward()
         workload.loss(result).backward()
         del result
-    stats = memkit.remat_stats(TAG)
+    stats = memkit.stats(TAG)
     memkit.reset(TAG)
     return {
         "num_values": stats.num_saved,

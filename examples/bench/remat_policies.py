@@ -50,7 +50,7 @@ def _ratio(found: dict[str, Line], what: str) -> float | None:
 
 def _saved_bytes(workload: Workload, setting: Setting) -> int:
     measure(workload, setting.remat(1.0), setting.device, num_steps=1, num_warmup=0)
-    saved_bytes = memkit.remat_stats(TAG).saved_bytes
+    saved_bytes = memkit.stats(TAG).saved_bytes
     setting.clean()
     return saved_bytes
 
@@ -63,7 +63,7 @@ def replayed(setting: Setting) -> Iterator[Line]:
     policies: dict[str, dict[str, Any]] = {
         "plan": {"policy": "plan"},
         "dtr": {"policy": "dtr"},
-        "dtr_staleness": {"policy": "dtr", "score": memkit.DTRScore(distance="staleness")},
+        "dtr_staleness": {"policy": "dtr", "score": memkit.plan.DTRScore(distance="staleness")},
     }
     for share in (0.8, 0.5, 0.2, 0.1) if setting.fast else REPLAYED_SHARES:
         row: Line = {}
@@ -98,7 +98,7 @@ def _replays(workload: Workload, engine: Engine, setting: Setting, num_warmup: i
         loss.backward()
         del loss
         setting.device.synchronize()
-        stats = memkit.remat_stats(TAG)
+        stats = memkit.stats(TAG)
         if step >= num_warmup:
             found.append(
                 {

@@ -125,7 +125,7 @@ def recorder_host(setting: Setting) -> Iterator[Line]:
             "recorder_to_empty": over_recorder / over_empty,
             "recorder_to_empty_with_entry_and_exit": _difference(times, "recorder", "plain", whole=True)
             / _difference(times, "empty", "plain", whole=True),
-            "num_ops": memkit.remat_stats("host").num_ops,
+            "num_ops": memkit.stats("host").num_ops,
             "rounds": rounds,
         }
     memkit.reset("host")

@@ -178,7 +178,7 @@ def _many_steps(search: Capped, batch: int, budget: int) -> Line:
     setting = search.setting
 
     def look() -> Line:
-        stats = memkit.remat_stats(TAG)
+        stats = memkit.stats(TAG)
         return {
             **setting.memory(),
             "live_records": stats.live_records,

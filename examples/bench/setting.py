@@ -109,7 +109,7 @@ class Setting:
         """Return what a part has found, or what went wrong in it."""
         try:
             found = part()
-        except (RuntimeError, memkit.MemkitError) as error:
+        except (RuntimeError, memkit.errors.MemkitError) as error:
             found = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
             traceback.clear_frames(error.__traceback__)
         self.clean()
@@ -139,7 +139,7 @@ def figures_of(found: Measurement, plain: Measurement | None = None) -> Line:
 
 
 def remat_figures(tag: str = TAG) -> Line:
-    stats = memkit.remat_stats(tag)
+    stats = memkit.stats(tag)
     return {
         "budget_bytes": stats.budget_bytes,
         "follows_plan": stats.follows_plan,

@@ -1,27 +1,22 @@
 """Act on saved tensors: move them to the host and back, or drop them and make them again."""
 
 from memkit.activations import offload, remat_state
-from memkit.activations.attach import AttachedOffload, attach
-from memkit.activations.offload import CPUOffload, no_offload, offload_stats
-from memkit.activations.remat import Rematerialize, keep, min_budget, recompute, remat_plan, remat_stats
-from memkit.activations.remat_stats import RematStats
-from memkit.activations.stats import OffloadStats
+from memkit.activations.attach import Attachment, attach
+from memkit.activations.offload import CPUOffload, no_offload
+from memkit.activations.remat import Rematerialize, keep, recompute
+from memkit.activations.stats import SavedTensorStats, stats
 
 __all__ = [
-    "AttachedOffload",
+    "Attachment",
     "CPUOffload",
-    "OffloadStats",
-    "RematStats",
     "Rematerialize",
+    "SavedTensorStats",
     "attach",
     "keep",
-    "min_budget",
     "no_offload",
-    "offload_stats",
     "recompute",
-    "remat_plan",
-    "remat_stats",
     "reset",
+    "stats",
 ]
 
 

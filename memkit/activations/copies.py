@@ -7,8 +7,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from memkit.activations.counts import IterationCounts
 from memkit.activations.ledger import Handle, Ledger, Record, Residency
-from memkit.activations.stats import IterationCounts
 from memkit.device.base import Device, Event, Stream
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import Lanes

@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from memkit.activations.stats import IterationCounts
+from memkit.activations.counts import IterationCounts
 from memkit.device.base import Device, Stream
 from memkit.hooks import KeptHandle, nothing
-from memkit.sizes import tensor_over
+from memkit.storages import tensor_over
 from memkit.transfer.arena import Span
 from memkit.transfer.lanes import Passage
 

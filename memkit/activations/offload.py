@@ -6,8 +6,7 @@ import threading
 import warnings
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -15,15 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memkit.activations.context import ForwardContext
+from memkit.activations.counts import IterationCounts
 from memkit.activations.eligibility import is_from_leaf
 from memkit.activations.passes import Pass
-from memkit.activations.stats import IterationCounts, OffloadStats, fragmentation_hint
+from memkit.activations.stats import SavedTensorStats, fragmentation_hint, report_from, stats
 from memkit.activations.window import OffloadWindow, settle_retired
 from memkit.device import Device, open_device
 from memkit.hooks import KeptHandle, SavedTensorHooks, backward_task, dynamo_is_loaded, in_checkpoint, is_in_last, node_number
-from memkit.plan import auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
+from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
-from memkit.sizes import check_bytes, storage_key
+from memkit.profile.registry import forget_report
+from memkit.profile.tree import ModuleTree
+from memkit.sizes import check_budget_bytes, check_bytes, format_bytes
+from memkit.storages import storage_key
 from memkit.transfer.link import measure_link
 
 Ratio = float | str | Callable[..., float]
@@ -219,7 +223,7 @@ def _unpack(packed: KeptHandle | _Flattened) -> Tensor:
     return packed.unpack()
 
 
-class CPUOffload:
+class CPUOffload(ForwardContext):
     """Move a share of what autograd saves in this context to pinned host memory, and have it back when the backward asks.
 
     Gradients are those of the plain run, bit for bit. Copies run beside the computation, on streams of their own. The storages
@@ -235,12 +239,12 @@ class CPUOffload:
             the allocator's peak is reset at each entry); or "auto", the most that hides behind the computation, by the times in
             a report under the tag.
         tag: which memory to use: one per model, or per kind of step.
-        min_bytes: storages smaller than this stay.
+        min_bytes: storages smaller than this stay. Here and below: a number of bytes, or text such as "1MiB".
         window_bytes: bytes of saved tensors that the device may hold beside what the ratio keeps; by default twice the largest
             saved storage. Smaller saves memory, larger overlaps better.
         host_limit_bytes: most bytes of host memory to use; what does not fit stays on the device, with one warning.
         profile: a report to plan the first iteration by, instead of the one that `profile_memory` filed under the tag.
-        device: where to offload from; by default every CUDA device that holds saved tensors.
+        device: where to offload from, such as "cuda:1"; by default every CUDA device that holds saved tensors.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -249,12 +253,12 @@ class CPUOffload:
 
     Example:
         >>> import torch, memkit
-        >>> device = memkit.device.ReferenceDevice()  # on a GPU, leave it away
+        >>> device = memkit.device.ReferenceDevice()  # on a GPU, leave it out
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64), torch.nn.GELU())
         >>> with memkit.CPUOffload(offload_ratio=0.5, tag="example", min_bytes=0, window_bytes=0, device=device):
         ...     loss = model(torch.randn(32, 64)).sum()
         >>> loss.backward()
-        >>> memkit.offload_stats("example").ratio_reached
+        >>> memkit.stats("example").ratio_reached
         0.5
     """
 
@@ -263,11 +267,11 @@ class CPUOffload:
         offload_ratio: Ratio,
         tag: str = "default",
         *,
-        min_bytes: int = 2**20,
-        window_bytes: int | None = None,
-        host_limit_bytes: int | None = None,
+        min_bytes: int | str = "1MiB",
+        window_bytes: int | str | None = None,
+        host_limit_bytes: int | str | None = None,
         profile: MemoryReport | None = None,
-        device: Device | None = None,
+        device: str | torch.device | Device | None = None,
     ) -> None:
         if isinstance(offload_ratio, str):
             if offload_ratio != "auto":
@@ -278,23 +282,39 @@ class CPUOffload:
             raise TypeError(f"tag is a string; found {type(tag).__name__}")
         if profile is not None and not isinstance(profile, MemoryReport):
             raise TypeError(f"profile is a MemoryReport, as profile_memory returns; found {type(profile).__name__}")
-        if device is not None and not isinstance(device, Device):
-            raise TypeError(f"device is a memkit.device.Device; found {type(device).__name__}. For CUDA, leave it away")
         self.offload_ratio = offload_ratio
         self.tag = tag
         self.min_bytes = check_bytes("min_bytes", min_bytes)
         self.window_bytes = None if window_bytes is None else check_bytes("window_bytes", window_bytes)
-        self.host_limit_bytes = None if host_limit_bytes is None else check_bytes("host_limit_bytes", host_limit_bytes)
+        self.host_limit_bytes = None if host_limit_bytes is None else check_budget_bytes("host_limit_bytes", host_limit_bytes)
         self.profile = profile
-        self.device = device
+        self.device = None if device is None else open_device(device)
         self._entry: _Entry | None = None
         self._is_entered = False
 
     def __enter__(self) -> CPUOffload:
-        return self.enter_knowing({})
+        self.enter_knowing({})
+        return self
 
-    def enter_knowing(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> CPUOffload:
-        """Enter; the storages in `resident`, by their keys (`sizes.storage_key`), are known to be held by somebody else."""
+    def again(self) -> CPUOffload:
+        made = CPUOffload.__new__(CPUOffload)
+        made.__dict__.update(self.__dict__, _entry=None, _is_entered=False)
+        return made
+
+    def attached_to(self, model: nn.Module) -> CPUOffload:
+        report = self.profile or find_report(self.tag)
+        made = self.again()
+        if report is not None and report.run.fingerprint != ModuleTree(model).fingerprint():
+            warnings.warn(
+                f'the report under the tag "{self.tag}" is of another model ({report.run.model}): it is not used. Profile this '
+                "one, or use another tag.",
+                stacklevel=3,
+            )
+            made.profile = None
+            forget_report(self.tag)
+        return made
+
+    def enter_knowing(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> None:
         if self._is_entered:
             raise ValueError(f'this CPUOffload (tag "{self.tag}") is entered already; make a second one for a nested context')
         if in_checkpoint():  # also with grad mode off: the reentrant kind turns it off for the forward
@@ -319,12 +339,32 @@ class CPUOffload:
             entry.begin()
             self._entry = entry
         self._is_entered = True
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         entry, self._entry, self._is_entered = self._entry, None, False
         if entry is not None:
             entry.end(has_failed=kind is not None)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is kept and what leaves, by the saves of the last forward under the tag; None before one."""
+        with _states_lock:
+            state = _states.get(self.tag)
+        windows = [] if state is None else state.windows()
+        traces = next((window.traces for window in windows if len(window.traces)), None)
+        return None if state is None or traces is None else next(iter(traces)).plan(state.ratios[-1], self.window_bytes)
+
+    def stats(self) -> SavedTensorStats:
+        """Return what contexts did under the tag: see `memkit.stats`."""
+        return stats(self.tag)
+
+    def __repr__(self) -> str:
+        asked = self.offload_ratio
+        if isinstance(asked, float):
+            share = f"{asked:.0%} of the saved bytes move" if asked else "nothing moves"
+        else:
+            share = "what hides behind the computation moves" if isinstance(asked, str) else "a share set by a schedule moves"
+        return f'<CPUOffload(tag="{self.tag}"): {share} to host memory; storages under {format_bytes(self.min_bytes)} stay>'
 
     def _ratio_of(self, state: _TagState) -> float:
         """Return the ratio for the iteration that begins."""
@@ -382,26 +422,34 @@ def forget(tag: str) -> None:
     settle_retired()
 
 
-@contextmanager
-def no_offload() -> Iterator[None]:
-    """Return a context, for inside of `CPUOffload`, in which nothing leaves. Saved tensors are still checked for writes."""
-    _paused.depth += 1
-    try:
-        yield
-    finally:
+class _NoOffload(ForwardContext):
+    """What `no_offload` returns. It may be entered within itself."""
+
+    def __enter__(self) -> _NoOffload:
+        _paused.depth += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _paused.depth -= 1
 
+    def again(self) -> _NoOffload:
+        return self
 
-def offload_stats(tag: str = "default") -> OffloadStats:
-    """Return what `CPUOffload` did under a tag. Seconds cover the copies that are done by now; nothing is waited for.
+    def __repr__(self) -> str:
+        return "<no_offload: nothing that is saved here moves>"
 
-    Raises:
-        ValueError: no context with that tag was entered with grad mode on, since it was reset.
-    """
+
+def no_offload() -> ForwardContext:
+    """Return a context, for inside of `CPUOffload`, in which nothing leaves. Saved tensors are still checked for writes."""
+    return _NoOffload()
+
+
+def _figures(tag: str) -> dict[str, Any] | None:
+    """Return what `CPUOffload` knows under a tag, by the fields of `SavedTensorStats`."""
     with _states_lock:
         state = _states.get(tag)
     if state is None:
-        raise ValueError(f'no CPUOffload was entered under the tag "{tag}"; known tags: {sorted(_states) or "none"}')
+        return None
     windows = state.windows()
     for window in windows:
         window.settle()
@@ -409,32 +457,34 @@ def offload_stats(tag: str = "default") -> OffloadStats:
     counters = [counter for counter in (window.device.memory_counter() for window in windows) if counter is not None]
     allocated_bytes = sum(counter.peak_bytes() for counter in counters) if counters else None
     reserved = [peak for peak in (counter.peak_reserved_bytes() for counter in counters) if peak is not None]
-    return OffloadStats(
-        tag=tag,
-        num_iterations=state.num_iterations,
-        ratios=tuple(state.ratios),
-        window_bytes=counts.window_bytes,
-        seen_bytes=counts.seen_bytes,
-        unique_bytes=counts.unique_bytes,
-        kept_bytes=counts.kept_bytes,
-        moved_out_bytes=counts.moved_out_bytes,
-        moved_in_bytes=counts.moved_in_bytes,
-        served_bytes=counts.served_bytes,
-        wasted_bytes=counts.wasted_bytes,
-        num_copies_out=counts.num_copies_out,
-        num_copies_in=counts.num_copies_in,
-        stall_out_s=counts.stall_out.total_s(),
-        stall_in_s=counts.stall_in.total_s(),
-        d2h_bytes_per_s=counts.busy_out.rate(counts.moved_out_bytes),
-        h2d_bytes_per_s=counts.busy_in.rate(counts.moved_in_bytes),
-        host_in_use_bytes=sum(window.arena.in_use_bytes for window in windows),
-        host_peak_bytes=sum(window.arena.peak_in_use_bytes for window in windows),
-        host_held_bytes=sum(window.arena.held_bytes for window in windows),
-        num_pins=sum(window.arena.num_pins for window in windows),
-        live_records=sum(window.ledger.num_records for window in windows),
-        live_bytes=sum(window.ledger.live_bytes for window in windows),
-        peak_live_bytes=sum(window.ledger.peak_live_bytes for window in windows),
-        peak_allocated_bytes=allocated_bytes,
-        peak_reserved_bytes=sum(reserved) if reserved else None,
-        hint=fragmentation_hint(allocated_bytes, sum(reserved)),
-    )
+    return {
+        "num_iterations": state.num_iterations,
+        "ratios": tuple(state.ratios),
+        "window_bytes": counts.window_bytes,
+        "seen_bytes": counts.seen_bytes,
+        "unique_bytes": counts.unique_bytes,
+        "kept_bytes": counts.kept_bytes,
+        "moved_out_bytes": counts.moved_out_bytes,
+        "moved_in_bytes": counts.moved_in_bytes,
+        "served_bytes": counts.served_bytes,
+        "wasted_bytes": counts.wasted_bytes,
+        "num_copies_out": counts.num_copies_out,
+        "num_copies_in": counts.num_copies_in,
+        "stall_out_s": counts.stall_out.total_s(),
+        "stall_in_s": counts.stall_in.total_s(),
+        "d2h_bytes_per_s": counts.busy_out.rate(counts.moved_out_bytes),
+        "h2d_bytes_per_s": counts.busy_in.rate(counts.moved_in_bytes),
+        "host_in_use_bytes": sum(window.arena.in_use_bytes for window in windows),
+        "host_peak_bytes": sum(window.arena.peak_in_use_bytes for window in windows),
+        "host_held_bytes": sum(window.arena.held_bytes for window in windows),
+        "num_pins": sum(window.arena.num_pins for window in windows),
+        "live_records": sum(window.ledger.num_records for window in windows),
+        "live_bytes": sum(window.ledger.live_bytes for window in windows),
+        "peak_live_bytes": sum(window.ledger.peak_live_bytes for window in windows),
+        "peak_allocated_bytes": allocated_bytes,
+        "peak_reserved_bytes": sum(reserved) if reserved else None,
+        "hint": fragmentation_hint(allocated_bytes, sum(reserved)),
+    }
+
+
+report_from(CPUOffload.__name__, tags=lambda: list(_states), figures=_figures)

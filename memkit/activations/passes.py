@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memkit.activations.counts import IterationCounts
 from memkit.activations.eligibility import counted_by
 from memkit.activations.forecast import Forecast
 from memkit.activations.ledger import Record
-from memkit.activations.stats import IterationCounts
 from memkit.plan import Action, Plan, limit_of, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
-from memkit.sizes import storage_key
+from memkit.storages import storage_key
 
 _MAX_TRACES = 16
 _MAX_STRANGERS = 8

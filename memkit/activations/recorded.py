@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memkit.activations.ops import OpKind
 from memkit.hooks import has_own_dispatch
-from memkit.sizes import tensor_over
+from memkit.storages import tensor_over
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _STRIDED = torch.strided

@@ -29,7 +29,7 @@ from memkit.activations.recorded import (
     written_by,
 )
 from memkit.activations.tape import Tape
-from memkit.sizes import byte_view
+from memkit.storages import byte_view
 
 _get_storage = Tensor.untyped_storage
 _STRIDED = torch.strided

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -10,20 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memkit.activations.context import ForwardContext
+from memkit.activations.recording_cost import recording_cost_s
 from memkit.activations.remat_entry import Entry, RematOptions
-from memkit.activations.remat_state import RematState, open_state, state_of
-from memkit.activations.remat_stats import RematStats
-from memkit.device import CpuDevice, Device, is_capturing
+from memkit.activations.remat_state import RematState, find_state, open_state, states
+from memkit.activations.stats import SavedTensorStats, report_from, stats
+from memkit.device import CpuDevice, Device, is_capturing, open_device
 from memkit.hooks import in_checkpoint, stacked_owners
 from memkit.plan import DTRScore, RematPlan
 from memkit.profile.passes import run_without_data
 from memkit.profile.step import Step as ProfiledStep
-from memkit.sizes import check_bytes, parse_bytes
+from memkit.sizes import check_budget, check_bytes, format_bytes
 
 _POLICIES = ("plan", "dtr")
 
 
-class Rematerialize:
+class Rematerialize(ForwardContext):
     """Hold what autograd saves in this context to a budget: drop what is cheap to make again, and do so in the backward.
 
     Gradients are those of the plain run, bit for bit, wherever its ops are deterministic. No module needs a mark: the ops of
@@ -36,20 +38,20 @@ class Rematerialize:
     score again.
 
     Args:
-        budget: what saved tensors and the temporaries of replays may take on the device: bytes, text such as "8GiB", or a
-            share of the saved bytes, a float above 0 and at most 1. What the plain run saves beside that (parameters, inputs,
-            storages under `min_bytes`) does not count. It may be exceeded by what one op makes.
+        budget: what saved tensors and the temporaries of replays may take on the device: bytes, text such as "8GiB", or the
+            share of the saved bytes that stays, a float above 0 and at most 1. What the plain run saves beside that
+            (parameters, inputs, storages under `min_bytes`) does not count. It may be exceeded by what one op makes.
         tag: which memory to use: one per model, or per kind of step.
         policy: "plan", or "dtr" to let the score decide in every step.
-        plan: a plan to follow instead, as `memkit.remat_plan` returns and `RematPlan.with_action` edits.
+        plan: a plan to follow instead, as `Rematerialize.plan` is and `RematPlan.with_action` edits.
         score: how the next to be dropped is chosen.
-        min_bytes: storages smaller than this stay.
+        min_bytes: storages smaller than this stay: bytes, or text such as "1MiB".
         strict: raise when the budget cannot be kept to, instead of a warning. With a plan that is known at the entry, or where
             another forward begins in the same context. A forward that was carried by the score is judged when the next begins:
             by whether the ledger's peak was above the budget by more than the most that one op made.
         verify: compare everything that is made again with what it was, which is copied to host memory, and raise at the first
             difference. Slow: to find out why a gradient is off.
-        device: where to drop tensors; by default the first device that saves any.
+        device: where to drop tensors, such as "cuda:1"; by default the first device that saves any.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -63,7 +65,7 @@ class Rematerialize:
         >>> with memkit.Rematerialize(budget=0.5, tag="example", min_bytes=0):
         ...     loss = model(torch.randn(32, 64)).sum()
         >>> loss.backward()
-        >>> memkit.remat_stats("example").num_dropped > 0
+        >>> memkit.stats("example").num_dropped > 0
         True
 
     Source: Kirisame et al., Dynamic Tensor Rematerialization, arXiv 2006.09616.
@@ -77,24 +79,22 @@ class Rematerialize:
         policy: str = "plan",
         plan: RematPlan | None = None,
         score: DTRScore = DTRScore(),  # noqa: B008  # frozen
-        min_bytes: int = 2**20,
+        min_bytes: int | str = "1MiB",
         strict: bool = False,
         verify: bool = False,
-        device: Device | None = None,
+        device: str | torch.device | Device | None = None,
     ) -> None:
         if not isinstance(tag, str):
             raise TypeError(f"tag is a string; found {type(tag).__name__}")
         if policy not in _POLICIES:
             raise ValueError(f'policy is "plan" or "dtr"; found {policy!r}')
         if plan is not None and not isinstance(plan, RematPlan):
-            raise TypeError(f"plan is a RematPlan, as memkit.remat_plan returns; found {type(plan).__name__}")
+            raise TypeError(f"plan is a RematPlan, as Rematerialize.plan is; found {type(plan).__name__}")
         if not isinstance(score, DTRScore):
-            raise TypeError(f"score is a memkit.DTRScore; found {type(score).__name__}")
+            raise TypeError(f"score is a memkit.plan.DTRScore; found {type(score).__name__}")
         for name, flag in (("strict", strict), ("verify", verify)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} is True or False; found {flag!r}")
-        if device is not None and not isinstance(device, Device):
-            raise TypeError(f"device is a memkit.device.Device; found {type(device).__name__}. For CUDA, leave it away")
         self.budget = check_budget(budget)
         self.tag = tag
         self._options = RematOptions(
@@ -105,7 +105,7 @@ class Rematerialize:
             min_bytes=check_bytes("min_bytes", min_bytes),
             strict=strict,
             verify=verify,
-            device=device,
+            device=None if device is None else open_device(device),
         )
         self._entry: Entry | None = None
         self._is_entered = False
@@ -144,6 +144,70 @@ class Rematerialize:
         if entry is not None:
             entry.end(has_failed=kind is not None)
 
+    def again(self) -> Rematerialize:
+        made = Rematerialize.__new__(Rematerialize)
+        made.__dict__.update(self.__dict__, _entry=None, _is_entered=False)
+        return made
+
+    @property
+    def plan(self) -> RematPlan | None:
+        """The plan that was given, or else the one that was followed last under the tag; None before one: the first step
+        follows none."""
+        state = find_state(self.tag)
+        return self._options.plan or (None if state is None else state.plan)
+
+    def stats(self) -> SavedTensorStats:
+        """Return what contexts did under the tag: see `memkit.stats`."""
+        return stats(self.tag)
+
+    def __repr__(self) -> str:
+        budget = self.budget
+        held = f"{budget:.0%} of the saved bytes" if isinstance(budget, float) else format_bytes(budget)
+        return f'<Rematerialize(tag="{self.tag}"): at most {held} of saved tensors stay; the others are recomputed>'
+
+    @staticmethod
+    def min_budget(
+        model: nn.Module,
+        *args: Any,
+        kwargs: dict[str, Any] | None = None,
+        loss_fn: Callable[[Any], Tensor] | None = None,
+        target: str = "cuda",
+        min_bytes: int | str = "1MiB",
+        score: DTRScore = DTRScore(),  # noqa: B008  # frozen
+    ) -> int:
+        """Return the smallest budget in bytes that `Rematerialize` can keep to, without a GPU and without running the model.
+
+        The step is traced without data, and the least that plans for it reach is returned. No op is run again more than a few
+        times on average: what is possible by more than that is not looked for.
+
+        Args:
+            model: on any device; it is left as it is.
+            args, kwargs: the inputs of its forward; only shapes and dtypes count.
+            loss_fn: called with what the model returns; must return one number. By default the sum of its outputs is the loss.
+            target: whose kernels to imitate, "cuda" or "cpu".
+            min_bytes, score: as for `Rematerialize`.
+
+        Raises:
+            TypeError: `model` is no module.
+            ProfileError, DataDependentError: as `profile_memory` with `device="meta"`.
+
+        Example:
+            >>> import torch, memkit
+            >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU())
+            >>> model, x = torch.nn.Sequential(*[block() for _ in range(8)]), torch.randn(4096, 256)
+            >>> report = memkit.profile_memory(model, x, print_table=False)
+            >>> memkit.Rematerialize.min_budget(model, x) < report.activation_bytes / 3
+            True
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"min_budget needs a torch.nn.Module; found {type(model).__name__}")
+        step = ProfiledStep(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=True)
+        state = RematState("min_budget")
+        everything = Rematerialize(1.0, state.tag, score=score, min_bytes=min_bytes, device=CpuDevice(torch.device("meta")))
+        run_without_data(step, target, _Within(state, everything._options))
+        trace = next(iter(state.traces), None)
+        return 0 if trace is None else trace.planner(score).smallest().peak_bytes
+
 
 class _Within:
     """`Rematerialize` for a state of its own, which no tag names."""
@@ -158,33 +222,6 @@ class _Within:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._entry.end(has_failed=kind is not None)
-
-
-def check_budget(budget: object) -> int | float:
-    """Return a budget as bytes (int), or as a share of the saved bytes (float).
-
-    Raises:
-        TypeError: it is neither a number nor text.
-        ValueError: it is not positive, NaN, a float above 1, or text that is no size.
-    """
-    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
-        raise TypeError(f'budget is bytes (an int), text such as "8GiB", or a share (a float up to 1); found {budget!r}')
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise ValueError(
-                f"a budget that is a float is a share of the saved bytes, above 0 and at most 1; found {budget}. For bytes, "
-                'give an int, or text such as "8GiB"'
-            )
-        return budget
-    if isinstance(budget, str) and re.fullmatch(r"\s*\d*\.\d+\s*", budget):
-        raise ValueError(
-            f'budget: "{budget}" is a number without a unit. A share of the saved bytes is given as a float ({float(budget)}), '
-            'bytes as an int, or as text such as "8GiB"'
-        )
-    try:
-        return parse_bytes(budget)
-    except ValueError as error:
-        raise ValueError(f"budget: {error}") from None
 
 
 def _current_entry() -> Entry | None:
@@ -223,73 +260,37 @@ def recompute(tensor: Tensor) -> Tensor:
     return _mark(tensor, keep=False)
 
 
-def remat_plan(tag: str = "default") -> RematPlan:
-    """Return the plan that was followed last under a tag.
-
-    Raises:
-        ValueError: no context with that tag was entered, or none has followed a plan: the first step never does.
-    """
-    plan = state_of(tag).plan
-    if plan is None:
-        raise ValueError(f'no plan was followed under the tag "{tag}" yet: the first step is recorded, the second follows one')
-    return plan
-
-
-def min_budget(
-    model: nn.Module,
-    *args: Any,
-    kwargs: dict[str, Any] | None = None,
-    loss_fn: Callable[[Any], Tensor] | None = None,
-    target: str = "cuda",
-    min_bytes: int = 2**20,
-    score: DTRScore = DTRScore(),  # noqa: B008  # frozen
-) -> int:
-    """Return the smallest budget in bytes that `Rematerialize` can keep to, without a GPU and without running the model.
-
-    The step is traced without data, and the least that plans for it reach is returned. No op is run again more than a few times
-    on average: what is possible by more than that is not looked for.
-
-    Args:
-        model: on any device; it is left as it is.
-        args, kwargs: the inputs of its forward; only shapes and dtypes count.
-        loss_fn: called with what the model returns; must return one number. By default the sum of its outputs is the loss.
-        target: whose kernels to imitate, "cuda" or "cpu".
-        min_bytes, score: as for `Rematerialize`.
-
-    Raises:
-        TypeError: `model` is no module.
-        ProfileError, DataDependentError: as `profile_memory` with `device="meta"`.
-
-    Example:
-        >>> import torch, memkit
-        >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(8)])
-        >>> x = torch.randn(4096, 256)
-        >>> memkit.min_budget(model, x) < memkit.profile_memory(model, x, print_table=False).activation_bytes / 3
-        True
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"min_budget needs a torch.nn.Module; found {type(model).__name__}")
-    step = ProfiledStep(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=True)
-    state = RematState("min_budget")
-    everything = Rematerialize(1.0, state.tag, score=score, min_bytes=min_bytes, device=CpuDevice(torch.device("meta")))
-    run_without_data(step, target, _Within(state, everything._options))
-    trace = next(iter(state.traces), None)
-    return 0 if trace is None else trace.planner(score).smallest().peak_bytes
-
-
-def remat_stats(tag: str = "default") -> RematStats:
-    """Return what `Rematerialize` did under a tag, in its last iteration.
-
-    Raises:
-        ValueError: no context with that tag was entered with grad mode on, since it was reset.
-    """
-    state = state_of(tag)
+def _figures(tag: str) -> dict[str, Any] | None:
+    """Return what `Rematerialize` knows under a tag, by the fields of `SavedTensorStats`."""
+    state = find_state(tag)
+    if state is None:
+        return None
     with state.lock:
         state.sweep()
-        return state.counts.stats(
-            tag=tag,
-            num_iterations=state.num_iterations,
-            num_deviations=state.num_deviations,
-            ledgers=state.ledgers(),
-            counter=None if state.device is None else state.device.memory_counter(),
-        )
+        counts, ledgers = state.counts, state.ledgers()
+        counter = None if state.device is None else state.device.memory_counter()
+        return {
+            "num_iterations": state.num_iterations,
+            "live_records": sum(ledger.num_records for ledger in ledgers),
+            "live_bytes": sum(ledger.live_bytes for ledger in ledgers),
+            "peak_allocated_bytes": None if counter is None else counter.peak_bytes(),
+            "peak_reserved_bytes": None if counter is None else counter.peak_reserved_bytes(),
+            "num_deviations": state.num_deviations,
+            "budget_bytes": None if math.isinf(counts.budget_bytes) else math.ceil(counts.budget_bytes),
+            "follows_plan": counts.follows_plan,
+            "num_ops": counts.num_ops,
+            "recorder_s": counts.num_ops * recording_cost_s(),
+            "num_saved": counts.num_saved,
+            "saved_bytes": counts.saved_bytes,
+            "num_kept": counts.num_saved - counts.num_dropped,
+            "num_dropped": counts.num_dropped,
+            "dropped_bytes": counts.dropped_bytes,
+            "ledger_peak_bytes": counts.peak_bytes,
+            "num_replays": counts.num_replays,
+            "num_replayed_ops": counts.num_replayed_ops,
+            "estimated_replay_s": counts.replayed_s,
+            "measured_replay_s": counts.replayed.total_s(),
+        }
+
+
+report_from(Rematerialize.__name__, tags=lambda: list(states), figures=_figures)

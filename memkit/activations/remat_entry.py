@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memkit.activations.counts import RematCounts
 from memkit.activations.ledger import Residency
 from memkit.activations.recorded import cost_key
 from memkit.activations.recorder import Recorder
 from memkit.activations.remat_state import RematState, RunUnpacker
-from memkit.activations.remat_stats import RematCounts
 from memkit.activations.replay import Run
 from memkit.activations.tape import Tape
 from memkit.activations.traces import Follower, OpTrace, OpTraces, SaveKey

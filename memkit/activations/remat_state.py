@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from memkit.activations.counts import RematCounts
 from memkit.activations.ledger import Handle, Ledger, Residency
 from memkit.activations.recorded import CostKey
-from memkit.activations.remat_stats import RematCounts
 from memkit.activations.replay import Run
 from memkit.activations.tape import Tape
 from memkit.activations.traces import OpTrace, OpTraces
@@ -171,17 +171,10 @@ def open_state(tag: str) -> RematState:
         return states.setdefault(tag, RematState(tag))
 
 
-def state_of(tag: str) -> RematState:
-    """Return what is remembered under a tag.
-
-    Raises:
-        ValueError: the tag is unknown.
-    """
+def find_state(tag: str) -> RematState | None:
+    """Return what is remembered under a tag, None if nothing is."""
     with _states_lock:
-        state = states.get(tag)
-    if state is None:
-        raise ValueError(f'no Rematerialize was entered under the tag "{tag}"; known tags: {sorted(states) or "none"}')
-    return state
+        return states.get(tag)
 
 
 def forget(tag: str) -> None:

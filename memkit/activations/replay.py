@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memkit.activations.counts import RematCounts
 from memkit.activations.eligibility import counted_by
 from memkit.activations.ledger import Ledger, Record, Residency
 from memkit.activations.recorded import Call, tensor_of, tensors_in
-from memkit.activations.remat_stats import RematCounts
 from memkit.activations.settings import current_settings, with_settings
 from memkit.activations.tape import Tape
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.hooks import KeptHandle
 from memkit.plan import NO_OP, DTRScore, Residents
-from memkit.sizes import byte_view, format_mib, storage_key
+from memkit.sizes import format_mib
+from memkit.storages import byte_view, storage_key
 
 
 class Run(Residents):

@@ -1,139 +1,125 @@
-"""What an offload did: counts of one iteration while it runs, and the frozen figures that users read."""
+"""What contexts did under a tag: the frozen figures that users read."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
 
 from tabulate import tabulate
 
-from memkit.device.base import Event
-from memkit.sizes import format_mib
-from memkit.transfer.lanes import Passage
+from memkit.sizes import format_bytes
+
+_USED_BY = "used by"
 
 
-class EventPairs:
-    """Seconds between pairs of timed events, added up once both are reached."""
-
-    def __init__(self) -> None:
-        self._pending: deque[tuple[Event, Event]] = deque()
-        self._total_s = 0.0
-
-    def add(self, start: Event, end: Event) -> None:
-        self._pending.append((start, end))
-
-    def total_s(self) -> float:
-        """Return the sum over the pairs that are reached. Does not wait for the others."""
-        while self._pending and self._pending[0][1].is_reached():
-            start, end = self._pending.popleft()
-            self._total_s += start.elapsed_s(end)
-        return self._total_s
-
-    def rate(self, num_bytes: int) -> float | None:
-        """Return bytes per second over the pairs, None unless all of them are reached and took any time."""
-        total_s = self.total_s()
-        return num_bytes / total_s if total_s > 0 and not self._pending else None
+def _of(context: str, default: Any) -> Any:
+    """Return a field that only contexts of one kind fill in."""
+    return field(default=default, metadata={_USED_BY: context})
 
 
-@dataclass(slots=True, eq=False)
-class IterationCounts:
-    """What one iteration has moved so far."""
+def _of_offload(default: Any = 0) -> Any:
+    return _of("CPUOffload", default)
 
-    ratio: float
-    window_bytes: int = 0
-    seen_bytes: int = 0
-    unique_bytes: int = 0
-    kept_bytes: int = 0
-    moved_out_bytes: int = 0
-    moved_in_bytes: int = 0
-    served_bytes: int = 0
-    wasted_bytes: int = 0
-    num_copies_out: int = 0
-    num_copies_in: int = 0
-    stall_out: EventPairs = field(default_factory=EventPairs)
-    stall_in: EventPairs = field(default_factory=EventPairs)
-    busy_out: EventPairs = field(default_factory=EventPairs)
-    busy_in: EventPairs = field(default_factory=EventPairs)
 
-    def note_out(self, passage: Passage) -> None:
-        self.moved_out_bytes += passage.num_bytes
-        self.num_copies_out += 1
-        self.busy_out.add(passage.started, passage.done)
-
-    def note_in(self, passage: Passage) -> None:
-        self.moved_in_bytes += passage.num_bytes
-        self.num_copies_in += 1
-        self.busy_in.add(passage.started, passage.done)
-
-    def note_stall_out(self, wait: tuple[Event, Event]) -> None:
-        self.stall_out.add(*wait)
-
-    def note_stall_in(self, wait: tuple[Event, Event]) -> None:
-        self.stall_in.add(*wait)
+def _of_remat(default: Any = 0) -> Any:
+    return _of("Rematerialize", default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadStats:
-    """What `CPUOffload` did under one tag. Figures of bytes, copies and seconds are those of the last iteration.
+class SavedTensorStats:
+    """What memkit's contexts did under one tag with what autograd saved. Unless said otherwise, in the last iteration.
 
-    Only what may be moved at all is counted in `unique_bytes` and below it: distinct storages on the device of at least
-    `min_bytes` that autograd saved, without parameters, their casts, and what is known to be held by somebody else.
+    What no context under the tag does is 0 or None. Only what may be moved or dropped at all is counted from `unique_bytes` and
+    `num_saved` on: distinct storages on the device of at least `min_bytes`, without parameters, their casts, and what is known
+    to be held by others; for `Rematerialize`, those that ops in the context made.
     """
 
     tag: str
+    contexts: tuple[str, ...]
+    """Which kinds of context were entered under the tag: "CPUOffload", "Rematerialize"."""
     num_iterations: int
-    """Entries with grad mode on, since the tag was new or reset."""
-    ratios: tuple[float, ...]
-    """The ratio asked for in each iteration (the last 10,000)."""
-    window_bytes: int
-    """Bytes of saved tensors that the device may hold beside what the ratio keeps."""
-    seen_bytes: int
-    """Bytes of all tensors that autograd saved while the context was on, each save counted."""
-    unique_bytes: int
-    """Bytes of the distinct storage versions among them that could be moved."""
-    kept_bytes: int
-    """Of these, what stayed on the device by plan, or because host memory was refused."""
-    moved_out_bytes: int
-    """Of these, what was copied to the host."""
-    moved_in_bytes: int
-    """What was copied back."""
-    served_bytes: int
-    """What left but was still on the device when it was needed, and so was not copied back."""
-    wasted_bytes: int
-    """What was copied out though somebody else kept the storage alive, so that nothing was freed. It is kept from then on."""
-    num_copies_out: int
-    num_copies_in: int
-    stall_out_s: float
-    """Seconds in which the forward waited for copies to the host. On a device, read from events."""
-    stall_in_s: float
-    """Seconds in which the backward waited for copies from the host."""
-    d2h_bytes_per_s: float | None
-    """Bytes copied to the host over the seconds in which that lane was copying; None if nothing was."""
-    h2d_bytes_per_s: float | None
-    host_in_use_bytes: int
-    """Host memory that holds saved tensors now."""
-    host_peak_bytes: int
-    """The most host memory that was in use at once, since the tag was new or reset."""
-    host_held_bytes: int
-    """Pinned host memory that is held for the tag now."""
-    num_pins: int
-    """How often memory was pinned since the tag was new or reset."""
+    """Entries with grad mode on, since the tag was new or reset; where one context is around the other, of the outer one."""
     live_records: int
-    """Storage versions that a graph may still ask for."""
+    """Saved storages that a graph may still ask for."""
     live_bytes: int
     """Of these, the bytes on the device now."""
-    peak_live_bytes: int
-    """The most bytes of these that were on the device at once."""
     peak_allocated_bytes: int | None
     """The allocator's peak since it was last reset; None without an allocator that counts."""
     peak_reserved_bytes: int | None
-    hint: str = ""
+
+    ratios: tuple[float, ...] = _of_offload(())
+    """The ratio asked for in each iteration (the last 10,000)."""
+    window_bytes: int = _of_offload()
+    """Bytes of saved tensors that the device may hold beside what the ratio keeps."""
+    seen_bytes: int = _of_offload()
+    """Bytes of all tensors that autograd saved while the context was on, each save counted."""
+    unique_bytes: int = _of_offload()
+    """Bytes of the distinct storage versions among them that could be moved."""
+    kept_bytes: int = _of_offload()
+    """Of these, what stayed on the device by plan, or because host memory was refused."""
+    moved_out_bytes: int = _of_offload()
+    """Of these, what was copied to the host."""
+    moved_in_bytes: int = _of_offload()
+    """What was copied back."""
+    served_bytes: int = _of_offload()
+    """What left but was still on the device when it was needed, and so was not copied back."""
+    wasted_bytes: int = _of_offload()
+    """What was copied out though something else kept the storage alive, so that nothing was freed. From then on it stays."""
+    num_copies_out: int = _of_offload()
+    num_copies_in: int = _of_offload()
+    stall_out_s: float = _of_offload(0.0)
+    """Seconds in which the forward waited for copies to the host. On a device, read from events that are reached by now."""
+    stall_in_s: float = _of_offload(0.0)
+    """Seconds in which the backward waited for copies from the host."""
+    d2h_bytes_per_s: float | None = _of_offload(None)
+    """Bytes copied to the host over the seconds in which that lane was copying; None if nothing was."""
+    h2d_bytes_per_s: float | None = _of_offload(None)
+    host_in_use_bytes: int = _of_offload()
+    """Host memory that holds saved tensors now."""
+    host_peak_bytes: int = _of_offload()
+    """The most host memory that was in use at once, since the tag was new or reset."""
+    host_held_bytes: int = _of_offload()
+    """Pinned host memory that is held for the tag now."""
+    num_pins: int = _of_offload()
+    """How often memory was pinned since the tag was new or reset."""
+    peak_live_bytes: int = _of_offload()
+    """The most bytes of records of `CPUOffload` that were on the device at once."""
+    hint: str = _of_offload("")
     """What would help, if anything is known to."""
+
+    num_deviations: int = _of_remat()
+    """Forwards that have left the trace whose plan they followed, since the tag was new or reset."""
+    budget_bytes: int | None = _of_remat(None)
+    """The budget in bytes; None if there is no bound."""
+    follows_plan: bool = _of_remat(False)
+    """Whether the iteration has followed a plan to its end, or was carried by the score."""
+    num_ops: int = _of_remat()
+    """Ops that were seen in the forward."""
+    recorder_s: float = _of_remat(0.0)
+    """Seconds of the host that recording them took, estimated: their number times what a small op in a chain takes. What saving
+    takes is left out."""
+    num_saved: int = _of_remat()
+    saved_bytes: int = _of_remat()
+    num_kept: int = _of_remat()
+    """Saved values that were not dropped."""
+    num_dropped: int = _of_remat()
+    """Saved values that were dropped in the forward or in the backward, each counted once."""
+    dropped_bytes: int = _of_remat()
+    ledger_peak_bytes: int = _of_remat()
+    """The most bytes of saved values and temporaries of replays that were on the device at once."""
+    num_replays: int = _of_remat()
+    """Requests of the backward that ran ops again."""
+    num_replayed_ops: int = _of_remat()
+    estimated_replay_s: float = _of_remat(0.0)
+    """What these ops took in the forward, or were thought to take."""
+    measured_replay_s: float = _of_remat(0.0)
+    """What they took: on a device read from events, as far as they are reached."""
 
     @property
     def ratio(self) -> float:
-        """The ratio asked for in the last iteration; 0 before the first."""
+        """The offload ratio asked for in the last iteration; 0 before the first."""
         return self.ratios[-1] if self.ratios else 0.0
 
     @property
@@ -145,24 +131,87 @@ class OffloadStats:
         return self.moved_out_bytes / self.unique_bytes if self.unique_bytes else 0.0
 
     def __str__(self) -> str:
-        """Return a table, one figure per line."""
-        rows = [("tag", self.tag), ("iterations", f"{self.num_iterations}")]
-        rows.append(("ratio asked / reached", f"{self.ratio:.3f} / {self.ratio_reached:.3f}"))
-        for name in (item.name for item in fields(self)):
-            value = getattr(self, name)
-            label = name.replace("num_", "#").replace("_bytes", "").replace("_", " ").removesuffix(" s").removesuffix(" per")
-            if name in ("tag", "num_iterations", "ratios", "hint"):
-                continue
-            if name.endswith("_per_s"):
-                rows.append((name.split("_")[0].upper(), "-" if value is None else f"{value / 1e9:.1f} GB/s"))
-            elif name.endswith("_bytes"):
-                rows.append((label, "-" if value is None else format_mib(value)))
-            elif name.endswith("_s"):
-                rows.append((label, f"{value * 1e3:.1f} ms"))
-            else:
-                rows.append((label, f"{value}"))
+        """Return a table, one figure per line, of what the contexts under the tag fill in."""
+        rows = [("tag", self.tag), ("contexts", ", ".join(self.contexts))]
+        if "CPUOffload" in self.contexts:
+            rows.append(("ratio asked / reached", f"{self.ratio:.3f} / {self.ratio_reached:.3f}"))
+        rows += [
+            _row(item.name, getattr(self, item.name))
+            for item in fields(self)
+            if item.name not in ("tag", "contexts", "ratios", "hint") and _is_used_by(item, self.contexts)
+        ]
         table = tabulate(rows, tablefmt="plain", colalign=("left", "right"), disable_numparse=True)
         return f"{table}\n{self.hint}" if self.hint else table
+
+
+def _is_used_by(item: Field[Any], contexts: tuple[str, ...]) -> bool:
+    return item.metadata.get(_USED_BY, contexts[0]) in contexts
+
+
+def _row(name: str, value: Any) -> tuple[str, str]:
+    """Return a figure as a person reads it; its name says its unit."""
+    for unit in ("_bytes_per_s", "_bytes", "_s"):
+        if name.endswith(unit):
+            label = name.removesuffix(unit)
+            break
+    else:
+        unit, label = "", name
+    label = label.replace("num_", "#").replace("_", " ")
+    if unit == "_bytes_per_s":
+        label = label.upper()
+    if value is None:
+        return label, "-"
+    if unit == "_bytes_per_s":
+        return label, f"{value / 1e9:.1f} GB/s"
+    if unit == "_bytes":
+        return label, format_bytes(value)
+    return label, f"{1e3 * value:.2f} ms" if unit == "_s" else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A kind of context that knows figures."""
+
+    tags: Callable[[], Iterable[str]]
+    figures: Callable[[str], dict[str, Any] | None]
+
+
+_sources: dict[str, _Source] = {}
+
+
+def report_from(context: str, *, tags: Callable[[], Iterable[str]], figures: Callable[[str], dict[str, Any] | None]) -> None:
+    """Have `stats` ask contexts of one kind.
+
+    Args:
+        context: the name of the kind.
+        tags: returns the tags under which one was entered.
+        figures: returns the fields of `SavedTensorStats` that it fills in for a tag, None if none was entered under that.
+    """
+    _sources[context] = _Source(tags, figures)
+
+
+def stats(tag: str = "default") -> SavedTensorStats:
+    """Return what contexts did under a tag. Seconds cover the work that is done by now; nothing is waited for.
+
+    Raises:
+        ValueError: no context with that tag was entered with grad mode on, since it was reset.
+    """
+    asked = {context: source.figures(tag) for context, source in _sources.items()}
+    found = {context: figures for context, figures in asked.items() if figures is not None}
+    if not found:
+        known = sorted({known for source in _sources.values() for known in source.tags()})
+        raise ValueError(f'no context was entered under the tag "{tag}"; known tags: {known or "none"}')
+    every = [name for figures in found.values() for name in figures]
+    merged = {name: _merged([figures[name] for figures in found.values() if name in figures], name) for name in every}
+    return SavedTensorStats(tag=tag, contexts=tuple(found), **merged)
+
+
+def _merged(values: list[Any], name: str) -> Any:
+    """Return one figure for what several kinds of context say."""
+    said = [value for value in values if value is not None]
+    if name.startswith("live_"):
+        return sum(said)
+    return max(said, default=None) if len(values) > 1 else values[0]
 
 
 _FRAGMENTED = 1.35

@@ -19,7 +19,7 @@ from memkit.device.base import Device, Event
 from memkit.hooks import KeptHandle, sharing_counters
 from memkit.owners import owner_of
 from memkit.plan import NO_OP, Lineage
-from memkit.sizes import byte_view
+from memkit.storages import byte_view
 
 
 class Root:

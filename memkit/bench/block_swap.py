@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memkit.device import Device, Event
 from memkit.hooks import HookSet, backward_task
-from memkit.sizes import byte_view, tensor_over
+from memkit.storages import byte_view, tensor_over
 
 
 class BlockSwap:

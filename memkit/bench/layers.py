@@ -19,7 +19,7 @@ from memkit.bench.layer_rows import LayerBench, LayerRow
 from memkit.bench.measure import Engine, Measurement, Workload, let_go, measure
 from memkit.device import Device
 from memkit.plan import check_ratio
-from memkit.sizes import storage_bytes
+from memkit.storages import storage_bytes
 from memkit.transfer import Link, measure_link
 from memkit.weights import LayerOffload, LayerStats
 from memkit.weights.placement import Placement
@@ -51,7 +51,7 @@ def bench_layers(
         step_of: makes the step of the model, or of a copy of it.
         model: on the CPU if it may be larger than the device; it is left where it was found. All parameters of its layers that
             are to stream as frozen must not require grad (see `freeze_layers`).
-        fractions: what to give `LayerOffload` as `offload_fraction`.
+        fractions: what to give `LayerOffload` as `offload_ratio`.
         device: where the steps run. The bench times with its events.
         train: what to give `LayerOffload`. With "fused" the optimizer is plain SGD, whose step then is part of the plain
             backward as well.
@@ -114,7 +114,7 @@ def measure_fraction(
 
     Args:
         workload: the step. With train="fused" it has no `update`.
-        fraction: what to give `LayerOffload` as `offload_fraction`.
+        fraction: what to give `LayerOffload` as `offload_ratio`.
         device: where the step runs.
         plain: the plain step of the same run, if there is room for it, which the row is compared with.
         link: how fast bytes move.
@@ -128,7 +128,7 @@ def measure_fraction(
     """
     optimizer = _SGD if train == "fused" else None
     with LayerOffload(
-        workload.model, offload_fraction=fraction, slots=slots, train=train, optimizer=optimizer, device=device
+        workload.model, offload_ratio=fraction, num_slots=slots, train=train, optimizer=optimizer, device=device
     ) as offload:
         warm: list[LayerStats] = []
         found = measure(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from memkit.activations import CPUOffload, offload_stats, reset
+from memkit.activations import CPUOffload, reset, stats
 from memkit.bench import engines
 from memkit.bench.curves import draw_curve, draw_names, draw_others, headline, mib, ms, picture, to_json_line, where_of
 from memkit.bench.measure import Measurement, Workload, timer
@@ -179,18 +179,18 @@ def bench_offload(
     for ratio in ratios:
         reset(_TAG)
         fast = timed(f"ratio {ratio:g}", partial(CPUOffload, ratio, _TAG, min_bytes=MIN_BYTES, device=device))
-        stats = offload_stats(_TAG)
+        found = stats(_TAG)
         reset(_TAG)
-        saved_bytes = stats.unique_bytes
+        saved_bytes = found.unique_bytes
         slow = None
-        if with_synchronous and stats.moved_out_bytes:
-            copies = partial(engines.synchronous, stats.moved_out_bytes, min_bytes=MIN_BYTES)
+        if with_synchronous and found.moved_out_bytes:
+            copies = partial(engines.synchronous, found.moved_out_bytes, min_bytes=MIN_BYTES)
             slow = timed(f"ratio {ratio:g}, synchronous copies", engines.save_on_cpu if ratio == 1 else copies)
         rows.append(
             OffloadRow(
                 ratio=ratio,
-                moved_bytes=stats.moved_out_bytes,
-                window_bytes=stats.window_bytes,
+                moved_bytes=found.moved_out_bytes,
+                window_bytes=found.window_bytes,
                 memkit_s=fast.step_s,
                 peak_allocated_bytes=fast.peak_allocated_bytes,
                 peak_reserved_bytes=fast.peak_reserved_bytes,
@@ -200,8 +200,8 @@ def bench_offload(
                 roofline_s=roofline_s(
                     forward_s=plain.forward_s,
                     backward_s=plain.backward_s,
-                    out_bytes=stats.moved_out_bytes,
-                    back_bytes=stats.moved_in_bytes,
+                    out_bytes=found.moved_out_bytes,
+                    back_bytes=found.moved_in_bytes,
                     link=link,
                 ),
             )

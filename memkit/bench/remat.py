@@ -9,13 +9,12 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from memkit.activations import Rematerialize, RematStats, remat_stats, reset
-from memkit.activations.remat import check_budget
+from memkit.activations import Rematerialize, SavedTensorStats, reset, stats
 from memkit.bench import engines
 from memkit.bench.curves import draw_curve, draw_names, draw_others, headline, mib, ms, picture, to_json_line, where_of
 from memkit.bench.measure import Measurement, Workload, timer
 from memkit.device import Device
-from memkit.sizes import format_mib
+from memkit.sizes import check_budget, format_mib
 
 _TAG = "memkit bench"
 _HEADERS = (
@@ -41,7 +40,7 @@ class RematRow:
     """As it was asked for: bytes, text such as "8GiB", or a share of the saved bytes."""
     memkit: Measurement
     plain_s: float
-    stats: RematStats
+    stats: SavedTensorStats
 
     @property
     def to_plain(self) -> float:
@@ -150,7 +149,7 @@ def bench_remat(
     for budget in budgets:
         reset(_TAG)
         found = timed(f"budget {budget_text(budget)}", partial(Rematerialize, budget, _TAG, min_bytes=min_bytes, device=device))
-        rows.append(RematRow(budget=budget, memkit=found, plain_s=plain.step_s, stats=remat_stats(_TAG)))
+        rows.append(RematRow(budget=budget, memkit=found, plain_s=plain.step_s, stats=stats(_TAG)))
         reset(_TAG)
     others = {name: timed(name, engine) for name, engine in engines.checkpointing(workload.model).items()} if with_peers else {}
     return RematBench(

@@ -24,18 +24,33 @@ __all__ = [
 ]
 
 
-def open_device(torch_device: torch.device) -> Device:
-    """Return the `Device` for a `torch.device`.
+def open_device(device: str | torch.device | Device) -> Device:
+    """Return the `Device` for a name such as "cuda:1" or a `torch.device`; one that is a `Device` is returned as it is.
 
     Raises:
         DeviceUnavailableError: it is a CUDA device and this machine has no such device.
-        ValueError: memkit does not know the kind of device.
+        TypeError: it is none of these.
+        ValueError: memkit does not know the kind of device, or the name is none of torch's.
     """
+    if isinstance(device, Device):
+        return device
+    torch_device = _named(device) if isinstance(device, str) else device
+    if not isinstance(torch_device, torch.device):
+        raise TypeError(
+            f'device is a name such as "cuda:1", a torch.device or a memkit.device.Device; found {type(device).__name__}'
+        )
     if torch_device.type == "cuda":
         return CudaDevice(torch_device)
     if torch_device.type == "cpu":
         return CpuDevice()
     raise ValueError(f'memkit runs on "cpu" and "cuda"; found "{torch_device.type}". Move the model to one of these.')
+
+
+def _named(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f'device must be the name of a torch.device, such as "cuda:1"; found {name!r}') from None
 
 
 def is_capturing() -> bool:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from memkit.device.base import Device, Event, MemoryCounter, Stream
 from memkit.errors import RaceError
-from memkit.sizes import byte_view, storage_key
+from memkit.storages import byte_view, storage_key
 
 POISON = 0xFF
 

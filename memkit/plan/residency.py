@@ -144,7 +144,7 @@ def plan_fraction(
     Raises:
         TypeError, ValueError: an argument is out of range, or there are no layers.
     """
-    fraction = check_ratio(fraction, where="offload_fraction")
+    fraction = check_ratio(fraction, where="offload_ratio")
     wanted_bytes = fraction * sum(layer.num_bytes for layer in layers) * (1 - 1e-9)  # 0.1 is a little more than a tenth
     choices = _even_choices(layers, num_slots)
     return _plan(
@@ -160,7 +160,7 @@ def plan_resident(
     Raises:
         TypeError, ValueError: an argument is out of range, or there are no layers.
     """
-    check_count("resident", num_resident, least=0, most=len(layers))
+    check_count("num_resident", num_resident, least=0, most=len(layers))
     choices = _even_choices(layers, num_slots)
     num_streamed = min(len(layers) - num_resident, max(len(choice.streamed) for choice in choices))
     return _plan(layers, min(choice for choice in choices if len(choice.streamed) == num_streamed), link_bytes_per_s)
@@ -190,8 +190,8 @@ def plan_budget(
         TypeError, ValueError: an argument is out of range, there are no layers, or not even the least fits.
     """
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
-        raise TypeError(f"device_budget is a number of bytes (an int); found {budget_bytes!r}")
-    check_count("slots", num_slots, least=1)
+        raise TypeError(f"budget is a number of bytes (an int); found {budget_bytes!r}")
+    check_count("num_slots", num_slots, least=1)
     for fewer_slots in range(num_slots, 0, -1):
         choices = _even_choices(layers, fewer_slots)
         fitting = [choice for choice in choices if choice.device_bytes + state_bytes <= budget_bytes]
@@ -202,8 +202,8 @@ def plan_budget(
     others = "" if min(choices).device_bytes == largest.num_bytes else ", and one for each other size of layer"
     state = f", and {format_bytes(state_bytes)} for the optimizer's state" if state_bytes else ""
     raise ValueError(
-        f"the layers' weights need at least {format_bytes(least_bytes)} of device_budget (a slot that holds {largest.name}, "
-        f"{format_bytes(largest.num_bytes)}{others}{state}); found {format_bytes(budget_bytes)}. Raise device_budget by "
+        f"the layers' weights need at least {format_bytes(least_bytes)} of budget (a slot that holds {largest.name}, "
+        f"{format_bytes(largest.num_bytes)}{others}{state}); found {format_bytes(budget_bytes)}. Raise budget by "
         f"{least_bytes - budget_bytes} bytes or more, or split {largest.name}."
     )
 

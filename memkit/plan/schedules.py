@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from memkit.plan.ratio import check_ratio
-from memkit.sizes import format_mib, parse_bytes
+from memkit.sizes import check_budget_bytes, format_mib
 
 Schedule = Callable[..., float]
 
@@ -207,7 +207,7 @@ def fit_memory(target_bytes: int | str) -> Schedule:
         >>> schedule(0, None)
         1.0
     """
-    return _FitMemory(parse_bytes(target_bytes))
+    return _FitMemory(check_budget_bytes("target_bytes", target_bytes))
 
 
 def takes_peak(schedule: Schedule) -> bool:

@@ -50,7 +50,7 @@ def slot_sizes(streamed_bytes: Sequence[int], num_slots: int) -> tuple[int, ...]
     Layers that are at most an eighth smaller than the largest of them share slots of its size: `num_slots` of these, or one for
     each such layer where they are fewer.
     """
-    check_count("slots", num_slots, least=1)
+    check_count("num_slots", num_slots, least=1)
     slots: list[int] = []
     for members in size_classes(streamed_bytes):
         slots += [max(streamed_bytes[index] for index in members)] * min(num_slots, len(members))

@@ -36,7 +36,7 @@ from memkit.profile.watch import (
     ParamCasts,
     Writes,
 )
-from memkit.sizes import unique_storages
+from memkit.storages import unique_storages
 
 
 def plain_pass(step: Step, tree: ModuleTree) -> None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from memkit.sizes import byte_view, unique_storages
+from memkit.storages import byte_view, unique_storages
 
 
 @contextmanager

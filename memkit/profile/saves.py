@@ -14,7 +14,7 @@ from memkit.profile.calls import CallStack
 from memkit.profile.records import SavedCategory, SavedTensorRecord
 from memkit.profile.signatures import dtype_name, shapes_of
 from memkit.profile.streamed import ModelStorages
-from memkit.sizes import storage_key, storages_of
+from memkit.storages import storage_key, storages_of
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from memkit.profile.calls import BackwardGraph, CallStack
 from memkit.profile.restore import grads_set_aside
 from memkit.profile.streamed import NOTHING_STREAMED
 from memkit.profile.tree import ROOT
-from memkit.sizes import unique_storages
+from memkit.storages import unique_storages
 
 
 def _nothing() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memkit.owners import StreamedWeights, owner_of, owners
-from memkit.sizes import storage_key
+from memkit.storages import storage_key
 
 NOTHING_STREAMED = StreamedWeights()
 

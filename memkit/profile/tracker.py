@@ -29,7 +29,7 @@ from memkit.profile.simulate import META, TARGETS
 from memkit.profile.step import Step
 from memkit.profile.streamed import find_streamed
 from memkit.profile.tree import ModuleTree
-from memkit.sizes import storage_bytes
+from memkit.storages import storage_bytes
 
 _logger = logging.getLogger("memkit.profile")
 

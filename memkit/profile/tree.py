@@ -14,7 +14,7 @@ from torch import nn
 
 from memkit.owners import StreamedWeights
 from memkit.profile.streamed import NOTHING_STREAMED
-from memkit.sizes import storage_key, storages_of, unique_storages
+from memkit.storages import storage_key, storages_of, unique_storages
 
 ROOT = 0
 ROOT_NAME = "(model)"

@@ -17,7 +17,7 @@ from memkit.device.base import MemoryCounter
 from memkit.hooks import in_checkpoint, receiving_pack
 from memkit.profile.calls import CallStack
 from memkit.profile.streamed import ModelStorages
-from memkit.sizes import storage_key, storages_of, unique_storages
+from memkit.storages import storage_key, storages_of, unique_storages
 
 # CUDA's caching allocator hands out multiples of this.
 CUDA_ROUNDING_BYTES = 512

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from memkit.device.base import Device, Event, Stream
-from memkit.sizes import byte_view
+from memkit.storages import byte_view
 from memkit.transfer.arena import Span
 
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from memkit.device.base import Device, Event, Stream
-from memkit.sizes import byte_view, format_bytes
+from memkit.sizes import format_bytes
+from memkit.storages import byte_view
 
 CHUNK_BYTES = 16 * 2**20
 """Size of a buffer: one is filled while another is on its way, and the link is at its full speed from far fewer bytes on."""

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memkit.device.base import Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import num_users
-from memkit.sizes import byte_view, storage_key, tensor_over
+from memkit.storages import byte_view, storage_key, tensor_over
 from memkit.transfer.arena import Span
 from memkit.weights.placement import has_plain_parts, overlapping
 from memkit.weights.wrappers import parts_of, say_device, wrappers_in

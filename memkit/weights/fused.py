@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet, backward_task
-from memkit.sizes import storage_bytes
+from memkit.storages import storage_bytes
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.extents import LayerExtent, StreamedParameter, plainly
 from memkit.weights.forwards import NotCopied

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import num_users
-from memkit.sizes import byte_view
+from memkit.storages import byte_view
 from memkit.transfer.arena import ALIGNMENT_BYTES, Arena, Span
 from memkit.transfer.lanes import lanes_of
 from memkit.weights.accumulation import Accumulation, sum_of

@@ -16,7 +16,8 @@ from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.plan import plan_again
-from memkit.sizes import byte_view, check_bytes, unique_storages
+from memkit.sizes import check_budget_bytes, format_bytes
+from memkit.storages import byte_view, unique_storages
 from memkit.transfer.arena import Arena
 from memkit.weights.extents import LayerExtent, StreamedParameter, plainly
 from memkit.weights.forwards import Forwards, NotCopied
@@ -49,12 +50,13 @@ class LayerOffload(NotCopied):
         model: on any device; its parameters stay the same objects. May be larger than the device, on the CPU.
         layers: names, modules, or a predicate of name and module. By default the elements of the longest lists (`ModuleList`)
             whose elements are of one class.
-        offload_fraction: the share of the layers' bytes that streams, from 0 to 1. "auto" finds it out: all stream at first,
+        offload_ratio: the share of the layers' bytes that streams, from 0 to 1. "auto" finds it out: all stream at first,
             and the second step is timed. From the third on the most streams that hides behind the computation; where the
             device has no room for what stays then, the least that fits.
-        device_budget: bytes of the device for the weights of layers, slots included: an int, or text such as "6GiB".
-        resident: how many layers stay on the device. Exactly one of these three is given.
-        slots: how many layers of one size may be on the device on their way at once: in use, ready, in flight.
+        budget: bytes of the device for the weights of layers, slots included; here and below, a number of bytes, or text such
+            as "6GiB".
+        num_resident: how many layers stay on the device. Exactly one of these three is given.
+        num_slots: how many layers of one size may be on the device on their way at once: in use, ready, in flight.
         train: "frozen": what streams is not trained; parameters inside of streamed layers that require grad (LoRA) stay on the
             device. "host": gradients of what streams go to host memory as they are made, and the masters there are what an
             optimizer steps. "fused": each parameter is stepped on the device within the backward, as soon as its gradient is
@@ -64,7 +66,7 @@ class LayerOffload(NotCopied):
         optimizer: for "fused": makes an optimizer of parameters, such as `functools.partial(torch.optim.AdamW, lr=1e-4)`. It is
             called with a small matrix first, whose step tells how much state it keeps, and then with all parameters that
             require grad; `LayerOffload.optimizer` is what it returned then, for schedulers and `state_dict`. Its state stays on
-            the device, and counts in `device_budget`.
+            the device, and counts in `budget`.
         host_limit_bytes: the most host memory to take.
         device: where the model runs; by default the current CUDA device, or the CPU where there is none.
 
@@ -79,7 +81,7 @@ class LayerOffload(NotCopied):
         >>> import torch, memkit
         >>> model = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8)).requires_grad_(False)
         >>> x = torch.randn(2, 64, requires_grad=True)
-        >>> with memkit.LayerOffload(model, offload_fraction=0.5, device=memkit.device.ReferenceDevice()) as offload:
+        >>> with memkit.LayerOffload(model, offload_ratio=0.5, device=memkit.device.ReferenceDevice()) as offload:
         ...     for layer in model:
         ...         x = layer(x)
         ...     x.sum().backward()
@@ -92,40 +94,38 @@ class LayerOffload(NotCopied):
         model: nn.Module,
         layers: LayerChoice = None,
         *,
-        offload_fraction: float | str | None = None,
-        device_budget: int | str | None = None,
-        resident: int | None = None,
-        slots: int = 3,
+        offload_ratio: float | str | None = None,
+        budget: int | str | None = None,
+        num_resident: int | None = None,
+        num_slots: int = 3,
         train: str = "auto",
         optimizer: MakeOptimizer | None = None,
-        host_limit_bytes: int | None = None,
-        device: Device | None = None,
+        host_limit_bytes: int | str | None = None,
+        device: str | torch.device | Device | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"LayerOffload needs a torch.nn.Module; found {type(model).__name__}")
-        if device is not None and not isinstance(device, Device):
-            raise TypeError(f"device is a memkit.device.Device; found {type(device).__name__}. For CUDA, leave it away")
-        host_limit_bytes = None if host_limit_bytes is None else check_bytes("host_limit_bytes", host_limit_bytes)
+        host_limit_bytes = None if host_limit_bytes is None else check_budget_bytes("host_limit_bytes", host_limit_bytes)
         refuse_wrapped(model)
         refuse_unmovable(model)
         self.model = model
-        self.device = device or open_device(torch.device("cuda" if cuda_is_available() else "cpu"))
+        self.device = open_device(("cuda" if cuda_is_available() else "cpu") if device is None else device)
         self._layers = find_layers(model, layers)
         for name, parameter in model.named_parameters():
             _refuse_streamed(name, parameter)
         self.train = choose_mode(train, self._layers, optimizer)
         extents = self._extents_of()
         self._candidates = {name: extents.get(name) for name in self._layers}
-        self._num_slots = slots
+        self._num_slots = num_slots
         self.plan = plan_share(
             self._candidates,
-            offload_fraction=offload_fraction,
-            device_budget=device_budget,
-            resident=resident,
-            num_slots=slots,
+            offload_ratio=offload_ratio,
+            budget=budget,
+            num_resident=num_resident,
+            num_slots=num_slots,
             state_ratio=0.0 if optimizer is None else state_bytes_per_byte(optimizer),
         )
-        self._is_to_choose = isinstance(offload_fraction, str)
+        self._is_to_choose = isinstance(offload_ratio, str)
         self._extents = self._streaming()
         self._placement, self._hooks = Placement(), HookSet()
         self._forwards = Forwards(model, self._before_pass, self._note_adopted)
@@ -314,6 +314,16 @@ class LayerOffload(NotCopied):
         """What steps the parameters with `train="fused"`, None otherwise. It is not to be called; schedulers may change its
         groups, and `state_dict` works."""
         return self._gradients.optimizer if isinstance(self._gradients, FusedSteps) else None
+
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return f"<LayerOffload of {type(self.model).__name__}: closed>"
+        plan = self.plan
+        return (
+            f"<LayerOffload of {type(self.model).__name__}: {len(plan.streamed)} of {len(plan.layers)} layers "
+            f"({format_bytes(plan.streamed_bytes)}) stream through {len(plan.slot_bytes)} slots on {self.device.torch_device}, "
+            f'train="{self.train}">'
+        )
 
     @property
     def _streams(self) -> Streamer:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from memkit.sizes import byte_view, storage_key, tensor_over, unique_storages
+from memkit.storages import byte_view, storage_key, tensor_over, unique_storages
 from memkit.weights.wrappers import parts_of, say_device, wrappers_in
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_fraction, plan_resident
-from memkit.sizes import parse_bytes
+from memkit.sizes import check_budget_bytes
 from memkit.weights.extents import LayerExtent
 from memkit.weights.fused import MakeOptimizer
 from memkit.weights.rehearsal import Rehearsed
@@ -45,9 +45,9 @@ def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOpti
 def plan_share(
     layers: Mapping[str, LayerExtent | None],
     *,
-    offload_fraction: float | str | None,
-    device_budget: int | str | None,
-    resident: int | None,
+    offload_ratio: float | str | None,
+    budget: int | str | None,
+    num_resident: int | None,
     num_slots: int,
     state_ratio: float,
 ) -> ResidencyPlan:
@@ -55,7 +55,7 @@ def plan_share(
 
     Args:
         layers: what may stream of each, by name, in their order; None for nothing.
-        offload_fraction, device_budget, resident: see `LayerOffload`; exactly one is not None. Where the share is to be
+        offload_ratio, budget, num_resident: see `LayerOffload`; exactly one is not None. Where the share is to be
             found out, all stream at first.
         num_slots: for layers of one size.
         state_ratio: bytes of optimizer state that stay on the device, for each byte of layers that is trained.
@@ -63,32 +63,28 @@ def plan_share(
     Raises:
         TypeError, ValueError: an argument is wrong, or nothing may stream.
     """
-    sizes = {"offload_fraction": offload_fraction, "device_budget": device_budget, "resident": resident}
+    sizes = {"offload_ratio": offload_ratio, "budget": budget, "num_resident": num_resident}
     given = [name for name, size in sizes.items() if size is not None]
     if len(given) != 1:
         raise ValueError(
-            "LayerOffload takes exactly one of offload_fraction, device_budget and resident; found "
-            f"{' and '.join(given) or 'none'}"
+            f"LayerOffload takes exactly one of offload_ratio, budget and num_resident; found {' and '.join(given) or 'none'}"
         )
-    if not any(layers.values()) and offload_fraction != 0 and resident != len(layers):
+    if not any(layers.values()) and offload_ratio != 0 and num_resident != len(layers):
         raise ValueError(
             'LayerOffload: none of the layers has parameters that may stream. With train="frozen" those that require grad '
             "stay on the device, and tied ones do always"
         )
     costs = costs_of(layers)
-    if isinstance(offload_fraction, str):
-        if offload_fraction != "auto":
-            raise ValueError(f'offload_fraction is a number from 0 to 1, or "auto"; found {offload_fraction!r}')
+    if isinstance(offload_ratio, str):
+        if offload_ratio != "auto":
+            raise ValueError(f'offload_ratio is a number from 0 to 1, or "auto"; found {offload_ratio!r}')
         return plan_fraction(costs, 1.0, num_slots=num_slots)
-    if offload_fraction is not None:
-        return plan_fraction(costs, offload_fraction, num_slots=num_slots)
-    if resident is not None:
-        return plan_resident(costs, resident, num_slots=num_slots)
-    assert device_budget is not None
-    try:
-        budget_bytes = parse_bytes(device_budget)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"device_budget: {error}") from None
+    if offload_ratio is not None:
+        return plan_fraction(costs, offload_ratio, num_slots=num_slots)
+    if num_resident is not None:
+        return plan_resident(costs, num_resident, num_slots=num_slots)
+    assert budget is not None
+    budget_bytes = check_budget_bytes("budget", budget)
     state_bytes = round(state_ratio * sum(layer.grad_bytes for layer in costs))
     return plan_budget(costs, budget_bytes, num_slots=num_slots, state_bytes=state_bytes)
 

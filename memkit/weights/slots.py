@@ -11,7 +11,7 @@ from memkit.device.base import Device, Event, Stream
 from memkit.hooks import num_users
 from memkit.owners import Owner, disown, own
 from memkit.plan import slot_size_of
-from memkit.sizes import storage_key
+from memkit.storages import storage_key
 from memkit.weights.extents import LayerExtent
 
 

@@ -33,7 +33,7 @@ class LayerStats:
     """Those among them that began no sooner than the layer was needed."""
     predicted_s: float | None
     """What a forward and a backward of the layers were to take by the plan, once a step was timed: the second, or with
-    `offload_fraction="auto"` one in which all streamed."""
+    `offload_ratio="auto"` one in which all streamed."""
     actual_s: float | None
     """What they took in the step that was timed, from the first layer to the last one; with "auto" the second since the share
     was chosen."""

@@ -14,7 +14,7 @@ from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import KeptHandle, backward_task, nothing, sharing_counters, when_backward_ends
 from memkit.owners import StreamedWeights
-from memkit.sizes import tensor_over
+from memkit.storages import tensor_over
 from memkit.transfer.lanes import Passage, lanes_of
 from memkit.weights.extents import LayerExtent
 from memkit.weights.routes import Phase, Route

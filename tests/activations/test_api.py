@@ -22,7 +22,7 @@ from tests.activations.conftest import Offload
 
 
 def _moved(tag: str) -> int:
-    return memkit.offload_stats(tag).moved_out_bytes // UNIT_BYTES
+    return memkit.stats(tag).moved_out_bytes // UNIT_BYTES
 
 
 # Schedules
@@ -41,7 +41,7 @@ def test_schedule_of_the_iteration(device: Device, offloading: Offload) -> None:
 
     assert asked == [0, 1, 2, 3]
     assert moved == [0, 4, 8, 2]
-    assert memkit.offload_stats("schedule").ratios == (0.0, 0.5, 1.0, 0.25)
+    assert memkit.stats("schedule").ratios == (0.0, 0.5, 1.0, 0.25)
 
 
 def test_schedule_of_the_iteration_and_the_last_peak(device: Device, offloading: Offload) -> None:
@@ -70,7 +70,7 @@ def test_ready_made_schedules(make: object, device: Device, offloading: Offload)
     for _ in range(6):
         step(x, [1] * 8, lambda: offloading(schedule, "made", window_bytes=0))
 
-    assert memkit.offload_stats("made").ratios == tuple(schedule(iteration) for iteration in range(6))
+    assert memkit.stats("made").ratios == tuple(schedule(iteration) for iteration in range(6))
 
 
 def test_fit_memory_finds_the_ratio(offloading: Offload, device: Device) -> None:
@@ -80,7 +80,7 @@ def test_fit_memory_finds_the_ratio(offloading: Offload, device: Device) -> None
     for _ in range(40):
         found = step(x, [1] * 20, lambda: offloading(schedule, "fit", window_bytes=0))
 
-    stats = memkit.offload_stats("fit")
+    stats = memkit.stats("fit")
     assert stats.ratios[0] == 1.0
     assert len(set(stats.ratios[-10:])) == 1
     assert 0.4 <= stats.ratio <= 0.6
@@ -109,7 +109,7 @@ def test_without_grad_a_context_costs_nothing(mode: type, device: Device, offloa
     step(x, [1], lambda: context)
 
     assert asked == [0, 1]
-    assert memkit.offload_stats("mode").num_iterations == 2
+    assert memkit.stats("mode").num_iterations == 2
 
 
 def test_grad_mode_may_change_inside(device: Device, offloading: Offload) -> None:
@@ -124,7 +124,7 @@ def test_grad_mode_may_change_inside(device: Device, offloading: Offload) -> Non
     with torch.no_grad(), offloading(1.0, "inside", window_bytes=0), torch.enable_grad():
         y = chain(x, [1] * 2)
     y.sum().backward()
-    assert memkit.offload_stats("inside").num_iterations == 1
+    assert memkit.stats("inside").num_iterations == 1
 
 
 # Regions without offload
@@ -200,7 +200,7 @@ def test_same_tag_nested(device: Device, offloading: Offload) -> None:
         y.sum().backward()
 
         assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 9))
-    assert memkit.offload_stats("same").ratios == (1.0, 0.0) * 3
+    assert memkit.stats("same").ratios == (1.0, 0.0) * 3
 
 
 def test_two_models_take_turns(device: Device, offloading: Offload) -> None:
@@ -248,10 +248,10 @@ def test_reset_forgets_plans_counts_and_host_memory(device: Device, offloading: 
     memkit.reset("reset")
 
     assert window.arena.held_bytes == 0
-    with pytest.raises(ValueError, match="no CPUOffload was entered"):
-        memkit.offload_stats("reset")
+    with pytest.raises(ValueError, match="no context was entered"):
+        memkit.stats("reset")
     step(x, [1] * 4, lambda: offloading(0.5, "reset", window_bytes=0))
-    assert memkit.offload_stats("reset").num_iterations == 1
+    assert memkit.stats("reset").num_iterations == 1
 
 
 def test_reset_while_a_graph_is_alive(device: Device, offloading: Offload) -> None:
@@ -301,7 +301,7 @@ def test_cpu_tensors_are_left_alone_with_one_warning() -> None:
 
     assert_same_bits(found, plain)
     assert_same_bits(again, plain)
-    stats = memkit.offload_stats("cpu")
+    stats = memkit.stats("cpu")
     assert (stats.num_iterations, stats.seen_bytes, stats.moved_out_bytes, stats.host_held_bytes) == (2, 0, 0, 0)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import pickle
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from memkit.plan import plan_ratio
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import Offload
 
-Attach = Callable[..., memkit.AttachedOffload]
+Attach = Callable[..., memkit.activations.Attachment]
 
 
 class Net(nn.Module):
@@ -43,7 +43,12 @@ HIDDEN_BYTES = 16 * 32 * 4
 @pytest.fixture
 def attaching(device: Device) -> Attach:
     """Return `attach` for the device, with no storage too small and no window."""
-    return functools.partial(memkit.attach, device=device, min_bytes=0, window_bytes=0)
+
+    def attach(model: nn.Module, *args: Any, **options: Any) -> memkit.activations.Attachment:
+        context = memkit.CPUOffload(*args, min_bytes=0, window_bytes=0, device=device, **options)
+        return memkit.attach(model, context)
+
+    return attach
 
 
 def _net(device: Device) -> tuple[Net, Tensor, Tensor]:
@@ -74,7 +79,7 @@ def test_trains_to_the_same_bits(device: Device, attaching: Attach) -> None:
     handle.remove()
 
     assert_same_bits(found, _train(*_net(device)))
-    stats = memkit.offload_stats("attached")
+    stats = memkit.stats("attached")
     assert stats.num_iterations == 3
     assert stats.live_records == 0
 
@@ -85,7 +90,7 @@ def test_parameters_buffers_and_inputs_stay_from_the_first_step_on(device: Devic
     attaching(model, 1.0, "known")
     for _ in range(2):
         model(x, shift=shift).sum().backward()
-        stats = memkit.offload_stats("known")
+        stats = memkit.stats("known")
 
         assert stats.unique_bytes == stats.moved_out_bytes == 3 * HIDDEN_BYTES
         assert stats.wasted_bytes == 0
@@ -104,7 +109,7 @@ def test_remove_takes_the_hooks_off(device: Device, attaching: Attach) -> None:
 
     assert _hooks(model) == 0
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
-    assert memkit.offload_stats("removed").num_iterations == 1
+    assert memkit.stats("removed").num_iterations == 1
 
 
 def test_forward_that_raises_ends_the_context(device: Device, attaching: Attach) -> None:
@@ -117,7 +122,7 @@ def test_forward_that_raises_ends_the_context(device: Device, attaching: Attach)
 
     assert_same_bits(_train(model, x, shift), _train(*_net(device)))
     device.synchronize()
-    assert memkit.offload_stats("raises").host_in_use_bytes == 0
+    assert memkit.stats("raises").host_in_use_bytes == 0
 
 
 def test_without_grad_nothing_is_counted(device: Device, attaching: Attach) -> None:
@@ -130,7 +135,7 @@ def test_without_grad_nothing_is_counted(device: Device, attaching: Attach) -> N
             model(x, shift=shift)
         model(x, shift=shift).sum().backward()
 
-    assert memkit.offload_stats("eval").ratios == (0.0, 0.5, 1.0)
+    assert memkit.stats("eval").ratios == (0.0, 0.5, 1.0)
 
 
 def test_entering_that_raises_leaves_the_model_usable(device: Device, attaching: Attach) -> None:
@@ -157,9 +162,9 @@ def test_inner_model_decides_for_itself(device: Device, attaching: Attach) -> No
     model(x).sum().backward()
 
     assert_same_bits([param.grad for param in model.parameters()], plain)
-    assert memkit.offload_stats("inner").moved_out_bytes == 0
+    assert memkit.stats("inner").moved_out_bytes == 0
     # each GELU saves its input, which the linear layer made; each linear layer but the first its own
-    assert memkit.offload_stats("outer").moved_out_bytes == 3 * HIDDEN_BYTES
+    assert memkit.stats("outer").moved_out_bytes == 3 * HIDDEN_BYTES
 
 
 def test_module_that_is_called_twice(device: Device, attaching: Attach) -> None:
@@ -175,7 +180,7 @@ def test_module_that_is_called_twice(device: Device, attaching: Attach) -> None:
 
     for count in (1, 2):
         assert_same_bits(run(block), plain)
-        assert memkit.offload_stats("twice").num_iterations == 2 * count
+        assert memkit.stats("twice").num_iterations == 2 * count
 
 
 def test_module_that_calls_itself(device: Device, attaching: Attach) -> None:
@@ -200,7 +205,7 @@ def test_module_that_calls_itself(device: Device, attaching: Attach) -> None:
 
         assert_same_bits([param.grad for param in model.parameters()], plain)
     assert innermost_pack() is None
-    assert memkit.offload_stats("recursive").num_iterations == 8
+    assert memkit.stats("recursive").num_iterations == 8
 
 
 def _report_and_plan(device: Device, tag: str, widths: tuple[int, ...] = (32, 64, 16)) -> tuple[nn.Module, Tensor, int]:
@@ -220,7 +225,7 @@ def test_report_of_the_model_plans_the_first_step(widths: tuple[int, ...], devic
     for _ in range(2):
         model(x).sum().backward()
 
-        assert memkit.offload_stats("report").moved_out_bytes == half_bytes
+        assert memkit.stats("report").moved_out_bytes == half_bytes
 
 
 def test_report_of_another_model_warns_and_is_not_used(device: Device, attaching: Attach) -> None:
@@ -232,7 +237,7 @@ def test_report_of_another_model_warns_and_is_not_used(device: Device, attaching
         warnings.simplefilter("error")
         found = _train(model, x, shift)
 
-    assert memkit.find_report("other") is None
+    assert memkit.profile.find_report("other") is None
     assert_same_bits(found, _train(*_net(device)))
 
 
@@ -240,7 +245,7 @@ def test_report_that_is_passed_in_of_another_model_warns(device: Device, attachi
     model, x, shift = _net(device)
     _report_and_plan(device, "elsewhere")
     with pytest.warns(UserWarning, match="is of another model"):
-        attaching(model, 1.0, "passed", profile=memkit.find_report("elsewhere"))
+        attaching(model, 1.0, "passed", profile=memkit.profile.find_report("elsewhere"))
 
     assert_same_bits(_train(model, x, shift), _train(*_net(device)))
 
@@ -252,8 +257,8 @@ def test_beside_a_context_the_attached_one_decides(device: Device, attaching: At
         loss = model(x, shift=shift).square().sin().sum()
     loss.backward()
 
-    assert memkit.offload_stats("attached").num_copies_out == 3
-    assert memkit.offload_stats("around").num_copies_out == 2
+    assert memkit.stats("attached").num_copies_out == 3
+    assert memkit.stats("around").num_copies_out == 2
 
 
 def test_interrupt_leaves_no_hook_once_the_handle_is_removed_or_the_model_runs_again(
@@ -269,7 +274,7 @@ def test_interrupt_leaves_no_hook_once_the_handle_is_removed_or_the_model_runs_a
 
     model = Interrupted(8, 8).to(device.torch_device)
     x = torch.randn(4, 8, device=device.torch_device)
-    handle = memkit.attach(model, 1.0, "interrupted", min_bytes=0, device=device)
+    handle = memkit.attach(model, memkit.CPUOffload(1.0, "interrupted", min_bytes=0, device=device))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             model(x)
@@ -287,7 +292,7 @@ def test_interrupt_leaves_no_hook_once_the_handle_is_removed_or_the_model_runs_a
 
 def test_attached_model_can_be_copied_and_pickled() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
-    memkit.attach(model, 0.5, "copied")
+    memkit.attach(model, memkit.CPUOffload(0.5, "copied"))
 
     copied, restored = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
 
@@ -299,7 +304,7 @@ def test_attached_model_can_be_copied_and_pickled() -> None:
 
 def test_step_inside_an_except_block_counts_as_any_other(device: Device) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.GELU()).to(device.torch_device)
-    memkit.attach(model, 1.0, "except", min_bytes=0, device=device, window_bytes=0)
+    memkit.attach(model, memkit.CPUOffload(1.0, "except", min_bytes=0, device=device, window_bytes=0))
     x = torch.randn(4, 8, device=device.torch_device, requires_grad=True)
     try:
         raise ValueError("out of something")

@@ -33,22 +33,24 @@ from tests.activations.conftest import Offload
         ({"tag": 3}, TypeError, "tag is a string; found int"),
         ({"tag": None}, TypeError, "tag is a string; found NoneType"),
         ({"min_bytes": -1}, ValueError, "min_bytes is a number of bytes, 0 or more; found -1"),
-        ({"min_bytes": 1.5}, TypeError, r"min_bytes is a number of bytes \(an int\); found 1.5"),
+        ({"min_bytes": 1.5}, TypeError, r"min_bytes is a number of bytes, or text such as \"8GiB\"; found 1.5"),
         ({"min_bytes": None}, TypeError, "min_bytes is .*; found None"),
         ({"window_bytes": -2}, ValueError, "window_bytes is a number of bytes, 0 or more; found -2"),
         ({"window_bytes": True}, TypeError, "window_bytes is .*; found True"),
         ({"host_limit_bytes": -3}, ValueError, "host_limit_bytes is .*; found -3"),
-        ({"host_limit_bytes": "8GiB"}, TypeError, "host_limit_bytes is .*; found '8GiB'"),
+        ({"host_limit_bytes": "8 G"}, ValueError, 'host_limit_bytes is .*; found "8 G"'),
+        ({"host_limit_bytes": 8}, ValueError, 'host_limit_bytes=8 reads as 8 bytes or as 8 GiB. Write "8B" or "8GiB"'),
         ({"profile": {"saved": []}}, TypeError, "profile is a MemoryReport, as profile_memory returns; found dict"),
-        ({"device": "cuda"}, TypeError, "device is a memkit.device.Device; found str. For CUDA, leave it away"),
-        ({"device": torch.device("cpu")}, TypeError, "device is a memkit.device.Device; found device"),
+        ({"device": 0}, TypeError, 'device is a name such as "cuda:1", a torch.device or a memkit.device.Device; found int'),
+        ({"device": "gpu"}, ValueError, "device must be the name of a torch.device, such as \"cuda:1\"; found 'gpu'"),
+        ({"device": torch.device("xpu")}, ValueError, 'memkit runs on "cpu" and "cuda"; found "xpu"'),
     ],
 )
 def test_argument(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         memkit.CPUOffload(**{"offload_ratio": 0.5, **options})
     with pytest.raises(error, match=message):
-        memkit.attach(nn.Linear(2, 2), **{"offload_ratio": 0.5, **options})
+        memkit.attach(nn.Linear(2, 2), memkit.CPUOffload(**{"offload_ratio": 0.5, **options}))
 
 
 def test_any_real_number_is_a_ratio() -> None:
@@ -57,16 +59,16 @@ def test_any_real_number_is_a_ratio() -> None:
 
 def test_attach_needs_a_module() -> None:
     with pytest.raises(TypeError, match=r"attach needs a torch.nn.Module; found function"):
-        memkit.attach(step, 0.5)
+        memkit.attach(step, memkit.CPUOffload(0.5))
 
 
 def test_attach_that_raises_leaves_no_hook() -> None:
     model = nn.Linear(2, 2)
 
     with pytest.raises(TypeError):
-        memkit.attach(model, 0.5, widow_bytes=3)
+        memkit.attach(model, memkit.CPUOffload(0.5, widow_bytes=3))
     with pytest.raises(ValueError):
-        memkit.attach(model, 2)
+        memkit.attach(model, memkit.CPUOffload(2))
 
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
@@ -75,13 +77,13 @@ def test_attach_that_raises_leaves_no_hook() -> None:
 def test_stats_of_an_unknown_tag(device: Device, offloading: Offload) -> None:
     step(leaf_on(device.torch_device), [1], lambda: offloading(0.5, "known"))
 
-    with pytest.raises(ValueError, match=r"no CPUOffload was entered under the tag \"unknown\"; known tags: \['known'\]"):
-        memkit.offload_stats("unknown")
+    with pytest.raises(ValueError, match=r"no context was entered under the tag \"unknown\"; known tags: \['known'\]"):
+        memkit.stats("unknown")
 
 
 def test_stats_without_any_tag() -> None:
     with pytest.raises(ValueError, match="known tags: none"):
-        memkit.offload_stats()
+        memkit.stats()
 
 
 @pytest.mark.parametrize("wrong", [math.nan, 2, -1e-3, None, "half", True])
@@ -97,12 +99,12 @@ def test_schedule_that_gives_no_ratio(wrong: object, device: Device, offloading:
     ):
         pytest.fail("entered with a wrong ratio")
     assert innermost_pack() is None
-    assert memkit.offload_stats("schedule").num_iterations == 1
+    assert memkit.stats("schedule").num_iterations == 1
 
     ratios[1] = 0.25
     found = step(x, [1] * 4, lambda: context)
     assert_same_bits(found, step(x, [1] * 4))
-    assert memkit.offload_stats("schedule").ratios == (0.5, 0.25)
+    assert memkit.stats("schedule").ratios == (0.5, 0.25)
 
 
 def test_schedule_that_raises_keeps_its_error(device: Device, offloading: Offload) -> None:
@@ -131,7 +133,7 @@ def test_same_object_twice_at_once(device: Device, offloading: Offload) -> None:
 
     assert innermost_pack() is None
     assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 6))
-    assert memkit.offload_stats("twice").num_copies_out == 6
+    assert memkit.stats("twice").num_copies_out == 6
 
 
 def test_same_object_twice_at_once_without_grad(offloading: Offload) -> None:
@@ -155,13 +157,13 @@ def test_inside_a_checkpointed_function(is_attached: bool, use_reentrant: bool, 
             return block(x)
 
     if is_attached:
-        memkit.attach(block, 1.0, "inside", min_bytes=0, device=device)
+        memkit.attach(block, memkit.CPUOffload(1.0, "inside", min_bytes=0, device=device))
     with pytest.raises(ValueError, match=r"\(tag \"inside\"\) was entered inside a checkpointed function.*[Pp]ut the context"):
         checkpoint(function, x, use_reentrant=use_reentrant)
 
     assert innermost_pack() is None
     with pytest.raises(ValueError, match="known tags: none"):
-        memkit.offload_stats("inside")
+        memkit.stats("inside")
 
 
 @pytest.mark.parametrize("with_report", [False, True])

@@ -89,7 +89,7 @@ def test_blocks_that_are_compiled_one_by_one(backend: str, ratio: float, device:
     found = _train(_by_block(device, backend), device, lambda: offloading(ratio, "blocks", window_bytes=0))
 
     assert_same_bits(found, plain)
-    stats = memkit.offload_stats("blocks")
+    stats = memkit.stats("blocks")
     assert stats.moved_out_bytes >= ratio * stats.unique_bytes > 0
     assert stats.moved_in_bytes > 0
     assert stats.live_records == 0
@@ -109,10 +109,10 @@ def test_compiled_before_the_context_or_inside_of_it(device: Device, offloading:
 def test_attached_to_compiled_blocks(device: Device) -> None:
     plain = _train(_by_block(device, "aot_eager"), device)
     model = _by_block(device, "aot_eager")
-    memkit.attach(model, 1.0, "attached", min_bytes=0, window_bytes=0, device=device)
+    memkit.attach(model, memkit.CPUOffload(1.0, "attached", min_bytes=0, window_bytes=0, device=device))
 
     assert_same_bits(_train(model, device), plain)
-    assert memkit.offload_stats("attached").moved_out_bytes > 0
+    assert memkit.stats("attached").moved_out_bytes > 0
 
 
 def test_whole_model_that_is_compiled_is_exact_and_warns_once(device: Device, offloading: Offload) -> None:
@@ -123,13 +123,13 @@ def test_whole_model_that_is_compiled_is_exact_and_warns_once(device: Device, of
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert_same_bits(found, plain)
-    assert memkit.offload_stats("whole").moved_out_bytes > 0
+    assert memkit.stats("whole").moved_out_bytes > 0
 
 
 def test_whole_model_of_which_nothing_is_to_leave_does_not_warn(device: Device, offloading: Offload) -> None:
     _train(_as_a_whole(device, "aot_eager"), device, lambda: offloading(0.0, "nothing"))
 
-    assert memkit.offload_stats("nothing").unique_bytes > 0
+    assert memkit.stats("nothing").unique_bytes > 0
 
 
 def test_graph_break_in_a_compiled_model_does_not_warn(device: Device, offloading: Offload) -> None:
@@ -170,7 +170,7 @@ def test_offload_inside_a_compiled_function(device: Device, offloading: Offload)
     torch.compile(model.forward, backend="aot_eager")(x).sum().backward()
 
     assert_same_bits(found, [param.grad for param in model.parameters()])
-    assert memkit.offload_stats("inside").moved_out_bytes > 0
+    assert memkit.stats("inside").moved_out_bytes > 0
 
 
 def test_writing_to_what_a_compiled_block_saved_raises(device: Device, offloading: Offload) -> None:

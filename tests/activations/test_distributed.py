@@ -66,7 +66,7 @@ def _two_processes(rank: int, folder: str, failures: mp.SimpleQueue) -> None:
                 context = functools.partial(memkit.CPUOffload, 0.7, "ddp", min_bytes=0, window_bytes=4096, device=device)
                 found = _train(DistributedDataParallel(_model(torch.device("cpu")), **options), x, context)
                 device.synchronize()
-                stats = memkit.offload_stats("ddp")
+                stats = memkit.stats("ddp")
                 memkit.reset("ddp")
 
                 assert_same_bits(found, plain)
@@ -127,7 +127,7 @@ def test_fully_shard(
     )
 
     assert_same_bits(found, plain)
-    stats = memkit.offload_stats("fsdp")
+    stats = memkit.stats("fsdp")
     assert stats.moved_out_bytes > 0
     assert stats.live_records == 0
 
@@ -151,7 +151,7 @@ def test_distributed_tensors(placement: object, device: Device, offloading: Offl
         found = _tensor_parallel(x, w, lambda: offloading(1.0, "dtensor", window_bytes=0))
 
         assert_same_bits(found, plain)
-    stats = memkit.offload_stats("dtensor")
+    stats = memkit.stats("dtensor")
     hidden_bytes = 4 * 16 * 32 // (2 if isinstance(placement, Shard) else 1)
     assert stats.moved_out_bytes == stats.moved_in_bytes == 5 * hidden_bytes  # before each sine, and between the layers
     assert stats.live_records == 0

@@ -49,7 +49,7 @@ class Fails(torch.autograd.Function):
 def _assert_nothing_is_left(tag: str, device: Device) -> None:
     gc.collect()
     device.synchronize()
-    stats = memkit.offload_stats(tag)
+    stats = memkit.stats(tag)
 
     assert innermost_pack() is None
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
@@ -92,7 +92,7 @@ def test_forward_that_broke_off_is_no_measure(device: Device, offloading: Offloa
             chain(x, [4, 1, 1, 1] if is_broken else [4, 1, 1, 1, 1, 8, 1, 1])
             if is_broken:
                 raise KeyError
-        moved.append(memkit.offload_stats("measure").moved_out_bytes // UNIT_BYTES)
+        moved.append(memkit.stats("measure").moved_out_bytes // UNIT_BYTES)
 
     assert len(_states["measure"].windows()[0].traces) == 1
     assert moved[2] == 16
@@ -183,7 +183,7 @@ def test_host_limit_leaves_the_rest_on_the_device_with_one_warning(
         for _ in range(3):
             assert_same_bits(_big_step(device, lambda: context), plain)
 
-            stats = memkit.offload_stats("limit")
+            stats = memkit.stats("limit")
             assert (stats.moved_out_bytes, stats.kept_bytes) == (limit_bytes, 8 * 2**20 - limit_bytes)
             assert stats.host_held_bytes <= limit_bytes
 
@@ -195,7 +195,7 @@ class Unpinnable(ReferenceDevice):
 
     def pin(self, host: Tensor) -> None:
         if self.refuses:
-            raise memkit.HostMemoryError("injected: the system locks no more memory")
+            raise memkit.errors.HostMemoryError("injected: the system locks no more memory")
         super().pin(host)
 
 
@@ -207,14 +207,14 @@ def test_memory_that_is_not_pinned_leaves_all_on_the_device_with_one_warning() -
         warnings.simplefilter("always")
         for _ in range(3):
             assert_same_bits(step(x, [1] * 8, lambda: context), plain)
-            stats = memkit.offload_stats("pin")
+            stats = memkit.stats("pin")
             assert (stats.moved_out_bytes, stats.kept_bytes, stats.host_held_bytes) == (0, 8 * UNIT_BYTES, 0)
     (warning,) = caught
     assert "leaves 0.00 MiB on the device: injected" in str(warning.message)
 
     device.refuses = False
     assert_same_bits(step(x, [1] * 8, lambda: context), plain)
-    assert memkit.offload_stats("pin").moved_out_bytes == 8 * UNIT_BYTES
+    assert memkit.stats("pin").moved_out_bytes == 8 * UNIT_BYTES
     device.synchronize()
 
 
@@ -321,7 +321,7 @@ def test_interpreter_shutdown_with_graphs_alive(end: str) -> None:
                 for _ in range(8):
                     y = y.sin()
             globals()[f"alive{window_bytes}"] = loss = y.sum()
-        handle = memkit.attach(torch.nn.Linear(4, 4), 1.0, "attached", device=device)
+        handle = memkit.attach(torch.nn.Linear(4, 4), memkit.CPUOffload(1.0, "attached", device=device))
     """
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-c", f"{textwrap.dedent(program)}\n{end}"], capture_output=True, text=True, timeout=120

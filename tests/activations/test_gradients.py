@@ -28,7 +28,7 @@ def test_computations(name: str, ratio: float, window_bytes: int | None, device:
         found = gradients(computation, device.torch_device, lambda: offloading(ratio, "computation", window_bytes=window_bytes))
 
         assert_same_bits(found, plain)
-    assert memkit.offload_stats("computation").live_records == 0
+    assert memkit.stats("computation").live_records == 0
 
 
 def _step(model: nn.Module, inputs: list[Tensor], context: AbstractContextManager[object]) -> list[Tensor]:
@@ -160,7 +160,7 @@ def test_graph_dropped_unused(device: Device, offloading: Offload) -> None:
             mlp(x, w)
 
     device.synchronize()
-    stats = memkit.offload_stats("dropped")
+    stats = memkit.stats("dropped")
 
     assert (stats.live_records, stats.host_in_use_bytes) == (0, 0)
     assert stats.moved_out_bytes > 0
@@ -253,7 +253,7 @@ def test_two_tags_at_once(device: Device, offloading: Offload) -> None:
     found = run(offloading(1.0, "outer", window_bytes=0), offloading(0.5, "inner", window_bytes=0))
 
     assert_same_bits(found, run(nullcontext(), nullcontext()))
-    assert memkit.offload_stats("inner").ratio_reached < 1 == memkit.offload_stats("outer").ratio_reached
+    assert memkit.stats("inner").ratio_reached < 1 == memkit.stats("outer").ratio_reached
 
 
 @pytest.mark.parametrize("kept", [0.0, 1.0])

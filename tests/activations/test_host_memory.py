@@ -49,7 +49,7 @@ def test_nothing_is_pinned_after_the_second_step_however_often_the_host_waits() 
         if number % 3 == 2:
             device.synchronize()
             gc.collect()
-        pins.append(memkit.offload_stats("waits").num_pins)
+        pins.append(memkit.stats("waits").num_pins)
 
     assert pins[2:] == [pins[1]] * 7
 
@@ -60,7 +60,7 @@ def test_a_smaller_ratio_gives_host_memory_back() -> None:
     held = []
     for ratio in (1.0, 1.0, 0.3, 0.3, 0.0):
         sines(10, lambda ratio=ratio: memkit.CPUOffload(ratio, "smaller", device=device, window_bytes=0))
-        held.append(memkit.offload_stats("smaller").host_held_bytes // 2**21)
+        held.append(memkit.stats("smaller").host_held_bytes // 2**21)
 
     assert held == [10, 10, 3, 3, 0]
 
@@ -71,6 +71,6 @@ def test_shapes_in_turn_keep_what_the_largest_needs() -> None:
     pins = []
     for num_saves in (10, 10, 4, 10, 4, 10):
         sines(num_saves, lambda: memkit.CPUOffload(1.0, "turns", device=device, window_bytes=0))
-        pins.append(memkit.offload_stats("turns").num_pins)
+        pins.append(memkit.stats("turns").num_pins)
 
     assert pins[2:] == [pins[1]] * 4

@@ -23,7 +23,7 @@ UNITS = (3, 1, 2, 5, 1, 1, 4, 2)
 def _held(tag: str, device: Device) -> dict[str, object]:
     """What may not grow with the number of steps."""
     gc.collect()
-    stats = memkit.offload_stats(tag)
+    stats = memkit.stats(tag)
     (window,) = _states[tag].windows()
     figures: dict[str, object] = {
         "held": stats.host_held_bytes,
@@ -104,7 +104,7 @@ def test_many_steps(train: Callable[[Tensor, Context], None], device: Device, of
     device.synchronize()
 
     assert _held("many", device) == before
-    assert memkit.offload_stats("many").host_in_use_bytes == 0
+    assert memkit.stats("many").host_in_use_bytes == 0
 
 
 def test_two_hundred_steps(device: Device, offloading: Offload) -> None:
@@ -118,17 +118,17 @@ def test_two_hundred_steps(device: Device, offloading: Offload) -> None:
     device.synchronize()
     (window,) = _states["200"].windows()
     window.settle()
-    assert (memkit.offload_stats("200").host_in_use_bytes, len(window.ledger.deaths), len(window.ledger._orphans)) == (0, 0, 0)
+    assert (memkit.stats("200").host_in_use_bytes, len(window.ledger.deaths), len(window.ledger._orphans)) == (0, 0, 0)
 
 
 def test_ratios_that_change_pin_no_more_than_the_highest_needs(device: Device, offloading: Offload) -> None:
     x = leaf_on(device.torch_device)
     step(x, UNITS, lambda: offloading(1.0, "ratios", window_bytes=0))
-    num_pins = memkit.offload_stats("ratios").num_pins
+    num_pins = memkit.stats("ratios").num_pins
     for count in range(40):
         step(x, UNITS, lambda: offloading((count % 5) / 4 or 0.1, "ratios", window_bytes=0))  # noqa: B023
 
-    assert memkit.offload_stats("ratios").num_pins == num_pins
+    assert memkit.stats("ratios").num_pins == num_pins
 
 
 def test_host_memory_that_no_plan_needs_is_given_back(device: Device, offloading: Offload) -> None:
@@ -136,10 +136,10 @@ def test_host_memory_that_no_plan_needs_is_given_back(device: Device, offloading
     for _ in range(2):
         step(x, UNITS, lambda: offloading(1.0, "back", window_bytes=0))
     device.synchronize()
-    assert memkit.offload_stats("back").host_held_bytes > 0
+    assert memkit.stats("back").host_held_bytes > 0
     step(x, UNITS, lambda: offloading(0.0, "back", window_bytes=0))
 
-    assert memkit.offload_stats("back").host_held_bytes == 0
+    assert memkit.stats("back").host_held_bytes == 0
 
 
 def test_saved_tensors_die_with_the_graph(device: Device, offloading: Offload) -> None:
@@ -156,7 +156,7 @@ def test_saved_tensors_die_with_the_graph(device: Device, offloading: Offload) -
             y.sum().backward()
             del y
             device.synchronize()
-            memkit.offload_stats("die")
+            memkit.stats("die")
 
             assert [storage() for storage in storages] == [None] * len(storages)
     finally:

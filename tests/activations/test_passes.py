@@ -28,7 +28,7 @@ def test_pass_ends_with_its_backward_without_the_garbage_collector(device: Devic
     finally:
         gc.enable()
 
-    assert memkit.offload_stats("ended").moved_in_bytes > 0
+    assert memkit.stats("ended").moved_in_bytes > 0
 
 
 def test_pass_ends_with_a_graph_that_is_dropped(device: Device, offloading: Offload) -> None:
@@ -37,5 +37,5 @@ def test_pass_ends_with_a_graph_that_is_dropped(device: Device, offloading: Offl
         loss = mlp(x, w).sum()
 
     del loss
-    memkit.offload_stats("dropped")
+    memkit.stats("dropped")
     assert _live_passes("dropped") == 0

@@ -56,7 +56,7 @@ def _train(model: nn.Module, x: Tensor, context: Context = nullcontext) -> list[
 
 
 def _moved(tag: str) -> int:
-    return memkit.offload_stats(tag).moved_out_bytes
+    return memkit.stats(tag).moved_out_bytes
 
 
 @pytest.mark.parametrize("window_units", [0, 4])
@@ -69,7 +69,7 @@ def test_second_step_follows_the_plan(ratio: float, window_units: int, device: D
     for _ in range(3):
         step(x, UNITS, context)
 
-        stats = memkit.offload_stats("plan")
+        stats = memkit.stats("plan")
         assert stats.moved_out_bytes == plan.offload_bytes
         assert stats.kept_bytes == plan.kept_bytes
         assert stats.num_copies_out == sum(action.value == "offload" for action in plan.actions)
@@ -80,7 +80,7 @@ def test_first_step_without_a_report_keeps_the_ratio_as_it_goes(ratio: float, de
     for units in ([1] * 20, UNITS):
         with offloading(ratio, "first", window_bytes=0):
             chain(leaf_on(device.torch_device), units)
-        stats = memkit.offload_stats("first")
+        stats = memkit.stats("first")
         memkit.reset("first")
 
         assert stats.unique_bytes == sum(units) * UNIT_BYTES
@@ -108,7 +108,7 @@ def test_new_window_cuts_the_plan_anew_at_once(device: Device, offloading: Offlo
 
         wanted = plan_ratio([units * UNIT_BYTES for units in UNITS], 1.0, window_bytes=asked_bytes)
         assert _moved("windows") == wanted.offload_bytes
-        assert memkit.offload_stats("windows").window_bytes == asked_bytes
+        assert memkit.stats("windows").window_bytes == asked_bytes
 
 
 def test_several_shapes_each_keep_their_plan(device: Device, offloading: Offload) -> None:
@@ -159,7 +159,7 @@ def test_steps_that_take_another_path_each_time(ratio: float, device: Device, of
         found = step(x, units, lambda: offloading(ratio, "supernet", window_bytes=0))
 
         assert_same_bits(found, step(x, units))
-        stats = memkit.offload_stats("supernet")
+        stats = memkit.stats("supernet")
         assert stats.unique_bytes == sum(units) * UNIT_BYTES
         assert abs(stats.moved_out_bytes - ratio * stats.unique_bytes) <= 4 * UNIT_BYTES
     assert stats.live_records == 0
@@ -178,7 +178,7 @@ def test_first_step_follows_a_report(
     for _ in range(3):
         found = _train(model, x, context)
 
-        stats = memkit.offload_stats("report")
+        stats = memkit.stats("report")
         assert (stats.moved_out_bytes, stats.kept_bytes) == (plan.offload_bytes, plan.kept_bytes)
         assert stats.wasted_bytes == 0
         assert_same_bits(found, _train(model, x))
@@ -196,11 +196,11 @@ def test_first_step_with_a_report_finds_its_host_memory_pinned(device: Device, o
     model, x = Tower(WIDTHS).to(device.torch_device), torch.randn(6, WIDTHS[0], device=device.torch_device)
     memkit.profile_memory(model, x, backward=True, tag="pinned", print_table=False)
     with offloading(1.0, "pinned", window_bytes=0):
-        stats = memkit.offload_stats("pinned")
+        stats = memkit.stats("pinned")
         assert stats.host_held_bytes >= _tower_plan(WIDTHS, 6, 1.0, 0).offload_bytes
         model(x)
 
-    assert memkit.offload_stats("pinned").num_pins == stats.num_pins > 0
+    assert memkit.stats("pinned").num_pins == stats.num_pins > 0
 
 
 def test_report_of_another_model_warns_and_plans_anew(device: Device, offloading: Offload) -> None:
@@ -239,7 +239,7 @@ def test_small_storages_stay_and_are_not_counted(device: Device) -> None:
         step(
             x, [1, 3, 1, 3, 1], lambda: memkit.CPUOffload(1.0, "small", min_bytes=3 * UNIT_BYTES, window_bytes=0, device=device)
         )
-        stats = memkit.offload_stats("small")
+        stats = memkit.stats("small")
 
         assert (stats.seen_bytes, stats.unique_bytes) == (9 * UNIT_BYTES, 6 * UNIT_BYTES)
         assert (stats.moved_out_bytes, stats.num_copies_out) == (6 * UNIT_BYTES, 2)
@@ -250,7 +250,7 @@ def test_default_min_bytes_is_a_mebibyte(device: Device) -> None:
     with memkit.CPUOffload(1.0, "default", window_bytes=0, device=device):
         y = x.clone().sin()
         y = y[: 2**18 - 1].clone().sin()
-    stats = memkit.offload_stats("default")
+    stats = memkit.stats("default")
 
     assert (stats.unique_bytes, stats.seen_bytes) == (2**20, 2**21 - 4)
     y.sum().backward()
@@ -269,7 +269,7 @@ def test_one_storage_saved_by_many_is_moved_once(device: Device, offloading: Off
 
     found = run(lambda: offloading(1.0, "many", window_bytes=0))
 
-    stats = memkit.offload_stats("many")
+    stats = memkit.stats("many")
     exp_bytes = 400  # exp saves its result
     assert stats.moved_out_bytes == stats.unique_bytes == UNIT_BYTES + exp_bytes
     assert stats.seen_bytes == 3 * UNIT_BYTES + exp_bytes
@@ -292,6 +292,6 @@ def test_versions_of_one_storage_are_moved_apart(device: Device, offloading: Off
     for _ in range(2):
         found = run(lambda: offloading(1.0, "versions", window_bytes=0))
 
-        stats = memkit.offload_stats("versions")
+        stats = memkit.stats("versions")
         assert (stats.unique_bytes, stats.moved_out_bytes, stats.moved_in_bytes) == (2 * UNIT_BYTES, 2 * UNIT_BYTES, UNIT_BYTES)
         assert_same_bits(found, run(nullcontext))

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.stats import EventPairs, OffloadStats, fragmentation_hint
+from memkit.activations.counts import EventPairs
+from memkit.activations.stats import SavedTensorStats, fragmentation_hint
 from memkit.device import Device, ReferenceDevice
 from memkit.transfer.arena import PAGE_BYTES
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step, units_that_stay
 from tests.activations.conftest import Offload
 
-GIVEN = OffloadStats(
+GIVEN = SavedTensorStats(
     tag="resnet",
+    contexts=("CPUOffload",),
     num_iterations=3,
     ratios=(0.0, 0.3, 0.5),
     window_bytes=3 * 2**20,
@@ -47,8 +49,13 @@ GIVEN = OffloadStats(
 
 TABLE = """\
 tag                           resnet
-iterations                         3
+contexts                  CPUOffload
 ratio asked / reached  0.500 / 0.450
+#iterations                        3
+live records                       0
+live                         0 bytes
+peak allocated            100.00 MiB
+peak reserved                      -
 window                      3.00 MiB
 seen                       40.00 MiB
 unique                     20.00 MiB
@@ -56,22 +63,18 @@ kept                       10.00 MiB
 moved out                   9.00 MiB
 moved in                    8.00 MiB
 served                      1.00 MiB
-wasted                      0.50 MiB
+wasted                    512.00 KiB
 #copies out                        9
 #copies in                         8
-stall out                     1.2 ms
-stall in                    250.0 ms
+stall out                    1.20 ms
+stall in                   250.00 ms
 D2H                        55.3 GB/s
 H2D                                -
-host in use                 0.00 MiB
+host in use                  0 bytes
 host peak                   9.00 MiB
 host held                  16.00 MiB
 #pins                              1
-live records                       0
-live                        0.00 MiB
-peak live                  11.00 MiB
-peak allocated            100.00 MiB
-peak reserved                      -"""
+peak live                  11.00 MiB"""
 
 
 def test_figures_of_a_small_chain(device: Device, offloading: Offload) -> None:
@@ -79,10 +82,10 @@ def test_figures_of_a_small_chain(device: Device, offloading: Offload) -> None:
     step(x, [1] * 4, lambda: offloading(0.25, "chain", window_bytes=0))
     with offloading(0.5, "chain", window_bytes=0):
         loss = chain(x, [1] * 4).sum()
-    between = memkit.offload_stats("chain")
+    between = memkit.stats("chain")
     loss.backward()
     device.synchronize()
-    after = memkit.offload_stats("chain")
+    after = memkit.stats("chain")
 
     assert (between.num_iterations, between.ratios, between.ratio) == (2, (0.25, 0.5), 0.5)
     assert (between.window_bytes, between.seen_bytes, between.unique_bytes) == (0, 4 * UNIT_BYTES, 4 * UNIT_BYTES)
@@ -107,7 +110,7 @@ def test_seen_bytes_count_every_save(device: Device, offloading: Offload) -> Non
     with offloading(1.0, "seen"):
         y = x.sin()  # a leaf: seen, and not moved
         y = y.sin() + y.cos() + y[:10].sin().sum()
-    stats = memkit.offload_stats("seen")
+    stats = memkit.stats("seen")
 
     assert stats.seen_bytes == 3 * UNIT_BYTES + 40
     assert stats.unique_bytes == UNIT_BYTES
@@ -120,7 +123,7 @@ def test_served_bytes_are_those_still_on_the_device(device: Device, offloading: 
     moved = []
     for _ in range(2):
         step(x, units, lambda: offloading(1.0, "served", window_bytes=window_units * UNIT_BYTES))
-        stats = memkit.offload_stats("served")
+        stats = memkit.stats("served")
         figures = (stats.moved_out_bytes, stats.kept_bytes, stats.served_bytes, stats.moved_in_bytes)
         moved.append([num_bytes // UNIT_BYTES for num_bytes in figures])
 
@@ -144,7 +147,7 @@ def test_what_the_caller_holds_is_wasted_once_and_then_kept(device: Device, offl
         with offloading(1.0, "held", window_bytes=0):
             y = _hidden_states(x, held)
         y.sum().backward()
-        stats = memkit.offload_stats("held")
+        stats = memkit.stats("held")
 
         assert stats.wasted_bytes == (2 * UNIT_BYTES if iteration == 0 else 0)
         assert stats.unique_bytes == stats.moved_out_bytes == (6 if iteration == 0 else 4) * UNIT_BYTES
@@ -168,7 +171,7 @@ def test_what_the_forwards_frame_holds_is_not_wasted(device: Device, offloading:
             y = forward(x)
         y.sum().backward()
 
-        stats = memkit.offload_stats("frame")
+        stats = memkit.stats("frame")
         assert (stats.wasted_bytes, stats.moved_in_bytes) == (0, 3 * UNIT_BYTES)
 
 
@@ -176,7 +179,7 @@ def test_figures_are_of_the_last_iteration(device: Device, offloading: Offload) 
     x = leaf_on(device.torch_device)
     for length in (8, 2, 5):
         step(x, [1] * length, lambda: offloading(1.0, "last", window_bytes=0))
-        stats = memkit.offload_stats("last")
+        stats = memkit.stats("last")
 
         assert stats.seen_bytes == stats.moved_out_bytes == stats.moved_in_bytes == length * UNIT_BYTES
         assert stats.num_copies_out == stats.num_copies_in == length
@@ -185,7 +188,7 @@ def test_figures_are_of_the_last_iteration(device: Device, offloading: Offload) 
 def test_tag_with_nothing_saved(device: Device, offloading: Offload) -> None:
     with offloading(0.5, "nothing"):
         torch.zeros(UNIT_NUMEL, device=device.torch_device).sin()
-    stats = memkit.offload_stats("nothing")
+    stats = memkit.stats("nothing")
 
     assert (stats.seen_bytes, stats.unique_bytes, stats.ratio_reached, stats.d2h_bytes_per_s) == (0, 0, 0.0, None)
     assert (stats.host_held_bytes, stats.num_pins) == (0, 0)

@@ -49,7 +49,7 @@ def test_peak_of_a_deep_chain(ratio: float, window_units: int | None, device: De
 
     for _ in range(4):
         step(x, [1] * DEPTH, lambda: offloading(ratio, "peak", window_bytes=window_bytes))
-        stats = memkit.offload_stats("peak")
+        stats = memkit.stats("peak")
 
         assert stats.peak_live_bytes <= (limit_units + 1) * UNIT_BYTES
         assert stats.peak_live_bytes >= _kept_units(ratio) * UNIT_BYTES
@@ -72,7 +72,7 @@ def test_peak_of_uneven_storages(ratio: float, seed: int, device: Device, offloa
             units,
             lambda: offloading(ratio, "uneven", window_bytes=window_units * UNIT_BYTES),
         )
-        stats = memkit.offload_stats("uneven")
+        stats = memkit.stats("uneven")
 
         assert stats.peak_live_bytes <= (limit_units + max(units)) * UNIT_BYTES
         assert stats.moved_out_bytes <= (sum(units[:num_left]) + max(units)) * UNIT_BYTES
@@ -94,7 +94,7 @@ def test_peak_of_two_passes(ratio: float, window_units: int, device: Device, off
         losses[0].backward()
 
         kept_units = max(_kept_units(ratio), window_units)  # the latest stay in any case, as many as the window holds
-        assert memkit.offload_stats("two").peak_live_bytes <= (2 * kept_units + window_units + 1) * UNIT_BYTES
+        assert memkit.stats("two").peak_live_bytes <= (2 * kept_units + window_units + 1) * UNIT_BYTES
 
 
 @pytest.mark.parametrize("window_units", [0, 3])
@@ -114,7 +114,7 @@ def test_peak_of_one_forward_one_backward_in_turn(window_units: int, device: Dev
 
     assert_same_bits(found, run(nullcontext))
     device.synchronize()  # what was served in place may be on its way to the host still
-    stats = memkit.offload_stats("pipeline")
+    stats = memkit.stats("pipeline")
     assert stats.peak_live_bytes <= (3 * DEPTH / 2 + window_units + 1) * UNIT_BYTES
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
 
@@ -124,11 +124,11 @@ def test_copies_that_nobody_waits_for_do_not_add_up(offloading: Offload, device:
     x = leaf_on(device.torch_device)
     for _ in range(3):
         step(x, [1] * DEPTH, lambda: offloading(0.5, "served", window_bytes=4 * UNIT_BYTES))
-    peak_bytes = memkit.offload_stats("served").peak_live_bytes
+    peak_bytes = memkit.stats("served").peak_live_bytes
     for _ in range(10):
         step(x, [1] * DEPTH, lambda: offloading(0.5, "served", window_bytes=4 * UNIT_BYTES))
 
-    assert memkit.offload_stats("served").peak_live_bytes == peak_bytes
+    assert memkit.stats("served").peak_live_bytes == peak_bytes
 
 
 def test_those_saved_earliest_leave(device: Device, offloading: Offload) -> None:
@@ -144,7 +144,7 @@ def test_those_saved_earliest_leave(device: Device, offloading: Offload) -> None
                 y = y.sin()
         alive = [storage() is not None for storage in storages]
 
-        if len(set(memkit.offload_stats("earliest").ratios)) > 1:  # the first one keeps the ratio as it goes
+        if len(set(memkit.stats("earliest").ratios)) > 1:  # the first one keeps the ratio as it goes
             assert alive == [index >= round(10 * ratio) for index in range(10)]
         y.sum().backward()
 
@@ -154,7 +154,7 @@ def test_no_window_and_all_leaves_holds_one_storage_at_a_time(device: Device, of
     for _ in range(3):
         step(x, [1] * DEPTH, lambda: offloading(1.0, "one", window_bytes=0))
 
-    assert memkit.offload_stats("one").peak_live_bytes == UNIT_BYTES
+    assert memkit.stats("one").peak_live_bytes == UNIT_BYTES
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -169,7 +169,7 @@ def test_late_lanes_move_the_same_bytes(seed: int) -> None:
                 [1, 3, 2, 1] * 4,
                 lambda: memkit.CPUOffload(ratio, "late", min_bytes=0, window_bytes=5 * UNIT_BYTES, device=device),  # noqa: B023
             )
-            stats = memkit.offload_stats("late")
+            stats = memkit.stats("late")
             figures.append((stats.moved_out_bytes, stats.moved_in_bytes, stats.served_bytes, stats.peak_live_bytes))
 
     assert figures[:4] == figures[4:]
@@ -189,7 +189,7 @@ def test_fetched_records_that_are_passed_over_make_room(device: Device, offloadi
     assert len(coming) == DEPTH
     assert any(max(indices, default=0) >= first_of_second for indices in coming)
     assert all(indices and max(indices) < first_of_second for indices in coming[-8:-1])
-    assert memkit.offload_stats("branches").peak_live_bytes <= 6 * UNIT_BYTES
+    assert memkit.stats("branches").peak_live_bytes <= 6 * UNIT_BYTES
     assert_same_bits(found, three_backwards(leaf_on(device.torch_device), DEPTH))
 
 
@@ -201,7 +201,7 @@ def test_copies_for_a_retained_graph_are_let_go(window_units: int, device: Devic
     moved = []
     for _ in range(3):
         loss.backward(retain_graph=True)
-        stats = memkit.offload_stats("retained")
+        stats = memkit.stats("retained")
         moved.append(stats.moved_in_bytes // UNIT_BYTES)
 
         assert stats.live_records == DEPTH
@@ -221,7 +221,7 @@ def test_what_fits_stays_when_the_forward_ends(device: Device, offloading: Offlo
     assert residencies == [Residency.HOST] * (DEPTH - stays) + [Residency.LEAVING] * stays
 
     loss.backward()
-    stats = memkit.offload_stats("turn")
+    stats = memkit.stats("turn")
     assert (stats.served_bytes, stats.moved_in_bytes) == (stays * UNIT_BYTES, (DEPTH - stays) * UNIT_BYTES)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import memkit
-from memkit import cli
+from memkit import commands
 from memkit.bench import (
     LayerBench,
     LayerRow,
@@ -498,8 +498,8 @@ def test_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], argument
 
 @pytest.fixture
 def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "cuda_is_available", lambda: True)
-    monkeypatch.setattr(cli, "open_device", lambda _: CpuDevice())
+    monkeypatch.setattr(commands, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(commands, "open_device", lambda _: CpuDevice())
     monkeypatch.setattr("memkit.bench.layers.measure_link", lambda _: LINK)
 
 

@@ -181,5 +181,5 @@ def test_offload_is_an_engine() -> None:
         _workload(), lambda: memkit.CPUOffload(1.0, "engine", min_bytes=0, device=device), device, num_steps=2, num_warmup=0
     )
 
-    assert memkit.offload_stats("engine").num_iterations == 2
+    assert memkit.stats("engine").num_iterations == 2
     memkit.reset("engine")

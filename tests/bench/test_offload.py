@@ -66,7 +66,7 @@ def test_json_holds_all_figures_and_versions(result: OffloadBench) -> None:
 
 def test_leaves_no_tag_behind(result: OffloadBench) -> None:
     with pytest.raises(ValueError, match="memkit bench"):
-        memkit.offload_stats("memkit bench")
+        memkit.stats("memkit bench")
 
 
 def test_picture_is_written(result: OffloadBench, tmp_path: Path) -> None:
@@ -79,13 +79,13 @@ def test_refuses_ratios_out_of_range() -> None:
 
 
 @pytest.fixture(scope="module")
-def report() -> memkit.MemoryReport:
+def report() -> memkit.profile.MemoryReport:
     workload = square_layers(WIDTH)
     batch = torch.randn(512, 512)
     return memkit.profile_memory(workload.model, batch, backward=True, print_table=False, tag="predicted")
 
 
-def test_prediction_is_that_of_the_lane_simulation(report: memkit.MemoryReport) -> None:
+def test_prediction_is_that_of_the_lane_simulation(report: memkit.profile.MemoryReport) -> None:
     link = Link(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
     saves = timed_saves(report, 2**20)
     sizes = [save.num_bytes for save in saves]
@@ -118,7 +118,7 @@ def test_prediction_needs_times() -> None:
 
 
 def test_command_predicts_from_a_report(
-    capsys: pytest.CaptureFixture[str], report: memkit.MemoryReport, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], report: memkit.profile.MemoryReport, tmp_path: Path
 ) -> None:
     saved = tmp_path / "report.json"
     saved.write_text(report.to_json())

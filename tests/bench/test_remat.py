@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memkit
-from memkit import cli
+from memkit import commands
 from memkit.bench import RematBench, bench_remat, engines
 from memkit.bench.remat import budget_text
 from memkit.device import CpuDevice, ReferenceDevice, cuda_is_available
@@ -76,7 +76,7 @@ def test_picture_is_written(result: RematBench, tmp_path: Path) -> None:
 
 def test_leaves_no_tag_behind(result: RematBench) -> None:
     with pytest.raises(ValueError, match="memkit bench"):
-        memkit.remat_stats("memkit bench")
+        memkit.stats("memkit bench")
 
 
 def test_runs_without_counters_and_peers() -> None:
@@ -149,8 +149,8 @@ def test_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], argument
 def test_command_prints_and_writes_what_is_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cli, "cuda_is_available", lambda: True)
-    monkeypatch.setattr(cli, "open_device", lambda _: CpuDevice())
+    monkeypatch.setattr(commands, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(commands, "open_device", lambda _: CpuDevice())
     found = tmp_path / "bench.json"
     arguments = ["torchvision:resnet18", "--input", "2x3x64x64", "--budgets", "1,2MiB", "--iters", "1"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memkit.device import CudaDevice, Device, Event, ReferenceDevice, Stream
-from memkit.sizes import byte_view
+from memkit.storages import byte_view
 
 MIB = 2**20
 

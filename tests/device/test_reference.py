@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit.device import ReferenceDevice, Stream
 from memkit.errors import RaceError
-from memkit.sizes import byte_view
+from memkit.storages import byte_view
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from memkit import MemoryReport, profile_memory
+from memkit import profile_memory
+from memkit.profile import MemoryReport
 from tests.models import CASES
 
 pytestmark = pytest.mark.gpu

@@ -243,12 +243,12 @@ def test_budget_too_small_names_the_least_and_the_largest_layer() -> None:
         plan_budget(untimed([3 * MIB] * 4), 2 * MIB, num_slots=3)
 
     assert str(error.value) == (
-        "the layers' weights need at least 4.00 MiB of device_budget (a slot that holds layers.1, 3.00 MiB, and one for each "
-        "other size of layer); found 3.00 MiB. Raise device_budget by 1048576 bytes or more, or split layers.1."
+        "the layers' weights need at least 4.00 MiB of budget (a slot that holds layers.1, 3.00 MiB, and one for each "
+        "other size of layer); found 3.00 MiB. Raise budget by 1048576 bytes or more, or split layers.1."
     )
     assert str(error_of_one_size.value) == (
-        "the layers' weights need at least 3.00 MiB of device_budget (a slot that holds layers.0, 3.00 MiB); found 2.00 MiB. "
-        "Raise device_budget by 1048576 bytes or more, or split layers.0."
+        "the layers' weights need at least 3.00 MiB of budget (a slot that holds layers.0, 3.00 MiB); found 2.00 MiB. "
+        "Raise budget by 1048576 bytes or more, or split layers.0."
     )
 
 
@@ -395,7 +395,7 @@ def test_fraction_out_of_range_is_refused(fraction: float) -> None:
     with pytest.raises(ValueError) as error:
         plan_fraction(untimed([MIB]), fraction, num_slots=3)
 
-    assert str(error.value) == f"offload_fraction must be from 0 (move nothing) to 1 (move everything); found {fraction}"
+    assert str(error.value) == f"offload_ratio must be from 0 (move nothing) to 1 (move everything); found {fraction}"
 
 
 @pytest.mark.parametrize("num_slots", [0, -1])
@@ -411,7 +411,7 @@ def test_no_slots_are_refused(num_slots: int) -> None:
         with pytest.raises(ValueError) as error:
             plan()
 
-        assert str(error.value) == f"slots must be at least 1; found {num_slots}"
+        assert str(error.value) == f"num_slots must be at least 1; found {num_slots}"
 
 
 @pytest.mark.parametrize("num_resident", [-1, 3])
@@ -419,7 +419,7 @@ def test_resident_out_of_range_is_refused(num_resident: int) -> None:
     with pytest.raises(ValueError) as error:
         plan_resident(untimed([MIB] * 2), num_resident, num_slots=3)
 
-    assert str(error.value) == f"resident must be from 0 to the number of layers, 2; found {num_resident}"
+    assert str(error.value) == f"num_resident must be from 0 to the number of layers, 2; found {num_resident}"
 
 
 def test_counts_and_bytes_of_another_type_are_refused() -> None:
@@ -431,9 +431,9 @@ def test_counts_and_bytes_of_another_type_are_refused() -> None:
     with pytest.raises(TypeError) as error_of_budget:
         plan_budget(layers, "1GiB", num_slots=3)  # type: ignore[arg-type]  # that is the test
 
-    assert str(error_of_slots.value) == "slots must be an int; found True"
-    assert str(error_of_resident.value) == "resident must be an int; found 0.5"
-    assert str(error_of_budget.value) == "device_budget is a number of bytes (an int); found '1GiB'"
+    assert str(error_of_slots.value) == "num_slots must be an int; found True"
+    assert str(error_of_resident.value) == "num_resident must be an int; found 0.5"
+    assert str(error_of_budget.value) == "budget is a number of bytes (an int); found '1GiB'"
 
 
 def test_no_layers_are_refused() -> None:

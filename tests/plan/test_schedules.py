@@ -153,11 +153,11 @@ def test_piecewise_keeps_no_reference_to_its_argument() -> None:
         (lambda: schedules.piecewise({0: 0.5, 2.5: 1}), "the pieces begin at iterations, integers from 0 on; found 2.5"),  # type: ignore[dict-item]
         (lambda: schedules.piecewise({False: 0.5}), "the pieces begin at iterations, integers from 0 on; found False"),
         (lambda: schedules.piecewise({0: 0.5, 7: 2}), "the piece at 7 must be from 0 (move nothing) to 1"),
-        (lambda: schedules.fit_memory(0), "a size must be positive; found 0"),
-        (lambda: schedules.fit_memory(-GIB), f"a size must be positive; found {-GIB}"),
+        (lambda: schedules.fit_memory(0), "target_bytes must be more than 0 bytes; found 0"),
+        (lambda: schedules.fit_memory(-GIB), f"target_bytes is a number of bytes, 0 or more; found {-GIB}"),
         (
             lambda: schedules.fit_memory("much"),
-            'a size is a number of bytes, or text such as "8GiB" or "512 MiB"; found "much"',
+            'target_bytes is a number of bytes, or text such as "8GiB" or "512 MiB"; found "much"',
         ),
     ],
 )
@@ -173,8 +173,8 @@ def test_values_out_of_range_are_refused(make: Callable[[], object], message: st
         (lambda: schedules.linear(True, 1, num_iterations=2), "start must be a number from 0 to 1; found True (bool)"),
         (lambda: schedules.cosine(0, None, num_iterations=2), "end must be a number from 0 to 1; found None (NoneType)"),  # type: ignore[arg-type]
         (lambda: schedules.piecewise({0: "all"}), "the piece at 0 must be a number from 0 to 1; found 'all' (str)"),  # type: ignore[dict-item]
-        (lambda: schedules.fit_memory(8e9), 'a size is a number of bytes, or text such as "8GiB"; found 8000000000.0'),  # type: ignore[arg-type]
-        (lambda: schedules.fit_memory(None), 'a size is a number of bytes, or text such as "8GiB"; found None'),  # type: ignore[arg-type]
+        (lambda: schedules.fit_memory(8e9), 'target_bytes is a number of bytes, or text such as "8GiB"; found 8000000000.0'),  # type: ignore[arg-type]
+        (lambda: schedules.fit_memory(None), 'target_bytes is a number of bytes, or text such as "8GiB"; found None'),  # type: ignore[arg-type]
     ],
 )
 def test_values_of_another_type_are_refused(make: Callable[[], object], message: str) -> None:
@@ -200,7 +200,7 @@ def test_values_of_another_type_are_refused(make: Callable[[], object], message:
         (schedules.constant(0.5), False),
         (schedules.linear(0, 1, num_iterations=3), False),
         (schedules.piecewise({0: 0.5}), False),
-        (schedules.fit_memory(1), True),
+        (schedules.fit_memory("1B"), True),
     ],
 )
 def test_peak_goes_to_those_that_take_a_second_argument(schedule: schedules.Schedule, wants_peak: bool) -> None:

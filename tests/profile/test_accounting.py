@@ -10,7 +10,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memkit
-from memkit import MemoryReport, SavedCategory, profile_memory
+from memkit import profile_memory
+from memkit.profile import MemoryReport, SavedCategory
 from tests.models import CASES, Tied
 
 MIB = 1024**2
@@ -20,7 +21,7 @@ def _profile(model: nn.Module, *args: Tensor, **options: object) -> MemoryReport
     return profile_memory(model, *args, print_table=False, **options)
 
 
-def _row(report: MemoryReport, fqn: str) -> memkit.ModuleRecord:
+def _row(report: MemoryReport, fqn: str) -> memkit.profile.ModuleRecord:
     return next(row for row in report.modules if row.fqn == fqn)
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memkit import MemoryReport, ProfileError, find_report, profile_memory
+from memkit import profile_memory
+from memkit.errors import ProfileError
+from memkit.profile import MemoryReport, find_report
 
 
 def _message(raised: pytest.ExceptionInfo[BaseException]) -> str:

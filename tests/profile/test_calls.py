@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memkit import MemoryReport, ModuleRecord, profile_memory
+from memkit import profile_memory
+from memkit.profile import MemoryReport, ModuleRecord
 
 
 def _rows(report: MemoryReport) -> dict[str, ModuleRecord]:

@@ -12,7 +12,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memkit import DataDependentError, MemoryReport, ProfileError, SavedTensorRecord, profile_memory
+from memkit import profile_memory
+from memkit.errors import DataDependentError, ProfileError
+from memkit.profile import MemoryReport, SavedTensorRecord
 from memkit.profile.simulate.autocast import Rule, autocast_ops, rule_for
 from tests.models import CASES, Case
 

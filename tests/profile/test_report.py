@@ -9,7 +9,8 @@ import torch
 import torchvision
 from torch import nn
 
-from memkit import MemoryReport, profile_memory
+from memkit import profile_memory
+from memkit.profile import MemoryReport
 from tests.models import CASES
 
 GOLDEN = Path(__file__).parent / "golden"

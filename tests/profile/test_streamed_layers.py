@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit import MemoryReport, ModuleRecord
 from memkit.device import Device, ReferenceDevice
+from memkit.profile import MemoryReport, ModuleRecord
 from tests.weights.cases import RUNS, WIDTH, Block, Stack, assert_same, inputs, only_lora, results, run_step
 
 
@@ -109,7 +109,7 @@ def test_saves_are_those_of_the_plain_model(name: str, train: str, fraction: flo
     model = trained_as(train, MODELS[name]()).to(device.torch_device)
     batch = inputs(device, 1)[0].requires_grad_()
     expected = profile(model, batch, backward=backward)
-    with memkit.LayerOffload(model, offload_fraction=fraction, slots=2, train=train, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=fraction, num_slots=2, train=train, device=device) as offload:
         report = profile(model, batch, backward=backward)
 
         assert_same_but_for_weights(report, expected)
@@ -129,7 +129,7 @@ def test_peaks_are_those_of_the_plain_model_less_weights_plus_slots(name: str, f
     batch = inputs(device, 1)[0].requires_grad_()
     options = {"backward": True} if target is None else {"backward": True, "device": "meta", "target": target}
     expected = profile(model, batch, **options)
-    with memkit.LayerOffload(model, offload_fraction=fraction, slots=2, train="frozen", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=fraction, num_slots=2, train="frozen", device=device) as offload:
         report = profile(model, batch, **options)
         moved = [p.nbytes for p in model.parameters() if id(p) in masters(offload)]
 
@@ -153,7 +153,7 @@ def test_counter_of_the_device_sees_weights_on_the_device_and_slots() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).requires_grad_(False).cuda()
     batch = torch.randn(256, 1024, device="cuda", requires_grad=True)
     expected = profile(model, batch, backward=True)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         report = profile(model, batch, backward=True)
 
     for found, plain in (
@@ -172,7 +172,7 @@ def test_without_data_it_is_that_of_the_plain_model(fraction: float, train: str,
     model = trained_as(train, Stack()).to(device.torch_device)
     batch, backward = inputs(device, 1)[0], train == "frozen"
     expected = profile(model, batch, device="meta", backward=backward)
-    with memkit.LayerOffload(model, offload_fraction=fraction, slots=2, train=train, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=fraction, num_slots=2, train=train, device=device) as offload:
         before = offload.stats()
         report = profile(model, batch, device="meta", backward=backward)
 
@@ -186,7 +186,7 @@ def test_without_data_gradients_that_go_to_the_host_cannot_be_followed() -> None
     device, model = ReferenceDevice(), Stack()
     message = r"cannot follow gradients .* with backward=False, or before"
     with (
-        memkit.LayerOffload(model, offload_fraction=1.0, train="host", device=device),
+        memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device),
         pytest.raises(memkit.errors.ProfileError, match=message),
     ):
         profile(model, inputs(device)[0], device="meta", backward=True)
@@ -199,7 +199,7 @@ def test_weights_stream_again_after_a_run_without_data_that_failed(device: Devic
 
     model = only_lora(Stack(4, block=Looking)).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         with pytest.raises(memkit.errors.DataDependentError, match=r"layers\.0"):
             profile(model, batches[0], device="meta")
 
@@ -210,9 +210,9 @@ def test_weights_stream_again_after_a_run_without_data_that_failed(device: Devic
 def test_smallest_budget_is_that_of_the_plain_model(fraction: float) -> None:
     device, model = ReferenceDevice(), Stack()
     batch = inputs(device)[0]
-    expected = memkit.min_budget(model, batch, target="cpu", min_bytes=0)
-    with memkit.LayerOffload(model, offload_fraction=fraction, slots=2, device=device):
-        assert memkit.min_budget(model, batch, target="cpu", min_bytes=0) == expected > 0
+    expected = memkit.Rematerialize.min_budget(model, batch, target="cpu", min_bytes=0)
+    with memkit.LayerOffload(model, offload_ratio=fraction, num_slots=2, device=device):
+        assert memkit.Rematerialize.min_budget(model, batch, target="cpu", min_bytes=0) == expected > 0
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -221,7 +221,7 @@ def test_smallest_budget_is_that_of_the_plain_model(fraction: float) -> None:
 def test_training_goes_on_as_without_a_profile(train: str, fraction: float, backward: bool, device: Device) -> None:
     model = trained_as(train, Stack()).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=fraction, slots=2, train=train, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=fraction, num_slots=2, train=train, device=device) as offload:
         steps = [torch.optim.AdamW([p for p in tested.parameters() if p.requires_grad]) for tested in (plain, model)]
         for number in range(4):
             if number:
@@ -249,7 +249,7 @@ def test_stats_are_those_of_four_steps(train: str, backward: bool) -> None:
     for is_profiled in (True, False):
         device, model = ReferenceDevice(), trained_as(train, Stack())
         batch = inputs(device)[0]
-        with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, train=train, device=device) as offload:
+        with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, train=train, device=device) as offload:
             if is_profiled:
                 profile(model, batch, backward=backward)
             for _ in range(0 if is_profiled else 4):
@@ -268,7 +268,7 @@ def test_stats_are_those_of_four_steps(train: str, backward: bool) -> None:
 def test_gradients_that_are_kept_take_room_for_one_more_set() -> None:
     device, model = ReferenceDevice(), Stack()
     batches = inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, train="host", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, train="host", device=device) as offload:
         run_step(model, batches)
         model.zero_grad()
         before = offload.stats().host_bytes
@@ -289,7 +289,7 @@ def test_layers_that_were_loaded_by_assignment(device: Device) -> None:
     other = {name: tensor * 2 for name, tensor in plain.state_dict().items()}
     plain.load_state_dict(other)
     expected = profile(plain, batches[0])
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         places = {name: tensor.device for name, tensor in model.state_dict().items()}
         model.load_state_dict({name: tensor.to(places[name]) for name, tensor in other.items()}, assign=True)
         only_lora(model)
@@ -306,7 +306,7 @@ def test_casts_of_streamed_weights_are_casts_of_parameters(device: Device) -> No
     batch = inputs(device)[0]
     with torch.autocast(kind, torch.bfloat16):
         expected = profile(model, batch)
-        with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+        with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
             report = profile(model, batch)
 
     assert expected.param_cast_bytes > 0
@@ -330,7 +330,7 @@ def test_weight_in_another_tensor_is_no_activation() -> None:
     model = nn.Sequential(*(Sparse(WIDTH, WIDTH, bias=False) for _ in range(3))).requires_grad_(False)
     batch = inputs(device)[0].requires_grad_()
     expected = profile(model, batch)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         assert profile(model, batch).activation_bytes == expected.activation_bytes
 
 
@@ -338,7 +338,7 @@ def test_weight_in_another_tensor_is_no_activation() -> None:
 def test_beside_contexts_for_activations(context: Callable[..., object], device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         report = profile(model, batches[0], tag="streamed")
         for _ in range(2):
             with context(0.5, tag="streamed", min_bytes=0, device=device):
@@ -360,7 +360,7 @@ def test_hooks_of_the_user_inside_of_a_streamed_layer_are_marked(device: Device)
 
     model = only_lora(Stack(3, block=Hooked)).to(device.torch_device)
     expected = profile(model, inputs(device)[0])
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         report = profile(model, inputs(device)[0])
 
     assert report.marked("other hooks") == expected.marked("other hooks") != ()
@@ -370,7 +370,7 @@ def test_a_layer_by_itself(device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
     batch = inputs(device)[0]
     expected = profile(model.layers[2], batch)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         report = profile(model.layers[2], batch)
         slot_bytes = offload.stats().slot_bytes
 
@@ -383,7 +383,7 @@ def test_a_layer_by_itself(device: Device) -> None:
 def test_steps_in_the_backward_are_refused(device: Device) -> None:
     model, batch = Stack().to(device.torch_device), inputs(device)[0]
     make = functools.partial(torch.optim.SGD, lr=0.1)
-    with memkit.LayerOffload(model, offload_fraction=1.0, optimizer=make, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, optimizer=make, device=device):
         with pytest.raises(memkit.errors.ProfileError, match="a profile would train the model"):
             profile(model, batch, backward=True)
 
@@ -392,7 +392,7 @@ def test_steps_in_the_backward_are_refused(device: Device) -> None:
 
 def test_hooks_of_the_user_on_streamed_parameters_are_refused() -> None:
     device, model = ReferenceDevice(), Stack()
-    with memkit.LayerOffload(model, offload_fraction=1.0, train="host", device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device):
         handle = model.layers[0].up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
         with pytest.raises(memkit.errors.ProfileError, match=r"layers\.0\.up\.weight has a hook"):
             profile(model, inputs(device)[0], backward=True)
@@ -403,7 +403,7 @@ def test_hooks_of_the_user_on_streamed_parameters_are_refused() -> None:
 
 def test_table_tells_streamed_layers_from_those_that_stay() -> None:
     device, model = ReferenceDevice(), only_lora(Stack(4))
-    with memkit.LayerOffload(model, offload_fraction=0.5, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=0.5, device=device) as offload:
         report = profile(model, inputs(device)[0])
 
     assert report.marked("streamed") == offload.plan.streamed == ("layers.1", "layers.3")
@@ -430,7 +430,7 @@ def test_table_of_a_plain_model_has_no_column_for_the_host() -> None:
 
 def test_json_of_a_report_keeps_it_and_older_ones_load() -> None:
     device, model = ReferenceDevice(), only_lora(Stack(4))
-    with memkit.LayerOffload(model, offload_fraction=0.5, device=device):
+    with memkit.LayerOffload(model, offload_ratio=0.5, device=device):
         report = profile(model, inputs(device)[0])
 
     content = json.loads(report.to_json())

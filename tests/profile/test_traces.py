@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memkit import ProfileError, profile_memory
+from memkit import profile_memory
+from memkit.errors import ProfileError
 from tests.models import CASES, ConvNet
 
 DEVICES = [None, "meta"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from memkit.device import CpuDevice, Event, ReferenceDevice
 from memkit.device.reference import POISON
 from memkit.errors import HostMemoryError
-from memkit.sizes import byte_view
+from memkit.storages import byte_view
 from memkit.transfer import Arena, Span, arena, room
 from memkit.transfer.lanes import Lanes
 

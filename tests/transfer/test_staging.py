@@ -14,7 +14,7 @@ from torch import Tensor
 from memkit.device import CpuDevice, CudaDevice, Device, Event, ReferenceDevice, Stream
 from memkit.device.reference import POISON
 from memkit.errors import HostMemoryError, RaceError
-from memkit.sizes import byte_view
+from memkit.storages import byte_view
 from memkit.transfer import Arena, Lanes, Passage, Span, arena
 from memkit.transfer.staging import PromisedEvent
 from tests.refusing import PinLimit

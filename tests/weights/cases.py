@@ -167,7 +167,7 @@ def compare(
     step: Callable[[nn.Module, list[Tensor]], Result] = run_step,
     num_steps: int = 2,
     **options: Any,
-) -> memkit.LayerStats:
+) -> memkit.weights.LayerStats:
     """See that a model does the same plainly and with streamed layers, in several steps; return the stats."""
     model.to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)

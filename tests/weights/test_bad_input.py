@@ -17,7 +17,7 @@ import memkit
 from memkit.device import CpuDevice, Device, ReferenceDevice
 from tests.weights.cases import WIDTH, Block, Stack, assert_same, inputs, only_lora, run_step
 
-HALF = {"offload_fraction": 0.5}
+HALF = {"offload_ratio": 0.5}
 
 
 class FSDPStack(Stack):
@@ -115,50 +115,54 @@ def test_layers(case: str) -> None:
 
 
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no size": ({}, ValueError, r"exactly one of offload_fraction, device_budget and resident; found none"),
+    "no size": ({}, ValueError, r"exactly one of offload_ratio, budget and num_resident; found none"),
     "two sizes": (
-        {"offload_fraction": 0.5, "resident": 2},
+        {"offload_ratio": 0.5, "num_resident": 2},
         ValueError,
-        r"exactly one of offload_fraction, device_budget and resident; found offload_fraction and resident",
+        r"exactly one of offload_ratio, budget and num_resident; found offload_ratio and num_resident",
     ),
     "three sizes": (
-        {"offload_fraction": 0.5, "resident": 2, "device_budget": "1GiB"},
+        {"offload_ratio": 0.5, "num_resident": 2, "budget": "1GiB"},
         ValueError,
-        r"found offload_fraction and device_budget and resident",
+        r"found offload_ratio and budget and num_resident",
     ),
-    "negative fraction": ({"offload_fraction": -0.1}, ValueError, r"offload_fraction.* found -0.1"),
-    "fraction above 1": ({"offload_fraction": 1.5}, ValueError, r"offload_fraction.* found 1.5"),
-    "nan": ({"offload_fraction": float("nan")}, ValueError, r"offload_fraction.* found nan"),
-    "text as fraction": ({"offload_fraction": "half"}, ValueError, r"offload_fraction.* found 'half'"),
-    "bool as fraction": ({"offload_fraction": True}, TypeError, r"offload_fraction.* found True"),
-    "negative resident": ({"resident": -1}, ValueError, r"resident must be from 0 to the number of layers, 6; found -1"),
-    "too many resident": ({"resident": 7}, ValueError, r"resident must be from 0 to the number of layers, 6; found 7"),
-    "part of a layer resident": ({"resident": 2.5}, TypeError, r"resident must be an int; found 2.5"),
+    "negative fraction": ({"offload_ratio": -0.1}, ValueError, r"offload_ratio.* found -0.1"),
+    "fraction above 1": ({"offload_ratio": 1.5}, ValueError, r"offload_ratio.* found 1.5"),
+    "nan": ({"offload_ratio": float("nan")}, ValueError, r"offload_ratio.* found nan"),
+    "text as fraction": ({"offload_ratio": "half"}, ValueError, r"offload_ratio.* found 'half'"),
+    "bool as fraction": ({"offload_ratio": True}, TypeError, r"offload_ratio.* found True"),
+    "negative resident": (
+        {"num_resident": -1},
+        ValueError,
+        r"num_resident must be from 0 to the number of layers, 6; found -1",
+    ),
+    "too many resident": ({"num_resident": 7}, ValueError, r"num_resident must be from 0 to the number of layers, 6; found 7"),
+    "part of a layer resident": ({"num_resident": 2.5}, TypeError, r"num_resident must be an int; found 2.5"),
     "budget too small": (
-        {"device_budget": 1000},
+        {"budget": "1000B"},
         ValueError,
-        r"need at least 5.00 KiB of device_budget \(a slot that holds layers.0, 5.00 KiB\); found 1000 bytes. "
-        r"Raise device_budget by 4120 bytes or more, or split layers.0",
+        r"need at least 5.00 KiB of budget \(a slot that holds layers.0, 5.00 KiB\); found 1000 bytes. "
+        r"Raise budget by 4120 bytes or more, or split layers.0",
     ),
-    "budget of 0": ({"device_budget": 0}, ValueError, r"device_budget.* found 0"),
-    "negative budget": ({"device_budget": -5}, ValueError, r"device_budget.* found -5"),
-    "budget without a unit that exists": ({"device_budget": "6 XB"}, ValueError, r'device_budget.* found "6 XB"'),
-    "budget as a float": ({"device_budget": 1e9}, TypeError, r"device_budget.* found 1000000000.0"),
-    "no slots": ({"offload_fraction": 0.5, "slots": 0}, ValueError, r"slots must be at least 1; found 0"),
-    "no slots, all resident": ({"resident": 6, "slots": 0}, ValueError, r"slots must be at least 1; found 0"),
-    "slots as text": ({"offload_fraction": 0.5, "slots": "3"}, TypeError, r"slots must be an int; found '3'"),
-    "train": ({"offload_fraction": 0.5, "train": "all"}, ValueError, r"train is one of .*; found 'all'"),
+    "budget of 0": ({"budget": 0}, ValueError, r"budget.* found 0"),
+    "negative budget": ({"budget": -5}, ValueError, r"budget.* found -5"),
+    "budget without a unit that exists": ({"budget": "6 XB"}, ValueError, r'budget.* found "6 XB"'),
+    "budget as a float": ({"budget": 1e9}, TypeError, r"budget.* found 1000000000.0"),
+    "no slots": ({"offload_ratio": 0.5, "num_slots": 0}, ValueError, r"num_slots must be at least 1; found 0"),
+    "no slots, all resident": ({"num_resident": 6, "num_slots": 0}, ValueError, r"num_slots must be at least 1; found 0"),
+    "slots as text": ({"offload_ratio": 0.5, "num_slots": "3"}, TypeError, r"num_slots must be an int; found '3'"),
+    "train": ({"offload_ratio": 0.5, "train": "all"}, ValueError, r"train is one of .*; found 'all'"),
     "device": (
-        {"offload_fraction": 0.5, "device": torch.device("cpu")},
+        {"offload_ratio": 0.5, "device": 0},
         TypeError,
-        r"device is a memkit.device.Device; found device. For CUDA, leave it away",
+        r'device is a name such as "cuda:1", a torch.device or a memkit.device.Device; found int',
     ),
-    "limit as text": (
-        {"offload_fraction": 0.5, "host_limit_bytes": "1GiB"},
-        TypeError,
-        r"host_limit_bytes is a number of bytes \(an int\); found '1GiB'",
+    "limit without a unit": (
+        {"offload_ratio": 0.5, "host_limit_bytes": 64},
+        ValueError,
+        r'host_limit_bytes=64 reads as 64 bytes or as 64 GiB. Write "64B" or "64GiB"',
     ),
-    "negative limit": ({"offload_fraction": 0.5, "host_limit_bytes": -1}, ValueError, r"host_limit_bytes .* found -1"),
+    "negative limit": ({"offload_ratio": 0.5, "host_limit_bytes": -1}, ValueError, r"host_limit_bytes .* found -1"),
 }
 
 
@@ -174,7 +178,7 @@ def test_options(case: str) -> None:
     assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
 
 
-@pytest.mark.parametrize("size", [{"offload_fraction": 0.5}, {"resident": 2}, {"device_budget": "1GiB"}])
+@pytest.mark.parametrize("size", [{"offload_ratio": 0.5}, {"num_resident": 2}, {"budget": "1GiB"}])
 def test_nothing_that_may_stream(size: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r'none of the layers .* may stream.* train="frozen"'):
         memkit.LayerOffload(Stack(), device=ReferenceDevice(), train="frozen", **size)
@@ -232,9 +236,9 @@ def test_model_that_is_replicated_later(train: str, is_around: bool) -> None:
     model = Stack(4)
     plain, batches = copy.deepcopy(model), inputs(device, 1)
     replicated = None if is_around else DistributedDataParallel(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device, **TRAINED[train]):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device, **TRAINED[train]):
         with pytest.raises(
-            memkit.LayerOffloadError, match=r'"layers\.0\..*DistributedDataParallel.*Train the plain model.*FSDP2'
+            memkit.errors.LayerOffloadError, match=r'"layers\.0\..*DistributedDataParallel.*Train the plain model.*FSDP2'
         ):
             (replicated or DistributedDataParallel(model))(batches[0])
         if train == "host":
@@ -247,7 +251,7 @@ def test_frozen_layers_of_a_model_that_is_replicated_later() -> None:
     device = ReferenceDevice()
     model = only_lora(Stack(4))
     plain, batches = copy.deepcopy(model), inputs(device, 1)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         found = run_step(DistributedDataParallel(model), batches)
         expected = run_step(DistributedDataParallel(plain), batches)
 
@@ -278,9 +282,11 @@ def test_transform_that_differentiates(transform: str, build: Callable[[], Devic
     device = build()
     model, batches = only_lora(Stack(4)), inputs(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         for _ in range(2):
-            with pytest.raises(memkit.LayerOffloadError, match=r"a forward of Stack runs within torch\.func\.grad.*vmap works"):
+            with pytest.raises(
+                memkit.errors.LayerOffloadError, match=r"a forward of Stack runs within torch\.func\.grad.*vmap works"
+            ):
                 TRANSFORMS[transform](model.layers[2] if by_itself else model, batches[0])
             assert_same(run_step(model, batches), run_step(plain, batches))
 
@@ -290,7 +296,7 @@ def test_transform_that_does_not_differentiate(build: Callable[[], Device]) -> N
     device = build()
     model, batches = only_lora(Stack(4)), inputs(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         assert torch.equal(torch.func.vmap(model)(batches[0]), torch.func.vmap(plain)(batches[0]))
         assert_same(run_step(model, batches), run_step(plain, batches))
 
@@ -300,11 +306,11 @@ def test_capture_into_a_graph_is_refused(by_itself: bool, monkeypatch: pytest.Mo
     device = ReferenceDevice()
     model, batches = only_lora(Stack()), inputs(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         assert_same(run_step(model, batches), run_step(plain, batches))
         with monkeypatch.context() as patched:
             patched.setattr(device, "is_capturing", lambda: True)
-            with pytest.raises(memkit.LayerOffloadError, match=r'a forward of ("layers\.2"|Stack) is being captured'):
+            with pytest.raises(memkit.errors.LayerOffloadError, match=r'a forward of ("layers\.2"|Stack) is being captured'):
                 model.layers[2](batches[0]) if by_itself else model(batches[0])
         assert_same(run_step(model, batches), run_step(plain, batches))
 
@@ -314,9 +320,9 @@ def test_capture_into_a_graph_is_refused(by_itself: bool, monkeypatch: pytest.Mo
 def test_capture_by_torch_is_refused() -> None:
     model = only_lora(Stack()).cuda().requires_grad_(False)
     x = torch.randn(2, WIDTH, device="cuda")
-    with torch.no_grad(), memkit.LayerOffload(model, offload_fraction=1.0):
+    with torch.no_grad(), memkit.LayerOffload(model, offload_ratio=1.0):
         expected = model(x)
         graph = torch.cuda.graph(torch.cuda.CUDAGraph())
-        with pytest.raises(memkit.LayerOffloadError, match="is being captured into a CUDA graph"), graph:
+        with pytest.raises(memkit.errors.LayerOffloadError, match="is being captured into a CUDA graph"), graph:
             model(x)
         assert torch.equal(model(x), expected)

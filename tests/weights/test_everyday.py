@@ -41,7 +41,7 @@ def test_state_is_that_of_the_plain_model(device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=0.5, device=device):
+    with memkit.LayerOffload(model, offload_ratio=0.5, device=device):
         run_step(model, inputs(device))
         state = model.state_dict()
 
@@ -54,7 +54,7 @@ def test_state_that_was_taken_before_keeps_its_bytes_after_close(device: Device)
     model = _model(device)
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
         state, weight = model.state_dict(), model.layers[2].up.weight.data
         run_step(model, inputs(device))
     del offload, model
@@ -67,7 +67,7 @@ def test_state_that_was_taken_before_keeps_its_bytes_after_close(device: Device)
 def test_saving_one_parameter_writes_its_bytes(device: Device, tmp_path: Path) -> None:
     model = only_lora(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))).requires_grad_(False)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         torch.save(model.state_dict()["1.weight"], tmp_path / "one")
         torch.save(model.state_dict(), tmp_path / "all")
 
@@ -80,7 +80,7 @@ def test_state_goes_through_a_file(device: Device) -> None:
     model, other = _model(device), _model(device)
     file = io.BytesIO()
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         torch.save(model.state_dict(), file)
         file.seek(0)
         other.load_state_dict(torch.load(file))
@@ -91,7 +91,7 @@ def test_state_goes_through_a_file(device: Device) -> None:
 def test_state_is_loaded_into_a_model_that_streams(device: Device) -> None:
     model, other = _model(device), _model(device)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         run_step(model, inputs(device))
         model.zero_grad()
         model.load_state_dict(other.state_dict())
@@ -104,7 +104,7 @@ def test_close_leaves_the_model_as_it_was(device: Device) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters, strides = list(model.parameters()), [parameter.stride() for parameter in model.parameters()]
 
-    offload = memkit.LayerOffload(model, offload_fraction=0.5, device=device)
+    offload = memkit.LayerOffload(model, offload_ratio=0.5, device=device)
     assert _hooks(model)
     run_step(model, inputs(device))
     offload.close()
@@ -125,7 +125,7 @@ def test_model_runs_plainly_after_close(device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         run_step(model, inputs(device))
     run_step(plain, inputs(device))
 
@@ -134,7 +134,7 @@ def test_model_runs_plainly_after_close(device: Device) -> None:
 
 def test_closing_again_does_nothing(device: Device) -> None:
     model = _model(device)
-    offload = memkit.LayerOffload(model, offload_fraction=1.0, device=device)
+    offload = memkit.LayerOffload(model, offload_ratio=1.0, device=device)
     offload.close()
     offload.close()
 
@@ -145,7 +145,7 @@ def test_closing_again_does_nothing(device: Device) -> None:
 def test_closed_one_does_not_gather(device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
         pass
 
     with pytest.raises(ValueError, match="closed"), offload.gather("layers.0"):
@@ -155,7 +155,7 @@ def test_closed_one_does_not_gather(device: Device) -> None:
 
 def test_closed_one_tells_what_it_did(device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
         run_step(model, inputs(device))
         before = offload.stats()
     after = offload.stats()
@@ -167,10 +167,12 @@ def test_closed_one_tells_what_it_did(device: Device) -> None:
 
 def test_backward_after_close_raises(device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         loss = model(inputs(device)[0]).sum()
 
-    with pytest.raises(memkit.LayerOffloadError, match=r'"layers.\d" do not stream any more: its LayerOffload is closed'):
+    with pytest.raises(
+        memkit.errors.LayerOffloadError, match=r'"layers.\d" do not stream any more: its LayerOffload is closed'
+    ):
         loss.backward()
 
 
@@ -180,7 +182,7 @@ def test_opened_and_closed_many_times(device: Device) -> None:
     held = set()
 
     for _ in range(20):
-        with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+        with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
             num_hooks = len(_hooks(model))
             assert_same(run_step(model, batches), run_step(plain, batches))
             held.add((num_hooks, offload.stats().host_bytes, offload.stats().slot_bytes))
@@ -197,7 +199,7 @@ def test_nothing_is_left_to_the_garbage_collector_after_close(train: str, device
     gc.collect()
     gc.disable()
     try:
-        with memkit.LayerOffload(model, offload_fraction=1.0, train=train, optimizer=optimizer, device=device) as offload:
+        with memkit.LayerOffload(model, offload_ratio=1.0, train=train, optimizer=optimizer, device=device) as offload:
             run_step(model, inputs(device))
         left = [weakref.ref(model), weakref.ref(offload)]
         del model, offload
@@ -208,13 +210,13 @@ def test_nothing_is_left_to_the_garbage_collector_after_close(train: str, device
 
 def test_copy_and_pickle_of_the_model_raise(device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
         for copied in (model, model.layers, model.layers[0], model.layers[0].up, offload):
-            with pytest.raises(memkit.LayerOffloadError, match=r"Copy it before, or after offload.close\(\)"):
+            with pytest.raises(memkit.errors.LayerOffloadError, match=r"Copy it before, or after offload.close\(\)"):
                 copy.deepcopy(copied)
-            with pytest.raises(memkit.LayerOffloadError, match=r"use model.state_dict\(\)"):
+            with pytest.raises(memkit.errors.LayerOffloadError, match=r"use model.state_dict\(\)"):
                 pickle.dumps(copied)
-        with pytest.raises(memkit.LayerOffloadError, match="state_dict"):
+        with pytest.raises(memkit.errors.LayerOffloadError, match="state_dict"):
             torch.save(model, io.BytesIO())
         part = copy.deepcopy(model.head)
 
@@ -225,38 +227,42 @@ def test_copy_and_pickle_of_the_model_raise(device: Device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_cast_raises_at_the_next_use(dtype: torch.dtype, device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         model.to(dtype)
 
-        with pytest.raises(memkit.LayerOffloadError, match=rf'"layers.0.norm.weight" streams as .* {dtype}.* \.half.*{ADVICE}'):
+        with pytest.raises(
+            memkit.errors.LayerOffloadError, match=rf'"layers.0.norm.weight" streams as .* {dtype}.* \.half.*{ADVICE}'
+        ):
             model(inputs(device)[0].to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_cast_raises_ahead_of_what_stays_on_the_device(dtype: torch.dtype, device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         model.to(dtype)
 
-        with pytest.raises(memkit.LayerOffloadError, match=rf'"layers.0.norm.weight" streams as .* {dtype}.* \.half.*{ADVICE}'):
+        with pytest.raises(
+            memkit.errors.LayerOffloadError, match=rf'"layers.0.norm.weight" streams as .* {dtype}.* \.half.*{ADVICE}'
+        ):
             model(inputs(device)[0])  # for which the stem would raise an error of torch's own
 
 
 @pytest.mark.parametrize("train", ["frozen", "host"])
 def test_cast_between_forward_and_backward_raises(train: str, device: Device) -> None:
     model = _model(device) if train == "frozen" else Stack().to(device.torch_device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, train=train, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, train=train, device=device):
         loss = model(inputs(device)[0]).square().mean()
         model.layers.half()
 
-        with pytest.raises(memkit.LayerOffloadError, match=rf'"layers.5.norm.weight" streams as .* \.half.*{ADVICE}'):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=rf'"layers.5.norm.weight" streams as .* \.half.*{ADVICE}'):
             loss.backward()
 
 
 def test_parameters_are_replaced_between_forward_and_backward(device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         for one in (plain, model):
             loss = one(inputs(device)[0]).square().mean()
             state = {name: tensor.cpu() + 1 for name, tensor in one.layers.state_dict().items() if "lora" not in name}
@@ -276,7 +282,7 @@ def test_parameters_are_replaced_between_forward_and_backward(device: Device) ->
 def test_cast_is_kept_by_close(device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model).to(torch.float64)
-    with memkit.LayerOffload(model, offload_fraction=0.5, device=device):
+    with memkit.LayerOffload(model, offload_ratio=0.5, device=device):
         run_step(model, inputs(device))
         model.zero_grad()
         model.to(torch.float64)
@@ -290,7 +296,7 @@ def test_cast_is_kept_by_close(device: Device) -> None:
 def test_cast_that_is_taken_back_goes_on(device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         model.double().float()
         if device.torch_device.type == "cpu":
             assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
@@ -299,7 +305,7 @@ def test_cast_that_is_taken_back_goes_on(device: Device) -> None:
 def test_moved_to_where_it_is(device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         model.to(memory_format=torch.contiguous_format).requires_grad_(False).eval()
         model.train().stem.requires_grad_()
         plain.requires_grad_(False).stem.requires_grad_()
@@ -309,17 +315,17 @@ def test_moved_to_where_it_is(device: Device) -> None:
 
 def test_parameter_that_was_removed_raises(device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         del model.layers[1].up.weight
-        with pytest.raises(memkit.LayerOffloadError, match=r'"layers.1.up.weight" is gone from its module'):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r'"layers.1.up.weight" is gone from its module'):
             model(inputs(device)[0])
 
 
 def test_parametrization_that_comes_later_raises(device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         torch.nn.utils.parametrizations.weight_norm(model.layers[1].up)
-        with pytest.raises(memkit.LayerOffloadError, match=r'"layers.1.up.weight" is gone from its module'):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r'"layers.1.up.weight" is gone from its module'):
             model(inputs(device)[0])
 
 
@@ -329,12 +335,12 @@ def test_parameters_that_are_tied_later_raise(train: str, device: Device) -> Non
     if train == "frozen":
         only_lora(model)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device, train=train):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device, train=train):
         run_step(model, batches)
         model.zero_grad()
         own, model.layers[1].up.weight = model.layers[1].up.weight, model.layers[2].up.weight
         for _ in range(2):
-            with pytest.raises(memkit.LayerOffloadError, match=rf"layers.\d.up.*layers.\d.up.*one parameter.*{ADVICE}"):
+            with pytest.raises(memkit.errors.LayerOffloadError, match=rf"layers.\d.up.*layers.\d.up.*one parameter.*{ADVICE}"):
                 model(batches[0])
         model.layers[1].up.weight = own
 
@@ -354,7 +360,7 @@ def test_adapter_that_comes_later(device: Device) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.base(x) * self.scale
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         run_step(model, batches)
         run_step(plain, batches)
         for tested in (model, plain):
@@ -367,7 +373,7 @@ def test_layer_that_is_replaced_does_not_stream(device: Device) -> None:
     model, batches = _model(device), inputs(device)
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         for tested in (model, plain):
             torch.manual_seed(5)
             tested.layers[1] = nn.Linear(16, 16, device=device.torch_device)
@@ -377,7 +383,7 @@ def test_layer_that_is_replaced_does_not_stream(device: Device) -> None:
 
 def test_stats_are_printed(device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=0.5, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=0.5, num_slots=2, device=device) as offload:
         run_step(model, inputs(device))
         stats = offload.stats()
 
@@ -389,7 +395,7 @@ def test_stats_are_printed(device: Device) -> None:
 
 def test_plan_is_explained(device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=0.5, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=0.5, num_slots=2, device=device) as offload:
         text = offload.plan.explain()
 
     rows = [line.split()[:2] for line in text.splitlines()[2:8]]
@@ -400,7 +406,7 @@ def test_plan_is_explained(device: Device) -> None:
 def test_nothing_streams(device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=0.0, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=0.0, device=device) as offload:
         assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
         stats = offload.stats()
 
@@ -428,7 +434,7 @@ def test_weights_of_a_file_go_straight_to_the_host(how: str, device: Device, tmp
     counter.reset_peak()
     before_bytes = counter.allocated_bytes()
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         streamed = {id(item.parameter) for extent in offload._extents for item in extent.parameters}
         resident = [parameter for parameter in model.parameters() if id(parameter) not in streamed]
         resident_bytes = sum(-(-parameter.nbytes // 512) * 512 for parameter in resident)
@@ -448,14 +454,14 @@ def test_memory_is_shared_with_other_processes(share: str, train: str) -> None:
     device = ReferenceDevice()
     model = Stack(4) if train == "host" else only_lora(Stack(4))
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, train=train, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, train=train, device=device):
         assert_same(run_step(model, batches), run_step(plain, batches))
         SHARES[share](model)
         with torch.no_grad():
             for one in (model, plain):
                 for parameter in one.parameters():
                     parameter.add_(1.0)
-        with pytest.raises(memkit.LayerOffloadError, match=rf'"layers.0.norm.weight" streams.*share_memory.*{ADVICE}'):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=rf'"layers.0.norm.weight" streams.*share_memory.*{ADVICE}'):
             model(batches[0])
 
     assert_same(run_step(model, batches), run_step(plain, batches))
@@ -465,7 +471,7 @@ def test_gradients_are_shared_with_other_processes() -> None:
     device = ReferenceDevice()
     model = Stack(4)
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, train="host", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device) as offload:
         sizes = []
         for _ in range(4):
             assert_same(run_step(model, batches), run_step(plain, batches))

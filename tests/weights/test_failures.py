@@ -61,7 +61,7 @@ class Case:
         self.model = only_lora(Stack(4, block=Failing)).to(device.torch_device)
         self.plain = copy.deepcopy(self.model)
         self.batches = inputs(device)
-        self.offload = memkit.LayerOffload(self.model, offload_fraction=1.0, slots=slots, device=device)
+        self.offload = memkit.LayerOffload(self.model, offload_ratio=1.0, num_slots=slots, device=device)
 
     def assert_weights_are_whole(self) -> None:
         for (name, found), expected in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
@@ -138,7 +138,7 @@ class Waiting:
 def test_forward_while_one_in_another_thread_is_going_on(part: str, is_sampling: bool, device: Device) -> None:
     case = Case(device)
     with case.offload:
-        refused = pytest.raises(memkit.LayerOffloadError, match=r"a forward of Stack began .*one thread at a time")
+        refused = pytest.raises(memkit.errors.LayerOffloadError, match=r"a forward of Stack began .*one thread at a time")
         with Waiting(case) as waiting:
             for _ in range(2):
                 with refused, torch.set_grad_enabled(not is_sampling):
@@ -381,7 +381,7 @@ def test_device_has_no_room_for_an_overflow(is_backward: bool, device: Device, m
     x = model.stem(inputs(device)[0])
     expected = model.layers[2](model.layers[1](model.layers[0](x)[0])[0])[0].cpu()
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=1, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=1, device=device):
         if is_backward:
             y = model.layers[1](model.layers[0](x)[0])[0]
         kept = model.layers[2](x)[1]
@@ -412,21 +412,21 @@ def test_device_has_no_room_for_the_slots(device: Device, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(device, "allocate", allocate_once)
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
-            memkit.LayerOffload(model, offload_fraction=1.0, device=device)
+            memkit.LayerOffload(model, offload_ratio=1.0, device=device)
 
     assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
     assert_same(run_step(model, batches), run_step(plain, batches))
-    memkit.LayerOffload(model, offload_fraction=1.0, device=device).close()
+    memkit.LayerOffload(model, offload_ratio=1.0, device=device).close()
 
 
 def _refused(model: nn.Module, device: Device, **options: Any) -> None:
     storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
-    with pytest.raises(memkit.HostMemoryError, match="host memory is needed"):
-        memkit.LayerOffload(model, offload_fraction=1.0, device=device, **options)
+    with pytest.raises(memkit.errors.HostMemoryError, match="host memory is needed"):
+        memkit.LayerOffload(model, offload_ratio=1.0, device=device, **options)
 
     assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
     assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
-    memkit.LayerOffload(model, offload_fraction=1.0, device=device).close()
+    memkit.LayerOffload(model, offload_ratio=1.0, device=device).close()
 
 
 def test_limit_of_host_memory_is_met_before_anything_moved(device: Device) -> None:
@@ -438,8 +438,8 @@ def test_host_memory_ends_before_anything_moved(device: Device, monkeypatch: pyt
         patch.setattr(room, "available_bytes", lambda: 1024)
         model = only_lora(Stack(4)).to(device.torch_device)
         storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
-        with pytest.raises(memkit.HostMemoryError, match="available memory"):
-            memkit.LayerOffload(model, offload_fraction=1.0, device=device)
+        with pytest.raises(memkit.errors.HostMemoryError, match="available memory"):
+            memkit.LayerOffload(model, offload_ratio=1.0, device=device)
 
         assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
 
@@ -463,7 +463,7 @@ def test_error_in_gather_is_not_masked(device: Device) -> None:
 def test_close_within_a_forward_raises(device: Device) -> None:
     case = Case(device)
     handle = case.model.layers[1].up.register_forward_hook(lambda *_: case.offload.close())
-    with pytest.raises(memkit.LayerOffloadError, match="called within a forward"):
+    with pytest.raises(memkit.errors.LayerOffloadError, match="called within a forward"):
         case.model(case.batches[0])
     handle.remove()
 
@@ -478,7 +478,7 @@ def test_close_within_a_backward_raises(device: Device) -> None:
     with case.offload:
         hook = case.model.layers[1].register_full_backward_hook(lambda *_: case.offload.close())
         loss = case.model(case.batches[0]).sum()
-        with pytest.raises(memkit.LayerOffloadError, match="called within a backward"):
+        with pytest.raises(memkit.errors.LayerOffloadError, match="called within a backward"):
             loss.backward()
         hook.remove()
         case.assert_next_step_works()
@@ -492,7 +492,7 @@ def test_gradient_that_is_left_to_the_end_cannot_be_handed_over(
     model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
     make = functools.partial(torch.optim.SGD, lr=0.0) if train == "fused" else None
     monkeypatch.setattr(_Sum, "is_complete", lambda *_: False)  # as where another graph is alive
-    with memkit.LayerOffload(model, offload_fraction=1.0, train=train, optimizer=make, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, train=train, optimizer=make, device=device) as offload:
         kind = type(offload._gradients)
         loss = model(batch).square().mean()
         with monkeypatch.context() as patch:

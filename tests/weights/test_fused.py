@@ -25,7 +25,7 @@ OPTIMIZERS = {
 
 
 def _fused(model: nn.Module, device: Device, make: str = "adamw", **options: object) -> memkit.LayerOffload:
-    given: dict[str, object] = {"offload_fraction": 1.0, "optimizer": OPTIMIZERS[make], "device": device, **options}
+    given: dict[str, object] = {"offload_ratio": 1.0, "optimizer": OPTIMIZERS[make], "device": device, **options}
     return memkit.LayerOffload(model, **given)  # type: ignore[arg-type]
 
 
@@ -51,12 +51,12 @@ def _compare(model: nn.Module, device: Device, make: str, num_steps: int, **opti
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("run", RUNS)
 def test_orders(run: str, slots: int, device: Device) -> None:
-    _compare(Stack(4, run=RUNS[run]), device, "adamw", 3, slots=slots)
+    _compare(Stack(4, run=RUNS[run]), device, "adamw", 3, num_slots=slots)
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_twenty_steps(make: str, device: Device) -> None:
-    _compare(Stack(4), device, make, 20, slots=2)
+    _compare(Stack(4), device, make, 20, num_slots=2)
 
 
 def test_scheduler_and_state_dict_work_on_the_optimizer(device: Device) -> None:
@@ -88,19 +88,19 @@ def test_scheduler_and_state_dict_work_on_the_optimizer(device: Device) -> None:
 
 def test_state_stays_on_the_device_and_counts_in_the_budget(device: Device) -> None:
     model = Stack(8).to(device.torch_device)
-    layer_bytes = memkit.LayerOffload(model, offload_fraction=0.0, train="frozen", device=device)
+    layer_bytes = memkit.LayerOffload(model, offload_ratio=0.0, train="frozen", device=device)
     layer_bytes.close()
     with _fused(copy.deepcopy(model), device) as offload:
         one = offload.plan.layers[0].num_bytes
     trained = sum(parameter.nbytes for parameter in model.get_submodule("layers").parameters())
 
-    with _fused(copy.deepcopy(model), device, offload_fraction=None, device_budget=2 * trained + 5 * one) as offload:
+    with _fused(copy.deepcopy(model), device, offload_ratio=None, budget=2 * trained + 5 * one) as offload:
         assert len(offload.plan.streamed) == 6
-    found = rf"{trained * 2 / 1024:.2f} KiB for the optimizer's state\); found 1000 bytes. Raise device_budget by \d+ bytes"
+    found = rf"{trained * 2 / 1024:.2f} KiB for the optimizer's state\); found 1000 bytes. Raise budget by \d+ bytes"
     with pytest.raises(ValueError, match=found):
-        _fused(copy.deepcopy(model), device, offload_fraction=None, device_budget=1000)
-    with pytest.raises(ValueError, match="device_budget"):
-        _fused(copy.deepcopy(model), device, offload_fraction=None, device_budget=2 * trained)
+        _fused(copy.deepcopy(model), device, offload_ratio=None, budget=1000)
+    with pytest.raises(ValueError, match="budget"):
+        _fused(copy.deepcopy(model), device, offload_ratio=None, budget=2 * trained)
 
 
 def test_layer_that_is_reused_is_stepped_once(device: Device) -> None:
@@ -120,11 +120,13 @@ def test_layer_that_is_reused_is_stepped_once(device: Device) -> None:
 def test_layer_that_is_reused_in_backwards_of_their_own_is_refused(streams: bool, device: Device) -> None:
     model = Stack(4, run=_reused_in_checkpoints(use_reentrant=True)).to(device.torch_device)
     (batch,) = inputs(device, 1)
-    with _fused(model, device, "sgd", offload_fraction=float(streams)):
-        with pytest.raises(memkit.LayerOffloadError, match=r'"layers\.0\..*stepped already.*use_reentrant=False.*train="host"'):
+    with _fused(model, device, "sgd", offload_ratio=float(streams)):
+        with pytest.raises(
+            memkit.errors.LayerOffloadError, match=r'"layers\.0\..*stepped already.*use_reentrant=False.*train="host"'
+        ):
             model(batch).square().mean().backward()
 
-        with pytest.raises(memkit.LayerOffloadError, match="stepped already"):
+        with pytest.raises(memkit.errors.LayerOffloadError, match="stepped already"):
             model(batch).square().mean().backward()
         assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -132,7 +134,7 @@ def test_layer_that_is_reused_in_backwards_of_their_own_is_refused(streams: bool
 @pytest.mark.parametrize("streams", [True, False])
 def test_layer_that_is_reused_in_checkpoints_of_one_backward(streams: bool, device: Device) -> None:
     run = _reused_in_checkpoints(use_reentrant=False)
-    _compare(Stack(4, run=run), device, "sgd", 2, offload_fraction=float(streams))
+    _compare(Stack(4, run=run), device, "sgd", 2, offload_ratio=float(streams))
 
 
 def _reused_in_checkpoints(use_reentrant: bool) -> Callable[[nn.ModuleList, Tensor], Tensor]:
@@ -178,7 +180,7 @@ def test_parameter_that_the_optimizer_does_not_know_is_refused(device: Device) -
     with _fused(model, device):
         model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
 
-        with pytest.raises(memkit.LayerOffloadError, match=r'"layers\.3\..*assign=True.*make a new LayerOffload'):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r'"layers\.3\..*assign=True.*make a new LayerOffload'):
             model(inputs(device)[0]).square().mean().backward()
 
 
@@ -194,7 +196,7 @@ def test_parameters_that_are_to_be_trained_later(
     plain.layers[2:].requires_grad_(False)
     model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
     optimizer = OPTIMIZERS["adamw"](parameter for parameter in plain.parameters() if parameter.requires_grad)
-    with _fused(model, device, offload_fraction=fraction) as offload:
+    with _fused(model, device, offload_ratio=fraction) as offload:
         assert offload.optimizer is not None
         for step in range(6):
             for one, stepped in ((plain, optimizer), (model, offload.optimizer)):
@@ -220,7 +222,7 @@ def test_parameter_that_is_to_be_trained_later_and_that_the_optimizer_does_not_k
     with _fused(model, device):
         model.layers[3].requires_grad_()
 
-        with pytest.raises(memkit.LayerOffloadError, match=r'"layers\.3\..*come to require grad.*add_param_group'):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r'"layers\.3\..*come to require grad.*add_param_group'):
             model(inputs(device)[0]).square().mean().backward()
 
 
@@ -230,10 +232,10 @@ def test_accumulation_is_refused(device: Device) -> None:
         assert offload.optimizer is not None
         for batch in inputs(device):
             model(batch).square().mean().backward()
-        with pytest.raises(memkit.LayerOffloadError, match=r"after 2 backwards.*train=.host"):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r"after 2 backwards.*train=.host"):
             offload.optimizer.step()
         model.get_submodule("layers.0.up").weight.grad = torch.zeros(24, 16)
-        with pytest.raises(memkit.LayerOffloadError, match=r"layers\.0\.up\.weight.*has a gradient already"):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r"layers\.0\.up\.weight.*has a gradient already"):
             model(batch).square().mean().backward()
 
 
@@ -264,7 +266,7 @@ class _CountingInPlace(torch.optim.SGD):
 def test_optimizer_with_state_in_its_groups_is_refused(kind: type[torch.optim.Optimizer], device: Device) -> None:
     model = Stack(4).to(device.torch_device)
     message = r'Counting.* keeps state in its groups.*"k".*train="host"'
-    with _fused(model, device, optimizer=partial(kind, lr=0.1)), pytest.raises(memkit.LayerOffloadError, match=message):
+    with _fused(model, device, optimizer=partial(kind, lr=0.1)), pytest.raises(memkit.errors.LayerOffloadError, match=message):
         model(inputs(device)[0]).square().mean().backward()
 
 
@@ -296,7 +298,7 @@ def test_own_step_after_gradients_that_were_only_returned(device: Device) -> Non
 
         model(batch).square().mean().backward()
         model(batch).square().mean().backward()
-        with pytest.raises(memkit.LayerOffloadError, match="after 2 backwards"):
+        with pytest.raises(memkit.errors.LayerOffloadError, match="after 2 backwards"):
             offload.optimizer.step()
 
 
@@ -358,11 +360,11 @@ def test_use_of_gradients_after_the_step_is_refused(
     use: Callable[[nn.Module, torch.optim.Optimizer], None], device: Device
 ) -> None:
     model = Stack(4).to(device.torch_device)
-    with _fused(model, device, offload_fraction=0.5) as offload:
+    with _fused(model, device, offload_ratio=0.5) as offload:
         assert offload.optimizer is not None
         model(inputs(device)[0]).square().mean().backward()
 
-        with pytest.raises(memkit.LayerOffloadError, match=r'consumed by the step within the backward.*train="host"'):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r'consumed by the step within the backward.*train="host"'):
             use(model, offload.optimizer)
 
 
@@ -370,7 +372,7 @@ def test_model_is_moved_after_the_step(device: Device) -> None:
     plain = Stack(4).to(device.torch_device)
     model, batches = copy.deepcopy(plain), inputs(device)
     optimizer = OPTIMIZERS["sgd"](plain.parameters())
-    with _fused(model, device, "sgd", offload_fraction=0.5):
+    with _fused(model, device, "sgd", offload_ratio=0.5):
         for batch in batches:
             plain(batch).square().mean().backward()
             optimizer.step()
@@ -388,7 +390,7 @@ def test_zero_grad_after_the_step(set_to_none: bool, device: Device) -> None:
     plain = Stack(4).to(device.torch_device)
     model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
     optimizer = OPTIMIZERS["sgd"](plain.parameters())
-    with _fused(model, device, "sgd", offload_fraction=0.5) as offload:
+    with _fused(model, device, "sgd", offload_ratio=0.5) as offload:
         assert offload.optimizer is not None
         for zero in (model.zero_grad, offload.optimizer.zero_grad, lambda **_: None):
             for one in (plain, model):
@@ -455,7 +457,7 @@ def test_layer_that_was_stepped_is_used_within_the_same_backward(device: Device)
         with torch.no_grad():
             found.append(model.layers[5](batch))
 
-    with _fused(model, device, "sgd", slots=2):
+    with _fused(model, device, "sgd", num_slots=2):
         model.stem.register_forward_hook(lambda _, __, output: output.register_hook(use_last) and None)
         model(batch).square().mean().backward()
     optimizer = OPTIMIZERS["sgd"](plain.parameters())
@@ -471,4 +473,4 @@ def test_parts_of_a_layer_are_stepped_in_backwards_of_their_own(device: Device) 
             y = checkpoint(self.up, self.norm(x), use_reentrant=True)
             return x + checkpoint(self.down, y.tanh(), use_reentrant=True) + self.lora_b(self.lora_a(x))
 
-    _compare(Stack(3, block=Parts), device, "sgd", 3, slots=2)
+    _compare(Stack(3, block=Parts), device, "sgd", 3, num_slots=2)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
-from memkit.sizes import storage_key
+from memkit.storages import storage_key
 from tests.weights.cases import RUNS, Block, Stack, compare, inputs, only_lora
 
 
@@ -21,7 +21,7 @@ from tests.weights.cases import RUNS, Block, Stack, compare, inputs, only_lora
 def test_frozen_layers_with_lora(run: str, slots: int, device: Device) -> None:
     model = only_lora(Stack(run=RUNS[run]))
 
-    stats = compare(model, device, offload_fraction=1.0, slots=slots)
+    stats = compare(model, device, offload_ratio=1.0, num_slots=slots)
 
     assert stats.num_streamed == 6
     assert stats.num_fetches > 0
@@ -29,7 +29,7 @@ def test_frozen_layers_with_lora(run: str, slots: int, device: Device) -> None:
 
 @pytest.mark.parametrize("run", ["in order", "reversed", "skipping", "checkpoint", "reentrant checkpoint"])
 def test_no_more_slots_are_taken_than_planned(run: str, device: Device) -> None:
-    stats = compare(only_lora(Stack(run=RUNS[run])), device, offload_fraction=1.0, slots=2)
+    stats = compare(only_lora(Stack(run=RUNS[run])), device, offload_ratio=1.0, num_slots=2)
 
     assert stats.num_overflows == 0
 
@@ -49,7 +49,7 @@ def _biased(layers: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 def test_output_that_comes_through_all_layers_is_one_of_the_first(device: Device) -> None:
-    stats = compare(only_lora(Stack(8, run=_biased, block=_Biased)), device, offload_fraction=1.0, num_steps=1)
+    stats = compare(only_lora(Stack(8, run=_biased, block=_Biased)), device, offload_ratio=1.0, num_steps=1)
 
     assert stats.num_fetches == 2 * (8 + 5)  # two batches
     assert stats.num_demand_fetches == 0
@@ -58,7 +58,7 @@ def test_output_that_comes_through_all_layers_is_one_of_the_first(device: Device
 @pytest.mark.parametrize("num_layers", [4, 5, 6])
 def test_next_forward_begins_in_the_slots_that_are_free_first(num_layers: int, device: Device) -> None:
     model = only_lora(Stack(num_layers)).to(device.torch_device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=3, device=device), torch.no_grad():
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=3, device=device), torch.no_grad():
         slots = []
         for layer in model.layers:
             layer.register_forward_pre_hook(lambda layer, _: slots.append(storage_key(layer.up.weight.untyped_storage())))
@@ -73,7 +73,7 @@ def test_next_forward_begins_in_the_slots_that_are_free_first(num_layers: int, d
 def test_order_of_the_last_time_is_fetched_ahead(run: str, device: Device) -> None:
     model, batch = only_lora(Stack(8, run=RUNS[run])).to(device.torch_device), inputs(device)[0]
     found = []
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
         for _ in range(3):
             before = offload.stats().num_demand_fetches
             model(batch).sum().backward()
@@ -87,7 +87,7 @@ def test_order_of_the_last_time_is_fetched_ahead(run: str, device: Device) -> No
 
 def test_layers_are_fetched_ahead_in_the_order_of_registration(device: Device) -> None:
     model, num_steps = only_lora(Stack(8)), 3
-    stats = compare(model, device, offload_fraction=1.0, num_steps=num_steps)
+    stats = compare(model, device, offload_ratio=1.0, num_steps=num_steps)
 
     # Two passes in a step, each of 8 layers; what the slots hold at the turn is not fetched again.
     assert stats.num_fetches == num_steps * 2 * (8 + 8 - 3)
@@ -100,7 +100,7 @@ def test_layers_are_fetched_ahead_in_the_order_of_registration(device: Device) -
 def test_nothing_is_left_to_the_garbage_collector(run: str, train: str, device: Device) -> None:
     model = (only_lora(Stack(run=RUNS[run])) if train == "frozen" else Stack(run=RUNS[run])).to(device.torch_device)
     left: list[int] = []
-    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train=train):
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train=train):
         for _ in range(3):
             gc.collect()
             gc.disable()
@@ -123,7 +123,7 @@ def test_nothing_is_left_to_the_garbage_collector(run: str, train: str, device: 
 @pytest.mark.parametrize("run", ["checkpoint", "reentrant checkpoint"])
 def test_checkpointed_layers_are_fetched_once_in_a_backward(run: str, train: str, device: Device) -> None:
     model = Stack(8, run=RUNS[run])
-    stats = compare(only_lora(model) if train == "frozen" else model, device, offload_fraction=1.0, num_steps=3, train=train)
+    stats = compare(only_lora(model) if train == "frozen" else model, device, offload_ratio=1.0, num_steps=3, train=train)
 
     assert stats.num_fetches == 3 * 2 * (8 + 8 - 3)
     assert stats.num_demand_fetches == 0

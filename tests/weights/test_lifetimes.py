@@ -141,13 +141,13 @@ STEPS: dict[str, Step] = {
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("step", STEPS)
 def test_gradients(step: str, slots: int, device: Device) -> None:
-    stats = compare(only_lora(Stack()), device, step=STEPS[step], offload_fraction=1.0, slots=slots)
+    stats = compare(only_lora(Stack()), device, step=STEPS[step], offload_ratio=1.0, num_slots=slots)
 
     assert stats.slot_bytes == slots * stats.streamed_bytes // stats.num_streamed
 
 
 def test_gradients_of_inputs_through_frozen_layers(device: Device) -> None:
-    compare(Stack().requires_grad_(False), device, step=_grad_of_inputs_only, offload_fraction=1.0, slots=2)
+    compare(Stack().requires_grad_(False), device, step=_grad_of_inputs_only, offload_ratio=1.0, num_slots=2)
 
 
 def _grad_of_inputs_only(model: nn.Module, batches: list[Tensor]) -> Result:
@@ -161,7 +161,7 @@ def test_nothing_to_train_in_what_comes_first(device: Device) -> None:
     model = only_lora(Stack())
     model.stem.requires_grad_(False)
 
-    compare(model, device, offload_fraction=1.0, slots=2)
+    compare(model, device, offload_ratio=1.0, num_slots=2)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -172,7 +172,7 @@ def test_another_order_in_each_step(slots: int, device: Device) -> None:
         chance.shuffle(order)
         return in_order(order[: chance.randint(1, len(order))], x)
 
-    compare(only_lora(Stack(run=run_shuffled)), device, num_steps=6, offload_fraction=1.0, slots=slots)
+    compare(only_lora(Stack(run=run_shuffled)), device, num_steps=6, offload_ratio=1.0, num_slots=slots)
 
 
 def test_number_of_layers_that_varies(device: Device) -> None:
@@ -183,7 +183,7 @@ def test_number_of_layers_that_varies(device: Device) -> None:
                 break
         return x
 
-    compare(only_lora(Stack(run=run_some)), device, num_steps=4, offload_fraction=0.7, slots=2)
+    compare(only_lora(Stack(run=run_some)), device, num_steps=4, offload_ratio=0.7, num_slots=2)
 
 
 @pytest.mark.parametrize("step", ["backwards in order", "samples in between", "dropped", "double backward", "retained"])
@@ -191,7 +191,7 @@ def test_no_slot_stays_in_use(step: str, device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
     batches = inputs(device)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         for number in range(20):
             STEPS[step](model, batches)
             if number == 2:
@@ -210,7 +210,7 @@ def test_dropped_graphs_hold_no_slot(device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
     batches = inputs(device)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         kept = [model(batches[0]) for _ in range(5)]
         assert offload.stats().num_overflows == 0
         del kept
@@ -225,7 +225,7 @@ def test_graph_outlives_many_other_passes(device: Device) -> None:
     expected = plain(batches[0])
     expected.sum().backward()
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         output = model(batches[0])
         for _ in range(5):
             with torch.no_grad():
@@ -238,7 +238,7 @@ def test_graph_outlives_many_other_passes(device: Device) -> None:
 def test_slot_that_somebody_reads_after_its_layer_is_not_filled_before(device: Device) -> None:
     """Whoever was given a tensor of a slot may put work on it that comes long after the layer."""
     model = only_lora(Stack()).to(device.torch_device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=1, device=device) as offload, torch.no_grad():
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=1, device=device) as offload, torch.no_grad():
         kept = []
         hook = model.layers[0].up.register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
         hidden = model.layers[0](model.stem(inputs(device)[0]))
@@ -263,7 +263,7 @@ def test_slot_is_read_until_the_outermost_forward_of_its_layer_is_over(device: D
                 device.note_read(self.up.weight.untyped_storage())
             return super().forward(x)
 
-    compare(only_lora(Stack(4, block=Nested)), device, offload_fraction=1.0, slots=1)
+    compare(only_lora(Stack(4, block=Nested)), device, offload_ratio=1.0, num_slots=1)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -273,7 +273,7 @@ def test_steps_make_the_host_wait_for_nothing(slots: int, device: Device, monkey
     def refuse(*_: object) -> None:
         raise AssertionError("the host waits, or the allocator is left to track a stream")
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=slots, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=slots, device=device) as offload:
         for _ in range(3):  # one is timed, and waited for
             run_step(model, batches)
         with monkeypatch.context() as patch:

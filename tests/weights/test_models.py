@@ -248,7 +248,7 @@ def train_and_sample(model: nn.Module, batches: list[Tensor]) -> Result:
 def test_layers_of_many_kinds(block: str, device: Device) -> None:
     model = only_lora(Stack(4, block=BLOCKS[block]))
 
-    stats = compare(model, device, step=train_and_sample, offload_fraction=1.0, slots=2)
+    stats = compare(model, device, step=train_and_sample, offload_ratio=1.0, num_slots=2)
 
     assert stats.num_streamed == 4
 
@@ -257,7 +257,7 @@ def test_layers_of_many_kinds(block: str, device: Device) -> None:
 def test_parameters_are_in_the_slot_while_their_layer_runs_backward(slots: int, device: Device) -> None:
     KeepsParameter.places.clear()
 
-    stats = compare(only_lora(Stack(4, block=HiddenParameter)), device, offload_fraction=1.0, slots=slots)
+    stats = compare(only_lora(Stack(4, block=HiddenParameter)), device, offload_ratio=1.0, num_slots=slots)
 
     assert len(KeepsParameter.places) == 2 * 2 * 2 * 4
     assert sum(owner is not None for owner in KeepsParameter.places) == 2 * 2 * 4
@@ -269,7 +269,7 @@ def test_other_dtypes(dtype: torch.dtype, device: Device) -> None:
     def step(model: nn.Module, batches: list[Tensor]) -> Result:
         return train_and_sample(model, [batch.to(dtype) for batch in batches])
 
-    compare(only_lora(Stack(4)).to(dtype), device, step=step, offload_fraction=1.0, slots=2)
+    compare(only_lora(Stack(4)).to(dtype), device, step=step, offload_ratio=1.0, num_slots=2)
 
 
 class UNet(nn.Module):
@@ -307,7 +307,7 @@ def test_unet_with_levels_of_different_sizes(slots: int, device: Device) -> None
     model = UNet().requires_grad_(False)
     model.out.requires_grad_()
 
-    stats = compare(model, device, step=step, offload_fraction=1.0, slots=slots)
+    stats = compare(model, device, step=step, offload_ratio=1.0, num_slots=slots)
 
     assert stats.num_streamed == 6
 
@@ -329,7 +329,7 @@ def test_lists_of_two_kinds_stream_both_through_slots_of_two_sizes(device: Devic
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name)
 
-    stats = compare(model, device, offload_fraction=1.0, slots=2)
+    stats = compare(model, device, offload_ratio=1.0, num_slots=2)
 
     assert stats.num_streamed == 7
     assert stats.num_overflows == 0
@@ -345,7 +345,7 @@ def test_encoder_layers_that_stream_themselves_have_no_fast_path(device: Device)
     for handle in handles:
         handle.remove()
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device), torch.no_grad():
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device), torch.no_grad():
         found = model(tokens.to(device.torch_device)).cpu()
 
     if device.torch_device.type == "cpu":
@@ -359,7 +359,7 @@ def test_tied_parameters_stay_and_warn(device: Device) -> None:
     model.layers[0].up.weight = model.layers[3].up.weight
 
     with pytest.warns(UserWarning, match=r"layers.0.up.weight, layers.3.up.weight share their bytes"):
-        compare(only_lora(model), device, offload_fraction=1.0)
+        compare(only_lora(model), device, offload_ratio=1.0)
 
 
 class _WithPart(nn.Linear):
@@ -389,7 +389,7 @@ def test_weight_that_a_buffer_is_a_part_of_stays_and_warns(train: str, device: D
     model.load_state_dict(plain.state_dict())
     model.layers.requires_grad_(train == "host")
     with pytest.warns(UserWarning, match=r"layers.0.weight, layers.0.part share their bytes"):
-        offload = memkit.LayerOffload(model, offload_fraction=1.0, train=train, device=device)
+        offload = memkit.LayerOffload(model, offload_ratio=1.0, train=train, device=device)
 
     with offload:
         for _ in range(2):
@@ -410,7 +410,7 @@ def test_layer_tied_to_the_head_stays_and_warns(device: Device) -> None:
     only_lora(model).stem.requires_grad_(False)
 
     with pytest.warns(UserWarning, match=r"stem.weight, layers.1.weight share their bytes"):
-        compare(model, device, offload_fraction=1.0)
+        compare(model, device, offload_ratio=1.0)
 
 
 @pytest.mark.filterwarnings("ignore:.*share their bytes")
@@ -420,14 +420,14 @@ def test_storage_shared_by_different_parameters_stays(device: Device) -> None:
     for layer, part in zip(model.layers, flat.chunk(4), strict=True):
         layer.weight.data = part.view(WIDTH, WIDTH)
 
-    compare(model, device, offload_fraction=1.0)
+    compare(model, device, offload_ratio=1.0)
 
 
 def test_layer_under_two_names_streams_once(device: Device) -> None:
     model = Stack(3)
     model.layers.append(model.layers[0])
 
-    stats = compare(only_lora(model), device, offload_fraction=1.0, slots=2)
+    stats = compare(only_lora(model), device, offload_ratio=1.0, num_slots=2)
 
     assert stats.num_streamed == 3
 
@@ -438,7 +438,7 @@ def test_layer_that_has_another_name_before_streams_too(device: Device) -> None:
     model.layers = nn.ModuleList([model.first, Block(), Block()])
     model.forward = lambda x: in_order(model.layers, x)
 
-    with memkit.LayerOffload(model.requires_grad_(False), offload_fraction=1.0, device=device) as offload:
+    with memkit.LayerOffload(model.requires_grad_(False), offload_ratio=1.0, device=device) as offload:
         assert len(offload.plan.streamed) == 3
 
 
@@ -448,7 +448,7 @@ def test_layer_called_with_keywords(device: Device) -> None:
             x = layer(x=x)
         return x
 
-    compare(only_lora(Stack(4, run=run)), device, offload_fraction=1.0, slots=2)
+    compare(only_lora(Stack(4, run=run)), device, offload_ratio=1.0, num_slots=2)
 
 
 class Returning(nn.Linear):
@@ -468,7 +468,7 @@ def test_view_of_a_weight_that_the_model_uses_outside_of_the_layer(device: Devic
 
     model = only_lora(Stack(4, run=run, block=lambda: Returning(WIDTH, WIDTH)))
 
-    stats = compare(model, device, offload_fraction=1.0, slots=2)
+    stats = compare(model, device, offload_ratio=1.0, num_slots=2)
 
     assert stats.num_overflows > 0
 
@@ -478,7 +478,7 @@ def test_view_of_a_weight_that_is_kept_keeps_its_bytes(device: Device) -> None:
     weights = [layer.weight.detach().clone() for layer in model.layers]
     x = torch.randn(3, WIDTH, device=device.torch_device)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=1, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=1, device=device):
         views = [layer(x)[1] for layer in model.layers]
         for _ in range(2):
             for layer in model.layers:
@@ -498,7 +498,7 @@ def test_autocast_with_layers_reused(cache_enabled: bool, device: Device) -> Non
             outputs[-1].float().square().mean().backward()
         return results(model, outputs)
 
-    compare(only_lora(Stack(4, run=reused)), device, step=step, offload_fraction=1.0, slots=2)
+    compare(only_lora(Stack(4, run=reused)), device, step=step, offload_ratio=1.0, num_slots=2)
 
 
 def test_recursive_layer(device: Device) -> None:
@@ -511,7 +511,7 @@ def test_recursive_layer(device: Device) -> None:
             x = self.linear(x).tanh()
             return self(x, depth - 1) + self.linear(x) if depth else x
 
-    compare(only_lora(Stack(4, block=Recursive)), device, offload_fraction=1.0, slots=2)
+    compare(only_lora(Stack(4, block=Recursive)), device, offload_ratio=1.0, num_slots=2)
 
 
 class Careful(nn.Module):
@@ -536,7 +536,7 @@ class Careful(nn.Module):
 def test_layer_goes_on_in_its_slot_after_an_error_that_it_has_caught(device: Device) -> None:
     model = only_lora(Stack(4, block=Careful))
 
-    compare(model, device, offload_fraction=1.0, slots=2)
+    compare(model, device, offload_ratio=1.0, num_slots=2)
 
     assert all(found for layer in model.layers for found in layer.found)
 
@@ -558,7 +558,7 @@ def test_gradients_taken_inside_of_a_layer_without_grad(device: Device) -> None:
         with torch.no_grad():
             return results(model, [model(batch) for batch in batches])
 
-    stats = compare(only_lora(Stack(4, block=Guided)), device, step=step, offload_fraction=1.0, slots=2)
+    stats = compare(only_lora(Stack(4, block=Guided)), device, step=step, offload_ratio=1.0, num_slots=2)
 
     assert stats.num_overflows == 0
 
@@ -570,7 +570,7 @@ def test_streams_in_inference_mode_alone(device: Device) -> None:
         batch = inputs(device)[0]
         expected = plain(batch)
 
-        with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device, train="frozen"):
+        with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device, train="frozen"):
             found = model(batch)
 
     assert torch.equal(found, expected)
@@ -595,7 +595,7 @@ def test_hooks_of_the_user_on_streamed_layers(device: Device) -> None:
         return results(model, [*outputs, *found])
 
     if device.torch_device.type == "cpu":  # a hook that was added later reads the weights when the layer's forward is over
-        compare(only_lora(Stack(4)), device, step=step, offload_fraction=1.0, slots=2)
+        compare(only_lora(Stack(4)), device, step=step, offload_ratio=1.0, num_slots=2)
 
 
 # A pass: the layers in order, how they are called, how many times the order is run through.
@@ -645,6 +645,6 @@ def test_random_programs(program: list[Any], backwards: list[int], slots: int, f
     device = ReferenceDevice(seed=seed)
     step = partial(_run_program, program, backwards)
 
-    compare(only_lora(Stack(5)), device, step=step, offload_fraction=fraction, slots=slots)
+    compare(only_lora(Stack(5)), device, step=step, offload_ratio=fraction, num_slots=slots)
 
     device.synchronize()

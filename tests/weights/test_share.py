@@ -1,4 +1,4 @@
-"""`offload_fraction="auto"`: a step is timed, layers come to stay on the device, and not a bit changes."""
+"""`offload_ratio="auto"`: a step is timed, layers come to stay on the device, and not a bit changes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_layers_that_come_to_stay_change_nothing(
     if train == "frozen":
         only_lora(model)
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction="auto", train=train, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", train=train, device=device) as offload:
         optimizers = [_sgd(model), _sgd(plain)]
         for step in range(4):
             assert len(offload.plan.streamed) == (8 if step < 2 else 4)
@@ -74,7 +74,7 @@ def test_layers_that_come_to_stay_change_nothing(
 @pytest.mark.usefixtures("half")
 def test_optimizer_state_goes_where_its_parameter_goes(device: Device) -> None:
     model, batches = Stack(4).to(device.torch_device), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction="auto", train="host", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", train="host", device=device) as offload:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for _ in range(4):
             run_step(model, batches)
@@ -92,7 +92,7 @@ def test_steps_within_the_backward_go_on(device: Device) -> None:
     plain = copy.deepcopy(model)
     make = partial(torch.optim.AdamW, lr=0.01)
     optimizer = make(plain.parameters())
-    with memkit.LayerOffload(model, offload_fraction="auto", optimizer=make, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", optimizer=make, device=device) as offload:
         its_own = offload.optimizer
         for _ in range(5):
             for one in (model, plain):
@@ -109,7 +109,7 @@ def test_steps_within_the_backward_go_on(device: Device) -> None:
 def test_graph_that_is_alive_puts_it_off(device: Device) -> None:
     model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         alive = [one(batches[0]).sum() for one in (model, plain)]
         for _ in range(2):
             for one in (model, plain):
@@ -126,7 +126,7 @@ def test_graph_that_is_alive_puts_it_off(device: Device) -> None:
 def test_layers_that_are_called_by_themselves(device: Device) -> None:
     model, batches = only_lora(Stack(8)).layers.to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         for _ in range(5):
             results = []
             for one in (model, plain):
@@ -142,7 +142,7 @@ def test_layers_that_are_called_by_themselves(device: Device) -> None:
 @pytest.mark.usefixtures("half")
 def test_host_memory_and_slots_of_layers_that_stay_are_given_back(device: Device) -> None:
     model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         before = offload.stats()
         run_step(model, batches)
         run_step(model, batches)
@@ -156,7 +156,7 @@ def test_host_memory_and_slots_of_layers_that_stay_are_given_back(device: Device
 @pytest.mark.parametrize("holds", [False, True])
 def test_host_memory_of_gradients_is_given_back_if_nobody_holds_them(holds: bool, device: Device) -> None:
     model, batches = Stack(8).to(device.torch_device), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction="auto", train="host", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", train="host", device=device) as offload:
         before = offload.stats()
         run_step(model, batches)
         held = [parameter.grad for parameter in model.parameters() if holds]
@@ -176,7 +176,7 @@ def test_host_memory_of_gradients_is_given_back_if_nobody_holds_them(holds: bool
 def test_tensors_of_a_state_dict_stay_what_they_are(device: Device) -> None:
     model, batches = only_lora(Stack(4)).to(device.torch_device), inputs(device)
     expected = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items() if "lora" not in name}
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         kept = model.state_dict()
         for _ in range(2):
             run_step(model, batches)
@@ -191,7 +191,7 @@ def test_tensors_of_a_state_dict_stay_what_they_are(device: Device) -> None:
 def test_sampling_alone_is_timed_as_well(device: Device) -> None:
     model, batches = only_lora(Stack(8)).requires_grad_(False).to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
-    with torch.no_grad(), memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with torch.no_grad(), memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         for _ in range(4):
             assert torch.equal(model(batches[0]), plain(batches[0]))
         assert len(offload.plan.streamed) == 4
@@ -199,7 +199,7 @@ def test_sampling_alone_is_timed_as_well(device: Device) -> None:
 
 def test_samples_ahead_of_training_do_not_decide(half: list[Rehearsed], device: Device) -> None:
     model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device, 1)
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         for _ in range(5):
             with torch.no_grad():
                 model(batches[0])
@@ -239,7 +239,7 @@ def test_layers_are_timed(resident: int) -> None:
     model = nn.Sequential(nn.ModuleList(_Slow() for _ in range(4)))
     model.forward = lambda x: model[0][3](model[0][2](model[0][1](model[0][0](x))))  # type: ignore[method-assign]
     x = torch.randn(2, WIDTH, requires_grad=True)
-    with memkit.LayerOffload(model, resident=resident, device=device) as offload:
+    with memkit.LayerOffload(model, num_resident=resident, device=device) as offload:
         assert offload.stats().actual_s is None
         for _ in range(3):
             model(x).sum().backward()
@@ -318,7 +318,7 @@ def test_capacity_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     device = ReferenceDevice()
     device.capacity_bytes = 12345
     model = only_lora(Stack(4))
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         for _ in range(3):
             run_step(model, inputs(device))
         stats = offload.stats()
@@ -328,15 +328,15 @@ def test_capacity_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("fraction", ["most", "Auto", "0.5"])
 def test_other_words_are_refused(fraction: str) -> None:
-    with pytest.raises(ValueError, match=r'offload_fraction is a number from 0 to 1, or "auto"; found'):
-        memkit.LayerOffload(Stack(4), offload_fraction=fraction, device=ReferenceDevice())
+    with pytest.raises(ValueError, match=r'offload_ratio is a number from 0 to 1, or "auto"; found'):
+        memkit.LayerOffload(Stack(4), offload_ratio=fraction, device=ReferenceDevice())
 
 
 @pytest.mark.usefixtures("half")
 def test_counts_go_on_and_the_second_step_with_the_share_is_timed(device: Device) -> None:
     model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device, 1)
     seen = []
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         for _ in range(5):
             run_step(model, batches)
             seen.append(offload.stats())
@@ -355,7 +355,7 @@ def test_all_come_to_stay(by_themselves: bool, device: Device, monkeypatch: pyte
     monkeypatch.setattr(layers_module, "plan_rehearsed", choose)
     model = only_lora(Stack(4)).to(device.torch_device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         for _ in range(6):
             batch = inputs(device, 1)[0]
             outputs = [_layers_of(one, batch, by_themselves) for one in (model, plain)]
@@ -378,7 +378,7 @@ def _layers_of(model: nn.Module, x: Tensor, by_themselves: bool) -> Tensor:
 
 def test_nothing_is_timed_where_nothing_streams() -> None:
     model = only_lora(Stack(4))
-    with memkit.LayerOffload(model, offload_fraction=0, device=ReferenceDevice()):
+    with memkit.LayerOffload(model, offload_ratio=0, device=ReferenceDevice()):
         assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -393,7 +393,7 @@ def test_parameters_that_were_put_in_the_place_of_others_come_to_stay(device: De
     monkeypatch.setattr(Placement, "place", place)
     model = only_lora(Stack(4)).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         run_step(model, batches)
         other = {name: tensor.clone() * 2 for name, tensor in model.state_dict().items()}
         for one in (model, plain):
@@ -414,7 +414,7 @@ def test_all_go_on_streaming_where_the_device_has_no_room(
     model = only_lora(Stack(8)) if train == "frozen" else Stack(8)
     plain, batches = copy.deepcopy(model.to(device.torch_device)), inputs(device, 1)
     optimizer = partial(torch.optim.SGD, lr=0.0) if train == "fused" else None
-    with memkit.LayerOffload(model, offload_fraction="auto", train=train, optimizer=optimizer, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", train=train, optimizer=optimizer, device=device) as offload:
         for one in (model, plain, model, plain):
             run_step(one, batches)
         place, times = offload._placement.place, iter(range(3))
@@ -440,7 +440,7 @@ def test_all_go_on_streaming_where_the_device_has_no_room(
 def test_share_is_chosen_while_sampling_in_inference_mode(device: Device) -> None:
     model, batches = Stack(4).to(device.torch_device), inputs(device, 1)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction="auto", train="host", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", train="host", device=device) as offload:
         for one in (model, plain, model, plain):
             run_step(one, batches)
         with torch.inference_mode():
@@ -471,7 +471,7 @@ def test_step_that_fails_is_not_the_one_that_counts(where: str, device: Device) 
                 x = _Fails.apply(x) if where == "backward" else layers[2](x[:, :1])
         return x
 
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         run_step(model, batches)
         in_order, model._run = model._run, run
         with torch.set_grad_enabled(where != "sampling"), pytest.raises(RuntimeError):
@@ -500,13 +500,13 @@ def test_forward_that_is_refused_beside_one_in_another_thread_is_no_step() -> No
             found.append(model(batches[0]))
 
     thread = threading.Thread(target=sample)
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         run_step(model, batches)
         model.layers[0].up.register_forward_pre_hook(waits)
         thread.start()
         assert entered.wait(30)
         for _ in range(2):
-            with pytest.raises(memkit.LayerOffloadError, match="one thread at a time"):
+            with pytest.raises(memkit.errors.LayerOffloadError, match="one thread at a time"):
                 run_step(model, batches)
         assert len(offload.plan.streamed) == 4
         goes_on.set()
@@ -532,7 +532,7 @@ def test_copies_of_memory_that_is_not_pinned_are_timed_one_by_one(
 
     monkeypatch.setattr(device, "copy_pageable", slow)
     model, batches = only_lora(Stack(8)), inputs(device, 1)
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         num_bytes = offload.stats().streamed_bytes / 8
         for _ in range(3):
             run_step(model, batches)
@@ -543,7 +543,7 @@ def test_copies_of_memory_that_is_not_pinned_are_timed_one_by_one(
 def test_profile_without_data_is_not_timed() -> None:
     device = ReferenceDevice()
     model, batches = only_lora(Stack(4)), inputs(device, 1)
-    with memkit.LayerOffload(model, resident=2, device=device) as offload:
+    with memkit.LayerOffload(model, num_resident=2, device=device) as offload:
         for _ in range(2):
             run_step(model, batches)
         assert offload._rehearsal is not None
@@ -555,7 +555,7 @@ def test_profile_without_data_is_not_timed() -> None:
 @pytest.mark.usefixtures("half")
 def test_copies_are_not_noted_while_a_graph_puts_it_off(device: Device) -> None:
     model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device, 1)
-    with memkit.LayerOffload(model, offload_fraction="auto", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         alive = model(batches[0]).sum()
         for _ in range(3):
             run_step(model, batches)

@@ -195,7 +195,7 @@ def _devices(tensor: Tensor) -> set[torch.device]:
 @pytest.mark.parametrize("slots", [1, 2, 6])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_same_as_plainly(block: str, slots: int, device: Device) -> None:
-    stats = compare(Stack(block=BLOCKS[block]), device, offload_fraction=1.0, slots=slots)
+    stats = compare(Stack(block=BLOCKS[block]), device, offload_ratio=1.0, num_slots=slots)
 
     assert stats.num_streamed == 6
     assert stats.num_overflows == 0
@@ -204,7 +204,7 @@ def test_same_as_plainly(block: str, slots: int, device: Device) -> None:
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("block", ["int8", "int4, kept"])
 def test_in_any_order_and_with_checkpoints(block: str, run: str, device: Device) -> None:
-    compare(Stack(block=BLOCKS[block], run=RUNS[run]), device, offload_fraction=1.0, slots=2)
+    compare(Stack(block=BLOCKS[block], run=RUNS[run]), device, offload_ratio=1.0, num_slots=2)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -217,7 +217,7 @@ def test_several_graphs_alive(block: str, device: Device) -> None:
             outputs.append(model(batches[0]))
         return results(model, outputs)
 
-    compare(Stack(block=BLOCKS[block]), device, step=step, offload_fraction=0.5, slots=1)
+    compare(Stack(block=BLOCKS[block]), device, step=step, offload_ratio=0.5, num_slots=1)
 
 
 @pytest.mark.parametrize("block", ["int8", "int4"])
@@ -227,7 +227,7 @@ def test_beside_plain_parameters_that_are_trained(train: str, block: str, device
     model = _model(device, BLOCKS[block])
     plain = copy.deepcopy(model)
     expected = run_step(plain, inputs(device)[:1])
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device, **options) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device, **options) as offload:
         assert {name for name, p in model.named_parameters() if p.device.type == "cpu" and "layers" in name}
 
         found = run_step(model, inputs(device)[:1])
@@ -248,7 +248,7 @@ def test_bytes_that_stream_are_those_of_the_inner_tensors(device: Device) -> Non
         def forward(self, x: Tensor) -> Tensor:
             return functional.linear(x.repeat(1, 64), self.weight)[:, :WIDTH]
 
-    stats = compare(Stack(4, block=Wide), device, offload_fraction=1.0, slots=2)
+    stats = compare(Stack(4, block=Wide), device, offload_ratio=1.0, num_slots=2)
 
     assert 4 * (64 * 1024 + 4 * 64) <= stats.streamed_bytes <= 4 * (64 * 1024 + 4 * 64 + 1024)
 
@@ -265,7 +265,7 @@ def test_parameter_and_inner_tensors_are_where_they_say(kind: type[Wrapper], dev
 
     model = _model(device, lambda: Seen(kind))
     weights = [layer.weight for layer in model.layers]
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         at_rest = [_devices(weight) for weight in weights]
         model(inputs(device)[0])
         after = [_devices(weight) for weight in weights]
@@ -310,7 +310,7 @@ def test_those_that_require_grad_stay_on_the_device(device: Device) -> None:
     model = _model(device)
     model.layers[2].base.weight.requires_grad_()
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, train="host", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device) as offload:
         run_step(model, inputs(device))
         names = {item.name for extent in offload._extents for item in extent.parameters}
         assert _devices(model.layers[2].base.weight) == {device.torch_device}
@@ -323,10 +323,10 @@ def test_those_that_require_grad_stay_on_the_device(device: Device) -> None:
 @pytest.mark.parametrize("train", ["frozen", "host"])
 def test_those_that_come_to_require_grad_raise(train: str, device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, train=train, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, train=train, device=device):
         model.layers[1].base.weight.requires_grad_()
 
-        with pytest.raises(memkit.LayerOffloadError, match=r"layers.1.* require"):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r"layers.1.* require"):
             model(inputs(device)[0])
 
 
@@ -353,7 +353,7 @@ def _write_inner(weight: Wrapper) -> None:
 )
 def test_write_between_forward_and_backward_raises(block: str, write: Callable[[Wrapper], None], device: Device) -> None:
     model = _model(device, BLOCKS[block])
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         loss = model(inputs(device)[0]).sum()
         write(model.layers[3].base.weight)
 
@@ -365,7 +365,7 @@ def test_write_between_forward_and_backward_raises(block: str, write: Callable[[
 def test_write_at_rest_is_in_the_next_forward(write: Callable[[Wrapper], None], device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         run_step(model, inputs(device))
         run_step(plain, inputs(device))
         states = [extent.state() for extent in offload._extents]
@@ -378,7 +378,7 @@ def test_write_at_rest_is_in_the_next_forward(write: Callable[[Wrapper], None], 
 
 def test_write_while_gathered_raises_in_the_backward(device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
         loss = model(inputs(device)[0]).sum()
         with offload.gather("layers.2") as layer:
             layer.base.weight.values.data.neg_()
@@ -396,9 +396,9 @@ def test_forward_that_writes_to_its_weights_raises(write: Callable[[Wrapper], No
 
     model = _model(device, lambda: Writing(Int8))
     with (
-        memkit.LayerOffload(model, offload_fraction=1.0, device=device),
+        memkit.LayerOffload(model, offload_ratio=1.0, device=device),
         torch.no_grad(),
-        pytest.raises(memkit.LayerOffloadError, match="has written to its own weights"),
+        pytest.raises(memkit.errors.LayerOffloadError, match="has written to its own weights"),
     ):
         model(inputs(device)[0])
 
@@ -411,7 +411,7 @@ def test_exception_in_the_forward(error: type[BaseException], device: Device) ->
     def fail(*_: Any) -> None:
         raise error("on purpose")
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         handle = model.layers[3].norm.register_forward_hook(fail)
         with pytest.raises(error, match="on purpose"):
             model(inputs(device)[0])
@@ -430,7 +430,7 @@ def test_close_leaves_the_model_as_it_was(block: str, device: Device) -> None:
     weights = [layer.base.weight for layer in model.layers]
     before = [weight.dequantize().clone() for weight in weights]
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         run_step(model, inputs(device))
 
     assert all(layer.base.weight is weight for layer, weight in zip(model.layers, weights, strict=True))
@@ -445,7 +445,7 @@ def test_close_leaves_the_model_as_it_was(block: str, device: Device) -> None:
 def test_state_is_taken_and_keeps_its_bytes_after_close(device: Device) -> None:
     model = _model(device, BLOCKS["int4"])
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         state = model.state_dict()
         run_step(model, inputs(device))
     del model
@@ -459,7 +459,7 @@ def test_state_is_taken_and_keeps_its_bytes_after_close(device: Device) -> None:
 @pytest.mark.parametrize("block", ["int8", "int4"])
 def test_state_is_loaded(block: str, assign: bool, device: Device) -> None:
     model, other = _model(device, BLOCKS[block]), _model(device, BLOCKS[block])
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         run_step(model, inputs(device))
         model.zero_grad()
         state = {
@@ -476,7 +476,7 @@ def test_state_is_loaded(block: str, assign: bool, device: Device) -> None:
 def test_inner_tensor_that_was_replaced_is_taken_over(device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         run_step(model, inputs(device))
         run_step(plain, inputs(device))
         old = model.layers[1].base.weight.scale
@@ -490,36 +490,40 @@ def test_inner_tensor_that_was_replaced_is_taken_over(device: Device) -> None:
 
 def test_inner_tensor_more_than_before_raises(device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         weight = model.layers[1].base.weight
         weight.names, weight.zero_point = ("values", "scale", "zero_point"), torch.zeros(1)
 
-        with pytest.raises(memkit.LayerOffloadError, match=r'"layers.1.base.weight" streams as .*Int8.*Call offload.close\(\)'):
+        with pytest.raises(
+            memkit.errors.LayerOffloadError, match=r'"layers.1.base.weight" streams as .*Int8.*Call offload.close\(\)'
+        ):
             model(inputs(device)[0])
 
 
 def test_another_kind_in_its_place_raises(device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         model.layers[1].base.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
 
-        with pytest.raises(memkit.LayerOffloadError, match=r'"layers.1.base.weight" streams as .*Int8.*Call offload.close\(\)'):
+        with pytest.raises(
+            memkit.errors.LayerOffloadError, match=r'"layers.1.base.weight" streams as .*Int8.*Call offload.close\(\)'
+        ):
             model(inputs(device)[0])
 
 
 def test_cast_raises_at_the_next_use(device: Device) -> None:
     model = _model(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         model.to(torch.float64)
 
-        with pytest.raises(memkit.LayerOffloadError, match=r"streams as .*float64.*Call offload.close\(\) first"):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r"streams as .*float64.*Call offload.close\(\) first"):
             model(inputs(device)[0].double())
 
 
 def test_moved_to_where_it_is(device: Device) -> None:
     model = _model(device)
     plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         model.layers.to("cpu", torch.float32)
         for layer in model.layers:
             layer.lora_a.to(device.torch_device)
@@ -535,7 +539,7 @@ def test_inner_tensors_shared_between_layers_stay_and_warn(device: Device) -> No
     model.layers[3].base.weight = nn.Parameter(other, requires_grad=False)
 
     with pytest.warns(UserWarning, match=r"layers.0.base.weight, layers.3.base.weight share their bytes"):
-        stats = compare(model, device, offload_fraction=1.0)
+        stats = compare(model, device, offload_ratio=1.0)
 
     assert stats.num_streamed == 6
 
@@ -552,7 +556,7 @@ def test_inner_tensors_shared_within_a_layer(device: Device) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return functional.linear(x, self.first) + functional.linear(x, self.second) * self.scale
 
-    stats = compare(Stack(4, block=Shared), device, offload_fraction=1.0, slots=2)
+    stats = compare(Stack(4, block=Shared), device, offload_ratio=1.0, num_slots=2)
 
     assert stats.num_streamed == 4
 
@@ -567,7 +571,7 @@ def test_empty_inner_tensor(device: Device) -> None:
         made.weight = nn.Parameter(Symmetric.of(*inner), requires_grad=False)
         return made
 
-    compare(Stack(4, block=block), device, offload_fraction=1.0, slots=2)
+    compare(Stack(4, block=block), device, offload_ratio=1.0, num_slots=2)
 
 
 def test_inner_tensor_that_is_made_anew_each_time_stays(device: Device) -> None:
@@ -592,7 +596,7 @@ def test_inner_tensor_that_is_made_anew_each_time_stays(device: Device) -> None:
 
     if device.torch_device.type == "cpu":
         model = _model(device, block)
-        with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+        with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
             names = [item.name for extent in offload._extents for item in extent.parameters]
 
         assert not any("weight" in name for name in names)
@@ -620,7 +624,7 @@ def test_together(other: str, block: str, device: Device) -> None:
     model = _model(device, BLOCKS[block])
     plain = copy.deepcopy(model)
     expected = [run_step(plain, inputs(device)) for _ in range(3)]
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         for want in expected:
             assert_same(step(model, inputs(device)), want)
 
@@ -630,7 +634,7 @@ def test_together(other: str, block: str, device: Device) -> None:
 def test_together_with_recompute(block: str, device: Device) -> None:
     model = _model(device, BLOCKS[block])
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         for _ in range(3):
             outputs = []
             for batch in batches:
@@ -671,7 +675,7 @@ def test_parameter_with_tensors_in_attributes_streams_without_those() -> None:
         other.weight.absmax = one.weight.absmax
     addresses = [layer.weight.absmax.data_ptr() for layer in model.layers]
     expected = run_step(plain, inputs(device))
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         assert_same(run_step(model, inputs(device)), expected)
 
         assert offload.stats().num_streamed == 4
@@ -682,12 +686,12 @@ def test_parameter_with_tensors_in_attributes_streams_without_those() -> None:
 # torchao
 
 
-def _compare_loaded(make: Callable[[], nn.Module], slots: int, device: Device) -> memkit.LayerStats:
+def _compare_loaded(make: Callable[[], nn.Module], slots: int, device: Device) -> memkit.weights.LayerStats:
     """See that a model that cannot be copied does the same plainly and with streamed layers."""
     model, plain = make().to(device.torch_device), make().to(device.torch_device)
     plain.load_state_dict(model.state_dict())
     expected = [run_step(plain, inputs(device)) for _ in range(2)]
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=slots, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=slots, device=device) as offload:
         for want in expected:
             assert_same(run_step(model, inputs(device)), want)
         stats = offload.stats()

@@ -78,7 +78,7 @@ def _step_in(context: Context, device: Device) -> Callable[[nn.Module, list[Tens
 def test_contexts_around_forwards(context: str, slots: int, device: Device) -> None:
     step = _step_in(CONTEXTS[context], device)
 
-    compare(only_lora(Stack()), device, step=step, num_steps=3, offload_fraction=1.0, slots=slots)
+    compare(only_lora(Stack()), device, step=step, num_steps=3, offload_ratio=1.0, num_slots=slots)
 
 
 @pytest.mark.parametrize("run", ["checkpoint", "reentrant checkpoint", "segments", "reused", "branching"])
@@ -88,14 +88,14 @@ def test_contexts_around_other_runs(context: str, run: str, device: Device) -> N
         pytest.skip("one of the two recomputes")
     step = _step_in(CONTEXTS[context], device)
 
-    compare(only_lora(Stack(run=RUNS[run])), device, step=step, num_steps=2, offload_fraction=1.0, slots=2)
+    compare(only_lora(Stack(run=RUNS[run])), device, step=step, num_steps=2, offload_ratio=1.0, num_slots=2)
 
 
 def test_smallest_budget_of_recompute(device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device, 1)
-    smallest = memkit.min_budget(plain, batches[0], target="cpu", min_bytes=0)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    smallest = memkit.Rematerialize.min_budget(plain, batches[0], target="cpu", min_bytes=0)
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         for _ in range(3):
             with memkit.Rematerialize(smallest, min_bytes=0, device=device):
                 output = model(batches[0])
@@ -119,13 +119,13 @@ def test_recompute_where_an_op_returns_a_weight(device: Device) -> None:
             outputs[-1].square().mean().backward()
         return results(model, outputs)
 
-    compare(only_lora(Stack(block=Returning)), device, step=step, num_steps=3, offload_fraction=1.0, slots=2)
+    compare(only_lora(Stack(block=Returning)), device, step=step, num_steps=3, offload_ratio=1.0, num_slots=2)
 
 
 @pytest.mark.parametrize("context", ["offload", "save on cpu", "hooks of the user"])
 def test_weights_are_no_activations(context: str, device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         with CONTEXTS[context](device):
             loss = model(inputs(device)[0]).sum()
         loss.backward()
@@ -141,7 +141,7 @@ def test_hooks_outside_are_given_no_weights_that_stream(device: Device) -> None:
         return tensor
 
     model = only_lora(Stack()).to(device.torch_device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model(inputs(device)[0])
 
@@ -156,7 +156,7 @@ def test_hooks_of_the_user_inside_of_a_layer(device: Device) -> None:
                 x = super().forward(x)
             return super().forward(x)
 
-    compare(only_lora(Stack(4, block=Hooked)), device, offload_fraction=1.0, slots=2)
+    compare(only_lora(Stack(4, block=Hooked)), device, offload_ratio=1.0, num_slots=2)
 
 
 def test_hooks_of_the_user_inside_of_a_layer_that_keep_what_they_are_given(device: Device) -> None:
@@ -169,7 +169,7 @@ def test_hooks_of_the_user_inside_of_a_layer_that_keep_what_they_are_given(devic
 
     model = only_lora(Stack(4, block=lambda: Hooked(WIDTH, WIDTH)))
 
-    stats = compare(model, device, offload_fraction=1.0, slots=2)
+    stats = compare(model, device, offload_ratio=1.0, num_slots=2)
 
     assert stats.num_overflows > 0
 
@@ -186,7 +186,7 @@ def test_checkpoint_inside_of_a_layer(use_reentrant: bool, device: Device) -> No
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(lambda x: super(Inside, self).forward(x) * self.scale, x, use_reentrant=use_reentrant)
 
-    compare(only_lora(Stack(4, block=Inside)), device, offload_fraction=1.0, slots=2)
+    compare(only_lora(Stack(4, block=Inside)), device, offload_ratio=1.0, num_slots=2)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -207,15 +207,15 @@ def test_checkpoint_inside_of_a_layer_inside_of_another(use_reentrant: bool, dev
         model,
         device,
         layers=[f"layers.{outer}.inner.{inner}" for outer in (0, 1) for inner in (0, 1)],
-        offload_fraction=1.0,
-        slots=1,
+        offload_ratio=1.0,
+        num_slots=1,
     )
 
 
 def test_profile_of_a_model_that_streams(device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         for where in (None, "meta"):
             report = memkit.profile_memory(model, batches[0], backward=True, device=where, print_table=False)
             expected = memkit.profile_memory(plain, batches[0], backward=True, device=where, print_table=False)
@@ -241,7 +241,7 @@ def test_gradient_scaler_beside_autocast(device: Device) -> None:
 
     model = only_lora(Stack()).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         for _ in range(3):
             assert_same(step(model, batches), step(plain, batches))
 
@@ -252,7 +252,7 @@ def test_optimizer_of_what_is_trained(optimizer: type[torch.optim.Optimizer], de
     plain, batches = copy.deepcopy(model), inputs(device)
     steps = [optimizer([p for p in tested.parameters() if p.requires_grad], lr=0.01) for tested in (model, plain)]
 
-    with memkit.LayerOffload(model, offload_fraction=0.7, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=0.7, num_slots=2, device=device):
         for _ in range(8):
             assert_same(run_step(model, batches), run_step(plain, batches))
             for step in steps:
@@ -270,7 +270,7 @@ def test_compiled(compiled: str) -> None:
     device = ReferenceDevice()
     model = only_lora(Stack(2))
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=1, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=1, device=device) as offload:
         for tested in (model, plain):
             for layer in tested.layers:
                 if compiled == "forwards":
@@ -288,7 +288,7 @@ def test_compiled(compiled: str) -> None:
 
 def test_handles_hold_no_bytes(device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         loss = model(inputs(device)[0]).sum()
         handles = [found for found in gc.get_objects() if type(found) is StreamedHandle]
         assert handles
@@ -313,7 +313,7 @@ def test_checkpoint_inside_of_a_layer_finds_its_weights_in_a_slot(use_reentrant:
     for layer in model.layers:
         layer.use_reentrant = use_reentrant
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         places = []
         for layer in model.layers:
             layer.up.register_forward_pre_hook(
@@ -329,7 +329,7 @@ def test_checkpoint_inside_of_a_layer_finds_its_weights_in_a_slot(use_reentrant:
 def test_module_inside_of_a_layer_is_called_by_itself(device: Device) -> None:
     model = only_lora(Stack(4)).to(device.torch_device)
     plain, batch = copy.deepcopy(model), inputs(device)[0]
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         for one in (model, plain):
             (one.layers[2].up(batch).square().sum() + one(batch).square().sum()).backward()
         assert_same(results(model, []), results(plain, []))
@@ -352,7 +352,7 @@ def test_what_is_needed_sooner_goes_first(run: str, slots: int, device: Device, 
         ticks.append((record.tick, False))
 
     model = only_lora(Stack(8, run=RUNS[run])).to(device.torch_device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=slots, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=slots, device=device):
         for step in range(3):
             with memkit.CPUOffload(1.0, tag="order", min_bytes=0, device=device):
                 loss = model(inputs(device)[0]).square().mean()
@@ -375,7 +375,7 @@ def test_contexts_around_forwards_of_what_is_trained(context: str, train: str, d
     model, make = copy.deepcopy(plain), functools.partial(torch.optim.SGD, lr=0.1)
     options = {"optimizer": make} if train == "fused" else {"train": "host"}
     optimizer = make(plain.parameters())
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device, **options):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device, **options):
         for batch in batches:
             with CONTEXTS[context](device):
                 output = model(batch)
@@ -400,13 +400,13 @@ def test_selective_checkpoints(device: Device) -> None:
             x = checkpoint(layer, x, use_reentrant=False, context_fn=save_products)
         return x
 
-    compare(only_lora(Stack(run=run)), device, offload_fraction=1.0, slots=2)
+    compare(only_lora(Stack(run=run)), device, offload_ratio=1.0, num_slots=2)
 
 
 def test_numerical_gradients(device: Device) -> None:
     model = only_lora(Stack(3)).double().to(device.torch_device)
     x = inputs(device)[0][:2].double().requires_grad_()
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=1, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=1, device=device):
         assert torch.autograd.gradcheck(model, (x,))
         assert torch.autograd.gradgradcheck(model, (x,))
 
@@ -415,5 +415,5 @@ def test_half_precision(device: Device) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         model = only_lora(Stack()).to(device.torch_device, dtype)
         plain, batches = copy.deepcopy(model), [batch.to(dtype) for batch in inputs(device)]
-        with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+        with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
             assert_same(run_step(model, batches), run_step(plain, batches))

@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients(run: str, slots: int, device: Device) -> None:
-    stats = compare(Stack(run=RUNS[run]), device, offload_fraction=1.0, slots=slots, train="host")
+    stats = compare(Stack(run=RUNS[run]), device, offload_ratio=1.0, num_slots=slots, train="host")
 
     assert stats.d2h_bytes > 0
 
@@ -71,7 +71,7 @@ def _streamed_names(model: nn.Module, offload: memkit.LayerOffload) -> set[str]:
 def test_twenty_steps(make: str, num_batches: int, max_norm: float | None, device: Device) -> None:
     model = Stack(4).to(device.torch_device)
     start = copy.deepcopy(model)
-    with memkit.LayerOffload(model, device=device, offload_fraction=0.5, train="host") as offload:
+    with memkit.LayerOffload(model, device=device, offload_ratio=0.5, train="host") as offload:
         oracle = Oracle(start, _streamed_names(model, offload), OPTIMIZERS[make])
         optimizer = OPTIMIZERS[make](model.parameters())
         for _ in range(20):
@@ -93,7 +93,7 @@ def test_twenty_steps(make: str, num_batches: int, max_norm: float | None, devic
 def _host_model(device: Device, **options: object) -> tuple[nn.Module, nn.Module, memkit.LayerOffload]:
     model = Stack(4).to(device.torch_device)
     plain = copy.deepcopy(model)
-    return plain, model, memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host", **options)  # type: ignore[arg-type]
+    return plain, model, memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host", **options)  # type: ignore[arg-type]
 
 
 def test_parameters_and_gradients_are_on_the_host_between_passes(device: Device) -> None:
@@ -146,7 +146,7 @@ def test_two_graphs_at_once_over_a_reused_layer(device: Device) -> None:
     plain = Stack(4, run=reused).to(device.torch_device)
     model = copy.deepcopy(plain)
     first, second = inputs(device)
-    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host"):
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host"):
         for one in (plain, model):
             losses = [one(batch).square().sum() for batch in (first, second)]
             losses[0].backward()
@@ -176,7 +176,7 @@ def test_some_parameters_are_frozen(device: Device) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" not in name)
 
-    compare(model, device, offload_fraction=1.0, train="host")
+    compare(model, device, offload_ratio=1.0, train="host")
 
 
 class _Failing(torch.autograd.Function):
@@ -200,7 +200,7 @@ def test_backward_that_fails_leaves_earlier_gradients(device: Device) -> None:
     model = copy.deepcopy(plain)
     model._run = run
     first, second = inputs(device)
-    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host"):
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host"):
         for one in (plain, model):
             fails = False
             one(first).square().sum().backward()
@@ -217,16 +217,16 @@ def test_backward_that_fails_leaves_earlier_gradients(device: Device) -> None:
 
 def test_mode_is_chosen_by_what_is_trained(device: Device) -> None:
     model = Stack(4).to(device.torch_device)
-    with memkit.LayerOffload(model, device=device, offload_fraction=1.0) as offload:
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0) as offload:
         assert offload.train == "host"
     model.get_submodule("layers").requires_grad_(False)
-    with memkit.LayerOffload(model, device=device, offload_fraction=1.0) as offload:
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0) as offload:
         assert offload.train == "frozen"
 
 
 def test_gradients_with_a_graph_of_their_own_are_refused(device: Device) -> None:
     _, model, offload = _host_model(device)
-    with offload, pytest.raises(memkit.LayerOffloadError, match=r"layers\.3\..*create_graph"):
+    with offload, pytest.raises(memkit.errors.LayerOffloadError, match=r"layers\.3\..*create_graph"):
         model(inputs(device)[0]).square().sum().backward(create_graph=True)
 
 
@@ -283,7 +283,7 @@ def test_grad_scaler(train: str, optimizer: str, unscales: bool, device: Device)
         only_lora(plain)
     model = copy.deepcopy(plain)
     batches = [*inputs(device, 3), torch.full_like(inputs(device)[0], float("inf")), *inputs(device, 1)]
-    with memkit.LayerOffload(model, device=device, offload_fraction=0.5, train=train):
+    with memkit.LayerOffload(model, device=device, offload_ratio=0.5, train=train):
         for one in (plain, model):
             scaler = memkit.GradScaler(device.torch_device.type, init_scale=2.0**10)
             made = _SCALED[optimizer]([p for p in one.parameters() if p.requires_grad])
@@ -315,11 +315,11 @@ def test_scaler_of_torch_is_refused_where_gradients_are_on_the_host(device: Devi
     scaler = _FarScaler(device.torch_device.type)
     plain = Stack(4).to(device.torch_device)
     model = copy.deepcopy(plain)
-    with memkit.LayerOffload(model, device=device, offload_fraction=0.5, train="host"):
+    with memkit.LayerOffload(model, device=device, offload_ratio=0.5, train="host"):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler.scale(model(inputs(device)[0]).square().mean()).backward()
 
-        with pytest.raises(memkit.LayerOffloadError, match=r"use memkit\.GradScaler"):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r"use memkit\.GradScaler"):
             scaler.step(optimizer)
         optimizer.step()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -336,7 +336,7 @@ def test_nothing_grows_while_training_and_sampling_take_turns(train: str, device
     counter = device.memory_counter()
     assert counter is not None
     seen = []
-    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train=train) as offload:
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train=train) as offload:
         for step in range(30):
             counter.reset_peak()
             for batch in inputs(device):
@@ -369,7 +369,7 @@ class _Adjoint(nn.Module):
 def test_gradients_that_are_conjugated_lazily(num_batches: int, device: Device) -> None:
     plain = Stack(4, block=_Adjoint).to(device.torch_device)
     model = copy.deepcopy(plain)
-    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host"):
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host"):
         for one in (plain, model):
             for batch in inputs(device, num_batches):
                 one(batch).square().mean().backward()
@@ -395,7 +395,7 @@ class _NegatedLayer(nn.Linear):
 def test_gradients_that_are_negated_lazily(device: Device) -> None:
     plain = Stack(4, block=lambda: _NegatedLayer(WIDTH, WIDTH)).to(device.torch_device)
     model = copy.deepcopy(plain)
-    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host"):
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host"):
         for one in (plain, model):
             one(inputs(device)[0]).square().mean().backward()
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -417,7 +417,7 @@ class _Embedding(nn.Module):
 def test_gradients_that_are_sparse(device: Device) -> None:
     plain = Stack(4, block=_Embedding).to(device.torch_device)
     model, batches = copy.deepcopy(plain), inputs(device)
-    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host"):
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host"):
         for batch in batches:
             for one in (plain, model):
                 one(batch).square().mean().backward()
@@ -439,7 +439,7 @@ def test_sparse_gradients_and_dense_ones_are_accumulated(is_sparse_first: bool, 
 
     plain = Stack(4, block=_Embedding, run=run).to(device.torch_device)
     model = copy.deepcopy(plain)
-    with memkit.LayerOffload(model, device=device, offload_fraction=1.0, train="host"):
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host"):
         for number, batch in enumerate(inputs(device, 3)):
             is_sparse = is_sparse_first == (number == 0)
             for one in (plain, model):
@@ -503,7 +503,7 @@ def test_gradients_of_another_dtype_are_refused(dtype: torch.dtype, device: Devi
     weight = model.get_parameter("layers.2.up.weight")
     weight.grad_dtype = dtype
     with offload:
-        with pytest.raises(memkit.LayerOffloadError, match=rf"layers\.2\.up\.weight.*torch\.float32.*{dtype}"):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=rf"layers\.2\.up\.weight.*torch\.float32.*{dtype}"):
             model(inputs(device)[0]).square().sum().backward()
         weight.grad_dtype = torch.float32
         model.zero_grad()

@@ -55,7 +55,7 @@ def _staging_threads() -> list[str]:
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("run", ["in order", "reused", "branching", "reentrant checkpoint"])
 def test_frozen(run: str, slots: int, limit: PinLimit, device: Device) -> None:
-    stats = compare(only_lora(Stack(run=RUNS[run])), device, offload_fraction=1.0, slots=slots, num_steps=3)
+    stats = compare(only_lora(Stack(run=RUNS[run])), device, offload_ratio=1.0, num_slots=slots, num_steps=3)
 
     assert stats.d2h_bytes == 0
     assert stats.num_overflows == 0 or run == "branching" or slots == 1
@@ -65,7 +65,7 @@ def test_frozen(run: str, slots: int, limit: PinLimit, device: Device) -> None:
 @WARNS
 @pytest.mark.parametrize("run", ["in order", "reused", "segments"])
 def test_host(run: str, limit: PinLimit, device: Device) -> None:
-    stats = compare(Stack(run=RUNS[run]), device, offload_fraction=1.0, train="host")
+    stats = compare(Stack(run=RUNS[run]), device, offload_ratio=1.0, train="host")
 
     assert stats.d2h_bytes > 0
     assert not limit.pinned
@@ -79,7 +79,7 @@ def test_fused(run: str, slots: int, limit: PinLimit, device: Device) -> None:
     model = Stack(run=RUNS[run]).to(device.torch_device)
     plain = copy.deepcopy(model)
     optimizer = make(plain.parameters())
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=slots, optimizer=make, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=slots, optimizer=make, device=device):
         for step in range(5):
             for one in (plain, model):
                 one(batch + step / 100).square().mean().backward()
@@ -96,7 +96,7 @@ def test_host_optimizer_steps_masters(device: Device) -> None:
     make = partial(torch.optim.AdamW, lr=0.01)
     model = Stack().to(device.torch_device)
     plain, batches = copy.deepcopy(model).cpu(), inputs(device)
-    with memkit.LayerOffload(model, resident=0, device=device, train="host"):
+    with memkit.LayerOffload(model, num_resident=0, device=device, train="host"):
         optimizer, expected = make(model.parameters()), make(plain.parameters())
         for _ in range(5):
             for batch in batches:
@@ -116,7 +116,7 @@ def test_host_optimizer_steps_masters(device: Device) -> None:
 def test_another_order_in_each_step(device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         for run in (in_order, reversed_order, skipping, in_order, skipping):
             model._run = plain._run = run
             assert_same(run_step(model, batches), run_step(plain, batches))
@@ -132,7 +132,7 @@ def test_together_with_offloaded_activations(device: Device) -> None:
         with memkit.CPUOffload(1.0, tag="beside", min_bytes=0, device=device):
             return run_step(tested, batches)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device), warnings.catch_warnings():
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "CPUOffload")  # it leaves on the device what it cannot pin
         for _ in range(2):
             assert_same(step(model, batches), run_step(plain, batches))
@@ -150,7 +150,7 @@ def test_warns_once_when_it_is_made(train: str, limit: PinLimit, device: Device)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with memkit.LayerOffload(model, resident=0, device=device, train=train) as offload:
+        with memkit.LayerOffload(model, num_resident=0, device=device, train=train) as offload:
             for _ in range(2):
                 run_step(model, inputs(device))
             assert offload.stats().host_bytes >= 6 * PAGE
@@ -168,7 +168,7 @@ def test_warns_once_when_memory_is_needed_later(device: Device, monkeypatch: pyt
     model = Stack().to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
     expected = run_step(plain, batches)
-    with memkit.LayerOffload(model, resident=0, device=device, train="host"):
+    with memkit.LayerOffload(model, num_resident=0, device=device, train="host"):
         limit.limit_bytes = sum(limit.pinned.values())
         kept = []
         with warnings.catch_warnings(record=True) as caught:
@@ -187,7 +187,7 @@ def test_warning_that_is_an_error_leaves_the_model_as_it_was(limit: PinLimit, de
     storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
 
     with pytest.raises(UserWarning, match="the system did not pin"):
-        memkit.LayerOffload(model, offload_fraction=1.0, device=device)
+        memkit.LayerOffload(model, offload_ratio=1.0, device=device)
 
     assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
     assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
@@ -200,8 +200,8 @@ def test_memory_that_is_short_is_an_error_before_anything_moved(device: Device) 
     model = only_lora(Stack()).to(device.torch_device)
     storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
 
-    with pytest.raises(memkit.HostMemoryError, match="host_limit_bytes leaves"):
-        memkit.LayerOffload(model, offload_fraction=1.0, device=device, host_limit_bytes=5 * PAGE)
+    with pytest.raises(memkit.errors.HostMemoryError, match="host_limit_bytes leaves"):
+        memkit.LayerOffload(model, offload_ratio=1.0, device=device, host_limit_bytes=5 * PAGE)
 
     assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
 
@@ -210,8 +210,8 @@ def test_memory_that_is_short_is_an_error_before_anything_moved(device: Device) 
 def test_memory_of_the_machine_that_is_short_is_an_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "available_bytes", lambda: PAGE - 1)
 
-    with pytest.raises(memkit.HostMemoryError, match="available memory"):
-        memkit.LayerOffload(only_lora(Stack()).to(device.torch_device), offload_fraction=1.0, device=device)
+    with pytest.raises(memkit.errors.HostMemoryError, match="available memory"):
+        memkit.LayerOffload(only_lora(Stack()).to(device.torch_device), offload_ratio=1.0, device=device)
 
 
 # Closing
@@ -228,7 +228,7 @@ def test_nothing_is_left_by_opening_and_closing(train: str, limit: PinLimit, dev
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     allocated_bytes = []
     for _ in range(20):
-        with memkit.LayerOffload(model, offload_fraction=1.0, device=device, train=train, optimizer=optimizer):
+        with memkit.LayerOffload(model, offload_ratio=1.0, device=device, train=train, optimizer=optimizer):
             model(batch).sum().backward()
         model.zero_grad()
         gc.collect()
@@ -248,7 +248,7 @@ def test_close_behind_a_forward_with_copies_on_their_way(
 ) -> None:
     model = only_lora(Stack()).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
-    offload = memkit.LayerOffload(model, offload_fraction=1.0, device=device)
+    offload = memkit.LayerOffload(model, offload_ratio=1.0, device=device)
     with monkeypatch.context() as patch:
         opened = threading.Event()
         for name in ("copy", "copy_pageable"):
@@ -300,7 +300,7 @@ def test_copy_to_the_device_fails(num_left: int, limit: PinLimit, device: Device
     model = only_lora(Stack()).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
     num_left = num_left if limit.limit_bytes else num_left // 5
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
         with monkeypatch.context() as patch:
             Failing(device, patch, is_out=False, num_left=num_left)
             with pytest.raises(RuntimeError, match="the link is down"):
@@ -320,7 +320,7 @@ def test_gradient_does_not_come_to_the_host(
 ) -> None:
     model = Stack().to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device, train="host"):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device, train="host"):
         if is_accumulated:
             model(batches[0]).sum().backward()
         with monkeypatch.context() as patch:
@@ -339,7 +339,7 @@ def test_gradient_does_not_come_to_the_host(
 def test_weights_that_were_not_written_back_are_not_read(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack().to(device.torch_device)
     make = partial(torch.optim.SGD, lr=0.1)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device, optimizer=make):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device, optimizer=make):
         with monkeypatch.context() as patch:
             Failing(device, patch, is_out=True, num_left=0)
             with pytest.raises(RuntimeError, match="the link is down"):
@@ -354,7 +354,7 @@ def test_weights_that_were_not_written_back_are_not_read(device: Device, monkeyp
 def test_close_after_a_copy_that_failed_and_that_nobody_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = only_lora(Stack()).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload, monkeypatch.context() as patch:
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload, monkeypatch.context() as patch:
         Failing(device, patch, is_out=False, num_left=0)
         offload._streams.begin_pass()
 

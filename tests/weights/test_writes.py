@@ -105,7 +105,7 @@ def test_next_forward_sees_it(write: str, slots: int, device: Device) -> None:
     model, batches = _model().to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=slots, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=slots, device=device):
         for _ in range(2):
             assert_same(run_step(model, batches), run_step(plain, batches))
             WRITES[write](model)
@@ -120,7 +120,7 @@ def test_it_stays_after_close(write: str, device: Device) -> None:
     model, batches = _model().to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         run_step(model, batches)
         WRITES[write](model)
     run_step(plain, batches)
@@ -135,7 +135,7 @@ def test_backward_raises_as_plainly_if_it_comes_in_between(device: Device) -> No
     model, batch = _model().to(device.torch_device), inputs(device)[0]
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         for tested in (plain, model):
             loss = tested(batch).sum()
             _add(tested)
@@ -152,7 +152,7 @@ def test_backward_of_an_old_graph_raises_once_a_forward_has_seen_it(write: str, 
         pytest.skip("host tensors mixed with those of the device")
     model, batch = _model(), inputs(device)[0]
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         loss = model(batch).sum()
         WRITES[write](model)
         model(batch)
@@ -165,10 +165,12 @@ def test_tensor_that_took_the_place_of_one_that_is_held_raises_and_leaves_it(dev
     model, batches = _model().to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         kept = _weight(model).data
         _weight(model).data = torch.zeros_like(kept)
-        with pytest.raises(memkit.LayerOffloadError, match=r'"layers.1.up.weight" was given another tensor .* still holds'):
+        with pytest.raises(
+            memkit.errors.LayerOffloadError, match=r'"layers.1.up.weight" was given another tensor .* still holds'
+        ):
             run_step(model, batches)
         assert torch.equal(kept.cpu(), _weight(plain).data.cpu())
 
@@ -183,10 +185,10 @@ def test_weights_that_take_turns_with_an_average_raise(device: Device) -> None:
     def swap(weight: nn.Parameter, average: Tensor) -> None:
         weight.data, average.data = average.data, weight.data
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         average = _weight(model).data * 0.5
         swap(_weight(model), average)
-        with pytest.raises(memkit.LayerOffloadError, match=r'"layers.1.up.weight" was given another tensor'):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r'"layers.1.up.weight" was given another tensor'):
             run_step(model, batches)
         swap(_weight(model), average)
 
@@ -197,11 +199,11 @@ def test_states_that_are_put_in_each_others_place_raise(device: Device) -> None:
     model, batches = _model().to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         state = model.layers.state_dict()
         others = {name: state[f"{(int(name[0]) + 1) % 4}{name[1:]}"] for name in state}
         model.layers.load_state_dict(others, assign=True)
-        with pytest.raises(memkit.LayerOffloadError, match="was given another tensor"):
+        with pytest.raises(memkit.errors.LayerOffloadError, match="was given another tensor"):
             run_step(model, batches)
         model.layers.load_state_dict(state, assign=True)
 
@@ -212,7 +214,7 @@ def test_state_is_the_models_own_again(device: Device) -> None:
     model, batches = _model().to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         model.load_state_dict(model.state_dict(), assign=True)
         assert_same(run_step(model, batches), run_step(plain, batches))
         model.load_state_dict(model.state_dict(), assign=True)
@@ -227,7 +229,7 @@ def test_functional_call_with_other_parameters_leaves_the_own_ones(device: Devic
     model, batch = _model().to(device.torch_device), inputs(device)[0]
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         others = {name: nn.Parameter(value.detach() * 0.5, requires_grad=False) for name, value in model.named_parameters()}
         values = {name: value.clone() for name, value in others.items()}
         found = torch.func.functional_call(model, others, (batch,))
@@ -242,9 +244,9 @@ def test_functional_call_with_plain_tensors_raises(device: Device) -> None:
     model, batch = _model().to(device.torch_device), inputs(device)[0]
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         others = {name: value.detach() * 0.5 for name, value in model.named_parameters()}
-        with pytest.raises(memkit.LayerOffloadError, match="functional_call"):
+        with pytest.raises(memkit.errors.LayerOffloadError, match="functional_call"):
             torch.func.functional_call(model, others, (batch,))
 
         assert_same(run_step(model, [batch]), run_step(plain, [batch]))
@@ -254,11 +256,11 @@ def test_functional_call_with_plain_tensors_raises(device: Device) -> None:
 def test_parameter_of_another_shape_in_the_same_storage_raises(change: str, device: Device) -> None:
     model, batch = _model().to(device.torch_device), inputs(device)[0]
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         weight = model.layers[1].square
         weight.data = weight.data[:8] if change == "narrow" else weight.data.view(8, -1)
 
-        with pytest.raises(memkit.LayerOffloadError, match=r'"layers.1.square" streams as torch.float32, \[16, 16\]'):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r'"layers.1.square" streams as torch.float32, \[16, 16\]'):
             model(batch)
 
 
@@ -266,7 +268,7 @@ def test_gather_reads_and_writes(device: Device) -> None:
     model, batches = _model().to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         run_step(model, batches)
         run_step(plain, batches)
         with offload.gather("layers.1") as layer:
@@ -285,7 +287,7 @@ def test_gather_reads_and_writes(device: Device) -> None:
 def test_writes_in_gather_make_old_graphs_raise(device: Device) -> None:
     model, batch = _model().to(device.torch_device), inputs(device)[0]
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         loss = model(batch).sum()
         with offload.gather("layers.1") as layer:
             layer.up.weight.data.mul_(2)
@@ -298,7 +300,7 @@ def test_writes_in_gather_make_old_graphs_raise(device: Device) -> None:
 def test_write_in_the_backward_of_the_layer_stays(gathers: bool, device: Device) -> None:
     model = only_lora(Stack(4)).to(device.torch_device)
     expected = model.layers[2].norm.bias + 1.0
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
 
         def write(layer: nn.Module, *_: object) -> None:
             with offload.gather(layer) if gathers else nullcontext(), torch.no_grad():
@@ -315,7 +317,7 @@ def test_write_in_the_backward_of_the_layer_stays(gathers: bool, device: Device)
 def test_gather_of_a_resident_layer_and_of_none(device: Device) -> None:
     model = _model()
     missing = r"gather: 'layers.9' is none of the layers \(layers.0, "
-    with memkit.LayerOffload(model, resident=4, device=device) as offload:
+    with memkit.LayerOffload(model, num_resident=4, device=device) as offload:
         with offload.gather("layers.0") as layer:
             assert layer is model.layers[0]
         with pytest.raises(ValueError, match=missing), offload.gather("layers.9"):
@@ -343,8 +345,8 @@ def test_layer_that_writes_to_its_own_weights_raises(through_data: bool, device:
         layer.through_data = through_data
 
     with (
-        memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device),
-        pytest.raises(memkit.LayerOffloadError, match=r'the forward of "layers.0" has written to its own weights'),
+        memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device),
+        pytest.raises(memkit.errors.LayerOffloadError, match=r'the forward of "layers.0" has written to its own weights'),
     ):
         model(inputs(device)[0])
 
@@ -370,7 +372,7 @@ def _same_with_layers_called(run: Callable[[nn.ModuleList, Tensor], Tensor], dev
     if not by_the_model:
         model, plain = model.layers, plain.layers
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=3, device=device), torch.no_grad():
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=3, device=device), torch.no_grad():
         for _ in range(3):
             found, expected = (tested(batch) if by_the_model else run(tested, batch) for tested in (model, plain))
             assert torch.equal(found, expected)
@@ -391,7 +393,7 @@ def test_layers_called_one_by_one_with_writes_to_the_last(device: Device) -> Non
     model, x = _model().requires_grad_(False).to(device.torch_device), inputs(device)[0]
     y, plain = x, copy.deepcopy(model)
 
-    with memkit.LayerOffload(model.layers, offload_fraction=1.0, slots=3, device=device):
+    with memkit.LayerOffload(model.layers, offload_ratio=1.0, num_slots=3, device=device):
         for layer, other in zip(model.layers, plain.layers, strict=True):
             for _ in range(2):
                 x, y = layer(x), other(y)
@@ -403,9 +405,9 @@ def test_layers_called_one_by_one_with_writes_to_the_last(device: Device) -> Non
 def test_parameter_that_is_to_be_trained_later_raises(device: Device) -> None:
     model, batch = _model().to(device.torch_device), inputs(device)[0]
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device, train="frozen"):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device, train="frozen"):
         _weight(model).requires_grad_()
-        with pytest.raises(memkit.LayerOffloadError, match=r'"layers.1" require grad'):
+        with pytest.raises(memkit.errors.LayerOffloadError, match=r'"layers.1" require grad'):
             model(batch)
         _weight(model).requires_grad_(False)
 
@@ -416,7 +418,7 @@ def test_trained_parameter_that_is_frozen_later(device: Device) -> None:
     model, batches = _model().to(device.torch_device), inputs(device)
     plain = copy.deepcopy(model)
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         for requires_grad in (True, False, True):
             for tested in (model, plain):
                 tested.layers[1].lora_a.weight.requires_grad_(requires_grad)
@@ -429,10 +431,10 @@ def test_parameters_that_were_replaced_are_nobodys(device: Device) -> None:
         pytest.skip("host tensors mixed with those of the device")
     old = list(model.parameters())
 
-    with memkit.LayerOffload(model, offload_fraction=1.0, device=device):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         _assign(model)
         model(batch)
         other = nn.Module()
         other.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
         other.layers[0].weight = old[2]
-        memkit.LayerOffload(other, resident=2, device=device).close()
+        memkit.LayerOffload(other, num_resident=2, device=device).close()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from memkit.sizes import storage_key, unique_storages
+from memkit.storages import storage_key, unique_storages
 
 META = torch.device("meta")
 

@@ -56,14 +56,14 @@ def test_ledger_keeps_to_the_budget(policy: str, device: Device, remat_on: Remat
     with LargestResult() as largest:
         _step(model, x, nullcontext())
     _step(model, x, remat_on(1.0, "all"))
-    saved_bytes = memkit.remat_stats("all").saved_bytes
+    saved_bytes = memkit.stats("all").saved_bytes
 
     peaks = []
     for share in (1, 0.8, 0.6, 0.5, 0.4, 0.3):
         budget_bytes = int(share * saved_bytes)
         for _ in range(4):
             _step(model, x, remat_on(budget_bytes, f"share {share}", policy=policy))
-            stats = memkit.remat_stats(f"share {share}")
+            stats = memkit.stats(f"share {share}")
             assert stats.ledger_peak_bytes <= budget_bytes + largest.num_bytes
             assert stats.budget_bytes == budget_bytes
             assert stats.live_bytes == 0
@@ -80,8 +80,8 @@ def test_plan_keeps_to_the_budget_with_nothing_over(device: Device, remat_on: Re
     for budget_units in (25, 22, 20, 18):
         for _ in range(3):
             step(x, UNITS, lambda: remat_on(budget_units * UNIT_BYTES, "exact"))  # noqa: B023
-        assert memkit.remat_stats("exact").follows_plan
-        assert memkit.remat_stats("exact").ledger_peak_bytes <= budget_units * UNIT_BYTES
+        assert memkit.stats("exact").follows_plan
+        assert memkit.stats("exact").ledger_peak_bytes <= budget_units * UNIT_BYTES
         memkit.reset("exact")
 
 
@@ -179,7 +179,7 @@ def test_peak_falls_with_the_budget(name: str) -> None:
                 device.torch_device,
                 lambda: memkit.Rematerialize(share, "falls", min_bytes=0, device=device),  # noqa: B023
             )
-        peaks.append(memkit.remat_stats("falls").ledger_peak_bytes)
+        peaks.append(memkit.stats("falls").ledger_peak_bytes)
 
     assert peaks == sorted(peaks, reverse=True)
 
@@ -188,11 +188,11 @@ def test_peak_falls_with_the_budget(name: str) -> None:
 @pytest.mark.parametrize("max_replays", [1, 2, 5])
 def test_replays_are_capped(max_replays: int, device: Device, remat_on: Remat) -> None:
     """A long chain that is asked for from its end, with next to no room."""
-    x, score = leaf_on(device.torch_device), memkit.DTRScore(max_replays=max_replays)
+    x, score = leaf_on(device.torch_device), memkit.plan.DTRScore(max_replays=max_replays)
     plain = step(leaf_on(device.torch_device), [1] * 24)
     for _ in range(2):
         assert_same_bits(step(x, [1] * 24, lambda: remat_on(2 * UNIT_BYTES, "cap", policy="dtr", score=score)), plain)
-        stats = memkit.remat_stats("cap")
+        stats = memkit.stats("cap")
         assert 0 < stats.num_replayed_ops <= 4 * 24 * (max_replays + 1)
         assert stats.num_replays <= 24
 
@@ -200,7 +200,7 @@ def test_replays_are_capped(max_replays: int, device: Device, remat_on: Remat) -
 def test_budget_that_cannot_be_kept_to_raises_or_warns_once(device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
     step(x, UNITS, lambda: remat_on(1, "least", strict=True))  # the first step is held to it as it goes
-    with pytest.raises(memkit.BudgetInfeasible, match=r"cannot be kept to: the smallest is \d+\.\d\d KiB") as caught:
+    with pytest.raises(memkit.errors.BudgetInfeasible, match=r"cannot be kept to: the smallest is \d+\.\d\d KiB") as caught:
         step(x, UNITS, lambda: remat_on(1, "least", strict=True))
     smallest = caught.value.smallest_bytes
     with pytest.warns(UserWarning, match=r'Rematerialize \(tag "least"\): .* the smallest is .* as little as can be'):
@@ -208,10 +208,10 @@ def test_budget_that_cannot_be_kept_to_raises_or_warns_once(device: Device, rema
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(x, UNITS, lambda: remat_on(1, "least"))
-    assert memkit.remat_stats("least").ledger_peak_bytes <= smallest
+    assert memkit.stats("least").ledger_peak_bytes <= smallest
 
     step(x, UNITS, lambda: remat_on(smallest, "least", strict=True))
-    assert memkit.remat_stats("least").ledger_peak_bytes <= smallest
+    assert memkit.stats("least").ledger_peak_bytes <= smallest
 
 
 def test_each_budget_that_cannot_be_kept_to_warns(device: Device, remat_on: Remat) -> None:
@@ -239,9 +239,9 @@ def test_score_that_cannot_keep_to_the_budget_warns_once(device: Device, remat_o
 def test_score_that_cannot_keep_to_the_budget_raises_with_strict(device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
     step(x, UNITS, lambda: remat_on(1, "score", policy="dtr", strict=True))
-    peak_bytes = memkit.remat_stats("score").ledger_peak_bytes
+    peak_bytes = memkit.stats("score").ledger_peak_bytes
 
-    with pytest.raises(memkit.BudgetInfeasible, match="the last step took") as caught:
+    with pytest.raises(memkit.errors.BudgetInfeasible, match="the last step took") as caught:
         step(x, UNITS, lambda: remat_on(1, "score", policy="dtr", strict=True))
     assert caught.value.smallest_bytes == peak_bytes
 
@@ -249,7 +249,7 @@ def test_score_that_cannot_keep_to_the_budget_raises_with_strict(device: Device,
 def test_tag_is_usable_after_the_score_has_raised(device: Device, remat_on: Remat) -> None:
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
     step(x, UNITS, lambda: remat_on(1, "score", policy="dtr", strict=True))
-    with pytest.raises(memkit.BudgetInfeasible):
+    with pytest.raises(memkit.errors.BudgetInfeasible):
         step(x, UNITS, lambda: remat_on(1, "score", policy="dtr", strict=True))
 
     for budget in (1, "1GiB", "1GiB"):  # each step is complained about once, and by its own budget
@@ -268,7 +268,7 @@ def test_forward_that_left_its_plan_and_exceeded_the_budget_is_told(device: Devi
         step(x, [1] * 4, lambda: remat_on(4 * UNIT_BYTES, "left", strict=True))
     step(x, UNITS, lambda: remat_on(4 * UNIT_BYTES, "left", strict=True))
 
-    with pytest.raises(memkit.BudgetInfeasible, match="the last step took"):
+    with pytest.raises(memkit.errors.BudgetInfeasible, match="the last step took"):
         step(x, [1] * 4, lambda: remat_on(4 * UNIT_BYTES, "left", strict=True))
     step(x, [1] * 4, lambda: remat_on(4 * UNIT_BYTES, "left", strict=True))
 
@@ -283,7 +283,7 @@ def test_second_forward_in_a_context_is_strict(policy: str, device: Device, rema
             for _ in range(2):
                 chain(x, UNITS).sum().backward()
 
-    with pytest.raises(memkit.BudgetInfeasible):
+    with pytest.raises(memkit.errors.BudgetInfeasible):
         run()
 
 
@@ -292,12 +292,12 @@ def test_tag_is_usable_after_a_second_forward_has_raised(device: Device, remat_o
     with remat_on(1, "turns", strict=True):
         chain(x, UNITS).sum().backward()
         for _ in range(2):
-            with pytest.raises(memkit.BudgetInfeasible):
+            with pytest.raises(memkit.errors.BudgetInfeasible):
                 chain(x, UNITS)
 
     for _ in range(3):
         assert_same_bits(step(x, UNITS, lambda: remat_on(0.6, "turns", strict=True)), plain)
-    assert memkit.remat_stats("turns").live_records == 0
+    assert memkit.stats("turns").live_records == 0
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
@@ -306,7 +306,7 @@ def test_budget_above_all_keeps_everything(device: Device, remat_on: Remat) -> N
     for budget in ("8GiB", 1.0):
         for _ in range(3):
             step(x, UNITS, lambda: remat_on(budget, str(budget)))  # noqa: B023
-            stats = memkit.remat_stats(str(budget))
+            stats = memkit.stats(str(budget))
             assert (stats.num_dropped, stats.num_replays, stats.num_saved) == (0, 0, len(UNITS))
             assert stats.saved_bytes == stats.ledger_peak_bytes == sum(UNITS) * UNIT_BYTES
 
@@ -316,7 +316,7 @@ def test_what_is_saved_often_counts_once(device: Device, remat_on: Remat) -> Non
     with remat_on("1GiB", "often"):
         y = functional.linear(x, w)
         loss = y.sin().sum() + y.cos().sum() + y.t().tan().sum() + y[:, ::2].sin().sum() + (y * y).sum()
-    stats = memkit.remat_stats("often")
+    stats = memkit.stats("often")
     loss.backward()
 
     assert (stats.num_saved, stats.saved_bytes) == (2, 2 * 1024)  # and the tangent
@@ -327,7 +327,7 @@ def test_small_storages_stay_and_do_not_count(device: Device, remat_on: Remat) -
     x = leaf_on(device.torch_device)
     for _ in range(3):
         step(x, [1, 3, 1, 3, 1, 3, 1], lambda: remat_on(6 * UNIT_BYTES, "small", min_bytes=2 * UNIT_BYTES))
-        stats = memkit.remat_stats("small")
+        stats = memkit.stats("small")
 
         assert (stats.num_saved, stats.saved_bytes) == (3, 9 * UNIT_BYTES)
         assert stats.num_dropped > 0

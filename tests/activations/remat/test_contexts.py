@@ -53,7 +53,7 @@ def test_offload_outside(name: str, remat_on: Remat, device: Device) -> None:
             ),
         )
         assert_same_bits(found, plain)
-    assert memkit.offload_stats("outside").live_records == 0
+    assert memkit.stats("outside").live_records == 0
 
 
 @pytest.mark.usefixtures("any_costs")
@@ -72,7 +72,7 @@ def test_what_is_kept_leaves_with_the_offload_outside(device: Device, remat_on: 
     for _ in range(3):
         offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
         assert_same_bits(step(x, UNITS, lambda: Both(offload, remat_on(5 * UNIT_BYTES, "inside"))), plain)  # noqa: B023
-        moved, dropped = memkit.offload_stats("outside").moved_out_bytes, memkit.remat_stats("inside").dropped_bytes
+        moved, dropped = memkit.stats("outside").moved_out_bytes, memkit.stats("inside").dropped_bytes
 
         assert moved + dropped == len(UNITS) * UNIT_BYTES
         assert min(moved, dropped) >= 4 * UNIT_BYTES
@@ -112,7 +112,7 @@ def test_without_gradients_nothing_happens(mode: type, device: Device, remat_on:
 
     assert not y.requires_grad
     with pytest.raises(ValueError, match='no Rematerialize was entered under the tag "nothing"'):
-        memkit.remat_stats("nothing")
+        memkit.stats("nothing")
 
 
 def test_no_grad_inside(device: Device, remat_on: Remat) -> None:
@@ -149,9 +149,9 @@ def test_what_is_to_be_kept_stays(budget: float, device: Device, remat_on: Remat
             y = x
             for _ in range(8):
                 y = memkit.keep(y.clone()).sin()
-        assert memkit.remat_stats("kept").num_dropped == 0
+        assert memkit.stats("kept").num_dropped == 0
         y.sum().backward()
-        assert memkit.remat_stats("kept").num_replays == 0
+        assert memkit.stats("kept").num_replays == 0
 
 
 def test_what_is_to_be_made_again_is_dropped(device: Device, remat_on: Remat) -> None:
@@ -162,10 +162,10 @@ def test_what_is_to_be_made_again_is_dropped(device: Device, remat_on: Remat) ->
     for _ in range(4):
         with remat_on("1GiB", "again"):
             y = _marked(x, memkit.recompute, 3)
-        stats = memkit.remat_stats("again")
+        stats = memkit.stats("again")
         assert (stats.num_dropped, stats.num_saved) == (1, 8)
         y.sum().backward()
-        assert memkit.remat_stats("again").num_replays == 1
+        assert memkit.stats("again").num_replays == 1
         assert_same_bits([x.grad], [wanted])
         x.grad = None
 
@@ -174,7 +174,7 @@ def test_the_last_word_counts(device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
     with remat_on("1GiB", "words"):
         y = memkit.keep(memkit.recompute(x.clone())).sin() + memkit.recompute(memkit.keep(x.cos())).sin()
-    assert memkit.remat_stats("words").num_dropped == 1
+    assert memkit.stats("words").num_dropped == 1
     y.sum().backward()
 
 
@@ -184,12 +184,12 @@ def test_words_after_the_save(device: Device, remat_on: Remat) -> None:
         y = x.clone()
         z = y.sin()
         memkit.recompute(y)
-        assert memkit.remat_stats("late").num_dropped == 1
+        assert memkit.stats("late").num_dropped == 1
         memkit.keep(y)
     del y
     z.sum().backward()
 
-    assert memkit.remat_stats("late").num_replays == 0
+    assert memkit.stats("late").num_replays == 0
     assert torch.equal(x.grad, x.detach().cos())
 
 
@@ -223,7 +223,7 @@ def _num_dropped_with(word: Callable[[Tensor], Tensor] | None, x: Tensor, contex
             for value in given:
                 word(value)
         given.clear()
-    num_dropped = memkit.remat_stats(entered.tag).num_dropped
+    num_dropped = memkit.stats(entered.tag).num_dropped
     y.sum().backward()
     return num_dropped
 
@@ -255,7 +255,7 @@ def test_what_one_step_keeps_another_may_drop(device: Device, remat_on: Remat) -
             for _ in range(8):
                 y = y.clone()
                 y = (memkit.keep(y) if number == 0 else y).sin()
-        dropped.append(memkit.remat_stats("kept once").num_dropped)
+        dropped.append(memkit.stats("kept once").num_dropped)
         y.sum().backward()
 
     assert dropped[0] == 0
@@ -267,7 +267,7 @@ def test_words_that_come_again_are_planned(device: Device, remat_on: Remat) -> N
     follows = []
     for number in range(6):
         _num_dropped_with(memkit.recompute if number == 0 else None, x, context)
-        follows.append(memkit.remat_stats("again").follows_plan)
+        follows.append(memkit.stats("again").follows_plan)
 
     assert follows[-1]
 
@@ -279,21 +279,25 @@ def test_edited_plan_is_followed(device: Device, remat_on: Remat) -> None:
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
     for _ in range(2):
         step(x, UNITS, lambda: remat_on("1GiB", "edited"))
-    plan = memkit.remat_plan("edited").with_action(2, memkit.Action.RECOMPUTE).with_action(5, memkit.Action.RECOMPUTE)
+    plan = (
+        memkit.Rematerialize(1.0, "edited")
+        .plan.with_action(2, memkit.plan.Action.RECOMPUTE)
+        .with_action(5, memkit.plan.Action.RECOMPUTE)
+    )
 
     assert_same_bits(step(x, UNITS, lambda: remat_on("1GiB", "edited", plan=plan)), plain)
-    stats = memkit.remat_stats("edited")
+    stats = memkit.stats("edited")
     assert (stats.num_dropped, stats.num_replays, stats.follows_plan) == (2, 2, True)
-    assert memkit.remat_plan("edited") == plan
+    assert memkit.Rematerialize(1.0, "edited").plan == plan
     with pytest.raises(ValueError, match="knows KEEP and RECOMPUTE; found"):
-        plan.with_action(0, memkit.Action.OFFLOAD)
+        plan.with_action(0, memkit.plan.Action.OFFLOAD)
 
 
 def test_plan_of_another_step_warns_and_is_not_followed(device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
     for _ in range(2):
         step(x, UNITS, lambda: remat_on(0.5, "one"))
-    plan, other = memkit.remat_plan("one"), [1] * 6
+    plan, other = memkit.Rematerialize(1.0, "one").plan, [1] * 6
     wanted = step(leaf_on(device.torch_device), other)
     step(x, other, lambda: remat_on(0.5, "other", plan=plan))
 
@@ -302,14 +306,14 @@ def test_plan_of_another_step_warns_and_is_not_followed(device: Device, remat_on
     ):
         assert_same_bits(step(x, other, lambda: remat_on(0.5, "other", plan=plan)), wanted)
     assert_same_bits(step(x, other, lambda: remat_on(0.5, "other", plan=plan)), wanted)
-    assert memkit.remat_plan("other") != plan
+    assert memkit.Rematerialize(1.0, "other").plan != plan
 
 
 def test_parameters_and_inputs_are_never_dropped(device: Device, remat_on: Remat) -> None:
     x, w = inputs_on(device.torch_device)
     with remat_on(1, "leaves"):
         loss = (functional.linear(x, w) * x * w[:8]).sum()
-    stats = memkit.remat_stats("leaves")
+    stats = memkit.stats("leaves")
     loss.backward()
 
     assert (stats.num_saved, stats.saved_bytes) == (2, 2 * 1024)

@@ -59,7 +59,7 @@ def _two_processes(rank: int, folder: str, failures: mp.SimpleQueue) -> None:
             for policy in ("plan", "dtr"):
                 context = functools.partial(memkit.Rematerialize, 16000, "ddp", policy=policy, min_bytes=0, device=CpuDevice())
                 found = _train(DistributedDataParallel(build(), **options), x, context)
-                stats = memkit.remat_stats("ddp")
+                stats = memkit.stats("ddp")
                 memkit.reset("ddp")
 
                 assert_same_bits(found, plain)

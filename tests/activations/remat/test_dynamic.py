@@ -77,7 +77,7 @@ def test_supernet(device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPat
     found = _search(device, lambda: remat_on(8000, "supernet"), 30)
 
     assert_same_bits(found, plain)
-    stats, state = memkit.remat_stats("supernet"), remat_state.states["supernet"]
+    stats, state = memkit.stats("supernet"), remat_state.states["supernet"]
     assert stats.num_deviations > 10
     assert len(planned) <= 3  # the first path, once guessed and once timed; no other came twice
     assert len(state.traces) <= traces._MAX_TRACES
@@ -112,7 +112,7 @@ def test_shapes_that_alternate_are_planned_each(device: Device, remat_on: Remat,
     for count in range(6):
         for units, wanted in zip((first, second), plain, strict=True):
             assert_same_bits(step(x, units, lambda: remat_on(9 * UNIT_BYTES, "alternate")), wanted)
-            assert memkit.remat_stats("alternate").follows_plan or count < 3
+            assert memkit.stats("alternate").follows_plan or count < 3
     num_planned = len(planned)
     for _ in range(4):
         for units in (first, second):
@@ -150,7 +150,7 @@ def test_deviation_in_the_middle_of_a_plan(device: Device, remat_on: Remat) -> N
 
     plain = run(nullcontext)
     assert_same_bits(run(lambda: remat_on(0.3, "middle")), plain)
-    assert memkit.remat_stats("middle").num_deviations == 2  # a path that came once is not planned
+    assert memkit.stats("middle").num_deviations == 2  # a path that came once is not planned
 
 
 def test_a_plan_is_followed_from_the_second_step_on(device: Device, remat_on: Remat) -> None:
@@ -158,10 +158,10 @@ def test_a_plan_is_followed_from_the_second_step_on(device: Device, remat_on: Re
     follows = []
     for _ in range(4):
         step(x, [1] * 10, lambda: remat_on(0.5, "second"))
-        follows.append(memkit.remat_stats("second").follows_plan)
+        follows.append(memkit.stats("second").follows_plan)
 
     assert follows == [False, True, True, True]
-    assert memkit.remat_stats("second").num_deviations == 0
+    assert memkit.stats("second").num_deviations == 0
 
 
 @pytest.mark.parametrize("change", ["ops", "saves"])

@@ -51,7 +51,7 @@ def test_no_room_once(name: str, policy: str, number: int, refuse: Callable[[Ite
     for _ in range(2):
         assert_same_bits(gradients(COMPUTATIONS[name], device.torch_device, lambda: context), plain)
     assert len(num_evictable) == 1
-    assert memkit.remat_stats("once").live_records == 0
+    assert memkit.stats("once").live_records == 0
 
 
 def test_no_room_at_all_raises_the_original_error_with_a_note(
@@ -105,7 +105,9 @@ def test_verification_names_the_op_and_the_module(device: Device, remat_on: Rema
     with remat_on(1, "verify", verify=True):
         loss = model(x).exp().sum()
 
-    with pytest.raises(memkit.ReplayMismatchError, match=r"memkit_tests\.fickle.* in 1 has made something else .* memkit.keep"):
+    with pytest.raises(
+        memkit.errors.ReplayMismatchError, match=r"memkit_tests\.fickle.* in 1 has made something else .* memkit.keep"
+    ):
         loss.backward()
 
 
@@ -122,5 +124,5 @@ def test_what_is_made_again_in_another_size_raises(device: Device, remat_on: Rem
 
     monkeypatch.setattr(replay.Run, "_repeat", repeat_in_part)
 
-    with pytest.raises(memkit.ReplayMismatchError, match=r"had 1024 bytes, and made again it has 8 \(aten"):
+    with pytest.raises(memkit.errors.ReplayMismatchError, match=r"had 1024 bytes, and made again it has 8 \(aten"):
         loss.backward()

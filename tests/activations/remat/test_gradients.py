@@ -37,7 +37,7 @@ def test_computations(name: str, policy: str, device: Device, remat_on: Remat) -
             found = gradients(computation, device.torch_device, lambda: remat_on(budget, "computation", policy=policy))  # noqa: B023
 
             assert_same_bits(found, plain)
-        stats = memkit.remat_stats("computation")
+        stats = memkit.stats("computation")
         num_replays += stats.num_replays
         assert stats.live_records == 0
         assert stats.follows_plan == (policy == "plan")
@@ -99,4 +99,4 @@ def test_models(name: str) -> None:
         found = _step(model, inputs, memkit.Rematerialize(0.15, "model", min_bytes=0, device=device))
 
         assert_same_bits(found, plain)
-        assert memkit.remat_stats("model").live_records == 0
+        assert memkit.stats("model").live_records == 0

@@ -234,7 +234,7 @@ def test_values_made_from_a_root_that_has_died_can_be_dropped(make: Callable[[Te
         return [x.grad]
 
     _same_as_plain(step, remat_on, budget=0.35)
-    stats = memkit.remat_stats("hazard")
+    stats = memkit.stats("hazard")
     assert stats.ledger_peak_bytes <= stats.budget_bytes + 2048
 
 

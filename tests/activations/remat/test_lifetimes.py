@@ -130,7 +130,7 @@ STEPS = [
 def _held(tag: str) -> dict[str, int]:
     """What may not grow with the number of steps."""
     gc.collect()
-    stats = memkit.remat_stats(tag)
+    stats = memkit.stats(tag)
     state = remat_state.states[tag]
     return {
         "records": stats.live_records,
@@ -155,7 +155,7 @@ def test_thirty_steps(train: Callable[[Tensor, Context], None], policy: str, dev
 
     assert _held("thirty") == before
     assert (before["records"], before["bytes"]) == (0, 0)
-    assert memkit.remat_stats("thirty").num_replays > 0 or train is _two_shapes  # of which the last may just fit
+    assert memkit.stats("thirty").num_replays > 0 or train is _two_shapes  # of which the last may just fit
 
 
 @pytest.mark.usefixtures("without_collector")
@@ -200,7 +200,7 @@ def test_inputs_are_freed_when_the_graph_is_dropped_unused(device: Device, remat
         del batch, loss
 
         assert gone() is None
-        assert memkit.remat_stats("unused").live_bytes == 0
+        assert memkit.stats("unused").live_bytes == 0
 
 
 def test_retained_graph_lives_until_it_is_dropped(device: Device, remat_on: Remat) -> None:
@@ -209,10 +209,10 @@ def test_retained_graph_lives_until_it_is_dropped(device: Device, remat_on: Rema
         with remat_on(8 * UNIT_BYTES, "retained"):
             loss = chain(x, UNITS).sum()
         loss.backward(retain_graph=True)
-        assert memkit.remat_stats("retained").live_records == len(UNITS)
+        assert memkit.stats("retained").live_records == len(UNITS)
         del loss
 
-        stats = memkit.remat_stats("retained")
+        stats = memkit.stats("retained")
         assert (stats.live_records, stats.live_bytes) == (0, 0)
 
 

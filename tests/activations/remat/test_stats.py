@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 
@@ -41,7 +42,7 @@ def _seconds(tag: str) -> list[tuple[float, float, float]]:
         with memkit.Rematerialize(1.0, tag, min_bytes=0, device=CpuDevice()):
             recorded_s = _sines_s(x)
             loss = x.clone().exp().sum()
-        found.append((memkit.remat_stats(tag).recorder_s, recorded_s, plain_s))
+        found.append((memkit.stats(tag).recorder_s, recorded_s, plain_s))
         loss.backward()
     return found
 
@@ -72,4 +73,4 @@ def test_small_sizes_are_printed() -> None:
     with memkit.Rematerialize(1.0, "small", min_bytes=0, device=CpuDevice()):
         x.clone().exp().sin()
 
-    assert "saved             64 bytes\n" in str(memkit.remat_stats("small"))
+    assert ["saved", "64 bytes"] in [re.split(r"  +", line) for line in str(memkit.stats("small")).splitlines()]

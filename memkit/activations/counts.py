@@ -1,0 +1,99 @@
+"""What an iteration counts while it runs."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from memkit.device.base import Event
+from memkit.transfer.lanes import Passage
+
+
+class EventPairs:
+    """Seconds between pairs of timed events, added up once both are reached."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[Event, Event]] = deque()
+        self._total_s = 0.0
+
+    def add(self, start: Event, end: Event) -> None:
+        self._pending.append((start, end))
+
+    def total_s(self) -> float:
+        """Return the sum over the pairs that are reached. Does not wait for the others."""
+        while self._pending and self._pending[0][1].is_reached():
+            start, end = self._pending.popleft()
+            self._total_s += start.elapsed_s(end)
+        return self._total_s
+
+    def rate(self, num_bytes: int) -> float | None:
+        """Return bytes per second over the pairs, None unless all of them are reached and took any time."""
+        total_s = self.total_s()
+        return num_bytes / total_s if total_s > 0 and not self._pending else None
+
+
+@dataclass(slots=True, eq=False)
+class IterationCounts:
+    """What one iteration has moved so far."""
+
+    ratio: float
+    window_bytes: int = 0
+    seen_bytes: int = 0
+    unique_bytes: int = 0
+    kept_bytes: int = 0
+    moved_out_bytes: int = 0
+    moved_in_bytes: int = 0
+    served_bytes: int = 0
+    wasted_bytes: int = 0
+    num_copies_out: int = 0
+    num_copies_in: int = 0
+    stall_out: EventPairs = field(default_factory=EventPairs)
+    stall_in: EventPairs = field(default_factory=EventPairs)
+    busy_out: EventPairs = field(default_factory=EventPairs)
+    busy_in: EventPairs = field(default_factory=EventPairs)
+
+    def note_out(self, passage: Passage) -> None:
+        self.moved_out_bytes += passage.num_bytes
+        self.num_copies_out += 1
+        self.busy_out.add(passage.started, passage.done)
+
+    def note_in(self, passage: Passage) -> None:
+        self.moved_in_bytes += passage.num_bytes
+        self.num_copies_in += 1
+        self.busy_in.add(passage.started, passage.done)
+
+    def note_stall_out(self, wait: tuple[Event, Event]) -> None:
+        self.stall_out.add(*wait)
+
+    def note_stall_in(self, wait: tuple[Event, Event]) -> None:
+        self.stall_in.add(*wait)
+
+
+@dataclass(slots=True, eq=False)
+class RematCounts:
+    """What one iteration has done so far."""
+
+    budget: int | float = 1.0
+    """As it was asked for."""
+    budget_bytes: float = math.inf
+    follows_plan: bool = False
+    num_ops: int = 0
+    num_saved: int = 0
+    saved_bytes: int = 0
+    num_dropped: int = 0
+    dropped_bytes: int = 0
+    peak_bytes: int = 0
+    largest_bytes: int = 0
+    """The most that one op has made in forwards without a plan."""
+    is_to_be_judged: bool = False
+    """Whether nobody has looked yet at whether it kept to the budget."""
+    num_replays: int = 0
+    num_replayed_ops: int = 0
+    replayed_s: float = 0.0
+    replayed: EventPairs = field(default_factory=EventPairs)
+
+    @property
+    def exceeds_budget(self) -> bool:
+        """Whether the score alone has not kept to the budget, beside what one op makes."""
+        return not self.follows_plan and self.peak_bytes > self.budget_bytes + self.largest_bytes

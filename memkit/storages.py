@@ -1,0 +1,87 @@
+"""Bytes of tensors, each storage counted once.
+
+The unit is the storage (`torch.UntypedStorage`): a view costs nothing of its own, and a small view keeps all of its storage
+alive. Identity is the storage object, never `data_ptr`, because addresses are used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages that hold a tensor's elements.
+
+    A plain tensor has one. A sparse tensor has those of its parts, and a wrapper subclass (`DTensor`: the local shard; jagged
+    and quantized tensors) those of its inner tensors, found by `__tensor_flatten__`. Opaque layouts have none.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # DTensor also names its mesh
+                yield from storages_of(inner)
+    elif tensor.layout == torch.strided:
+        yield tensor.untyped_storage()
+    else:
+        for part in _SPARSE_PARTS.get(tensor.layout, ()):
+            yield from storages_of(getattr(tensor, part)())
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return what tells two storages apart: it is theirs for as long as either a reference or a weak reference is held."""
+    return int(storage._cdata)
+
+
+def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Map the key of each distinct storage under `tensors` to the storage, in the order in which they are met."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        for storage in storages_of(tensor):
+            found.setdefault(storage_key(storage), storage)
+    return found
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of all distinct storages under `tensors`: what they keep allocated, views counted as their whole."""
+    return sum(storage.nbytes() for storage in unique_storages(tensors).values())
+
+
+def byte_view(storage: torch.UntypedStorage) -> Tensor:
+    """Return all bytes of a storage as a tensor of dtype uint8, which shares them."""
+    return tensor_over(storage, torch.uint8, offset=0, size=(storage.nbytes(),), stride=(1,))
+
+
+def tensor_over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    *,
+    offset: int | torch.SymInt,
+    size: Sequence[int],
+    stride: Sequence[int],
+    is_conj: bool = False,
+    is_neg: bool = False,
+) -> Tensor:
+    """Return a tensor that lies so in a storage. No dispatch mode sees how: nothing is read or written."""
+    # `set_` says that it writes. CUDA's stream sanitizer, such a mode, would take it for a write to the bytes.
+    has_modes = torch._C._len_torch_dispatch_stack() > 0
+    with _disable_current_modes() if has_modes else nullcontext():
+        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+        if is_conj:
+            torch._C._set_conj(tensor, True)
+        if is_neg:
+            torch._C._set_neg(tensor, True)
+        return tensor
