@@ -43,7 +43,7 @@ class WritesToWhatItSaved(torch.autograd.Function):
 def _contexts(device: Device) -> list[Context]:
     return [
         lambda: memkit.CPUOffload(1.0, "moved", min_bytes=0, window_bytes=0, device=device),
-        lambda: memkit.Rematerialize(1, "made again", min_bytes=0, device=device),
+        lambda: memkit.Rematerialize("1B", "made again", min_bytes=0, device=device),
     ]
 
 

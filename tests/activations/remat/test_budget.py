@@ -199,15 +199,15 @@ def test_replays_are_capped(max_replays: int, device: Device, remat_on: Remat) -
 
 def test_budget_that_cannot_be_kept_to_raises_or_warns_once(device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
-    step(x, UNITS, lambda: remat_on(1, "least", strict=True))  # the first step is held to it as it goes
+    step(x, UNITS, lambda: remat_on("1B", "least", strict=True))  # the first step is held to it as it goes
     with pytest.raises(memkit.errors.BudgetInfeasible, match=r"cannot be kept to: the smallest is \d+\.\d\d KiB") as caught:
-        step(x, UNITS, lambda: remat_on(1, "least", strict=True))
+        step(x, UNITS, lambda: remat_on("1B", "least", strict=True))
     smallest = caught.value.smallest_bytes
     with pytest.warns(UserWarning, match=r'Rematerialize \(tag "least"\): .* the smallest is .* as little as can be'):
-        step(x, UNITS, lambda: remat_on(1, "least"))
+        step(x, UNITS, lambda: remat_on("1B", "least"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step(x, UNITS, lambda: remat_on(1, "least"))
+        step(x, UNITS, lambda: remat_on("1B", "least"))
     assert memkit.stats("least").ledger_peak_bytes <= smallest
 
     step(x, UNITS, lambda: remat_on(smallest, "least", strict=True))
@@ -216,8 +216,8 @@ def test_budget_that_cannot_be_kept_to_raises_or_warns_once(device: Device, rema
 
 def test_each_budget_that_cannot_be_kept_to_warns(device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
-    step(x, UNITS, lambda: remat_on(1, "each"))
-    for budget in (1, 2):
+    step(x, UNITS, lambda: remat_on("1B", "each"))
+    for budget in ("1B", "2B"):
         with pytest.warns(UserWarning, match=f"a budget of {budget} bytes? cannot be kept to"):
             step(x, UNITS, lambda: remat_on(budget, "each"))  # noqa: B023
 
@@ -227,32 +227,32 @@ def test_each_budget_that_cannot_be_kept_to_warns(device: Device, remat_on: Rema
 
 def test_score_that_cannot_keep_to_the_budget_warns_once(device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
-    step(x, UNITS, lambda: remat_on(1, "score", policy="dtr"))
+    step(x, UNITS, lambda: remat_on("1B", "score", policy="dtr"))
 
     with pytest.warns(UserWarning, match=r'"score"\): a budget of 1 byte was exceeded: the last step took \d+\.\d\d KiB'):
-        step(x, UNITS, lambda: remat_on(1, "score", policy="dtr"))
+        step(x, UNITS, lambda: remat_on("1B", "score", policy="dtr"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step(x, UNITS, lambda: remat_on(1, "score", policy="dtr"))
+        step(x, UNITS, lambda: remat_on("1B", "score", policy="dtr"))
 
 
 def test_score_that_cannot_keep_to_the_budget_raises_with_strict(device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
-    step(x, UNITS, lambda: remat_on(1, "score", policy="dtr", strict=True))
+    step(x, UNITS, lambda: remat_on("1B", "score", policy="dtr", strict=True))
     peak_bytes = memkit.stats("score").ledger_peak_bytes
 
     with pytest.raises(memkit.errors.BudgetInfeasible, match="the last step took") as caught:
-        step(x, UNITS, lambda: remat_on(1, "score", policy="dtr", strict=True))
+        step(x, UNITS, lambda: remat_on("1B", "score", policy="dtr", strict=True))
     assert caught.value.smallest_bytes == peak_bytes
 
 
 def test_tag_is_usable_after_the_score_has_raised(device: Device, remat_on: Remat) -> None:
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
-    step(x, UNITS, lambda: remat_on(1, "score", policy="dtr", strict=True))
+    step(x, UNITS, lambda: remat_on("1B", "score", policy="dtr", strict=True))
     with pytest.raises(memkit.errors.BudgetInfeasible):
-        step(x, UNITS, lambda: remat_on(1, "score", policy="dtr", strict=True))
+        step(x, UNITS, lambda: remat_on("1B", "score", policy="dtr", strict=True))
 
-    for budget in (1, "1GiB", "1GiB"):  # each step is complained about once, and by its own budget
+    for budget in ("1B", "1GiB", "1GiB"):  # each step is complained about once, and by its own budget
         assert_same_bits(step(x, UNITS, lambda: remat_on(budget, "score", policy="dtr", strict=True)), plain)  # noqa: B023
 
 
@@ -276,7 +276,7 @@ def test_forward_that_left_its_plan_and_exceeded_the_budget_is_told(device: Devi
 @pytest.mark.parametrize("policy", ["plan", "dtr"])
 def test_second_forward_in_a_context_is_strict(policy: str, device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
-    context = remat_on(1, "turns", strict=True, policy=policy)
+    context = remat_on("1B", "turns", strict=True, policy=policy)
 
     def run() -> None:
         with context:
@@ -289,7 +289,7 @@ def test_second_forward_in_a_context_is_strict(policy: str, device: Device, rema
 
 def test_tag_is_usable_after_a_second_forward_has_raised(device: Device, remat_on: Remat) -> None:
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
-    with remat_on(1, "turns", strict=True):
+    with remat_on("1B", "turns", strict=True):
         chain(x, UNITS).sum().backward()
         for _ in range(2):
             with pytest.raises(memkit.errors.BudgetInfeasible):

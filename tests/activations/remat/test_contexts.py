@@ -142,7 +142,7 @@ def _marked(x: Tensor, mark: object, at: int) -> Tensor:
 
 
 @pytest.mark.parametrize("budget", [2 * UNIT_BYTES, 0.4])
-def test_what_is_to_be_kept_stays(budget: float, device: Device, remat_on: Remat) -> None:
+def test_what_is_to_be_kept_stays(budget: float | str, device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)
     for _ in range(3):
         with remat_on(budget, "kept"):
@@ -311,7 +311,7 @@ def test_plan_of_another_step_warns_and_is_not_followed(device: Device, remat_on
 
 def test_parameters_and_inputs_are_never_dropped(device: Device, remat_on: Remat) -> None:
     x, w = inputs_on(device.torch_device)
-    with remat_on(1, "leaves"):
+    with remat_on("1B", "leaves"):
         loss = (functional.linear(x, w) * x * w[:8]).sum()
     stats = memkit.stats("leaves")
     loss.backward()

@@ -102,7 +102,7 @@ def test_verification_names_the_op_and_the_module(device: Device, remat_on: Rema
 
     x, _ = inputs_on(device.torch_device)
     model = torch.nn.Sequential(torch.nn.Tanh(), Odd(), torch.nn.Sigmoid())
-    with remat_on(1, "verify", verify=True):
+    with remat_on("1B", "verify", verify=True):
         loss = model(x).exp().sum()
 
     with pytest.raises(
@@ -113,7 +113,7 @@ def test_verification_names_the_op_and_the_module(device: Device, remat_on: Rema
 
 def test_what_is_made_again_in_another_size_raises(device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
     x, _ = inputs_on(device.torch_device)
-    with remat_on(1, "size"):
+    with remat_on("1B", "size"):
         loss = x.sin().exp().cos().sum()
     repeat = replay.Run._repeat
 

@@ -65,7 +65,7 @@ def test_computations_whose_small_values_stay(name: str) -> None:
     plain = gradients(COMPUTATIONS[name], device.torch_device, nullcontext)
 
     for policy in ("plan", "dtr"):
-        context = memkit.Rematerialize(1, "small", min_bytes=300, policy=policy, device=device)
+        context = memkit.Rematerialize("1B", "small", min_bytes=300, policy=policy, device=device)
         for _ in range(2):
             assert_same_bits(gradients(COMPUTATIONS[name], device.torch_device, lambda: context), plain)  # noqa: B023
         memkit.reset("small")

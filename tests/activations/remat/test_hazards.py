@@ -21,7 +21,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
 
-def _same_as_plain(step: Callable[[Context], list[Tensor]], remat_on: Remat, *, budget: float = 1, num_steps: int = 3) -> None:
+def _same_as_plain(step: Callable[[Context], list[Tensor]], remat_on: Remat, *, budget: float | str = "1B", num_steps: int = 3) -> None:
     plain = step(nullcontext)
     for _ in range(num_steps):
         assert_same_bits(step(lambda: remat_on(budget, "hazard")), plain)
@@ -37,9 +37,9 @@ def _noticed_writes() -> Iterator[None]:
             raise
 
 
-@pytest.mark.parametrize("budget", [1, 0.4, 0.2])
+@pytest.mark.parametrize("budget", ["1B", 0.4, 0.2])
 def test_write_behind_the_back_to_what_a_plan_holds_raises_in_every_step(
-    budget: float, torch_device: torch.device, remat_on: Remat
+    budget: float | str, torch_device: torch.device, remat_on: Remat
 ) -> None:
     for _ in range(3):
         x = torch.ones(4, device=torch_device, requires_grad=True)
@@ -54,7 +54,7 @@ def test_write_behind_the_back_to_what_a_plan_holds_raises_in_every_step(
 
 
 @pytest.mark.parametrize("budget", [0.5, 0.3, 0.2, 0.1, 0.05])
-def test_anchor_that_was_written_to_is_not_used(budget: float, torch_device: torch.device, remat_on: Remat) -> None:
+def test_anchor_that_was_written_to_is_not_used(budget: float | str, torch_device: torch.device, remat_on: Remat) -> None:
     def step(context: Context) -> list[Tensor]:
         x = torch.linspace(0, 1, 64, device=torch_device).requires_grad_()
         with context():
@@ -242,7 +242,7 @@ def test_default_dtype_that_has_changed_when_saved_tensors_are_read_outside_a_ba
     torch_device: torch.device, remat_on: Remat
 ) -> None:
     n, x = torch.arange(4, device=torch_device), torch.ones(4, device=torch_device, requires_grad=True)
-    with remat_on(1, "read"):
+    with remat_on("1B", "read"):
         loss = ((n / 7).cos() * x).sum()
     node = loss.grad_fn.next_functions[0][0]
     torch.set_default_dtype(torch.float64)

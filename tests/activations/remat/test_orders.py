@@ -260,7 +260,7 @@ def test_streams(forward_aside: bool, device: Device, remat_on: Remat) -> None:
 
 def test_saved_tensors_read_outside_a_backward(device: Device, remat_on: Remat) -> None:
     x, w = inputs_on(device.torch_device)
-    with remat_on(1, "read"):
+    with remat_on("1B", "read"):
         y = functional.linear(x, w).exp()
         z = y.sin()
     expected, node = y.detach().clone(), z.grad_fn

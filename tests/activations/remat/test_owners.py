@@ -79,7 +79,7 @@ def test_what_is_made_from_a_lent_root_is_made_from_what_its_owner_gives(
 
     for _ in range(3):
         slot.fill(first)
-        with remat_on(1, "lent"):
+        with remat_on("1B", "lent"):
             loss = loss_of(weight, weight, lambda: slot.fill(second))
         slot.fill(float("nan"))
         (found,) = torch.autograd.grad(loss, x)

@@ -138,13 +138,13 @@ def _outcome(graph: list[Step], parts: list[int], context: AbstractContextManage
 @given(
     graph=steps,
     parts=st.lists(st.integers(0, 99), min_size=1, max_size=4),
-    budget=st.sampled_from([0.1, 0.4, 0.7, 64, 200]),
+    budget=st.sampled_from([0.1, 0.4, 0.7, "64B", "200B"]),
     policy=st.sampled_from(["plan", "dtr"]),
     min_bytes=st.sampled_from([0, 0, 40]),
     seed=st.sampled_from([None, 0, "cpu"]),
 )
 def test_random_graphs(
-    graph: list[Step], parts: list[int], budget: float, policy: str, min_bytes: int, seed: int | str | None
+    graph: list[Step], parts: list[int], budget: float | str, policy: str, min_bytes: int, seed: int | str | None
 ) -> None:
     wanted, wanted_errors = _outcome(graph, parts, nullcontext())
     device = CpuDevice() if isinstance(seed, str) else ReferenceDevice(seed=seed)

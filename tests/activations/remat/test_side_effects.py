@@ -72,7 +72,7 @@ def _train(device: torch.device, context: AbstractContextManager[object]) -> lis
 
 @pytest.mark.parametrize("budget", [0.8, 0.4, 0.1])
 @pytest.mark.parametrize("policy", ["plan", "dtr"])
-def test_buffers_and_generators(policy: str, budget: float, device: Device, remat_on: Remat) -> None:
+def test_buffers_and_generators(policy: str, budget: float | str, device: Device, remat_on: Remat) -> None:
     plain = _train(device.torch_device, nullcontext())
 
     found = _train(device.torch_device, remat_on(budget, "train", policy=policy))
@@ -110,7 +110,7 @@ def test_generators_of_ones_own_end_where_they_would(torch_device: torch.device,
 
 def test_generators_are_left_alone_when_a_replay_fails(remat_on: Remat) -> None:
     x, w = inputs_on(torch.device("cpu"))
-    with remat_on(1, "fails"):
+    with remat_on("1B", "fails"):
         loss = memkit.recompute(own_generators(x, w).sin()).exp().sum()
     state = torch.get_rng_state()
     with torch.no_grad():
@@ -139,8 +139,8 @@ def test_root_that_a_recorded_op_writes_to_is_copied_first(torch_device: torch.d
     assert memkit.stats("root").num_replays > 0
 
 
-@pytest.mark.parametrize("budget", [0.1, 1])
-def test_root_that_is_written_to_unrecorded_raises(budget: float, torch_device: torch.device, remat_on: Remat) -> None:
+@pytest.mark.parametrize("budget", [0.1, "1B"])
+def test_root_that_is_written_to_unrecorded_raises(budget: float | str, torch_device: torch.device, remat_on: Remat) -> None:
     x, _ = inputs_on(torch_device)
     root = torch.rand(8, 32, device=torch_device)
     with remat_on(budget, "unrecorded"):
@@ -162,9 +162,9 @@ def test_parameter_that_is_written_to_before_the_backward_raises(torch_device: t
         loss.backward()
 
 
-@pytest.mark.parametrize("budget", [1, 1.0])
+@pytest.mark.parametrize("budget", ["1B", 1.0])
 def test_saved_tensor_that_is_written_to_raises_autograds_error(
-    budget: float, torch_device: torch.device, remat_on: Remat
+    budget: float | str, torch_device: torch.device, remat_on: Remat
 ) -> None:
     """Dropped or kept."""
     x, w = inputs_on(torch_device)
@@ -182,7 +182,7 @@ def test_saved_tensor_that_is_written_to_raises_autograds_error(
 
 def test_saved_tensor_that_is_written_to_in_the_context_raises_autograds_error(remat_on: Remat) -> None:
     x, w = inputs_on(torch.device("cpu"))
-    for budget in (1, 1.0):
+    for budget in ("1B", 1.0):
         with remat_on(budget, "inside"):
             y = functional.linear(x, w).exp()
             loss = y.sin().sum()
@@ -195,7 +195,7 @@ def test_saved_tensor_that_is_written_to_in_the_context_raises_autograds_error(r
 def test_what_another_thread_writes_is_not_taken_for_what_was_recorded(remat_on: Remat) -> None:
     x, _ = inputs_on(torch.device("cpu"))
     values = x.detach().clone()
-    with remat_on(1, "thread"):
+    with remat_on("1B", "thread"):
         y = values * 2
         thread = threading.Thread(target=y.mul_, args=(3,))
         thread.start()
@@ -211,7 +211,7 @@ def test_memory_that_numpy_fills_is_kept(remat_on: Remat) -> None:
     x, _ = inputs_on(torch.device("cpu"))
     for _ in range(3):
         x.grad = None
-        with remat_on(1, "numpy"):
+        with remat_on("1B", "numpy"):
             filled = torch.empty(8, 32)
             filled.numpy()[:] = 3.0
             scaled = filled * 2
@@ -231,13 +231,13 @@ def test_max_norm_of_an_embedding_is_applied_once(remat_on: Remat) -> None:
         loss.backward()
         return [weight.grad, weight.detach()]
 
-    assert_same_bits(run(remat_on(1, "renormed")), run(nullcontext()))
+    assert_same_bits(run(remat_on("1B", "renormed")), run(nullcontext()))
 
 
 def test_data_ptr_of_leaves_and_results_stay(torch_device: torch.device, remat_on: Remat) -> None:
     """What the user holds is what it was, not a copy that was made again."""
     x, w = inputs_on(torch_device)
-    with remat_on(1, "held"):
+    with remat_on("1B", "held"):
         hidden = functional.linear(x, w).sin()
         loss = hidden.exp().sum()
     before = hidden.detach().clone(), hidden.data_ptr(), hidden._version
