@@ -82,7 +82,7 @@ def bench_remat(options: argparse.Namespace) -> None:
 def bench_layers(options: argparse.Namespace) -> None:
     """Time steps with several shares of the layers streamed."""
     if not options.backward and options.train != "frozen":
-        raise UsageError(f"--train {options.train} needs a backward; found --no-backward. Leave one of the two away")
+        raise UsageError(f"--train {options.train} needs a backward; found --no-backward. Leave one of the two out")
     _check_bench_output(options)
     _check_cuda("there is nothing to stream to")
     device = open_device(torch.device("cuda"))
@@ -140,7 +140,7 @@ def _predicted(options: argparse.Namespace) -> OffloadBench:
     if options.link_gbps is None:
         raise UsageError("--predict needs --link-gbps, the speed of the link in GB/s (about 25 for PCIe 4 x16, 55 for PCIe 5)")
     if options.inputs or options.peers:
-        raise UsageError("--predict runs no model: leave away --input and --peers")
+        raise UsageError("--predict runs no model: leave out --input and --peers")
     bytes_per_s = options.link_gbps * 1e9
     report = MemoryReport.from_json(Path(options.spec))
     return predict_offload(report, options.ratios, Link(d2h_bytes_per_s=bytes_per_s, h2d_bytes_per_s=bytes_per_s))

@@ -116,12 +116,12 @@ class Rematerialize(ForwardContext):
         if is_capturing():
             raise RuntimeError(
                 f'Rematerialize (tag "{self.tag}") was entered while a CUDA graph is being captured: what is recorded is run '
-                "again by the host, which a graph does not do. Leave the context away in what is captured"
+                "again by the host, which a graph does not do. Leave the context out of what is captured"
             )
         if in_checkpoint():
             raise ValueError(
                 f'Rematerialize (tag "{self.tag}") was entered inside a checkpointed function, which would undo the '
-                "checkpoint. Put the context around the checkpoint, or leave the checkpoint away"
+                "checkpoint. Put the context around the checkpoint, or leave out the checkpoint"
             )
         if any(isinstance(owner, Entry) for owner in stacked_owners()):
             raise ValueError(

@@ -243,7 +243,7 @@ class Entry:
         if (self._may_be_compiled or dynamo_is_loaded()) and in_compiled_function():
             raise RuntimeError(
                 f'Rematerialize (tag "{self._state.tag}"): a compiled function was called in the context. To be recorded it '
-                "runs op by op, as if it were not compiled. Leave torch.compile away, or leave the context away and set "
+                "runs op by op, as if it were not compiled. Leave out torch.compile, or leave out the context and set "
                 "torch._functorch.config.activation_memory_budget, which recomputes inside of what is compiled"
             )
         if type(tensor) not in _PLAIN_TYPES and has_own_dispatch(tensor):

@@ -72,7 +72,7 @@ def _named(modules: dict[str, nn.Module], choice: Iterable[str | nn.Module]) -> 
             raise TypeError(f"layers holds names or modules; found {type(item).__name__}")
         found[name] = modules[name]
     if not found:
-        raise ValueError("layers is empty: name at least one, or leave it away to have them found")
+        raise ValueError("layers is empty: name at least one, or leave it out to have them found")
     return found
 
 

@@ -144,7 +144,7 @@ def test_command_measures_nothing_without_a_gpu(capsys: pytest.CaptureFixture[st
     ("arguments", "message"),
     [
         (["x.json", "--predict"], "--predict needs --link-gbps"),
-        (["x.json", "--predict", "--link-gbps", "5", "--input", "2"], "leave away --input"),
+        (["x.json", "--predict", "--link-gbps", "5", "--input", "2"], "leave out --input"),
         (["x:y"], "--input is needed"),
         (["x:y", "--input", "2", "--link-gbps", "5"], "--link-gbps is for --predict"),
         (["x:y", "--input", "2", "--ratios", "0,2"], "needs numbers from 0 to 1 joined by commas"),
