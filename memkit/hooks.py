@@ -209,6 +209,9 @@ class SavedTensorHooks(AbstractContextManager[Any]):
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+
+
 class KeptHandle:
     """A saved tensor that stays as it is.
 
@@ -220,8 +223,11 @@ class KeptHandle:
     __slots__ = ("__weakref__", "alias", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.alias = tensor.detach()
-        self.version = tensor._version
+        if type(tensor) in _PLAIN_TYPES:
+            self.alias, self.version = tensor.detach(), tensor._version
+        else:  # torch gives back no class that only has functions of its own, and it may refuse these
+            with torch._C.DisableTorchFunctionSubclass():
+                self.alias, self.version = tensor.detach(), tensor._version
 
     def unpack(self) -> Tensor:
         """Return the tensor.
@@ -241,7 +247,7 @@ class KeptHandle:
         if not self.is_unchanged():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.alias.type()} {list(self.size)}] is at version {self.version_now}; expected version "
+                f"[{self._description()}] is at version {self.version_now}; expected version "
                 f"{self.version} instead. Hint: the backtrace of the operation that failed to compute its gradient is shown "
                 "by torch.autograd.set_detect_anomaly(True)."
             )
@@ -249,6 +255,12 @@ class KeptHandle:
     @property
     def size(self) -> torch.Size:
         return self.alias.size()
+
+    def _description(self) -> str:
+        try:
+            return f"{self.alias.type()} {list(self.size)}"
+        except RuntimeError:  # not every layout has these
+            return f"{'nested ' * self.alias.is_nested}{self.alias.dtype}, {self.alias.layout}"
 
     @property
     def version_now(self) -> int:
@@ -259,7 +271,8 @@ class KeptHandle:
 @functools.cache
 def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor without elements: an alias that holds no bytes shares its empty storage."""
-    return torch.empty(0, dtype=dtype, device=device)
+    with _disable_current_modes():  # one of them might make it a tensor of its own kind, for good
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 class _Stacked(threading.local):

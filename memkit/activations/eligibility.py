@@ -22,6 +22,25 @@ _VIEW_NAMES = (
 )
 _VIEWS = frozenset(f"{name}Backward0" for name in _VIEW_NAMES)
 _MAX_VIEWS = 8
+_STRIDED = torch.strided
+
+
+def is_range_of_bytes(tensor: Tensor) -> bool:
+    """Tell whether all that a tensor is are bytes of one storage, and how it lies in them: such a one can leave, or be dropped,
+    and what comes back is the same. For tensors of a class without dispatch of its own.
+
+    The others are kept as they are: sparse ones and those in a layout of oneDNN, nested ones (strided; those of the jagged
+    layout are of a class that says what it is made of), quantized ones, and the zeros without bytes of forward-mode autograd.
+    """
+    return tensor.layout is _STRIDED and not (tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor())
+
+
+def leaves_with(wrapper: Tensor, name: str) -> bool:
+    """Tell whether one of the tensors that a wrapper is made of may leave with it.
+
+    Tensors of the jagged layout have the same shape if they have the very same offsets, so these stay: their values leave.
+    """
+    return not wrapper.is_nested or name == "_values"
 
 
 def counted_by(tensor: Tensor) -> Tensor:

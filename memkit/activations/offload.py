@@ -16,12 +16,21 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memkit.activations.context import ForwardContext
 from memkit.activations.counts import IterationCounts
-from memkit.activations.eligibility import is_from_leaf
+from memkit.activations.eligibility import is_from_leaf, is_range_of_bytes, leaves_with
 from memkit.activations.passes import Pass
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint, report_from, stats
 from memkit.activations.window import OffloadWindow, settle_retired
 from memkit.device import Device, open_device
-from memkit.hooks import KeptHandle, SavedTensorHooks, backward_task, dynamo_is_loaded, in_checkpoint, is_in_last, node_number
+from memkit.hooks import (
+    KeptHandle,
+    SavedTensorHooks,
+    backward_task,
+    dynamo_is_loaded,
+    has_own_dispatch,
+    in_checkpoint,
+    is_in_last,
+    node_number,
+)
 from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
 from memkit.profile.registry import forget_report
@@ -40,17 +49,22 @@ _MANY_SAVES, _MOST = 9, 0.75
 
 
 class _Flattened:
-    """A saved tensor that wraps others (a DTensor): the inner ones are saved in its place."""
+    """A saved tensor that wraps others (a DTensor, a jagged one): the inner ones are saved in its place."""
 
-    __slots__ = ("_context", "_inner", "_size", "_stride", "_type")
+    __slots__ = ("_context", "_counter", "_inner", "_size", "_stride", "_type")
 
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], KeptHandle | _Flattened]) -> None:
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrapper subclasses only
         parts = {name: getattr(tensor, name) for name in names}  # tensors, and in newer DTensors a mesh
-        self._inner = {name: pack(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+        self._inner = {
+            name: pack(part) if isinstance(part, Tensor) and leaves_with(tensor, name) else part for name, part in parts.items()
+        }
         self._size, self._stride, self._type = tensor.size(), tensor.stride(), type(tensor)
+        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+            self._counter = KeptHandle(tensor)  # wraps nothing, and counts what is written by the wrapper's own ops
 
     def unpack(self) -> Tensor:
+        self._counter.check_version()
         inner = {
             name: _unpack(part) if isinstance(part, KeptHandle | _Flattened) else part for name, part in self._inner.items()
         }
@@ -163,11 +177,19 @@ class _Entry:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
         if backward_task() != -1 or _paused.depth > 0:
             return KeptHandle(tensor)
-        if type(tensor) is not Tensor:
-            if not isinstance(tensor, nn.Parameter) and not tensor.is_nested and is_traceable_wrapper_subclass(tensor):
-                return KeptHandle(tensor) if is_from_leaf(tensor) else _Flattened(tensor, self.pack)
+        if type(tensor) is Tensor:
+            return self._pack(tensor)
+        if isinstance(tensor, nn.Parameter):
             return KeptHandle(tensor)
-        if tensor.layout != torch.strided:
+        if not has_own_dispatch(tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._pack(tensor)
+        if is_traceable_wrapper_subclass(tensor) and not is_from_leaf(tensor):
+            return _Flattened(tensor, self.pack)
+        return KeptHandle(tensor)
+
+    def _pack(self, tensor: Tensor) -> KeptHandle:
+        if not is_range_of_bytes(tensor):
             return KeptHandle(tensor)
         device = self._device_of(tensor)
         if device is None:

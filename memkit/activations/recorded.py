@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from memkit.activations.eligibility import is_range_of_bytes
 from memkit.activations.ops import OpKind
 from memkit.hooks import has_own_dispatch
 from memkit.storages import tensor_over
@@ -104,7 +105,7 @@ def tensors_in(argument: Any) -> list[Tensor]:
 def _is_plain(tensor: Tensor) -> bool:
     if type(tensor) not in _PLAIN_TYPES and has_own_dispatch(tensor):
         return False
-    return tensor.layout is _STRIDED and not tensor.is_nested and not tensor.is_quantized
+    return is_range_of_bytes(tensor)
 
 
 def has_tensors(kwargs: dict[str, Any]) -> bool:
@@ -123,10 +124,10 @@ def written_by(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
 
 
 def has_odd(arguments: Iterable[Any]) -> bool:
-    """Tell whether a tensor among the arguments is no range of bytes: it is sparse, nested, or in a layout of oneDNN."""
+    """Tell whether a tensor among the arguments is no range of bytes."""
     for argument in arguments:
         if isinstance(argument, Tensor):
-            if argument.layout is not _STRIDED or argument.is_nested or argument.is_quantized:
+            if not is_range_of_bytes(argument):
                 return True
         elif isinstance(argument, list | tuple) and has_odd(argument):
             return True

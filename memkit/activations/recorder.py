@@ -282,7 +282,8 @@ class Recorder(TorchDispatchMode):
                     tape.hold_made(value, tensor, is_written=value - first >= len(places))
         if tape.originals is not None:
             for value, storage in zip(values, storages, strict=True):
-                tape.originals[value] = byte_view(storage).to("cpu", copy=True)
+                if storage.device.type != "meta":  # there is nothing to compare
+                    tape.originals[value] = byte_view(storage).to("cpu", copy=True)
 
     def _run_opaque(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op that is not to be run again."""

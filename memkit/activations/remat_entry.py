@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memkit.activations.counts import RematCounts
+from memkit.activations.eligibility import is_range_of_bytes
 from memkit.activations.ledger import Residency
 from memkit.activations.recorded import cost_key
 from memkit.activations.recorder import Recorder
@@ -41,7 +42,6 @@ from memkit.sizes import format_bytes
 _NUM_WATCHED = 4
 """In so many first iterations it is noted which module each op is in: that takes the host some time."""
 _PLAIN_TYPES = (Tensor, nn.Parameter)
-_STRIDED = torch.strided
 _NoDispatch = torch._C._DisableTorchDispatch
 _get_storage = Tensor.untyped_storage
 _is_in_backward = torch._C._current_graph_task_id
@@ -246,14 +246,22 @@ class Entry:
                 "runs op by op, as if it were not compiled. Leave out torch.compile, or leave out the context and set "
                 "torch._functorch.config.activation_memory_budget, which recomputes inside of what is compiled"
             )
-        if type(tensor) not in _PLAIN_TYPES and has_own_dispatch(tensor):
-            with _disable_current_modes():
-                return KeptHandle(tensor) if self._outer is None else PassedOn(tensor, self._outer)
+        if type(tensor) not in _PLAIN_TYPES:
+            return self._pack_of_class(tensor)
         with _NoDispatch(), self._lock:  # what is done here is no part of the forward
             return self._pack(tensor)
 
+    def _pack_of_class(self, tensor: Tensor) -> KeptHandle | PassedOn:
+        if has_own_dispatch(tensor):
+            with _disable_current_modes():
+                return KeptHandle(tensor) if self._outer is None else PassedOn(tensor, self._outer)
+        with torch._C.DisableTorchFunctionSubclass(), _NoDispatch(), self._lock:
+            return self._pack(tensor)
+
     def _pack(self, tensor: Tensor) -> KeptHandle:
-        if tensor.layout is not _STRIDED or (tensor.device != self._torch_device and not self._is_here(tensor.device)):
+        if not is_range_of_bytes(tensor):
+            return KeptHandle(tensor)  # nobody can do more with it
+        if tensor.device != self._torch_device and not self._is_here(tensor.device):
             return self._keep(tensor)
         run = self._run
         if not run.is_forward or run.task != -1:
@@ -306,9 +314,7 @@ class Entry:
         return handle
 
     def _keep(self, tensor: Tensor) -> KeptHandle:
-        if self._outer is None or tensor.layout is not _STRIDED:
-            return KeptHandle(tensor)
-        return OfferedHandle(tensor, self._outer)
+        return KeptHandle(tensor) if self._outer is None else OfferedHandle(tensor, self._outer)
 
     def _keep_noted(self, run: Run, value: int, tensor: Tensor) -> KeptHandle:
         handle = self._keep(tensor)

@@ -384,7 +384,7 @@ class Run(Residents):
         originals = self.tape.originals
         assert originals is not None
         for value in self.lineage.outs[op]:
-            if not torch.equal(byte_view(self._temps[value]).cpu(), originals[value]):
+            if value in originals and not torch.equal(byte_view(self._temps[value]).cpu(), originals[value]):
                 raise ReplayMismatchError(
                     f"{self._name(value)} has made something else than in the forward when it was run again (value {value} "
                     "of the step). Is it deterministic, and is all that writes to its inputs a torch op? If not, mark what it "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkit.activations.eligibility import is_range_of_bytes
 from memkit.activations.recorded import Call, CostKey, source_of, tensor_of, tensors_in
 from memkit.activations.settings import current_settings
 from memkit.device.base import Device, Event
@@ -177,7 +178,12 @@ class Tape:
             is_inside: whether nobody else may hold it.
             is_written: whether it was just written, so that the tensor's counter is about to be raised.
             is_hidden: whether it may be written to without a trace.
+
+        Raises:
+            RuntimeError: the tensor is no range of bytes: what reads it cannot run again.
         """
+        if not is_range_of_bytes(tensor):
+            raise RuntimeError("what is no range of bytes is no value")
         value = self.num_values
         version = None if is_written or tensor.is_inference() else tensor._version
         base = tensor._base  # a view may be gone at once, as `weight.t()` is, and what it is of lives on

@@ -21,7 +21,9 @@ Context = Callable[[], AbstractContextManager[Any]]
 pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
 
-def _same_as_plain(step: Callable[[Context], list[Tensor]], remat_on: Remat, *, budget: float | str = "1B", num_steps: int = 3) -> None:
+def _same_as_plain(
+    step: Callable[[Context], list[Tensor]], remat_on: Remat, *, budget: float | str = "1B", num_steps: int = 3
+) -> None:
     plain = step(nullcontext)
     for _ in range(num_steps):
         assert_same_bits(step(lambda: remat_on(budget, "hazard")), plain)
