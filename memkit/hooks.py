@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from memkit.errors import ProfileError
 
 _eval_frame = torch._C._dynamo.eval_frame
 
@@ -169,6 +171,7 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         unpack: Callable[[Any], Tensor],
         *,
         owner: object = None,
+        name: str = "",
         compiled: bool = False,
         is_last: bool = False,
         hands_on: bool = False,
@@ -179,6 +182,8 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         self.unpack = unpack
         self.owner = owner
         """Which of memkit's contexts these are the hooks of."""
+        self.name = name
+        """What its user calls that context; empty if he did not enter it himself."""
         self.is_last = is_last
         """Whether no other may be inside, which would hide tensors from these. What they keep they offer to those outside."""
         self.hands_on = hands_on
@@ -252,15 +257,15 @@ class KeptHandle:
                 "by torch.autograd.set_detect_anomaly(True)."
             )
 
-    @property
-    def size(self) -> torch.Size:
-        return self.alias.size()
-
     def _description(self) -> str:
         try:
             return f"{self.alias.type()} {list(self.size)}"
         except RuntimeError:  # not every layout has these
             return f"{'nested ' * self.alias.is_nested}{self.alias.dtype}, {self.alias.layout}"
+
+    @property
+    def size(self) -> torch.Size:
+        return self.alias.size()
 
     @property
     def version_now(self) -> int:
@@ -280,6 +285,7 @@ class _Stacked(threading.local):
 
     def __init__(self) -> None:
         self.hooks: list[SavedTensorHooks] = []
+        self.is_profiled = False
 
 
 _stacked = _Stacked()
@@ -288,6 +294,40 @@ _stacked = _Stacked()
 def stacked_owners() -> list[object]:
     """Return which of memkit's contexts this thread is in, the innermost last."""
     return [hooks.owner for hooks in _stacked.hooks]
+
+
+def name_of_hooks_around() -> str:
+    """Return what to call the saved-tensor hooks that the caller runs under; empty if there are none."""
+    if in_checkpoint():
+        return "torch.utils.checkpoint"
+    if innermost_pair() is None:
+        return ""
+    names = [hooks.name for hooks in reversed(_stacked.hooks) if hooks.name]
+    return names[0] if names else "a pair of saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu)"
+
+
+@contextmanager
+def profiled() -> Iterator[None]:
+    """Return a context in which this thread runs a model to see all that autograd saves: see `refuse_in_profile`."""
+    before, _stacked.is_profiled = _stacked.is_profiled, True
+    try:
+        yield
+    finally:
+        _stacked.is_profiled = before
+
+
+def refuse_in_profile(name: str) -> None:
+    """Raise if a model is profiled that is about to enter a context which would take what the profile must see.
+
+    Raises:
+        ProfileError: it is.
+    """
+    if _stacked.is_profiled:
+        raise ProfileError(
+            f"a profile needs to see all that autograd saves; found {name}, which the model enters in its forward and which "
+            "would take it. Profile the model before memkit.attach, or after its handle's remove(), and without a context in "
+            "its own code"
+        )
 
 
 def is_in_last() -> bool:

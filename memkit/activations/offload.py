@@ -30,6 +30,7 @@ from memkit.hooks import (
     in_checkpoint,
     is_in_last,
     node_number,
+    refuse_in_profile,
 )
 from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
@@ -132,7 +133,8 @@ class _Entry:
         self._may_be_compiled = dynamo_is_loaded()
         self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
         """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
-        self._hooks = SavedTensorHooks(self.pack, _unpack, owner=self, compiled=self._may_be_compiled)
+        name = f'CPUOffload (tag "{state.tag}")'
+        self._hooks = SavedTensorHooks(self.pack, _unpack, owner=self, name=name, compiled=self._may_be_compiled)
 
     def begin(self) -> None:
         if self._options.device is not None:  # pin ahead of the first save
@@ -339,6 +341,9 @@ class CPUOffload(ForwardContext):
     def enter_knowing(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> None:
         if self._is_entered:
             raise ValueError(f'this CPUOffload (tag "{self.tag}") is entered already; make a second one for a nested context')
+        is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if is_on:
+            refuse_in_profile(f'CPUOffload (tag "{self.tag}")')
         if in_checkpoint():  # also with grad mode off: the reentrant kind turns it off for the forward
             raise ValueError(
                 f'CPUOffload (tag "{self.tag}") was entered inside a checkpointed function, which would undo the '
@@ -349,7 +354,7 @@ class CPUOffload(ForwardContext):
                 f'CPUOffload (tag "{self.tag}") was entered inside a Rematerialize, which would see no saved tensor any more. '
                 "Put CPUOffload around it: then what Rematerialize keeps may be offloaded"
             )
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        if is_on:
             state = _state_of(self.tag)
             with state.lock:
                 state.report = self.profile or find_report(self.tag)

@@ -16,7 +16,7 @@ from memkit.activations.remat_entry import Entry, RematOptions
 from memkit.activations.remat_state import RematState, find_state, open_state, states
 from memkit.activations.stats import SavedTensorStats, report_from, stats
 from memkit.device import CpuDevice, Device, is_capturing, open_device
-from memkit.hooks import in_checkpoint, stacked_owners
+from memkit.hooks import in_checkpoint, refuse_in_profile, stacked_owners
 from memkit.plan import DTRScore, RematPlan
 from memkit.profile.passes import run_without_data
 from memkit.profile.step import Step as ProfiledStep
@@ -118,6 +118,9 @@ class Rematerialize(ForwardContext):
                 f'Rematerialize (tag "{self.tag}") was entered while a CUDA graph is being captured: what is recorded is run '
                 "again by the host, which a graph does not do. Leave the context out of what is captured"
             )
+        is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if is_on:
+            refuse_in_profile(f'Rematerialize (tag "{self.tag}")')
         if in_checkpoint():
             raise ValueError(
                 f'Rematerialize (tag "{self.tag}") was entered inside a checkpointed function, which would undo the '
@@ -128,7 +131,7 @@ class Rematerialize(ForwardContext):
                 f'Rematerialize (tag "{self.tag}") was entered inside another Rematerialize: one budget holds for all that is '
                 "saved. Use memkit.keep and memkit.recompute to treat parts of a model differently"
             )
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        if is_on:
             state = open_state(self.tag)
             with state.lock:
                 entry = Entry(state, self._options)

@@ -107,7 +107,7 @@ class Entry:
         self._plan: RematPlan | None = None
         self._run = self._open_run(raises=options.strict)
         self.recorder = Recorder(self._run.tape, default_generator, self._estimate_s)
-        self._hooks = SavedTensorHooks(self.pack, _unpack, owner=self, is_last=True)
+        self._hooks = SavedTensorHooks(self.pack, _unpack, owner=self, name=f'Rematerialize (tag "{state.tag}")', is_last=True)
         self._trail = ModuleTrail(self._run.tape)
         is_new = self._follower.trace is None and state.num_iterations < _NUM_WATCHED
         self._watches_modules = is_new or options.verify

@@ -105,6 +105,7 @@ def run_without_data(step: Step, target: str, context: AbstractContextManager[An
     Raises:
         ProfileError, DataDependentError: as `profile_memory` with `device="meta"`.
     """
+    step.check_surroundings()
     tree = ModuleTree(step.model)
     with preserved(step.modules(), META, contents=False), _as_on_target(tree, target, lambda: None) as mode:
         stack = CallStack(tree, NoGauge())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from memkit.errors import ProfileError, note_on
-from memkit.hooks import HookSet
+from memkit.hooks import HookSet, name_of_hooks_around, profiled
 from memkit.owners import StreamedWeights
 from memkit.profile.calls import BackwardGraph, CallStack
 from memkit.profile.restore import grads_set_aside
@@ -83,6 +83,19 @@ class Step:
         """Return the storages on the device before anything runs: of parameters, buffers, inputs and slots."""
         return [*unique_storages([*self.device_tensors(), *self.input_tensors()]).values(), *self.streamed.slots]
 
+    def check_surroundings(self) -> None:
+        """Raise where others would see what autograd saves, or would be kept from it.
+
+        Raises:
+            ProfileError: the caller runs under saved-tensor hooks.
+        """
+        around = name_of_hooks_around()
+        if around:
+            raise ProfileError(
+                f"a profile needs to see all that autograd saves; found {around} around it, which is to see that too. Profile "
+                "the model outside of it"
+            )
+
     def run(
         self,
         stack: CallStack,
@@ -102,7 +115,7 @@ class Step:
             explain: called with an exception of the model's and the name of the module that raised it; may raise another.
         """
         step = self._for_one_run()
-        with HookSet() as hooks:
+        with HookSet() as hooks, profiled():
             stack.hook(hooks)
             with packing or nullcontext(), _explained(stack, explain):
                 result = stack.call(ROOT, step.model, *step.args, **step.kwargs)

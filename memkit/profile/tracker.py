@@ -81,7 +81,8 @@ def profile_memory(
         ValueError: an argument is none of the above, or model and inputs are on different devices.
         ProfileError: the profile would record nothing, or do damage: grad mode is off, parameters are not initialized, there
             is nothing to run a backward from, the model is on several devices, sharded, or steps an optimizer in the backward;
-            on meta, it has gradients that go to the host.
+            it is called inside of `CPUOffload`, `Rematerialize` or other saved-tensor hooks, or the model enters such a context
+            of memkit's itself, as one that is attached does; on meta, it has gradients that go to the host.
         DataDependentError: on meta, the model read the value of a tensor.
         DeviceUnavailableError: the CUDA device is not there.
         Exception: whatever the model raises, with a note that names the module.
@@ -120,6 +121,7 @@ def _check_arguments(step: Step, *, target: str, tag: str, warmup: int, depth: i
     check_view(depth=depth, sort_by=sort_by, top=None)
     if not torch.is_grad_enabled():
         raise ProfileError("grad mode is off, so autograd saves nothing; call profile_memory outside of torch.no_grad()")
+    step.check_surroundings()
     _check_model(step)
 
 
