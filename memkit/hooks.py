@@ -48,6 +48,14 @@ class _Untraced:
     __call__._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
 
 
+class _Uncopied(_Untraced):
+    """Such a hook that stays with its module: in a copy of that, or in what is saved of it, one is in its place that does
+    nothing, and for which a reader needs no memkit."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (nullcontext(), "__exit__")
+
+
 _SKIP = _eval_frame._FrameAction.SKIP  # where it is called
 _eval_frame.set_code_exec_strategy(_Untraced.__call__.__code__, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
 
@@ -68,15 +76,25 @@ class HookSet:
         return len(self._handles)
 
     def around_forward(
-        self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None], with_kwargs: bool = False
+        self,
+        module: nn.Module,
+        *,
+        before: Callable[..., None],
+        after: Callable[..., None],
+        with_kwargs: bool = False,
+        is_copied: bool = True,
     ) -> None:
         """Call `before(module, args)`, or `before(module, args, kwargs)`, ahead of a module's other pre-hooks and
         `after(module, args, output)` behind its other hooks, or when the forward raises (with None for the output).
 
         Both run as plain Python where the module was compiled (`nn.Module.compile`). They are two frames below its call.
+
+        Args:
+            is_copied: whether a copy of the module, or one that is saved and loaded, calls copies of them, or nothing.
         """
-        self._handles.append(module.register_forward_pre_hook(_Untraced(before), prepend=True, with_kwargs=with_kwargs))
-        self._handles.append(module.register_forward_hook(_Untraced(after), always_call=True))
+        kind = _Untraced if is_copied else _Uncopied
+        self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
+        self._handles.append(module.register_forward_hook(kind(after), always_call=True))
 
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call `hook(module, args, kwargs, output)` behind a module's other hooks, unless the forward raises."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,29 +28,22 @@ def _end(context: ForwardContext, ending: Ending) -> None:
 class Attachment:
     """What `attach` returns: a context that is on whenever the module runs, until `remove()`.
 
-    A copy of the module, made by `copy.deepcopy` or by pickling, has it as well.
+    It stays with this module: one that is copied (`copy.deepcopy`), or saved and loaded (`torch.save`, `pickle`), runs without the
+    context until `attach` is called for it.
     """
 
     def __init__(self, model: nn.Module, context: ForwardContext) -> None:
-        self.__setstate__(context)
-        self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True)
-
-    def __getstate__(self) -> ForwardContext:
-        return self.context
-
-    def __setstate__(self, context: ForwardContext) -> None:
         self.context = context
         """What each forward enters a copy of; it tells the plan and the figures."""
         self._running = Calls()
         self._hooks = HookSet()
+        self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True, is_copied=False)
 
-    def __deepcopy__(self, _: dict[int, Any]) -> Attachment:
-        copied = Attachment.__new__(Attachment)
-        copied.__setstate__(self.context)
-        return copied
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _attached_to_nothing, ()  # where the model holds its handle
 
     def __repr__(self) -> str:
-        return f"<attached {self.context!r}>"
+        return f"<attached {self.context!r}>" if hasattr(self, "context") else "<attached to nothing>"
 
     def remove(self) -> None:
         """Let the module run without the context again. Graphs that are alive keep working."""
@@ -68,6 +62,12 @@ class Attachment:
         self._running.end(model, depth=2)
 
 
+def _attached_to_nothing() -> Attachment:
+    handle = Attachment.__new__(Attachment)
+    handle._running, handle._hooks = Calls(), HookSet()
+    return handle
+
+
 def attach(model: nn.Module, context: ForwardContext) -> Attachment:
     """Have a context around each forward of a module, without a change to the training loop.
 
@@ -75,7 +75,8 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
     iteration. A report under its tag that was made of another model is not used, with a warning.
 
     Args:
-        model: whose forward to put it around; a part of a model will do. It is left as it is; hooks are registered on it.
+        model: whose forward to put it around; a part of a model will do. It is left as it is; hooks are registered on it,
+            which are not copied or saved with it.
         context: `CPUOffload`, `Rematerialize` or `no_offload`, as it would stand in `with`.
 
     Returns:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -288,18 +286,6 @@ def test_interrupt_leaves_no_hook_once_the_handle_is_removed_or_the_model_runs_a
     handle.remove()
 
     assert innermost_pack() is None
-
-
-def test_attached_model_can_be_copied_and_pickled() -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
-    memkit.attach(model, memkit.CPUOffload(0.5, "copied"))
-
-    copied, restored = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-
-    for one in (model, copied, restored):
-        with pytest.warns(UserWarning, match="saw only tensors on the CPU"):
-            one(torch.randn(2, 8)).sum().backward()
-        memkit.reset("copied")
 
 
 def test_step_inside_an_except_block_counts_as_any_other(device: Device) -> None:

@@ -84,7 +84,9 @@ def test_attached_model_is_refused_until_the_handle_is_removed(
 ) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    handle = memkit.attach(model if is_whole else model[1], 1.0, "attached", device=ReferenceDevice(), min_bytes=0)
+    handle = memkit.attach(
+        model if is_whole else model[1], memkit.CPUOffload(1.0, "attached", device=ReferenceDevice(), min_bytes=0)
+    )
     with pytest.raises(
         memkit.errors.ProfileError, match=r'CPUOffload \(tag "attached"\), which the model enters.*before memkit\.attach'
     ):
@@ -123,6 +125,6 @@ def test_smallest_budget_is_refused_there_as_well() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
     with _offload(), pytest.raises(memkit.errors.ProfileError, match=r'found CPUOffload \(tag "around"\) around it'):
         memkit.Rematerialize.min_budget(model, x, min_bytes=0)
-    memkit.attach(model, 1.0, "attached", device=ReferenceDevice(), min_bytes=0)
+    memkit.attach(model, memkit.CPUOffload(1.0, "attached", device=ReferenceDevice(), min_bytes=0))
     with pytest.raises(memkit.errors.ProfileError, match=r'CPUOffload \(tag "attached"\), which the model enters'):
         memkit.Rematerialize.min_budget(model, x, min_bytes=0)
