@@ -83,7 +83,12 @@ class Recorder(TorchDispatchMode):
         tape.funcs.append(func)
         path = self._paths.get(func)
         if path is _VIEW:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            try:
+                return func(*args, **kwargs) if kwargs else func(*args)
+            except RuntimeError:
+                if not _is_of_number(args):
+                    raise
+                return _view_of_number(func, args, kwargs)
         if (path is not _PLAIN and path is not _COPY) or types or (kwargs and has_tensors(kwargs)):
             record = Recorder._record if type(path) is str else path or Recorder._record_first
             return record(self, func, types, args, kwargs)
@@ -165,6 +170,8 @@ class Recorder(TorchDispatchMode):
         """Run and record any op."""
         kind = kind_of(func)
         if kind.op_class is OpClass.VIEW:
+            if _is_of_number(args):
+                return _view_of_number(func, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
         if types or kind.op_class is OpClass.OPAQUE or has_odd((*args, *(kwargs or {}).values())):
             return self._run_opaque(func, types, args, kwargs)
@@ -415,3 +422,15 @@ class Recorder(TorchDispatchMode):
         self._add_written_roots(known, are_inside)
         self._note(kind.replayed_by or func, kept, None, sources, args, results, kind=kind)
         return results
+
+
+def _is_of_number(args: tuple[Any, ...]) -> bool:
+    return bool(args) and isinstance(args[0], bool | int | float | complex)
+
+
+def _view_of_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run an op that views a tensor which torch has made of a number, as when it adds one to zeros without bytes: a mode is
+    given the number again."""
+    number = args[0]
+    dtype = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
+    return func(torch.tensor(number, dtype=dtype), *args[1:], **(kwargs or {}))

@@ -300,6 +300,12 @@ with warnings.catch_warnings():
     INTEGERS = [torch.quantize_per_tensor(torch.rand(8, 32), scale, 10, torch.quint8) for scale in (0.1, 0.2)]
 
 
+def zeros_and_numbers(x: Tensor, w: Tensor) -> Tensor:
+    zeros = torch._efficientzerotensor((8, 32))
+    y = functional.linear(x, w).sin()
+    return (y * (zeros + 0.1)).exp() * y.atan2(3 - zeros) * (y + (zeros + 2)).sin() * (y * (zeros - True)).exp()
+
+
 def from_integers(x: Tensor, w: Tensor) -> Tensor:
     y = functional.linear(x, w).sin()
     for integers in INTEGERS:
@@ -365,6 +371,7 @@ COMPUTATIONS: dict[str, Computation] = {
         jagged_elementwise,
         forward_mode,
         zeros_without_bytes,
+        zeros_and_numbers,
         from_integers,
         of_each_sample,
         jacobian_product,
