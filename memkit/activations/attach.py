@@ -28,8 +28,8 @@ def _end(context: ForwardContext, ending: Ending) -> None:
 class Attachment:
     """What `attach` returns: a context that is on whenever the module runs, until `remove()`.
 
-    It stays with this module: one that is copied (`copy.deepcopy`), or saved and loaded (`torch.save`, `pickle`), runs without the
-    context until `attach` is called for it.
+    It stays with this module: one that is copied (`copy.deepcopy`), or saved and loaded (`torch.save`, `pickle`), runs without
+    the context until `attach` is called for it.
     """
 
     def __init__(self, model: nn.Module, context: ForwardContext) -> None:

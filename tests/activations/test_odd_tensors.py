@@ -42,7 +42,7 @@ def _offload(device: Device) -> memkit.CPUOffload:
 
 
 def _remat(device: Device, **options: Any) -> memkit.Rematerialize:
-    return memkit.Rematerialize(1, "odd", device=device, min_bytes=0, policy="dtr", **options)
+    return memkit.Rematerialize("1B", "odd", device=device, min_bytes=0, policy="dtr", **options)
 
 
 @contextmanager
