@@ -155,3 +155,42 @@ def test_bench_runs_without_a_gpu() -> None:
     )
 
     assert '"activation_bytes": 21993045504' in done.stdout, done.stderr
+
+
+def _curve_of(picture: Path) -> list[tuple[int, float]]:
+    """Return the points of memkit's curve in a picture of time against peak, as MiB and milliseconds, by its axes' labels."""
+    text = picture.read_text()
+    axes = []
+    for number in (1, 2):
+        axis = text[text.index(f'<g id="matplotlib.axis_{number}">') :]
+        found = re.findall(r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)"[^>]*/>.*?<!-- ([\d.]+) -->', axis, re.DOTALL)
+        (x, y, low), (x_end, y_end, high) = found[0], found[2]
+        begin, end = (float(x), float(x_end)) if number == 1 else (float(y), float(y_end))
+        axes.append((begin, float(low), (float(high) - float(low)) / (end - begin)))
+    line = re.search(r'<g id="line2d_\d+">\s*<path d="(M[^"]+)" clip-path', text)
+    assert line is not None
+    points = [(float(x), float(y)) for x, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", line[1])]
+    (x_begin, x_low, x_unit), (y_begin, y_low, y_unit) = axes
+    return [(round(1024 * (x_low + (x - x_begin) * x_unit)), round(y_low + (y - y_begin) * y_unit, 1)) for x, y in points]
+
+
+PICTURES = sorted((ROOT / "docs" / "benchmarks").glob("*.svg"))
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
+def test_picture_and_table_are_of_one_run(picture: Path) -> None:
+    (page,) = [page for page in PAGES if page.parent == picture.parent and picture.name in page.read_text()]
+    rows = [set(re.findall(r"[\d.]+", row)) for row in page.read_text().splitlines() if row.startswith("|")]
+
+    for peak_mib, step_ms in _curve_of(picture):
+        assert any(f"{peak_mib}" in row and f"{step_ms}" in row for row in rows), (peak_mib, step_ms)
+
+
+def test_check_of_pictures_can_fail(tmp_path: Path) -> None:
+    moved = tmp_path / "moved.svg"
+    text = PICTURES[0].read_text()
+    line = re.search(r'<path d="M ([\d.]+) [^"]+" clip-path', text[text.index('<g id="line2d_') :])
+    assert line is not None
+    moved.write_text(text.replace(f"M {line[1]} ", f"M {float(line[1]) + 5} "))
+
+    assert _curve_of(moved) != _curve_of(PICTURES[0])

@@ -40,7 +40,7 @@ def profile_memory(
     kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[[Any], Tensor] | None = None,
     backward: bool = False,
-    device: str | torch.device | None = None,
+    device: str | torch.device | Device | None = None,
     target: str = "cuda",
     tag: str = "default",
     depth: int | None = None,
@@ -62,8 +62,8 @@ def profile_memory(
         loss_fn: called with the model's output; what it saves is in the row "(outside modules)". With `backward` it must
             return one number.
         backward: also run the backward, from `loss_fn`, or from the sum of the floating-point outputs without one.
-        device: None runs the model where it is. "meta" runs it without data, on any machine: nothing is copied or computed,
-            and times are blank.
+        device: None, or the device that the model is on, runs it there. "meta" runs it without data, on any machine: nothing is
+            copied or computed, and times are blank.
         target: for a run on meta, whose kernels to imitate, "cuda" or "cpu": they save different tensors in attention,
             dropout, RMS norm and under autocast.
         tag: the report is filed under this name, where `find_report` and contexts with the same tag find it.
@@ -141,14 +141,9 @@ def _check_model(step: Step) -> None:
         raise ProfileError("the model is sharded by fully_shard, which a profile would disturb; profile it before sharding")
 
 
-def _run_device(step: Step, asked: str | torch.device | None) -> torch.device:
+def _run_device(step: Step, asked: str | torch.device | Device | None) -> torch.device:
     """Return where the run takes place: meta, or the one device on which model and inputs are."""
-    if asked is not None:
-        if str(asked) not in ("meta", "meta:0"):
-            raise ValueError(
-                f'device must be None (where the model is) or "meta"; found {str(asked)!r}. To run on a device, move model and '
-                "inputs there first"
-            )
+    if asked is not None and str(asked) in ("meta", "meta:0"):
         _check_gradients_without_data(step)
         return META
     model_devices = {tensor.device for tensor in step.device_tensors()} | {slot.device for slot in step.streamed.slots}
@@ -163,7 +158,15 @@ def _run_device(step: Step, asked: str | torch.device | None) -> torch.device:
             f"the model is on {_names(model_devices)} and its inputs are on {_names(input_devices)}; move the inputs to the "
             'model\'s device, or use device="meta", where data does not matter'
         )
-    return next(iter(model_devices or input_devices), torch.device("cpu"))
+    found = next(iter(model_devices or input_devices), torch.device("cpu"))
+    if asked is not None:
+        wanted = open_device(asked).torch_device
+        if wanted.type != found.type or wanted.index not in (None, found.index):
+            raise ValueError(
+                f'device must be where the model is ({found}), or "meta"; found {str(wanted)!r}. To run on another device, '
+                "move model and inputs there first"
+            )
+    return found
 
 
 def _check_gradients_without_data(step: Step) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import profile_memory
+from memkit.device import CpuDevice, Device, ReferenceDevice
 from memkit.errors import ProfileError
 from memkit.profile import MemoryReport, find_report
 
@@ -33,8 +34,8 @@ def test_loss_that_cannot_be_called() -> None:
         ({"warmup": -1}, "warmup must be a number of runs, 0 or more; found -1"),
         ({"depth": -1}, "depth must be a whole number, 0 or more; found -1"),
         ({"sort_by": "size"}, "sort_by must be one of 'activation'"),
-        ({"device": "cuda"}, "device must be None"),
-        ({"device": "nowhere"}, "device must be None"),
+        ({"device": "nowhere"}, "device must be the name of a torch.device, such as \"cuda:1\"; found 'nowhere'"),
+        ({"device": "xpu"}, 'memkit runs on "cpu" and "cuda"; found "xpu"'),
     ],
 )
 def test_arguments_out_of_range(options: dict[str, object], message: str) -> None:
@@ -166,3 +167,16 @@ def test_fingerprint_tells_models_apart() -> None:
         return profile_memory(model, torch.zeros(1, 2), print_table=False).run.fingerprint
 
     assert fingerprint(nn.Linear(2, 2)) == fingerprint(nn.Linear(2, 2)) != fingerprint(nn.Linear(2, 3))
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), CpuDevice(), ReferenceDevice()])
+def test_device_may_be_the_one_that_the_model_is_on(device: str | torch.device | Device) -> None:
+    report = profile_memory(nn.Linear(4, 4), torch.randn(2, 4), device=device, print_table=False)
+
+    assert report.run.device == "cpu"
+
+
+def test_device_that_the_model_is_not_on_is_refused() -> None:
+    model = nn.Linear(4, 4, device="meta")
+    with pytest.raises(ValueError, match=r"device must be where the model is \(meta\), or \"meta\"; found 'cpu'"):
+        profile_memory(model, torch.randn(2, 4, device="meta"), device="cpu", print_table=False)
