@@ -18,6 +18,7 @@ from memkit.activations.context import ForwardContext
 from memkit.activations.counts import IterationCounts
 from memkit.activations.eligibility import is_from_leaf, is_range_of_bytes, leaves_with
 from memkit.activations.passes import Pass
+from memkit.activations.small import all_too_small
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint, report_from, stats
 from memkit.activations.window import OffloadWindow, settle_retired
 from memkit.device import Device, open_device
@@ -87,6 +88,8 @@ class _TagState:
         self.auto: tuple[_AutoKey, float] | None = None
         self.has_warned_of_cpu = False
         self.has_warned_of_whole_model = False
+        self.looks_for_large = True
+        """Whether all that was saved so far was smaller than `min_bytes`, and nobody was told."""
         self._windows: dict[Device, OffloadWindow] = {}
 
     def window(self, device: Device, min_bytes: int) -> OffloadWindow:
@@ -130,6 +133,8 @@ class _Entry:
         self._passes: dict[Device, tuple[OffloadWindow, Pass]] = {}
         self._devices: dict[torch.device, Device | None] = {}
         self._saw_cpu = False
+        self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
+        """Bytes of what could be moved but for its size, by storage, as long as nothing larger is known."""
         self._may_be_compiled = dynamo_is_loaded()
         self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
         """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
@@ -152,6 +157,8 @@ class _Entry:
             end_forward = torch.compiler.disable(window.end_forward) if self._may_be_compiled else window.end_forward
             end_forward(run, learn=not has_failed)
         self._warn_of_whole_model()
+        if not has_failed:
+            self._warn_of_small()
         self._passes.clear()  # from here on the graph alone keeps a pass alive: it counts in the limit for as long as it lives
         if self._saw_cpu and not saw_device and not self._state.has_warned_of_cpu:
             self._state.has_warned_of_cpu = True
@@ -174,6 +181,14 @@ class _Entry:
             "that the peak of the forward is that of no offload. Compile each block of the model by itself (block.compile()).",
             stacklevel=4,
         )
+
+    def _warn_of_small(self) -> None:
+        if self._small_bytes is None or not (self._small_bytes or self.counts.unique_bytes):
+            return
+        self._state.looks_for_large = False
+        if not self.counts.unique_bytes:
+            message = all_too_small(self._small_bytes.values(), self._options.min_bytes, done="moved")
+            warnings.warn(f'CPUOffload (tag "{self._state.tag}"): {message}', stacklevel=4)
 
     def pack(self, tensor: Tensor) -> KeptHandle | _Flattened:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
@@ -199,6 +214,8 @@ class _Entry:
         self.counts.seen_bytes += tensor.nbytes
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._options.min_bytes or storage.nbytes() == 0 or device.is_capturing():
+            if self._small_bytes is not None:
+                self._note_small(tensor, storage)
             return KeptHandle(tensor)
         if is_from_leaf(tensor) or self._is_resident(storage):
             if self._state.report is not None and not isinstance(tensor, nn.Parameter):
@@ -210,6 +227,11 @@ class _Entry:
             self._saves_of_nodes[node_number()].append(storage.nbytes())
         window, run = self._pass_on(device)
         return window.pack(run, tensor, storage)
+
+    def _note_small(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        is_small = 0 < storage.nbytes() < self._options.min_bytes
+        if self._small_bytes is not None and is_small and not (is_from_leaf(tensor) or self._is_resident(storage)):
+            self._small_bytes[storage_key(storage)] = storage.nbytes()
 
     def _is_resident(self, storage: torch.UntypedStorage) -> bool:
         reference = self._resident.get(storage_key(storage))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from memkit.activations.recorded import cost_key
 from memkit.activations.recorder import Recorder
 from memkit.activations.remat_state import RematState, RunUnpacker
 from memkit.activations.replay import Run
+from memkit.activations.small import all_too_small
 from memkit.activations.tape import Tape
 from memkit.activations.traces import Follower, OpTrace, OpTraces, SaveKey
 from memkit.activations.trail import ModuleTrail
@@ -103,6 +104,8 @@ class Entry:
         self._outer = innermost_hooks()
         self._may_be_compiled = dynamo_is_loaded()
         self._ceilings: Ceilings | None = None
+        self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.budget != 1.0 else None
+        """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
         self.counts = RematCounts()
         self._plan: RematPlan | None = None
         self._run = self._open_run(raises=options.strict)
@@ -233,6 +236,19 @@ class Entry:
         if tape.is_timed:
             state.note_timed(run.trace if isinstance(run.trace, OpTrace) else None, tape.times_alone())
         tape.close()
+        if learn and self._small_bytes is not None:
+            message = self._too_small(self._small_bytes)
+            if message:
+                state.warn_once("small", message)
+            state.looks_for_large = not message and not counts.num_saved
+            self._small_bytes = {} if state.looks_for_large else None
+
+    def _too_small(self, small_bytes: Mapping[int, int]) -> str:
+        """Return what to say if the forward has saved more than the budget, and nothing large enough to be dropped."""
+        is_share = isinstance(self._options.budget, float)
+        if self.counts.num_saved or sum(small_bytes.values()) <= (0 if is_share else self._options.budget):
+            return ""
+        return all_too_small(small_bytes.values(), self._min_bytes, done="dropped")
 
     # Saving
 
@@ -276,6 +292,8 @@ class Entry:
         if root is not None and not root.is_inside:
             return self._keep(tensor)  # it is somebody else's
         if num_bytes < self._min_bytes:
+            if self._small_bytes is not None:
+                self._small_bytes[value] = num_bytes
             return self._keep_noted(run, value, tensor)
         if tensor._version and tensor._version > tape.num_writes(value):  # somebody else has written to it, as another thread
             value = tape.add_root(tensor, storage, is_inside=True)

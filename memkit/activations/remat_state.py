@@ -45,6 +45,8 @@ class RematState:
         """What ops are thought to take that were not measured."""
         self._timed: list[tuple[OpTrace | None, Tape]] = []
         self._warned = set[str]()
+        self.looks_for_large = True
+        """Whether all that was saved so far was smaller than `min_bytes`, and nobody was told."""
 
     def ledger(self, device: Device) -> Ledger:
         if device not in self._ledgers:

@@ -1,0 +1,149 @@
+"""Where all that autograd saves is smaller than `min_bytes`, nothing is done, and one warning says so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit import schedules
+from memkit.activations import remat_state
+from memkit.device import ReferenceDevice
+
+DEVICE = ReferenceDevice()
+Context = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_remat_tags() -> Iterator[None]:
+    yield
+    for tag in list(remat_state.states):
+        memkit.reset(tag)
+
+
+def _net() -> tuple[nn.Module, Tensor]:
+    """Return a model that saves eight hidden states of 2 KiB beside its input of as much."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Sigmoid()) for _ in range(8))), torch.randn(16, 32)
+
+
+def _step(context: Context, *args: Any, **options: Any) -> None:
+    model, x = _net()
+    with context(*args, device=DEVICE, **options):
+        out = model(x)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("context", "share", "message"),
+    [
+        (
+            memkit.CPUOffload,
+            0.5,
+            r'CPUOffload \(tag "small"\): nothing was moved: only tensors of at least min_bytes \(1.00 MiB\) are, and the 9 saved '
+            r"tensors have 18.00 KiB in all, and the largest 2.00 KiB. Pass a smaller min_bytes \(min_bytes=0 to try it out\)",
+        ),
+        (
+            memkit.Rematerialize,
+            0.5,
+            r'Rematerialize \(tag "small"\): nothing was dropped: only tensors of at least min_bytes \(1.00 MiB\) are, and the 8 '
+            r"saved tensors have 16.00 KiB in all, and the largest 2.00 KiB. Pass a smaller min_bytes \(min_bytes=0 to try it out\)",
+        ),
+    ],
+)
+def test_nothing_large_enough_warns_once_at_the_users_line(context: Context, share: float, message: str) -> None:
+    with pytest.warns(UserWarning, match=message) as caught:
+        for _ in range(3):
+            _step(context, share, "small")
+
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("context", [memkit.CPUOffload, memkit.Rematerialize])
+def test_each_tag_warns_for_itself(context: Context) -> None:
+    for tag in ("one", "other"):
+        with pytest.warns(UserWarning, match=f'tag "{tag}"'):
+            _step(context, 0.5, tag)
+
+
+@pytest.mark.parametrize(
+    ("context", "args", "options"),
+    [
+        (memkit.CPUOffload, (0.0,), {}),
+        (memkit.CPUOffload, (schedules.constant(0.0),), {}),
+        (memkit.CPUOffload, (0.5,), {"min_bytes": 2048}),
+        (memkit.Rematerialize, (1.0,), {}),
+        (memkit.Rematerialize, (8 * 2048,), {}),
+        (memkit.Rematerialize, ("1MiB",), {}),
+        (memkit.Rematerialize, (0.5,), {"min_bytes": 2048}),
+    ],
+)
+def test_what_does_all_that_was_asked_for_does_not_warn(context: Context, args: tuple[Any, ...], options: Any) -> None:
+    for _ in range(2):
+        _step(context, *args, **options)
+
+
+def test_bytes_below_what_small_tensors_take_warn() -> None:
+    with pytest.warns(UserWarning, match="nothing was dropped"):
+        _step(memkit.Rematerialize, 8 * 2048 - 1)
+
+
+@pytest.mark.parametrize("context", [memkit.CPUOffload, memkit.Rematerialize])
+def test_small_steps_after_a_large_one_do_not_warn(context: Context) -> None:
+    _step(context, 0.5, "mixed", min_bytes=1)
+    _step(context, 0.5, "mixed")
+
+
+@pytest.mark.parametrize("context", [memkit.CPUOffload, memkit.Rematerialize])
+def test_parameters_alone_do_not_warn(context: Context) -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    with context(0.5, "parameters", device=DEVICE):
+        loss = (weight * weight).sum()
+    loss.backward()
+
+
+@pytest.mark.parametrize("context", [memkit.CPUOffload, memkit.Rematerialize])
+def test_forward_that_fails_leaves_the_warning_to_the_next(context: Context) -> None:
+    model, x = _net()
+    with pytest.raises(RuntimeError, match="to stop"), context(0.5, "fails", device=DEVICE):
+        model(x)
+        raise RuntimeError("to stop")
+
+    with pytest.warns(UserWarning, match="nothing was"):
+        _step(context, 0.5, "fails")
+
+
+def test_schedule_that_begins_at_zero_warns_when_something_is_to_move() -> None:
+    ratio = schedules.linear(0, 1, num_iterations=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _step(memkit.CPUOffload, ratio)
+
+    with pytest.warns(UserWarning, match="nothing was moved"):
+        _step(memkit.CPUOffload, ratio)
+
+
+def test_reset_tag_warns_again() -> None:
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="nothing was moved"):
+            _step(memkit.CPUOffload, 0.5, "again")
+        memkit.reset("again")
+
+
+def test_attached_model_warns_without_its_parameters_and_inputs() -> None:
+    model, x = _net()
+    memkit.attach(model, 0.5, "attached", device=DEVICE)
+    with pytest.warns(UserWarning, match=r"the 8 saved tensors have 16.00 KiB in all"):
+        model(x).sum().backward()
+
+
+def test_one_small_tensor_is_named_as_one() -> None:
+    with (
+        pytest.warns(UserWarning, match=r"and the only saved tensor has 64 bytes\. Pass"),
+        memkit.CPUOffload(0.5, device=DEVICE),
+    ):
+        torch.ones(16, requires_grad=True).mul(2).sigmoid()
