@@ -13,6 +13,16 @@ from memkit.profile import registry
 torch.set_num_threads(1)  # tests run side by side, and on small tensors several threads only get in each other's way
 
 
+_WITH_FEW_LAYERS = ("weights", "bench", "profile")
+"""Where tests stream so few layers that all of them fit the slots. What `LayerOffload` says to that is tested in
+tests/weights/test_no_use.py."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.path.parent.name in _WITH_FEW_LAYERS:
+        item.add_marker(pytest.mark.filterwarnings("ignore:LayerOffload frees no memory on the device"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

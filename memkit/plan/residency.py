@@ -84,6 +84,14 @@ class ResidencyPlan:
         return self.streamed_bytes
 
     @property
+    def freed_bytes(self) -> int:
+        """Bytes of the device that streaming saves: what streams, less the slots. At 0 or below it saves nothing.
+
+        Weights alone: gradients and optimizer state that are in host memory with what streams are not counted.
+        """
+        return self.streamed_bytes - sum(self.slot_bytes)
+
+    @property
     def compute_s(self) -> float | None:
         """Seconds of a forward and a backward that wait for nothing; None if they were not measured."""
         return _compute_s(self.layers)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_fraction, plan_resident
-from memkit.sizes import check_budget_bytes
+from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.weights.extents import LayerExtent
 from memkit.weights.fused import MakeOptimizer
 from memkit.weights.rehearsal import Rehearsed
@@ -87,6 +87,36 @@ def plan_share(
     budget_bytes = check_budget_bytes("budget", budget)
     state_bytes = round(state_ratio * sum(layer.grad_bytes for layer in costs))
     return plan_budget(costs, budget_bytes, num_slots=num_slots, state_bytes=state_bytes)
+
+
+def why_nothing_is_freed(
+    layers: Mapping[str, LayerExtent | None], plan: ResidencyPlan, *, train: str, num_slots: int
+) -> str | None:
+    """Return what to say if layers stream, and the device has no byte more for it; None if that is not so.
+
+    Args:
+        layers: see `plan_share`.
+        plan: which of them stream.
+        train: how they are trained: with "host", the gradients of what streams are not on the device either.
+        num_slots: for layers of one size.
+    """
+    costs = costs_of(layers)
+    grad_bytes = sum(layer.grad_bytes for layer in costs if layer.name in plan.streamed) if train == "host" else 0
+    if not plan.streamed or plan.freed_bytes + grad_bytes > 0:
+        return None
+    found = "1 layer streams" if len(plan.streamed) == 1 else f"{len(plan.streamed)} layers stream"
+    for count in range(num_slots, 0, -1):
+        freed_bytes = plan_fraction(costs, 1.0, num_slots=count).freed_bytes
+        if freed_bytes > 0:
+            fewer = "" if count == num_slots else f", slots={count}"
+            advice = f"Let more stream (offload_ratio=1.0{fewer} frees {format_bytes(freed_bytes)})"
+            break
+    else:
+        advice = "Leave LayerOffload out, or name modules that are smaller and of about one size (layers=)"
+    return (
+        f"LayerOffload frees no memory on the device: {found} ({format_bytes(plan.streamed_bytes)}), and the slots on the "
+        f"device take {format_bytes(sum(plan.slot_bytes))}, up to {num_slots} for layers of about one size. {advice}."
+    )
 
 
 def plan_rehearsed(
