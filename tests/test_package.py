@@ -21,6 +21,7 @@ RANKS = {
     "sizes": 0,
     "_torch_floor": 0,
     "storages": 0,
+    "attached": 1,
     "calls": 1,
     "hooks": 1,
     "owners": 1,

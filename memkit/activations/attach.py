@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from memkit.activations.context import ForwardContext
+from memkit.attached import attached_to, note_attached, note_detached
 from memkit.calls import Calls, Ending
 from memkit.hooks import HookSet
 from memkit.storages import unique_storages
@@ -35,9 +36,14 @@ class Attachment:
     def __init__(self, model: nn.Module, context: ForwardContext) -> None:
         self.context = context
         """What each forward enters a copy of; it tells the plan and the figures."""
+        self._model = weakref.ref(model)
         self._running = Calls()
         self._hooks = HookSet()
         self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True, is_copied=False)
+        note_attached(self, is_on=Attachment._is_on, take_off=Attachment.remove)
+
+    def _is_on(self, module: nn.Module) -> bool:
+        return self._model() is module
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _attached_to_nothing, ()  # where the model holds its handle
@@ -45,10 +51,14 @@ class Attachment:
     def __repr__(self) -> str:
         return f"<attached {self.context!r}>" if hasattr(self, "context") else "<attached to nothing>"
 
+    def _is_on(self, module: nn.Module) -> bool:
+        return self._hooks.are_on(module)
+
     def remove(self) -> None:
         """Let the module run without the context again. Graphs that are alive keep working."""
         self._running.end_interrupted()
         self._hooks.remove()
+        note_detached(self)
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._running.begin(model, depth=2)  # first: the other hook runs even if entering raises
@@ -84,6 +94,7 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
 
     Raises:
         TypeError: `model` is no module, or `context` none of these.
+        ValueError: a context of the kind is attached to the model already.
 
     Example:
         >>> import torch, memkit
@@ -98,4 +109,10 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
     if not isinstance(context, ForwardContext):
         hint = ". A LayerOffload works from when it is made on" if hasattr(context, "close") else ""
         raise TypeError(f"attach needs a context such as memkit.CPUOffload(0.3); found {context!r}{hint}")
+    for owner in attached_to(model):
+        if isinstance(owner, Attachment) and type(owner.context) is type(context):
+            raise ValueError(
+                f"attach needs a {type(model).__name__} without such a context; found {owner!r}, which would decide in place of the "
+                "new one. Call memkit.detach(model) first"
+            )
     return Attachment(model, context.attached_to(model))

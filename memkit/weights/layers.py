@@ -12,6 +12,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from memkit.attached import note_attached, note_detached
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
@@ -27,7 +28,7 @@ from memkit.weights.placement import Placement, has_plain_parts, is_plain, share
 from memkit.weights.rehearsal import Rehearsal, Rehearsed
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_unmovable, refuse_wrapped
-from memkit.weights.shares import choose_mode, costs_of, plan_rehearsed, plan_share
+from memkit.weights.shares import choose_mode, costs_of, plan_rehearsed, plan_share, why_nothing_is_freed
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
 
@@ -42,6 +43,9 @@ class LayerOffload(NotCopied):
     streamed weights is a reference to the layer, not its bytes, so that gradients are exact, bit for bit, without
     checkpointing, in any order of execution and with several graphs alive. All other parameters and buffers are moved to the
     device.
+
+    The weights stream until `close()`, or the end of a `with`. An object that is bound to no name goes on as well: the model's
+    hooks hold it, and `memkit.detach(model)` closes it.
 
     In between forwards and backwards the streamed parameters are tensors in host memory: `state_dict()`, `load_state_dict()`
     and in-place writes work on those.
@@ -125,6 +129,7 @@ class LayerOffload(NotCopied):
             num_slots=num_slots,
             state_ratio=0.0 if optimizer is None else state_bytes_per_byte(optimizer),
         )
+        self._warn_of_no_use(has_device=device is not None or cuda_is_available())
         self._is_to_choose = isinstance(offload_ratio, str)
         self._extents = self._streaming()
         self._placement, self._hooks = Placement(), HookSet()
@@ -153,6 +158,20 @@ class LayerOffload(NotCopied):
         except BaseException:
             self.close()
             raise
+        note_attached(self, is_on=LayerOffload._is_over, take_off=LayerOffload.close)
+
+    def _is_over(self, module: nn.Module) -> bool:
+        return self.model is module
+
+    def _warn_of_no_use(self, *, has_device: bool) -> None:
+        message = why_nothing_is_freed(self._candidates, self.plan, train=self.train, num_slots=self._num_slots)
+        if not has_device:
+            message = (
+                "LayerOffload found no CUDA device: weights stream from host memory to host memory, which frees nothing. "
+                "Run on a machine with a GPU, or pass device=memkit.device.ReferenceDevice() to try it out."
+            )
+        if message is not None:
+            warnings.warn(message, stacklevel=3)
 
     def _streaming(self) -> list[LayerExtent]:
         """Return what streams by the plan, in its order."""
@@ -352,6 +371,7 @@ class LayerOffload(NotCopied):
             return
         self._forwards.close()
         self._is_closed = True
+        note_detached(self)
         self._hooks.remove()
         self._rehearsal = None
         self._arena.drain()
@@ -422,4 +442,7 @@ class LayerOffload(NotCopied):
 def _refuse_streamed(name: str, parameter: nn.Parameter) -> None:
     other = _streaming_by.get(id(parameter))
     if other is not None and any(item.parameter is parameter for extent in other._extents for item in extent.parameters):
-        raise ValueError(f'LayerOffload: "{name}" is streamed by another LayerOffload already. Close that one first')
+        raise ValueError(
+            f'LayerOffload: "{name}" is streamed by another LayerOffload already, over a {type(other.model).__name__}. '
+            "Close that one first: call its close(), or memkit.detach(model) with the model that it was given"
+        )

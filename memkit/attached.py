@@ -1,0 +1,81 @@
+"""What memkit has attached to models, and taking it off again by the model alone.
+
+Who attaches something notes it here. Nothing is kept alive by that: hooks on the model do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+_Owner = TypeVar("_Owner")
+
+
+class _Attached(NamedTuple):
+    is_on: Callable[[Any, nn.Module], bool]
+    take_off: Callable[[Any], None]
+
+
+_attached: weakref.WeakKeyDictionary[Any, _Attached] = weakref.WeakKeyDictionary()
+"""The oldest first."""
+
+
+def note_attached(owner: _Owner, *, is_on: Callable[[_Owner, nn.Module], bool], take_off: Callable[[_Owner], None]) -> None:
+    """Have `detach` find what is attached to a model, until `note_detached`.
+
+    Args:
+        owner: what is attached. It is held weakly.
+        is_on: called with the owner and a module; tells whether it is attached to that.
+        take_off: called with the owner by `detach`.
+    """
+    _attached[owner] = _Attached(is_on, take_off)
+
+
+def note_detached(owner: object) -> None:
+    """Forget an owner, which may be unknown."""
+    _attached.pop(owner, None)
+
+
+def attached_to(module: nn.Module) -> list[object]:
+    """Return all that is attached to a module itself, the oldest first."""
+    return [owner for owner, attached in list(_attached.items()) if attached.is_on(owner, module)]
+
+
+def detach(model: nn.Module) -> None:
+    """Take off what `attach` and `LayerOffload` have set on a model or on modules in it, the newest first.
+
+    It does what `remove()` of an `memkit.activations.Attachment` and `close()` of a `LayerOffload` do, where the object is not at hand: in a
+    notebook whose cell ran twice, or after `memkit.LayerOffload(model, ...)` without a name for it.
+
+    Args:
+        model: what was given to `attach` or `LayerOffload`, or a module that has it inside.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: nothing is attached.
+        LayerOffloadError: a forward or a backward is going on.
+
+    Example:
+        >>> import torch, memkit
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+        >>> _ = memkit.attach(model, memkit.CPUOffload(0.5, "lost", device=memkit.device.ReferenceDevice()))
+        >>> memkit.detach(model)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"detach needs a torch.nn.Module; found {type(model).__name__}")
+    modules = list(model.modules())
+    found = [
+        (owner, attached)
+        for owner, attached in list(_attached.items())
+        if any(attached.is_on(owner, module) for module in modules)
+    ]
+    if not found:
+        raise ValueError(
+            f"detach needs a model with something attached; found none on this {type(model).__name__}, nor on a module in it. "
+            "Pass the model that memkit.attach or memkit.LayerOffload was given, or leave the call out"
+        )
+    for owner, attached in reversed(found):
+        attached.take_off(owner)

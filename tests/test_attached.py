@@ -1,0 +1,199 @@
+"""`memkit.detach`: takes off what was attached to a model, by the model alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit import attached
+from memkit.device import ReferenceDevice
+
+DEVICE = ReferenceDevice()
+
+
+def _mlp() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6)))
+
+
+def _attach(model: nn.Module, tag: str = "attached") -> memkit.activations.Attachment:
+    return memkit.attach(model, memkit.CPUOffload(1.0, tag, min_bytes=0, device=DEVICE))
+
+
+def _num_hooks(model: nn.Module) -> int:
+    return sum(len(value) for module in model.modules() for key, value in module.__dict__.items() if key.endswith("_hooks"))
+
+
+def _num_iterations(tag: str) -> int:
+    return memkit.stats(tag).num_iterations
+
+
+def _grads(model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_tag() -> None:
+    memkit.reset("attached")
+
+
+def test_takes_an_offload_off_whose_handle_is_lost() -> None:
+    model = _mlp()
+    expected = _grads(model)
+    _attach(model)
+    _grads(model)
+    memkit.detach(model)
+
+    assert all(map(torch.equal, _grads(model), expected))
+    assert _num_iterations("attached") == 1
+    assert _num_hooks(model) == 0
+
+
+def test_takes_off_what_modules_inside_have() -> None:
+    model = _mlp()
+    handles = [_attach(model[0]), _attach(model[3])]
+    memkit.detach(model)
+
+    assert _num_hooks(model) == 0
+    for handle in handles:
+        handle.remove()  # does nothing
+
+
+def test_leaves_the_modules_around_alone() -> None:
+    model = _mlp()
+    _attach(model)
+    with pytest.raises(ValueError, match="found none on this Sequential, nor on a module in it"):
+        memkit.detach(model[0])
+
+    _grads(model)
+    assert _num_iterations("attached") == 1
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_copies_of_a_model_are_detached_one_by_one(is_pickled: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    memkit.attach(model, memkit.CPUOffload(1.0, "attached", min_bytes=0))  # a device cannot be pickled
+    copied = pickle.loads(pickle.dumps(model)) if is_pickled else copy.deepcopy(model)
+    memkit.detach(copied)
+
+    assert _num_hooks(copied) == 0
+    assert _num_hooks(model) > 0
+    memkit.detach(model)
+    assert _num_hooks(model) == 0
+
+
+def test_removed_handle_leaves_nothing_to_detach() -> None:
+    model = _mlp()
+    _attach(model).remove()
+    with pytest.raises(ValueError, match=r"Pass the model that memkit\.attach or memkit\.LayerOffload was given"):
+        memkit.detach(model)
+
+
+def test_takes_a_module() -> None:
+    with pytest.raises(TypeError, match=r"detach needs a torch\.nn\.Module; found str"):
+        memkit.detach("model")
+
+
+def test_second_attach_says_to_detach() -> None:
+    model = _mlp()
+    _attach(model)
+    with pytest.raises(
+        ValueError,
+        match=r'attach \(tag "second"\) needs a model without an offload; found one that is attached to this Sequential '
+        r"already.* Call memkit\.detach\(model\) first",
+    ):
+        _attach(model, "second")
+
+    memkit.detach(model)
+    _attach(model, "second")
+    _grads(model)
+    assert _num_iterations("second") == 1
+    memkit.reset("second")
+
+
+def test_lost_layer_offload_goes_on_until_it_is_detached() -> None:
+    model = _mlp().requires_grad_(False)
+    x = torch.ones(4, 8, requires_grad=True)
+    expected = model(x)
+    memkit.LayerOffload(model, offload_ratio=1.0, device=DEVICE)
+    gc.collect()
+
+    (offload,) = attached.attached_to(model)
+    assert torch.equal(model(x), expected)
+    assert offload.stats().num_fetches > 0
+    memkit.detach(model)
+    with pytest.raises(ValueError, match="this LayerOffload is closed"):
+        offload.__enter__()
+    assert torch.equal(model(x), expected)
+    assert _num_hooks(model) == 0
+
+
+def test_layer_offload_over_streamed_weights_says_to_detach() -> None:
+    model = _mlp().requires_grad_(False)
+    memkit.LayerOffload(model, offload_ratio=1.0, device=DEVICE)
+    with pytest.raises(
+        ValueError,
+        match=r'"0\.0\.weight" is streamed by another LayerOffload already, over a Sequential\. Close that one first: call its '
+        r"close\(\), or memkit\.detach\(model\) with the model that it was given",
+    ):
+        memkit.LayerOffload(model, offload_ratio=1.0, device=DEVICE)
+
+    memkit.detach(model)
+    memkit.LayerOffload(model, offload_ratio=1.0, device=DEVICE).close()
+
+
+def test_detaches_what_streams_inside_and_what_is_attached_around() -> None:
+    model = nn.ModuleDict({"body": _mlp().requires_grad_(False), "head": nn.Linear(8, 8)})
+    memkit.LayerOffload(model["body"], offload_ratio=1.0, device=DEVICE)
+    _attach(model["head"])
+    memkit.detach(model)
+
+    assert _num_hooks(model) == 0
+
+
+def test_is_refused_within_a_forward() -> None:
+    class Detaching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = _mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            memkit.detach(self)
+            return self.layers(x)
+
+    model = Detaching().requires_grad_(False)
+    with (
+        memkit.LayerOffload(model, offload_ratio=1.0, device=DEVICE),
+        pytest.raises(memkit.errors.LayerOffloadError, match="within a forward of the model"),
+    ):
+        model(torch.ones(4, 8))
+
+
+def test_holds_no_model_alive() -> None:
+    model, streaming = _mlp(), _mlp().requires_grad_(False)
+    _attach(model)
+    memkit.LayerOffload(streaming, offload_ratio=1.0, device=DEVICE)
+    gone = [weakref.ref(model), weakref.ref(streaming)]
+    num_attached = len(attached._attached)
+    del model, streaming
+    gc.collect()
+
+    assert [reference() for reference in gone] == [None, None]
+    assert len(attached._attached) == num_attached - 2
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:FutureWarning", "ignore:.torch.jit.script. is:DeprecationWarning")
+def test_model_with_a_scripted_part() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.GELU())
+    _attach(model)
+    memkit.detach(model)
+
+    assert _num_hooks(model) == 0
