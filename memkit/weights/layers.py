@@ -52,8 +52,8 @@ class LayerOffload(NotCopied):
 
     Args:
         model: on any device; its parameters stay the same objects. May be larger than the device, on the CPU.
-        layers: names, modules, or a predicate of name and module. By default the elements of the longest lists (`ModuleList`)
-            whose elements are of one class.
+        layers: names, modules, or a predicate of name and module. By default the elements of lists (`ModuleList`, `Sequential`)
+            whose elements are of one class, those that free the most memory; where they are stages, the blocks in them.
         offload_ratio: the share of the layers' bytes that streams, from 0 to 1. "auto" finds it out: all stream at first,
             and the second step is timed. From the third on the most streams that hides behind the computation; where the
             device has no room for what stays then, the least that fits.

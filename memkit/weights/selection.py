@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import nn
@@ -10,16 +12,22 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from memkit.errors import LayerOffloadError
+from memkit.plan import slot_sizes
 from memkit.weights.extents import LayerExtent
 from memkit.weights.wrappers import parts_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 LayerChoice = Iterable[str | nn.Module] | Callable[[str, nn.Module], bool] | None
-"""Names or modules, or what tells by name and module whether it is a layer; None for the longest lists of equal modules."""
+"""Names or modules, or what tells by name and module whether it is a layer; None for the lists of equal modules that matter."""
 
 _SHARE_OF_LONGEST = 0.5
 """Lists that have at least this share of the elements of the longest count as well: a model may have two kinds of layers."""
+_MAX_SLOTS = 3
+"""As many as `LayerOffload` has by default. Which layers are found does not depend on how many it is given."""
+_MOST, _CLEARLY, _FAR = 1 / 2, 1 / 10, 2
+"""Blocks stand for the stages that have them if these are mostly blocks, by bytes; if they free this share of all bytes more
+than the stages would; and so many times as much with all slots."""
 
 
 def find_layers(model: nn.Module, choice: LayerChoice) -> dict[str, nn.Module]:
@@ -76,26 +84,109 @@ def _named(modules: dict[str, nn.Module], choice: Iterable[str | nn.Module]) -> 
     return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _List:
+    """Layers that were found in one list, by name."""
+
+    kind: type[nn.Module]
+    """Whether it is a ModuleList or a Sequential."""
+    layers: Mapping[str, nn.Module]
+
+    @property
+    def role(self) -> Hashable:
+        """What lists that belong together have in common: the class of their layers, if that is not one of torch."""
+        kinds = frozenset(map(type_before_parametrizations, self.layers.values()))
+        return id(self) if any(kind.__module__.startswith("torch.nn") for kind in kinds) else kinds
+
+
 def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the elements of the longest lists of modules of one class; of Sequentials where there is no such list."""
-    for kind in (nn.ModuleList, nn.Sequential):
-        lists = _outermost(
-            {name: module for name, module in modules.items() if isinstance(module, kind) and _is_homogeneous(module)}
-        )
-        longest = max((len(module) for module in lists.values()), default=0)
-        chosen = {name: module for name, module in lists.items() if len(module) >= _SHARE_OF_LONGEST * longest}
-        if chosen:
-            return {
-                f"{name}.{key}" if name else key: item
-                for name, module in chosen.items()
-                for key, item in module.named_children()
-            }
-    return {}
+    """Return the elements of lists of modules of one class; where these are stages, the blocks in them.
+
+    Of all classes of elements it is the one that frees the most device memory if it streams. To these come the other lists of the
+    same kind (ModuleList, or Sequential) that are at least half as long, and free some beside it.
+    """
+    lists = [
+        _List(nn.ModuleList if isinstance(module, nn.ModuleList) else nn.Sequential, _resolved(name, module))
+        for name, module in _lists_in(modules, at_least=2).items()
+    ]
+    groups = defaultdict[Hashable, list[_List]](list)
+    for found in lists:
+        groups[found.role].append(found)
+    if not groups:
+        return {}
+    main = max(groups.values(), key=lambda group: (_freed_bytes(_joined(group)), _num_bytes(_joined(group))))
+    chosen, longest = _joined(main), max(len(found.layers) for found in main)
+
+    def counts(found: _List) -> bool:
+        is_long = found.kind is main[0].kind and len(found.layers) >= _SHARE_OF_LONGEST * longest
+        return found in main or (is_long and _freed_bytes({**chosen, **found.layers}) > _freed_bytes(chosen))
+
+    return _joined(found for found in lists if counts(found))
+
+
+def _joined(lists: Iterable[_List]) -> dict[str, nn.Module]:
+    return {name: module for found in lists for name, module in found.layers.items()}
+
+
+def _lists_in(modules: Mapping[str, nn.Module], *, at_least: int) -> dict[str, nn.ModuleList | nn.Sequential]:
+    """Return the outermost lists of modules of one class, by name."""
+    return _outermost(
+        {
+            name: module
+            for name, module in modules.items()
+            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= at_least and _is_homogeneous(module)
+        }
+    )
+
+
+def _resolved(name: str, module: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:
+    """Return the elements of a list, or the blocks in them where these are stages.
+
+    Stages have their blocks in lists of their own. They are few, and mostly of different sizes, so that slots for them take
+    about as much as they have. Their blocks are taken if they make up most of them and free far more.
+    """
+    elements = {f"{name}.{key}" if name else key: item for key, item in module.named_children()}
+    if all(isinstance(item, nn.ModuleList) for item in elements.values()):  # no forward calls these
+        lists = {prefix: item for prefix, item in elements.items() if isinstance(item, nn.ModuleList)}
+        return {key: block for prefix, item in lists.items() for key, block in _resolved(prefix, item).items()}
+    blocks = {key: block for prefix, item in elements.items() for key, block in _blocks_of(prefix, item).items()}
+    all_bytes = _num_bytes(elements)
+    is_most = _num_bytes(blocks) >= _MOST * all_bytes
+    is_more = _freed_bytes(blocks) >= _freed_bytes(elements) + _CLEARLY * all_bytes
+    is_far_more = _freed_bytes(blocks, [_MAX_SLOTS]) >= _FAR * _freed_bytes(elements, [_MAX_SLOTS])
+    return blocks if is_most and is_more and is_far_more else elements
+
+
+def _blocks_of(name: str, stage: nn.Module) -> dict[str, nn.Module]:
+    """Return what is in a stage's lists of modules that have modules in them, or else the stage itself."""
+    lists = _lists_in(dict(stage.named_modules(prefix=name, remove_duplicate=False)), at_least=1)
+    blocks = {f"{path}.{key}": block for path, found in lists.items() for key, block in found.named_children()}
+    return blocks if blocks and all(map(_has_modules, blocks.values())) else {name: stage}
+
+
+def _has_modules(module: nn.Module) -> bool:
+    return any(name != "parametrizations" for name, _ in module.named_children())
+
+
+def _num_bytes(layers: Mapping[str, nn.Module]) -> int:
+    return sum(_sizes_bytes(layers))
+
+
+def _sizes_bytes(layers: Mapping[str, nn.Module]) -> list[int]:
+    distinct = {id(layer): layer for layer in layers.values()}
+    return [sum(parameter.nbytes for parameter in layer.parameters()) for layer in distinct.values()]
+
+
+def _freed_bytes(layers: Mapping[str, nn.Module], nums_slots: Sequence[int] = range(1, _MAX_SLOTS + 1)) -> float:
+    """Return what streaming all of them would free, on average over numbers of slots."""
+    sizes_bytes = _sizes_bytes(layers)
+    slots_bytes = sum(sum(slot_sizes(sizes_bytes, num_slots)) for num_slots in nums_slots)
+    return sum(sizes_bytes) - slots_bytes / len(nums_slots)
 
 
 def _is_homogeneous(module: nn.ModuleList | nn.Sequential) -> bool:
     kinds = {type_before_parametrizations(item) for item in module}
-    return len(module) > 1 and len(kinds) == 1 and any(True for _ in module[0].parameters())
+    return len(kinds) == 1 and any(True for _ in module[0].parameters())
 
 
 def _outermost(found: Mapping[str, _Module]) -> dict[str, _Module]:
