@@ -8,10 +8,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from memkit.activations.context import ForwardContext
+from memkit.activations.unused import Unused
 from memkit.attached import attached_to, note_attached, note_detached
 from memkit.calls import Calls, Ending
 from memkit.hooks import HookSet
@@ -39,6 +41,8 @@ class Attachment:
         self._model = weakref.ref(model)
         self._running = Calls()
         self._hooks = HookSet()
+        self._unused: Unused | None = Unused(model, f'attach (tag "{context.tag}")' if context.tag else "attach")
+        """Until the module has run for the first time."""
         self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True, is_copied=False)
         note_attached(self, is_on=Attachment._is_on, take_off=Attachment.remove)
 
@@ -51,17 +55,22 @@ class Attachment:
     def __repr__(self) -> str:
         return f"<attached {self.context!r}>" if hasattr(self, "context") else "<attached to nothing>"
 
-    def _is_on(self, module: nn.Module) -> bool:
-        return self._hooks.are_on(module)
-
     def remove(self) -> None:
         """Let the module run without the context again. Graphs that are alive keep working."""
         self._running.end_interrupted()
         self._hooks.remove()
+        self._end_unused()
         note_detached(self)
+
+    def _end_unused(self) -> None:
+        if self._unused is not None:
+            self._unused.end()
+            self._unused = None
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._running.begin(model, depth=2)  # first: the other hook runs even if entering raises
+        if self._unused is not None and torch.is_grad_enabled():
+            self._end_unused()
         known = [*model.parameters(), *model.buffers()]
         known += [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         context = self.context.again()
@@ -74,7 +83,7 @@ class Attachment:
 
 def _attached_to_nothing() -> Attachment:
     handle = Attachment.__new__(Attachment)
-    handle._running, handle._hooks = Calls(), HookSet()
+    handle._running, handle._hooks, handle._unused = Calls(), HookSet(), None
     return handle
 
 
@@ -82,7 +91,9 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
     """Have a context around each forward of a module, without a change to the training loop.
 
     Since `CPUOffload` knows the module then, it knows which storages are parameters, buffers and inputs before the first
-    iteration. A report under its tag that was made of another model is not used, with a warning.
+    iteration. A report under its tag that was made of another model is not used, with a warning. Another warning says if an
+    optimizer steps the module though it was never called itself, as a LightningModule, whose `training_step` calls the modules in
+    it: attach to these.
 
     Args:
         model: whose forward to put it around; a part of a model will do. It is left as it is; hooks are registered on it,

@@ -14,6 +14,9 @@ from torch import nn
 class ForwardContext(ABC):
     """A context around forwards. One object is entered once at a time; `again` makes another that does the same."""
 
+    tag = ""
+    """Under which it keeps what it learns; "" where it learns nothing."""
+
     @abstractmethod
     def __enter__(self) -> ForwardContext: ...
 

@@ -102,8 +102,8 @@ class _List:
 def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the elements of lists of modules of one class; where these are stages, the blocks in them.
 
-    Of all classes of elements it is the one that frees the most device memory if it streams. To these come the other lists of the
-    same kind (ModuleList, or Sequential) that are at least half as long, and free some beside it.
+    Of all classes of elements it is the one that frees the most device memory if it streams. To these come the other lists of
+    the same kind (ModuleList, or Sequential) that are at least half as long, and free some beside it.
     """
     lists = [
         _List(nn.ModuleList if isinstance(module, nn.ModuleList) else nn.Sequential, _resolved(name, module))

@@ -1,0 +1,162 @@
+"""`attach` on a module that is trained without being called says so once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+import memkit
+from memkit.device import ReferenceDevice
+
+DEVICE = ReferenceDevice()
+
+
+class Lit(nn.Module):
+    """As a LightningModule is: a step calls the parts of the module, and `forward` is for inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x)).square().mean()
+
+
+@pytest.fixture
+def lit() -> tuple[Lit, Tensor, torch.optim.Optimizer]:
+    model = Lit()
+    return model, torch.randn(4, 8), torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _attach(model: nn.Module) -> memkit.activations.Attachment:
+    return memkit.attach(model, memkit.CPUOffload(1.0, "unused", min_bytes=0, device=DEVICE))
+
+
+def _step(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_training_step_that_calls_the_parts_warns_once_where_it_was_attached(
+    lit: tuple[Lit, Tensor, torch.optim.Optimizer],
+) -> None:
+    model, x, optimizer = lit
+    line = sys._getframe().f_lineno + 1
+    _handle = memkit.attach(model, memkit.CPUOffload(1.0, "unused", device=DEVICE))
+    with pytest.warns(
+        UserWarning,
+        match=r'attach \(tag "unused"\) does nothing: a Lit is trained, and was never called itself with grad mode on\. .* '
+        r"Attach to the modules in it that are called \(encoder, head\), or put the context around the forward",
+    ) as caught:
+        _step(model.training_step(x), optimizer)
+    _step(model.training_step(x), optimizer)
+
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
+
+
+def test_forward_that_is_called_as_a_method_warns(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+    model, x, optimizer = lit
+    _attach(model)
+    with pytest.warns(UserWarning, match="does nothing: a Lit is trained"):
+        _step(model.forward(x).sum(), optimizer)
+
+
+def test_validation_without_grad_mode_is_no_use_of_it(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+    model, x, optimizer = lit
+    _attach(model)
+    with torch.no_grad():
+        model(x)
+
+    with pytest.warns(UserWarning, match="does nothing"):
+        _step(model.training_step(x), optimizer)
+
+
+def test_module_without_modules_is_not_told_about_parts() -> None:
+    model = nn.Linear(8, 2)
+    _attach(model)
+    with pytest.warns(UserWarning, match="Attach to what is called, or"):
+        _step(nn.functional.linear(torch.ones(1, 8), model.weight).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_model_that_is_called_does_not_warn(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+    model, x, optimizer = lit
+    num_hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+    _attach(model)
+    with torch.no_grad():
+        model(x)
+    for _ in range(2):
+        _step(model(x).sum(), optimizer)
+
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks
+
+
+def test_part_that_runs_ahead_of_the_model_does_not_warn(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+    model, x, optimizer = lit
+    _attach(model)
+    _step(model(model.encoder(x)).sum(), optimizer)
+    _step(model.training_step(x), optimizer)
+
+
+def test_gradients_from_before_do_not_warn(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+    model, x, optimizer = lit
+    model(x).sum().backward()
+    _attach(model)
+    optimizer.step()
+    _step(model(x).sum(), optimizer)
+
+
+def test_gradients_from_before_put_the_warning_off_by_one_step(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+    model, x, optimizer = lit
+    model(x).sum().backward()
+    _attach(model)
+    optimizer.step()
+
+    with pytest.warns(UserWarning, match="does nothing"):
+        _step(model.training_step(x), optimizer)
+
+
+def test_steps_of_others_and_without_gradients_do_not_warn(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+    model, x, optimizer = lit
+    other = nn.Linear(8, 2)
+    _attach(model)
+    _step(other(x).sum(), torch.optim.SGD(other.parameters(), lr=0.1))
+    optimizer.step()
+    with torch.no_grad():
+        model.training_step(x)
+    optimizer.step()
+    _step(model(x).sum(), optimizer)
+
+
+def test_detached_model_does_not_warn(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+    model, x, optimizer = lit
+    _attach(model)
+    memkit.detach(model)
+    _step(model.training_step(x), optimizer)
+
+
+def test_copy_is_left_alone(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+    model, x, _ = lit
+    _attach(model)
+    copied = copy.deepcopy(model)
+    _step(copied.training_step(x), torch.optim.SGD(copied.parameters(), lr=0.1))
+
+
+def test_model_that_is_gone_leaves_no_hook() -> None:
+    num_hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+    model = Lit()
+    _attach(model)
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks + 1
+    del model
+    gc.collect()
+
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks
