@@ -47,7 +47,7 @@ def attached_to(module: nn.Module) -> list[object]:
 def detach(model: nn.Module) -> None:
     """Take off what `attach` and `LayerOffload` have set on a model or on modules in it, the newest first.
 
-    It does what `remove()` of an `memkit.activations.Attachment` and `close()` of a `LayerOffload` do, where the object is not at hand: in a
+    It does what `remove()` of an `Attachment` and `close()` of a `LayerOffload` do, where the object is not at hand: in a
     notebook whose cell ran twice, or after `memkit.LayerOffload(model, ...)` without a name for it.
 
     Args:
@@ -61,7 +61,8 @@ def detach(model: nn.Module) -> None:
     Example:
         >>> import torch, memkit
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
-        >>> _ = memkit.attach(model, memkit.CPUOffload(0.5, "lost", device=memkit.device.ReferenceDevice()))
+        >>> offload = memkit.CPUOffload(0.5, "lost", device=memkit.device.ReferenceDevice())
+        >>> _ = memkit.attach(model, offload)
         >>> memkit.detach(model)
     """
     if not isinstance(model, nn.Module):

@@ -124,8 +124,11 @@ def test_readme_commands_are_the_ones_that_ci_runs() -> None:
     commands = [command.strip() for command in _blocks(ROOT / "README.md", "console")]
     ci = (ROOT / ".ci" / "run").read_text()
 
-    assert len(commands) == 2
-    assert all(command in ci for command in commands)
+    setup, *run_and_test = commands
+    assert setup.startswith("git clone ")
+    assert "python3 -m venv" in setup
+    assert len(run_and_test) == 2
+    assert all(command in ci for command in run_and_test)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -92,8 +92,8 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
 
     Since `CPUOffload` knows the module then, it knows which storages are parameters, buffers and inputs before the first
     iteration. A report under its tag that was made of another model is not used, with a warning. Another warning says if an
-    optimizer steps the module though it was never called itself, as a LightningModule, whose `training_step` calls the modules in
-    it: attach to these.
+    optimizer steps the module though it was never called itself, as a LightningModule, whose `training_step` calls the modules
+    in it: attach to these.
 
     Args:
         model: whose forward to put it around; a part of a model will do. It is left as it is; hooks are registered on it,
@@ -123,7 +123,7 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
     for owner in attached_to(model):
         if isinstance(owner, Attachment) and type(owner.context) is type(context):
             raise ValueError(
-                f"attach needs a {type(model).__name__} without such a context; found {owner!r}, which would decide in place of the "
-                "new one. Call memkit.detach(model) first"
+                f"attach needs a {type(model).__name__} without such a context; found {owner!r}, which would decide in place "
+                "of the new one. Call memkit.detach(model) first"
             )
     return Attachment(model, context.attached_to(model))

@@ -108,7 +108,7 @@ def why_nothing_is_freed(
     for count in range(num_slots, 0, -1):
         freed_bytes = plan_fraction(costs, 1.0, num_slots=count).freed_bytes
         if freed_bytes > 0:
-            fewer = "" if count == num_slots else f", slots={count}"
+            fewer = "" if count == num_slots else f", num_slots={count}"
             advice = f"Let more stream (offload_ratio=1.0{fewer} frees {format_bytes(freed_bytes)})"
             break
     else:

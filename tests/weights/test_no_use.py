@@ -44,13 +44,13 @@ def refusing_warnings() -> Any:
             partial(_linears, 4, 4, 4),
             {"offload_ratio": 1.0},
             r"3 layers stream \(13.50 KiB\), and the slots on the device take 13.50 KiB, up to 3 for layers of about one size",
-            r"Let more stream \(offload_ratio=1.0, slots=2 frees 4.50 KiB\)\.",
+            r"Let more stream \(offload_ratio=1.0, num_slots=2 frees 4.50 KiB\)\.",
         ),
         (
             partial(_linears, 4, 4),
-            {"resident": 0},
+            {"num_resident": 0},
             r"2 layers stream \(9.00 KiB\), and the slots on the device take 9.00 KiB",
-            r"Let more stream \(offload_ratio=1.0, slots=1 frees 4.50 KiB\)\.",
+            r"Let more stream \(offload_ratio=1.0, num_slots=1 frees 4.50 KiB\)\.",
         ),
         (
             partial(_linears, *[4] * 8),
@@ -78,7 +78,7 @@ def test_nothing_is_freed(model: Callable[[], nn.Module], options: dict[str, Any
     "options",
     [
         {"offload_ratio": 0.0},
-        {"resident": 8},
+        {"num_resident": 8},
         {"budget": "1MiB"},
         {"offload_ratio": 1.0},
         {"offload_ratio": 0.5},
