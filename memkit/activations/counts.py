@@ -81,6 +81,8 @@ class RematCounts:
     num_ops: int = 0
     num_saved: int = 0
     saved_bytes: int = 0
+    kept_bytes: dict[str, int] = field(default_factory=dict)
+    """Of saved values that no op makes again: bytes by reason, where a user may wonder."""
     num_dropped: int = 0
     dropped_bytes: int = 0
     peak_bytes: int = 0
@@ -92,6 +94,11 @@ class RematCounts:
     num_replayed_ops: int = 0
     replayed_s: float = 0.0
     replayed: EventPairs = field(default_factory=EventPairs)
+
+    def note_kept(self, why: str | None, num_bytes: int) -> None:
+        """Note that a saved value stays since no op makes it again."""
+        if why is not None:
+            self.kept_bytes[why] = self.kept_bytes.get(why, 0) + num_bytes
 
     @property
     def exceeds_budget(self) -> bool:

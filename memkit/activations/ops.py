@@ -1,13 +1,19 @@
-"""What an op does to its arguments, as far as a replay must know: told once per overload, from its schema and a few tables."""
+"""What an op does to its arguments, as far as a replay must know: told once per overload, from its schema, a few tables, and
+the user's word on other ops than PyTorch's.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 aten = torch.ops.aten
 
@@ -21,6 +27,8 @@ class OpClass(Enum):
     """Can be run again, and then makes the same bytes."""
     OPAQUE = auto()
     """Is not run again: its values are roots."""
+    UNKNOWN = auto()
+    """Is not run again either: it may have effects, write to what it does not name, and return what it has returned before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,8 @@ class OpKind:
     """The overload without statistics, where they cannot be None."""
     may_cross: bool = False
     """Whether it may copy from one device to another: such copies are not made again."""
+    why_kept: str = ""
+    """Why its values are roots, where a user may wonder."""
 
     @property
     def is_plain(self) -> bool:
@@ -58,8 +68,9 @@ class OpKind:
         return self.op_class is OpClass.REPLAYED and not (self.statistics or self.is_random)
 
 
-_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp", "symm_mem"})
-_REPLAYED_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
+"""Of their ops it is known what they do. Of all others it is not: an op may draw from Python's generator, count, or read what
+changes, and neither its schema nor a tag tells (`torch.library.custom_op` sets `pt2_compliant_tag` by itself)."""
 
 _FACTORIES = """
     arange eye empty empty_like empty_permuted empty_strided empty_quantized full full_like linspace logspace new_empty
@@ -96,59 +107,131 @@ _BATCH_NORMS: dict[OpOverload, OpOverload | None] = {
 }
 """They write running statistics in training mode; without them they compute the same."""
 
-_kinds: dict[Any, OpKind] = {}
-
 
 def kind_of(func: Any) -> OpKind:
-    """Return what is known of an op: an `OpOverload` or a `HigherOrderOperator`."""
-    kind = _kinds.get(func)
-    if kind is None:
-        kind = _kinds[func] = _classify(func)
-    return kind
+    """Return what is known of an op, an `OpOverload` or a `HigherOrderOperator`, without a user's word."""
+    return op_kinds().of(func)
 
 
-def _classify(func: Any) -> OpKind:
-    if isinstance(func, HigherOrderOperator) or not isinstance(func, OpOverload):
-        return OpKind(OpClass.OPAQUE)
-    if func in _BATCH_NORMS:
-        return OpKind(
-            OpClass.REPLAYED,
-            statistics=_BATCH_NORM_STATISTICS,
-            training_at=_BATCH_NORM_TRAINING_AT,
-            replayed_by=_BATCH_NORMS[func],
-        )
-    schema = func._schema
-    written: list[int | str] = []
-    is_out = False
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(argument.name if argument.kwarg_only else position)
-            is_out = is_out or argument.is_out
-    if not _can_run_again(func):
-        return OpKind(OpClass.OPAQUE, tuple(written))
-    # Who writes an op seldom says that it draws random numbers.
-    is_random = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _REPLAYED_NAMESPACES
-    may_cross = schema.name in _CROSSING
-    if written:
-        overwrites = is_out or schema.name in _OVERWRITERS
-        return OpKind(OpClass.REPLAYED, tuple(written), is_random=is_random, overwrites=overwrites, may_cross=may_cross)
-    if any(returned.alias_info is not None for returned in schema.returns):
-        return OpKind(OpClass.VIEW)
-    return OpKind(OpClass.REPLAYED, is_random=is_random, may_cross=may_cross)
+class OpKinds:
+    """What is known of each op.
+
+    Args:
+        pure_ops: the ops that only compute, by the user's word, as `names_of_ops` returns them.
+    """
+
+    def __init__(self, pure_ops: frozenset[str]) -> None:
+        self._pure_ops = pure_ops
+        self._kinds: dict[Any, OpKind] = {}
+
+    def of(self, func: Any) -> OpKind:
+        """Return what is known of an op: an `OpOverload` or a `HigherOrderOperator`."""
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = self._classify(func)
+        return kind
+
+    def _classify(self, func: Any) -> OpKind:
+        if not isinstance(func, OpOverload):
+            return OpKind(OpClass.UNKNOWN, why_kept=f"{_name_of(func) or func} is a higher-order op, which is not run again")
+        if func in _BATCH_NORMS:
+            return OpKind(
+                OpClass.REPLAYED,
+                statistics=_BATCH_NORM_STATISTICS,
+                training_at=_BATCH_NORM_TRAINING_AT,
+                replayed_by=_BATCH_NORMS[func],
+            )
+        schema = func._schema
+        written: list[int | str] = []
+        is_out = False
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written.append(argument.name if argument.kwarg_only else position)
+                is_out = is_out or argument.is_out
+        why_kept = self._why_kept(func)
+        if why_kept:
+            return OpKind(OpClass.UNKNOWN, tuple(written), why_kept=why_kept)
+        if _cannot_run_again(func):
+            return OpKind(OpClass.OPAQUE, tuple(written))
+        # Who writes an op seldom says that it draws random numbers.
+        is_random = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _KNOWN_NAMESPACES
+        may_cross = schema.name in _CROSSING
+        if written:
+            overwrites = is_out or schema.name in _OVERWRITERS
+            return OpKind(OpClass.REPLAYED, tuple(written), is_random=is_random, overwrites=overwrites, may_cross=may_cross)
+        if any(returned.alias_info is not None for returned in schema.returns):
+            return OpKind(OpClass.VIEW)
+        return OpKind(OpClass.REPLAYED, is_random=is_random, may_cross=may_cross)
+
+    def _why_kept(self, func: OpOverload) -> str:
+        """Return why nobody can tell that an op only computes, "" if somebody can."""
+        name = func._schema.name
+        if func.namespace in _KNOWN_NAMESPACES:
+            return ""
+        if self._pure_ops.isdisjoint((name, f"{func.namespace}::*")):
+            return f"op {name} is not known to be pure; if it is, name it in pure_ops"
+        return f"op {name} has registered an effect" if _has_effect(func) else ""
 
 
-def _can_run_again(func: OpOverload) -> bool:
+@functools.lru_cache(maxsize=64)
+def op_kinds(pure_ops: frozenset[str] = frozenset()) -> OpKinds:
+    """Return what is known of ops if these are pure."""
+    return OpKinds(pure_ops)
+
+
+def _cannot_run_again(func: OpOverload) -> bool:
     if func._schema.name in _NOT_REPLAYED:
-        return False
-    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-        return False
-    if func.namespace in _REPLAYED_NAMESPACES:
         return True
-    # A custom op says so if it only computes; what it does beside that is an effect that it has registered.
-    return torch.Tag.pt2_compliant_tag in func.tags and func.namespace not in _COLLECTIVES and not _has_effect(func)
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _has_effect(func: OpOverload) -> bool:
     from torch._higher_order_ops.effects import _get_effect
 
     return _get_effect(func) is not None
+
+
+# The user's word
+
+
+def names_of_ops(pure_ops: object) -> frozenset[str]:
+    """Return ops that are named by a user as "namespace::name", or "namespace::*" for all of a namespace.
+
+    Raises:
+        TypeError: it is no list of ops, or of their names.
+        ValueError: a name is none, or a word on the op would change nothing.
+    """
+    if isinstance(pure_ops, str | OpOverload | OpOverloadPacket | CustomOpDef) or not isinstance(pure_ops, Iterable):
+        raise TypeError(f"pure_ops is a list of ops, or of their names; found {pure_ops!r}. Put it into a list")
+    return frozenset(map(_named, pure_ops))
+
+
+def _named(op: object) -> str:
+    name = op if isinstance(op, str) else _name_of(op)
+    if name is None:
+        raise TypeError(
+            "pure_ops needs ops, such as torch.ops.mylib.myop or what torch.library.custom_op returns, or their names, such as "
+            f'"mylib::myop" or "mylib::*"; found {op!r}'
+        )
+    if re.fullmatch(r"\w+::(\w+|\*)", name) is None:
+        raise ValueError(f'pure_ops needs names such as "mylib::myop", or "mylib::*" for all ops of a library; found "{name}"')
+    namespace = name.partition("::")[0]
+    if namespace in _KNOWN_NAMESPACES:
+        raise ValueError(
+            f"pure_ops needs ops that memkit does not know; found {name}. Leave it out: what the ops of {namespace} do is "
+            "known, and those that are not run again cannot be"
+        )
+    if namespace == "higher_order":
+        raise ValueError(f"pure_ops needs ops on tensors; found {name}. Leave it out: higher-order ops are not run again")
+    return name
+
+
+def _name_of(op: object) -> str | None:
+    """Return the name of an op, with its namespace and without the overload; None if it is none."""
+    if isinstance(op, CustomOpDef):
+        op = op._opoverload
+    if isinstance(op, OpOverload):
+        return str(op._schema.name)
+    if isinstance(op, OpOverloadPacket):
+        return str(op._qualified_op_name)
+    return f"higher_order::{op.name()}" if isinstance(op, HigherOrderOperator) else None

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
-from memkit.activations.ops import OpClass, OpKind, kind_of
+from memkit.activations.dispatch import QuietMode
+from memkit.activations.ops import OpClass, OpKind, OpKinds
 from memkit.activations.recorded import (
     Call,
     CallNotes,
@@ -38,34 +40,31 @@ _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs
 _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(QuietMode):
     """The dispatch mode that writes a tape. In a backward it does nothing.
 
     Args:
         tape: what to write to.
+        kinds: what is known of ops.
         generator_of: the random number generator that ops on a device draw from by default.
         estimate_s: what an op is thought to take, by the op, its arguments and its results; asked where it is not known.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(
         self,
         tape: Tape,
+        kinds: OpKinds,
         generator_of: Callable[[torch.device], torch.Generator],
         estimate_s: Callable[[Any, Sequence[Any], Any], float],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.tape = tape
+        self._kind_of = kinds.of
         self._generator_of = generator_of
         self._estimate_s = estimate_s
         self._paths: dict[Any, Any] = {}
         """Of the ops seen: how they are recorded. One of the three words, or a method of the class: bound to this object it
         would keep it alive."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else each op would pass through Dynamo
 
     def follow(self, tape: Tape) -> None:
         """Write to another tape from now on."""
@@ -147,13 +146,15 @@ class Recorder(TorchDispatchMode):
     def _record_first(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run and record an op that is new to this recorder, and note how it is recorded from then on."""
         results = self._record(func, types, args, kwargs)
-        self._paths[func] = self._path_of(kind_of(func))
+        self._paths[func] = self._path_of(self._kind_of(func))
         return results
 
     def _path_of(self, kind: OpKind) -> Any:
         """Return how ops of a kind are recorded from their second time on."""
         if kind.op_class is OpClass.VIEW:
             return _VIEW
+        if kind.op_class is OpClass.UNKNOWN:
+            return Recorder._run_unknown
         if kind.op_class is OpClass.OPAQUE:
             return Recorder._run_opaque
         if kind.statistics:
@@ -168,12 +169,12 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run and record any op."""
-        kind = kind_of(func)
+        kind = self._kind_of(func)
         if kind.op_class is OpClass.VIEW:
             if _is_of_number(args):
                 return _view_of_number(func, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
-        if types or kind.op_class is OpClass.OPAQUE or has_odd((*args, *(kwargs or {}).values())):
+        if types or kind.op_class is not OpClass.REPLAYED or has_odd((*args, *(kwargs or {}).values())):
             return self._run_opaque(func, types, args, kwargs)
         if kind.statistics and args[kind.training_at]:
             return self._record_batch_norm(func, types, args, kwargs)
@@ -280,7 +281,9 @@ class Recorder(TorchDispatchMode):
         op, first = len(tape.calls), tape.num_values
         if op >= len(tape.known_s):
             tape.seconds[op] = self._estimate_s(func, args, results)
-        notes = _new_tuple(CallNotes, (kind or kind_of(func), tuple(places), tuple(written or ()), is_whole, generator, state))
+        notes = _new_tuple(
+            CallNotes, (kind or self._kind_of(func), tuple(places), tuple(written or ()), is_whole, generator, state)
+        )
         outs_bytes = tuple([storage.nbytes() for storage in storages])
         values = tape.add_call(_new_tuple(Call, (func, kept, kwargs, sources, first, outs_bytes, notes)), storages)
         if not tape.retained.isdisjoint(values):
@@ -294,7 +297,9 @@ class Recorder(TorchDispatchMode):
 
     def _run_opaque(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op that is not to be run again."""
-        kind = kind_of(func)
+        kind = self._kind_of(func)
+        if kind.op_class is OpClass.UNKNOWN:
+            return self._run_unknown(func, types, args, kwargs)
         if not kind.written:
             results = func(*args, **kwargs) if kwargs else func(*args)
             self.tape.add_roots(results)
@@ -304,6 +309,31 @@ class Recorder(TorchDispatchMode):
         results = func(*args, **kwargs) if kwargs else func(*args)
         self._add_written_roots(targets, are_inside)
         self.tape.add_roots(results)
+        return results
+
+    def _run_unknown(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an op of which nobody says what it does, beside what its schema says.
+
+        A higher-order op has no schema: that it writes to a tensor shows by the tensor's counter, too late to copy what was
+        there. And where an op returns a tensor that is neither new nor an argument, as a state of its own, other bytes may be
+        there than before.
+        """
+        kind, tape = self._kind_of(func), self.tape
+        targets = written_by(kind, args, kwargs)
+        are_inside = [self._before_write(target) for target in targets]
+        given = {_get_storage(tensor)._cdata: tensor for tensor in tensors_in(tree_leaves((args, kwargs)))}
+        versions = {} if isinstance(func, OpOverload) else _versions(given)
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        self._add_written_roots(targets, are_inside, kind.why_kept)
+        changed = [given[key] for key, version in versions.items() if given[key]._version != version]
+        changed += [tensor for tensor in tensors_in(results) if _get_storage(tensor)._cdata not in given]
+        for tensor in changed:
+            value = tape.find(_get_storage(tensor))
+            if value is not None:
+                root = tape.roots.get(value)
+                tape.lose(value)
+                self._add_written_roots([tensor], [root is None or root.is_inside], kind.why_kept)
+        tape.add_roots(results, kind.why_kept)
         return results
 
     def _record_in_place(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -328,7 +358,7 @@ class Recorder(TorchDispatchMode):
         op, made = len(tape.calls), tape.num_values
         if op >= len(tape.known_s):
             tape.seconds[op] = self._estimate_s(func, args, results)
-        notes = CallNotes(kind_of(func), (), (value,))
+        notes = CallNotes(self._kind_of(func), (), (value,))
         tape.add_call(Call(func, kept, None, sources, made, (num_bytes,), notes), (storage,))
         if made in tape.retained:
             tape.hold_made(made, target, is_written=True)
@@ -341,9 +371,11 @@ class Recorder(TorchDispatchMode):
         self.tape.before_write(value)
         return root is None or root.is_inside
 
-    def _add_written_roots(self, targets: list[Tensor], are_inside: list[bool]) -> None:
+    def _add_written_roots(self, targets: list[Tensor], are_inside: list[bool], why_kept: str = "") -> None:
         for target, is_inside in zip(targets, are_inside, strict=True):
-            self.tape.add_root(target, _get_storage(target), is_inside=is_inside, is_written=True)
+            value = self.tape.add_root(target, _get_storage(target), is_inside=is_inside, is_written=True)
+            if why_kept:
+                self.tape.why_kept[value] = why_kept
 
     def _run_writer(
         self,
@@ -400,7 +432,7 @@ class Recorder(TorchDispatchMode):
 
     def _record_batch_norm(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run and record a batch norm that updates its statistics. When it is run again, that is without them."""
-        kind, tape = kind_of(func), self.tape
+        kind, tape = self._kind_of(func), self.tape
         if types or not args[kind.training_at]:
             return self._record(func, types, args, kwargs)
         sources: list[Source] = []
@@ -434,3 +466,8 @@ def _view_of_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
     number = args[0]
     dtype = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
     return func(torch.tensor(number, dtype=dtype), *args[1:], **(kwargs or {}))
+
+
+def _versions(tensors: dict[int, Tensor]) -> dict[int, int]:
+    """Return how often tensors were written to, as far as that is counted."""
+    return {key: tensor._version for key, tensor in tensors.items() if not tensor.is_inference()}

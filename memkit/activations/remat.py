@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit.activations.context import ForwardContext
+from memkit.activations.ops import names_of_ops, op_kinds
 from memkit.activations.recording_cost import recording_cost_s
 from memkit.activations.remat_entry import Entry, RematOptions
 from memkit.activations.remat_state import RematState, find_state, open_state, states
@@ -52,11 +53,16 @@ class Rematerialize(ForwardContext):
         verify: compare everything that is made again with what it was, which is copied to host memory, and raise at the first
             difference. Slow: to find out why a gradient is off.
         device: where to drop tensors, such as "cuda:1"; by default the first device that saves any.
+        pure_ops: ops that may be run again, beside those of PyTorch and torchvision: the op (`torch.ops.mylib.myop`, or what
+            `torch.library.custom_op` returns), its name ("mylib::myop"), or "mylib::*" for all of a library. Who names an op
+            says that it only computes: it has no effect, reads nothing but its arguments, and draws from no random number
+            generator but the default one of its first tensor's device. What any other op makes is kept.
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: an argument is out of range, the object is entered twice at once, or it is entered in another
-            `Rematerialize`, or inside a function that `torch.utils.checkpoint` is checkpointing.
+        ValueError: an argument is out of range, `pure_ops` has what is no name of an op, or names one of PyTorch's; the object
+            is entered twice at once, or it is entered in another `Rematerialize`, or inside a function that
+            `torch.utils.checkpoint` is checkpointing.
         BudgetInfeasible: with `strict`, no plan keeps to the budget, or the last step, which followed none, has not.
 
     Example:
@@ -83,6 +89,7 @@ class Rematerialize(ForwardContext):
         strict: bool = False,
         verify: bool = False,
         device: str | torch.device | Device | None = None,
+        pure_ops: Iterable[Any] = (),
     ) -> None:
         if not isinstance(tag, str):
             raise TypeError(f"tag is a string; found {type(tag).__name__}")
@@ -106,6 +113,7 @@ class Rematerialize(ForwardContext):
             strict=strict,
             verify=verify,
             device=None if device is None else open_device(device),
+            kinds=op_kinds(names_of_ops(pure_ops)),
         )
         self._entry: Entry | None = None
         self._is_entered = False
@@ -177,6 +185,7 @@ class Rematerialize(ForwardContext):
         target: str = "cuda",
         min_bytes: int | str = "1MiB",
         score: DTRScore = DTRScore(),  # noqa: B008  # frozen
+        pure_ops: Iterable[Any] = (),
     ) -> int:
         """Return the smallest budget in bytes that `Rematerialize` can keep to, without a GPU and without running the model.
 
@@ -188,10 +197,10 @@ class Rematerialize(ForwardContext):
             args, kwargs: the inputs of its forward; only shapes and dtypes count.
             loss_fn: called with what the model returns; must return one number. By default the sum of its outputs is the loss.
             target: whose kernels to imitate, "cuda" or "cpu".
-            min_bytes, score: as for `Rematerialize`.
+            min_bytes, score, pure_ops: as for `Rematerialize`.
 
         Raises:
-            TypeError: `model` is no module.
+            TypeError: `model` is no module, or see `Rematerialize`.
             ProfileError, DataDependentError: as `profile_memory` with `device="meta"`.
 
         Example:
@@ -206,7 +215,8 @@ class Rematerialize(ForwardContext):
             raise TypeError(f"min_budget needs a torch.nn.Module; found {type(model).__name__}")
         step = ProfiledStep(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=True)
         state = RematState("min_budget")
-        everything = Rematerialize(1.0, state.tag, score=score, min_bytes=min_bytes, device=CpuDevice(torch.device("meta")))
+        device = CpuDevice(torch.device("meta"))
+        everything = Rematerialize(1.0, state.tag, score=score, min_bytes=min_bytes, device=device, pure_ops=pure_ops)
         run_without_data(step, target, _Within(state, everything._options))
         trace = next(iter(state.traces), None)
         return 0 if trace is None else trace.planner(score).smallest().peak_bytes

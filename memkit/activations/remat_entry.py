@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memkit.activations.counts import RematCounts
 from memkit.activations.eligibility import is_range_of_bytes
 from memkit.activations.ledger import Residency
+from memkit.activations.ops import OpKinds
 from memkit.activations.recorded import cost_key
 from memkit.activations.recorder import Recorder
 from memkit.activations.remat_state import RematState, RunUnpacker
@@ -37,7 +38,7 @@ from memkit.hooks import (
     node_number,
     nothing,
 )
-from memkit.plan import NO_OP, DTRScore, RematPlan, Step, ends_of
+from memkit.plan import NO_OP, DTRScore, RematPlan, Step, ends_of, tell_kept
 from memkit.sizes import format_bytes
 
 _NUM_WATCHED = 4
@@ -60,6 +61,8 @@ class RematOptions:
     strict: bool
     verify: bool
     device: Device | None
+    kinds: OpKinds
+    """What is known of ops, the user's word included."""
 
 
 class OfferedHandle(KeptHandle):
@@ -108,8 +111,9 @@ class Entry:
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
         self.counts = RematCounts()
         self._plan: RematPlan | None = None
+        state.know(options.kinds)
         self._run = self._open_run(raises=options.strict)
-        self.recorder = Recorder(self._run.tape, default_generator, self._estimate_s)
+        self.recorder = Recorder(self._run.tape, options.kinds, default_generator, self._estimate_s)
         self._hooks = SavedTensorHooks(self.pack, _unpack, owner=self, name=f'Rematerialize (tag "{state.tag}")', is_last=True)
         self._trail = ModuleTrail(self._run.tape)
         is_new = self._follower.trace is None and state.num_iterations < _NUM_WATCHED
@@ -169,6 +173,7 @@ class Entry:
         message = (
             f"a budget of {format_bytes(math.ceil(counts.budget_bytes))} was exceeded: the last step took "
             f"{format_bytes(counts.peak_bytes)}, and no op of it makes more than {format_bytes(counts.largest_bytes)}"
+            f"{tell_kept(counts.kept_bytes)}"
         )
         if raises:
             raise BudgetInfeasible(message, counts.peak_bytes)
@@ -269,7 +274,7 @@ class Entry:
 
     def _pack_of_class(self, tensor: Tensor) -> KeptHandle | PassedOn:
         if has_own_dispatch(tensor):
-            with _disable_current_modes():
+            with _disable_current_modes() if self.recorder.is_on_stack() else nullcontext():
                 return KeptHandle(tensor) if self._outer is None else PassedOn(tensor, self._outer)
         with torch._C.DisableTorchFunctionSubclass(), _NoDispatch(), self._lock:
             return self._pack(tensor)
@@ -312,6 +317,8 @@ class Entry:
             if is_new:
                 self.counts.saved_bytes += num_bytes
                 self.counts.num_saved += 1
+                if root is not None:
+                    self.counts.note_kept(tape.why_kept.get(value), num_bytes)
                 self._raise_limit(run)
             drops = self._drops(run, value, num_bytes)
             if self._outer is not None and not (drops and run.secure(value)):
@@ -413,6 +420,12 @@ class Entry:
                 return
             value = run.tape.find(storage)
             if value is None or value in run.tape.roots:
+                why_kept = None if keep or value is None else run.tape.why_kept.get(value)
+                if why_kept is not None:
+                    self._state.warn_once(
+                        f"recompute {why_kept}",
+                        f"memkit.recompute was given what cannot be made again: {why_kept}. It stays.",
+                    )
                 return
             run.tape.sync()
             wanted, other = (run.fixed, run.wished) if keep else (run.wished, run.fixed)
@@ -461,5 +474,6 @@ def _trace_of(run: Run, saves: list[SaveKey], *, is_first: bool) -> OpTrace:
             fixed=frozenset(values) - frozenset(made) | {value for value, keep in words.items() if keep},
             dropped=frozenset(value for value, keep in words.items() if keep is False),
             retained_bytes=tape.retained_bytes(),
+            why_kept=tape.why_kept,
         ),
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memkit.activations.counts import RematCounts
 from memkit.activations.ledger import Handle, Ledger, Residency
+from memkit.activations.ops import OpKinds, op_kinds
 from memkit.activations.recorded import CostKey
 from memkit.activations.replay import Run
 from memkit.activations.tape import Tape
@@ -34,6 +35,7 @@ class RematState:
         self.num_deviations = 0
         self.counts = RematCounts()
         self.traces = OpTraces()
+        self._kinds = op_kinds()
         self.plan: RematPlan | None = None
         """The one that was followed last."""
         self.device: Device | None = None
@@ -66,6 +68,11 @@ class RematState:
             warnings.warn(f'Rematerialize (tag "{self.tag}"): {message}', stacklevel=5)
 
     # What a forward has taught
+
+    def know(self, kinds: OpKinds) -> None:
+        """Forget what was learned with another word on which ops are pure: it is of other values."""
+        if kinds is not self._kinds:
+            self._kinds, self.traces = kinds, OpTraces()
 
     def remember(self, costs_s: dict[CostKey, float], found: dict[CostKey, float]) -> None:
         """Add to what is known, and forget the oldest if that is too much."""

@@ -1,7 +1,8 @@
 """Runs ops of a tape again, exactly: the saved values of one forward, as far as they are on the device or can be made again.
 
-A replay runs in the backward, on its stream and device, without grad mode, modes, hooks or autocast: what was recorded lies
-below all of these. Random ops draw from the state that their generator had in the forward, and leave no trace in it.
+A replay runs in the backward, on its stream and device, without grad mode, modes, hooks, autocast or transforms (as the `vmap`
+of batched gradients is): what was recorded lies below all of these. Random ops draw from the state that their generator had in
+the forward, and leave no trace in it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from memkit.hooks import KeptHandle
 from memkit.plan import NO_OP, DTRScore, Residents
 from memkit.sizes import format_mib
 from memkit.storages import byte_view, storage_key
+
+_VMAP_MODE = torch._C.DispatchKeySet(cast(torch._C.DispatchKey, torch._C._parse_dispatch_key("VmapMode")))
+"""The layer that is on while gradients are batched: it refuses every random op, whatever that is given."""
 
 
 class Run(Residents):
@@ -422,11 +426,13 @@ def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _below_everything() -> ExitStack:
-    """Return a context in which an op is run as it was recorded: below autograd, autocast, modes and hooks."""
+    """Return a context in which an op is run as it was recorded: below autograd, autocast, transforms, modes and hooks."""
     stack = ExitStack()
     stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(_disable_current_modes())
     stack.enter_context(torch.no_grad())
     stack.enter_context(torch._C._DisableAutocast())
+    stack.enter_context(torch._C._DisableFuncTorch())
+    stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_VMAP_MODE))
     stack.enter_context(torch._C._AutoDispatchBelowAutograd())
     return stack

@@ -40,7 +40,7 @@ class Root:
         self.is_inside = is_inside
         """Whether it was made here, by what cannot run again, so that nobody else may hold it."""
         self.is_lost = False
-        """Whether something else has been written where it was."""
+        """Whether something else has been written where it was, or may have been."""
         self.alias: Tensor | None = None
 
     def living(self) -> Tensor | None:
@@ -105,6 +105,8 @@ class Tape:
         """Saved values that cannot be made again, but from which something is."""
         self.hidden = set[int]()
         """Roots that may be written to without a trace, as the statistics of a batch norm are."""
+        self.why_kept: dict[int, str] = {}
+        """Why values are roots that an op has made, where a user may wonder."""
         self.unversioned: list[Root | Anchor] = []
         """What is held since the op that wrote to it: the counter is raised after that."""
         self.overwritten = set[int]()
@@ -233,12 +235,14 @@ class Tape:
         self.num_values = value
         return range(call.first, value)
 
-    def add_roots(self, results: Any) -> None:
-        """Note what an op has returned that cannot run again."""
+    def add_roots(self, results: Any, why_kept: str = "") -> None:
+        """Note what an op has returned that is not run again, and why, where a user may wonder."""
         for tensor in tensors_in(results):
             storage = tensor.untyped_storage()
             if self.find(storage) is None:
-                self.add_root(tensor, storage, is_inside=True)
+                value = self.add_root(tensor, storage, is_inside=True)
+                if why_kept:
+                    self.why_kept[value] = why_kept
 
     # Roots
 
@@ -251,7 +255,7 @@ class Tape:
         """
         root = self.roots[value]
         if root.alias is not None or root.lent is not None:
-            return True
+            return not root.is_lost
         tensor = root.living()
         if tensor is None:
             return False
@@ -320,6 +324,15 @@ class Tape:
             self.held_bytes -= root.num_bytes
         self._copy_root(root, root.alias)
 
+    def lose(self, value: int) -> None:
+        """Something else may be where a value was, and it is too late to copy it."""
+        self.overwritten.add(value)
+        if value in self.anchors:
+            self.release(value)
+        root = self.roots.get(value)
+        if root is not None and value not in self.hidden:
+            root.is_lost = True
+
     def retained_bytes(self) -> dict[int, int]:
         """Return the roots that are gone unless they are held on purpose, and what that takes.
 
@@ -350,6 +363,12 @@ class Tape:
                 f"[{alias.type()} {list(alias.size())}], from which Rematerialize makes saved tensors again, is at version "
                 f"{alias._version}; expected version {root.version} instead. Hint: write to it after the backward, or mark "
                 "with memkit.keep what is computed from it."
+            )
+        if root.is_lost:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation: [{alias.type()} {list(alias.size())}], from which "
+                "Rematerialize makes saved tensors again, belongs to an op that has returned it again since, and may have "
+                "written to it. Hint: let the op return a copy, or mark with memkit.keep what is computed from what it returns."
             )
         storage = alias.untyped_storage()
         if storage.nbytes() < root.num_bytes:

@@ -7,7 +7,7 @@ from memkit.plan.eviction import DTRScore, Residents
 from memkit.plan.lineage import NO_OP, Lineage, Step, ends_of
 from memkit.plan.planner import RematPlanner
 from memkit.plan.ratio import check_ratio, plan_ratio
-from memkit.plan.remat import PlannedValue, RematPlan
+from memkit.plan.remat import PlannedValue, RematPlan, tell_kept
 from memkit.plan.residency import (
     LayerResidency,
     PlannedLayer,
@@ -62,5 +62,6 @@ __all__ = [
     "slot_sizes",
     "spread",
     "takes_peak",
+    "tell_kept",
     "timed_saves",
 ]

@@ -132,6 +132,8 @@ class Step:
     retained_bytes: dict[int, int] = field(default_factory=dict)
     """Roots that are gone unless they are held on purpose, and what that takes: made here by what cannot run again, or
     written over. All other roots are somebody else's and cost nothing."""
+    why_kept: dict[int, str] = field(default_factory=dict)
+    """Why no op makes a value again, where a user may wonder."""
 
     def use_end(self, place: int) -> int:
         """Return the first request after one that comes from another node."""

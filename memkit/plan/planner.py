@@ -17,7 +17,7 @@ from memkit.plan.actions import Action
 from memkit.plan.drop_order import drop_order
 from memkit.plan.eviction import DTRScore
 from memkit.plan.lineage import NO_OP, Step
-from memkit.plan.remat import PlannedValue, RematPlan
+from memkit.plan.remat import PlannedValue, RematPlan, tell_kept
 from memkit.plan.segments import Segments
 from memkit.plan.simulation import MOST_REPLAYS, Outcome, simulate
 from memkit.sizes import format_bytes
@@ -242,7 +242,8 @@ class RematPlanner:
         if found is None:
             smallest = self.smallest().peak_bytes
             raise BudgetInfeasible(
-                f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest is {format_bytes(smallest)}",
+                f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest is {format_bytes(smallest)}"
+                f"{tell_kept(self._kept_bytes())}",
                 smallest,
             )
         lineage, traced = self.step.lineage, set[int]()
@@ -259,12 +260,20 @@ class RematPlanner:
             retained=frozenset(retained),
         )
 
+    def _kept_bytes(self) -> dict[str, int]:
+        """Return what stays that no op makes again, by reason, where a user may wonder."""
+        step, found = self.step, dict[str, int]()
+        for value in dict.fromkeys(step.saves):
+            if value in step.why_kept:
+                found[step.why_kept[value]] = found.get(step.why_kept[value], 0) + step.lineage.num_bytes[value]
+        return found
+
     def _planned(self, value: int, dropped: Collection[int], kept: Collection[int]) -> PlannedValue:
         step, lineage = self.step, self.step.lineage
         op, module = self._describe(value)
         is_dropped = value in dropped
         if lineage.maker[value] == NO_OP:
-            reason = "no op can make it again"
+            reason = step.why_kept.get(value, "no op can make it again")
         elif value in step.fixed or value in step.dropped:
             reason = "asked for"
         else:

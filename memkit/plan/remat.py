@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tabulate import tabulate
@@ -113,3 +114,12 @@ class RematPlan:
                 f"predicted replays: {self.num_replayed_ops} ops, {1e3 * self.predicted_replay_s:.2f} ms",
             )
         )
+
+
+_MOST_TOLD = 3
+
+
+def tell_kept(kept_bytes: Mapping[str, int]) -> str:
+    """Return the end of a sentence about a budget that is not kept to: what stays whatever the plan, in bytes by reason."""
+    told = sorted(kept_bytes, key=lambda why: -kept_bytes[why])[:_MOST_TOLD]
+    return "".join(f"; {format_bytes(kept_bytes[why])} stay, since {why}" for why in told)

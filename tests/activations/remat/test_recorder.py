@@ -189,9 +189,9 @@ def test_tape_holds_no_tensors_while_nothing_is_dropped() -> None:
         (aten.masked_select.default, OpClass.OPAQUE),
         (aten._cudnn_rnn.default, OpClass.OPAQUE),
         (aten.mkldnn_rnn_layer.default, OpClass.OPAQUE),
-        (torch.ops.higher_order.cond, OpClass.OPAQUE),
-        (torch.ops._c10d_functional.all_reduce.default, OpClass.OPAQUE),
-        (torch.ops._c10d_functional.wait_tensor.default, OpClass.OPAQUE),
+        (torch.ops.higher_order.cond, OpClass.UNKNOWN),
+        (torch.ops._c10d_functional.all_reduce.default, OpClass.UNKNOWN),
+        (torch.ops._c10d_functional.wait_tensor.default, OpClass.UNKNOWN),
     ],
 )
 def test_kinds(func: object, op_class: OpClass) -> None:

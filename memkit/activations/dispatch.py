@@ -1,0 +1,65 @@
+"""A dispatch mode that stays out of Dynamo's way: the base of the recorder."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals as _set_shows_to_guards
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_IS_ASKED_OF_MODES = hasattr(_python_dispatch, "any_torch_dispatch_mode_on_stack")
+"""Whether Dynamo asks the modes that are on whether it may compile a frame. Before, it looked at a flag of the process that was
+set when a mode was entered."""
+
+
+def in_higher_order_op() -> bool:
+    """Tell whether the caller runs inside what a higher-order op, such as `torch.cond` or `flex_attention`, compiles by itself.
+    They do so also where the program compiles nothing.
+
+    Source: `torch._higher_order_ops.utils.setup_compilation_env`.
+    """
+    utils: Any = sys.modules.get("torch._higher_order_ops.utils")
+    if hasattr(utils, "_in_hop_compile"):
+        return bool(utils._in_hop_compile())
+    return "torch._dynamo" in sys.modules and bool(torch._dynamo.config.allow_empty_graphs)  # which is set there alone
+
+
+class _OutsideOfHigherOrderOps:
+    """Stands for a flag of the process that would be read too early."""
+
+    def __bool__(self) -> bool:
+        return not in_higher_order_op()
+
+
+class QuietMode(TorchDispatchMode):
+    """A dispatch mode that Dynamo overlooks where a higher-order op compiles what it was given: that is then done as it is
+    without the mode, which sees the higher-order op. What the program itself compiles runs op by op, as in any mode.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each op would pass through Dynamo
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell Dynamo whether it may compile as if the mode were not there."""
+        return in_higher_order_op()
+
+    def __enter__(self) -> Any:
+        is_in_other = _python_dispatch._is_in_any_mode_without_ignore_compile_internals
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        if not is_in_other:
+            _set_shows_to_guards(False)  # what was compiled before, without the mode, is good for it as well
+            if not _IS_ASKED_OF_MODES:
+                _python_dispatch._is_in_any_mode_without_ignore_compile_internals = _OutsideOfHigherOrderOps()  # type: ignore[assignment]
+        return self
+
+    def is_on_stack(self) -> bool:
+        """Tell whether the mode is on now, and not put aside, as while a higher-order op traces what it was given."""
+        stack = range(torch._C._len_torch_dispatch_stack())
+        return any(torch._C._get_dispatch_stack_at(place) is self for place in stack)

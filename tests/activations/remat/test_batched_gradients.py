@@ -1,0 +1,142 @@
+"""Many gradients at once, by `vmap`: what they need is made again below it, as it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.functional import hessian, jacobian
+
+import memkit
+from memkit.device import Device, default_generator
+from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
+
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
+
+Context = AbstractContextManager[object]
+Gradients = Callable[[nn.Module, Tensor, Context], tuple[Tensor, ...]]
+
+
+def _model(torch_device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.GELU(), nn.RReLU()) for _ in range(3))
+    return nn.Sequential(*blocks).to(torch_device)
+
+
+def batched_gradients(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
+    with context:
+        y = model(x).sum(0)
+    return torch.autograd.grad(y, [x, *model.parameters()], torch.eye(8, device=x.device), is_grads_batched=True)
+
+
+def batched_gradients_of_a_gradient(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
+    with context:
+        y = model(x).sin().sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    directions = torch.eye(32, device=x.device).view(32, 4, 8)
+    return torch.autograd.grad(slope, [x, model[0][0].weight], directions, is_grads_batched=True)
+
+
+def mapped_gradients(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
+    with context:
+        y = model(x).sum(0)
+    return torch.func.vmap(lambda v: torch.autograd.grad(y, x, v)[0])(torch.eye(8, device=x.device)), y.detach()
+
+
+def vectorized_jacobian(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
+    def forward(x: Tensor) -> Tensor:
+        with context:
+            return model(x).sum(0)
+
+    return (jacobian(forward, x, vectorize=True),)
+
+
+def vectorized_hessian(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
+    def forward(x: Tensor) -> Tensor:
+        with context:
+            return model(x).sin().sum()
+
+    return (hessian(forward, x, vectorize=True),)
+
+
+def gradients_of_mapped_calls(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
+    with context:
+        y = torch.func.vmap(model, randomness="different")(x).sum()
+    return torch.autograd.grad(y, [x, *model.parameters()])
+
+
+def gradients_of_a_context_in_a_map(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
+    def forward(x: Tensor) -> Tensor:
+        with context:
+            return model(x)
+
+    y = torch.func.vmap(forward, randomness="same")(x).sum()
+    return torch.autograd.grad(y, [x, *model.parameters()])
+
+
+CASES = [
+    batched_gradients,
+    batched_gradients_of_a_gradient,
+    mapped_gradients,
+    vectorized_jacobian,
+    vectorized_hessian,
+    gradients_of_mapped_calls,
+    gradients_of_a_context_in_a_map,
+]
+
+
+def _run(gradients: Gradients, torch_device: torch.device, context: Context) -> list[Tensor]:
+    model = _model(torch_device)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(torch_device).requires_grad_()
+    found = []
+    for _ in range(3):
+        found += gradients(model, x, context)
+    return [*found, torch.get_rng_state(), default_generator(torch_device).get_state()]
+
+
+@pytest.mark.parametrize("policy", ["plan", "dtr"])
+@pytest.mark.parametrize("gradients", CASES)
+def test_many_gradients_at_once(gradients: Gradients, policy: str, torch_device: torch.device, remat_on: Remat) -> None:
+    plain = _run(gradients, torch_device, nullcontext())
+
+    found = _run(gradients, torch_device, remat_on(0.1, "many", policy=policy))
+
+    assert_same_bits(found, plain)
+    assert memkit.stats("many").num_replayed_ops > 0
+
+
+class Both(ExitStack):
+    """An offload with rematerialization inside of it."""
+
+    def __init__(self, device: Device, remat_on: Remat) -> None:
+        super().__init__()
+        self._device = device
+        self._remat_on = remat_on
+
+    def __enter__(self) -> Both:
+        self.enter_context(memkit.CPUOffload(1.0, "both", min_bytes=0, window_bytes=0, device=self._device))
+        self.enter_context(self._remat_on(0.3, "both"))
+        return self
+
+
+@pytest.mark.parametrize("gradients", CASES)
+def test_many_gradients_at_once_inside_of_an_offload(gradients: Gradients, device: Device, remat_on: Remat) -> None:
+    if device.torch_device.type == "cpu" and type(device) is memkit.device.CpuDevice:
+        pytest.skip("nothing is offloaded from it")
+    plain = _run(gradients, device.torch_device, nullcontext())
+
+    found = _run(gradients, device.torch_device, Both(device, remat_on))
+
+    assert_same_bits(found, plain)
+    assert memkit.stats("both").num_replayed_ops > 0
+    assert memkit.stats("both").moved_in_bytes > 0
+
+
+def test_verification_in_batched_gradients(torch_device: torch.device, remat_on: Remat) -> None:
+    plain = _run(batched_gradients, torch_device, nullcontext())
+
+    assert_same_bits(_run(batched_gradients, torch_device, remat_on(0.1, "verified", verify=True)), plain)
