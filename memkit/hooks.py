@@ -32,6 +32,15 @@ class RemovableHandle(Protocol):
     def remove(self) -> None: ...
 
 
+_SKIP = _eval_frame._FrameAction.SKIP  # where it is called
+
+
+def leave_untraced(function: Callable[..., Any]) -> None:
+    """Have Dynamo neither compile a function where it is called, nor whatever that calls. Where nothing is compiled it costs
+    nothing."""
+    _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+
+
 class _Untraced:
     """Calls a hook, which Dynamo neither inlines nor compiles, nor whatever that calls.
 
@@ -56,8 +65,7 @@ class _Uncopied(_Untraced):
         return getattr, (nullcontext(), "__exit__")
 
 
-_SKIP = _eval_frame._FrameAction.SKIP  # where it is called
-_eval_frame.set_code_exec_strategy(_Untraced.__call__.__code__, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+leave_untraced(_Untraced.__call__)
 
 
 class HookSet:

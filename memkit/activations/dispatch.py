@@ -10,6 +10,8 @@ from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_intern
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memkit.hooks import leave_untraced
+
 _IS_ASKED_OF_MODES = hasattr(_python_dispatch, "any_torch_dispatch_mode_on_stack")
 """Whether Dynamo asks the modes that are on whether it may compile a frame. Before, it looked at a flag of the process that was
 set when a mode was entered."""
@@ -41,6 +43,10 @@ class QuietMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]  # torch's
+        leave_untraced(cls.__torch_dispatch__)
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else each op would pass through Dynamo
@@ -54,9 +60,9 @@ class QuietMode(TorchDispatchMode):
         is_in_other = _python_dispatch._is_in_any_mode_without_ignore_compile_internals
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         if not is_in_other:
-            _set_shows_to_guards(False)  # what was compiled before, without the mode, is good for it as well
-            if not _IS_ASKED_OF_MODES:
-                _python_dispatch._is_in_any_mode_without_ignore_compile_internals = _OutsideOfHigherOrderOps()  # type: ignore[assignment]
+            flag: Any = False if _IS_ASKED_OF_MODES else _OutsideOfHigherOrderOps()
+            _python_dispatch._is_in_any_mode_without_ignore_compile_internals = flag
+            _set_shows_to_guards(False)  # what was compiled without the mode is good with it, and the other way round
         return self
 
     def is_on_stack(self) -> bool:
