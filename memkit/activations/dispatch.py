@@ -16,6 +16,8 @@ _IS_ASKED_OF_MODES = hasattr(_python_dispatch, "any_torch_dispatch_mode_on_stack
 """Whether Dynamo asks the modes that are on whether it may compile a frame. Before, it looked at a flag of the process that was
 set when a mode was entered."""
 
+_TRACER = torch._C._TorchDispatchModeKey.PROXY
+
 
 def in_higher_order_op() -> bool:
     """Tell whether the caller runs inside what a higher-order op, such as `torch.cond` or `flex_attention`, compiles by itself.
@@ -27,6 +29,12 @@ def in_higher_order_op() -> bool:
     if hasattr(utils, "_in_hop_compile"):
         return bool(utils._in_hop_compile())
     return "torch._dynamo" in sys.modules and bool(torch._dynamo.config.allow_empty_graphs)  # which is set there alone
+
+
+def is_traced() -> bool:
+    """Tell whether ops are being traced into a graph, as those of a branch of `torch.cond`: a tensor that is made unseen by the
+    tracer becomes a constant of the graph."""
+    return torch._C._get_dispatch_mode(_TRACER) is not None
 
 
 class _OutsideOfHigherOrderOps:
@@ -64,8 +72,3 @@ class QuietMode(TorchDispatchMode):
             _python_dispatch._is_in_any_mode_without_ignore_compile_internals = flag
             _set_shows_to_guards(False)  # what was compiled without the mode is good with it, and the other way round
         return self
-
-    def is_on_stack(self) -> bool:
-        """Tell whether the mode is on now, and not put aside, as while a higher-order op traces what it was given."""
-        stack = range(torch._C._len_torch_dispatch_stack())
-        return any(torch._C._get_dispatch_stack_at(place) is self for place in stack)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memkit.activations.counts import RematCounts
+from memkit.activations.dispatch import is_traced
 from memkit.activations.eligibility import is_range_of_bytes
 from memkit.activations.ledger import Residency
 from memkit.activations.ops import OpKinds
@@ -259,7 +260,7 @@ class Entry:
 
     def pack(self, tensor: Tensor) -> KeptHandle | PassedOn:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
-        if _is_in_backward() != -1:
+        if _is_in_backward() != -1 or is_traced():
             return KeptHandle(tensor)
         if (self._may_be_compiled or dynamo_is_loaded()) and in_compiled_function():
             raise RuntimeError(
@@ -274,7 +275,7 @@ class Entry:
 
     def _pack_of_class(self, tensor: Tensor) -> KeptHandle | PassedOn:
         if has_own_dispatch(tensor):
-            with _disable_current_modes() if self.recorder.is_on_stack() else nullcontext():
+            with _disable_current_modes():
                 return KeptHandle(tensor) if self._outer is None else PassedOn(tensor, self._outer)
         with torch._C.DisableTorchFunctionSubclass(), _NoDispatch(), self._lock:
             return self._pack(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -35,9 +36,9 @@ def _no_compiled_code_is_left() -> Iterator[None]:
 
 
 def condition(x: Tensor, w: Tensor) -> Tensor:
-    y = linear(x, w).sin()
+    y, scale = linear(x, w).sin(), w[0].sin()
     for limit in (-1e9, 1e9):
-        y = torch.cond(y.sum() > limit, lambda t: t.sin() * t, lambda t: t.cos() * t, (y * 1,)).sin().exp()
+        y = torch.cond(y.sum() > limit, lambda t: t.sin() * scale, lambda t: t.cos() * t, (y * 1,)).sin().exp()
     return y
 
 
@@ -120,6 +121,29 @@ def _remat(tag: str, budget: float | str = 0.1, *, verify: bool = False) -> memk
 
 def _num_compiled() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.fixture
+def _attention_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU compute them: the code for it is there."""
+    monkeypatch.setattr(sys.modules[flex_attention.__module__], "_validate_device", lambda *_: None)
+
+
+def attention_with_gradients(x: Tensor, w: Tensor) -> Tensor:
+    """What is made for the tracer's eyes is no part of the forward."""
+    heads, bias = linear(x, w).sin().view(1, 2, 8, 16), w[0, :2].exp()
+    looked_up = flex_attention(heads, heads.cos(), heads.exp(), score_mod=lambda s, b, h, i, j: s + bias[h])
+    return linear(looked_up.reshape(8, 32), w).sin().exp()
+
+
+@pytest.mark.usefixtures("_attention_has_gradients")
+@pytest.mark.parametrize("verify", [False, True])
+def test_attention_whose_backward_is_traced_in_the_forward(verify: bool) -> None:
+    plain = _run(attention_with_gradients, nullcontext())
+
+    for _ in range(3):
+        assert_same_bits(_run(attention_with_gradients, _remat("attention", verify=verify)), plain)
+        assert memkit.stats("attention").num_replays > 0
 
 
 @pytest.mark.parametrize("computation", COMPUTATIONS)
