@@ -83,19 +83,18 @@ def _train(op: Op, torch_device: torch.device, contexts: list[AbstractContextMan
     return [*found, _state.clone()], rest
 
 
-@pytest.mark.parametrize("policy", ["plan", "dtr"])
 @pytest.mark.parametrize("name", OPS)
-def test_effects_of_unknown_ops_happen_once(name: str, policy: str, torch_device: torch.device, remat_on: Remat) -> None:
+def test_effects_of_unknown_ops_happen_once(name: str, torch_device: torch.device, remat_on: Remat) -> None:
     plain, effects = _train(OPS[name], torch_device, [nullcontext() for _ in range(4)])
 
-    found, found_effects = _train(OPS[name], torch_device, [remat_on(0.1, "own", policy=policy) for _ in range(4)])
+    found, found_effects = _train(OPS[name], torch_device, [remat_on(0.1, "own") for _ in range(4)])
 
     assert_same_bits(found, plain)
     assert found_effects == effects
     assert memkit.stats("own").num_replays > 0
 
 
-def test_verification_passes_what_is_kept(remat_on: Remat) -> None:
+def test_verification_passes_what_is_kept() -> None:
     plain, effects = _train(OPS["python_random"], torch.device("cpu"), [nullcontext()])
 
     found, found_effects = _train(
@@ -117,18 +116,18 @@ def test_verification_passes_what_is_kept(remat_on: Remat) -> None:
     ],
     ids=["what custom_op returns", "op", "overload", "name", "library"],
 )
-def test_ops_that_are_said_to_be_pure_run_again(pure_ops: list[Any], torch_device: torch.device, remat_on: Remat) -> None:
-    plain, effects = _train(OPS["torch_random"], torch_device, [nullcontext()] * 3)
+def test_ops_that_are_said_to_be_pure_run_again(pure_ops: list[Any]) -> None:
+    plain, effects = _train(OPS["torch_random"], torch.device("cpu"), [nullcontext()] * 3)
 
-    contexts = [remat_on(0.1, "pure", pure_ops=pure_ops) for _ in range(3)]
-    found, found_effects = _train(OPS["torch_random"], torch_device, contexts)
+    contexts = [memkit.Rematerialize(0.1, "pure", min_bytes=0, pure_ops=pure_ops) for _ in range(3)]
+    found, found_effects = _train(OPS["torch_random"], torch.device("cpu"), contexts)
 
     assert_same_bits(found, plain)
     assert found_effects[2]["torch_random"] > effects[2]["torch_random"]  # type: ignore[index]
     assert found_effects[3] == effects[3]  # type: ignore[index]
 
 
-def test_another_word_on_what_is_pure_begins_anew(remat_on: Remat) -> None:
+def test_another_word_on_what_is_pure_begins_anew() -> None:
     device = torch.device("cpu")
     words: list[list[str]] = [[], [], ["memkit_pure::double"], ["memkit_pure::double"], ["memkit_pure::double"], [], []]
     plain, _ = _train(OPS["double"], device, [nullcontext()] * len(words))
