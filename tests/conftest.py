@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
+import memkit
+from memkit.activations import offload, remat_state, window
 from memkit.profile import registry
+
+# the same examples each time, and none is too slow; `--hypothesis-profile search` looks for others
+settings.register_profile("same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
 
 torch.set_num_threads(1)  # tests run side by side, and on small tensors several threads only get in each other's way
 
@@ -23,11 +32,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.filterwarnings("ignore:LayerOffload frees no memory on the device"))
 
 
+_REPEATS = re.compile(r"\[.*\bseed \d")
+"""The name of a test on the reference device whose copies take another time each: one that has them late runs always."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before what -m leaves out is
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    has_gpu = torch.cuda.is_available()
     for item in items:
-        if "gpu" in item.keywords:
+        # for tests alone, and below what they say themselves: warnings of plugins at their start or end are no errors
+        item.add_marker(pytest.mark.filterwarnings("error"), append=False)
+        if _REPEATS.search(item.name):
+            item.add_marker(pytest.mark.full)
+        if "gpu" in item.keywords and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
@@ -51,6 +68,9 @@ def _fresh_state() -> Iterator[None]:
     yield
     for tag in list(registry._reports):
         registry.forget_report(tag)
+    for tag in {*offload._states, *remat_state.states}:
+        memkit.reset(tag)
+    window._retired.clear()
     assert torch.is_grad_enabled()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert torch._C._len_torch_dispatch_stack() == num_modes

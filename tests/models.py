@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
@@ -152,3 +153,8 @@ CASES = {
     "group_norm": Case(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Softplus()), IMAGE),
     "rnn_cell": Case(lambda: nn.RNNCell(8, 8), ((4, 8),)),
 }
+
+_CORE = ("tied", "functional", "checkpoint_reentrant", "conv_inplace", "attention_masked", "group_norm", "rnn_cell")
+
+NAMES = [name if name in _CORE else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+"""Of all: those that are small run always."""

@@ -143,6 +143,7 @@ def test_examples_in_docstrings_run(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(path: Path) -> None:
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, cwd=ROOT)
@@ -150,6 +151,7 @@ def test_examples_run(path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_bench_runs_without_a_gpu() -> None:
     script = ROOT / "examples" / "bench" / "bench_profile.py"
 

@@ -69,13 +69,18 @@ class RematOptions:
 class OfferedHandle(KeptHandle):
     """A saved tensor that stays as far as this context goes, and that the hooks outside of it were given."""
 
-    __slots__ = ("_hooks", "_packed")
+    __slots__ = ("_hooks", "_packed", "_size")
 
     def __init__(self, tensor: Tensor, hooks: SavedTensorHooks) -> None:
         super().__init__(tensor)
+        self._size = tensor.size()
         self.alias.data = nothing(tensor.dtype, tensor.device)
         self._hooks = hooks
         self._packed = hooks.pack(tensor)
+
+    @property
+    def size(self) -> torch.Size:
+        return self._size
 
     def unpack(self) -> Tensor:
         self.check_version()

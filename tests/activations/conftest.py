@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import memkit
-from memkit.activations import offload, window
 from memkit.device import CudaDevice, Device, ReferenceDevice
 
 Offload = Callable[..., memkit.CPUOffload]
@@ -46,20 +45,9 @@ def only_new_objects() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_tags() -> Iterator[None]:
-    yield
-    for tag in list(offload._states):
-        memkit.reset(tag)
-    window._retired.clear()
-
-
-@pytest.fixture(autouse=True)
-def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two runs of the same computation give the same bits."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(torch.cuda.is_available())
     yield
     torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memkit
-from memkit.device import Device, ReferenceDevice
+from memkit.device import Device
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import Context
 from tests.activations.conftest import Offload
@@ -35,7 +31,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _train(model: nn.Module, x: Tensor, context: Context = nullcontext) -> list[Tensor]:
+def train_in_micro_batches(model: nn.Module, x: Tensor, context: Context = nullcontext) -> list[Tensor]:
     """Return the losses of three steps with two micro-batches each, and the parameters after them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -49,41 +45,6 @@ def _train(model: nn.Module, x: Tensor, context: Context = nullcontext) -> list[
         optimizer.step()
         optimizer.zero_grad()
     return [_whole(tensor).clone() for tensor in (*losses, *[param.detach() for param in model.parameters()])]
-
-
-# Two processes
-
-
-def _two_processes(rank: int, folder: str, failures: mp.SimpleQueue) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    try:
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
-        for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}):
-            plain = _train(DistributedDataParallel(_model(torch.device("cpu")), **options), x)
-            for seed in (None, 0):
-                device = ReferenceDevice(seed=seed)
-                context = functools.partial(memkit.CPUOffload, 0.7, "ddp", min_bytes=0, window_bytes=4096, device=device)
-                found = _train(DistributedDataParallel(_model(torch.device("cpu")), **options), x, context)
-                device.synchronize()
-                stats = memkit.stats("ddp")
-                memkit.reset("ddp")
-
-                assert_same_bits(found, plain)
-                assert stats.moved_out_bytes > 0
-                assert stats.live_records == 0
-    except BaseException as error:
-        failures.put(f"rank {rank}: {error!r}")
-        raise
-    finally:
-        dist.destroy_process_group()
-
-
-def test_distributed_data_parallel_in_two_processes(tmp_path: Path) -> None:
-    failures = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_two_processes, (str(tmp_path), failures), nprocs=2)
-
-    assert failures.empty()
 
 
 # One process that takes itself for one of several
@@ -121,8 +82,8 @@ def test_fully_shard(
     is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
     mesh = request.getfixturevalue("fake_group" if is_new else "fake_group_of_one")
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).to(device.torch_device)
-    plain = _train(_sharded(device, mesh, reshard=reshard, low=low), x)
-    found = _train(
+    plain = train_in_micro_batches(_sharded(device, mesh, reshard=reshard, low=low), x)
+    found = train_in_micro_batches(
         _sharded(device, mesh, reshard=reshard, low=low), x, lambda: offloading(1.0, "fsdp", window_bytes=window_bytes)
     )
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -61,29 +58,6 @@ def _assert_nothing_is_left(tag: str, device: Device) -> None:
 ERRORS = [ValueError("mine"), KeyboardInterrupt()]
 
 
-@pytest.mark.parametrize("window_units", [0, 3])
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_error_in_the_forward(error: BaseException, window_units: int, device: Device, offloading: Offload) -> None:
-    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 8)
-    context = offloading(0.75, "forward", window_bytes=window_units * UNIT_BYTES)
-    for _ in range(3):
-
-        def fail() -> None:
-            with context:
-                y = chain(x, [1] * 6)
-                Fails.apply(y, error, True)
-
-        with pytest.raises(type(error)) as caught:
-            fail()
-        assert caught.value is error
-        del caught
-        error.__traceback__ = None
-        assert innermost_pack() is None
-
-        assert_same_bits(step(x, [1] * 8, lambda: context), plain)
-    _assert_nothing_is_left("forward", device)
-
-
 def test_forward_that_broke_off_is_no_measure(device: Device, offloading: Offload) -> None:
     """The steps after it follow the plan of a whole forward."""
     x, moved = leaf_on(device.torch_device), []
@@ -96,62 +70,6 @@ def test_forward_that_broke_off_is_no_measure(device: Device, offloading: Offloa
 
     assert len(_states["measure"].windows()[0].traces) == 1
     assert moved[2] == 16
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("window_units", [0, 3])
-def test_error_in_the_backward(window_units: int, error: BaseException, device: Device, offloading: Offload) -> None:
-    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 8)
-    context = offloading(1.0, "backward", window_bytes=window_units * UNIT_BYTES)
-    for _ in range(3):
-        with context:
-            y = chain(Fails.apply(chain(x, [1] * 5), error, False), [1] * 5)
-        with pytest.raises(type(error)):
-            y.sum().backward()
-        error.__traceback__ = None
-        del y
-
-        assert_same_bits(step(x, [1] * 8, lambda: context), plain)
-    _assert_nothing_is_left("backward", device)
-
-
-def test_error_in_a_tensor_hook(device: Device, offloading: Offload) -> None:
-    def fail(grad: Tensor) -> None:
-        raise ValueError("mine")
-
-    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 8)
-    context = offloading(1.0, "hook", window_bytes=2 * UNIT_BYTES)
-    for _ in range(3):
-        with context:
-            middle = chain(x, [1] * 5)
-            y = chain(middle, [1] * 5)
-        handle = middle.register_hook(fail)
-        with pytest.raises(ValueError, match="mine"):
-            y.sum().backward(retain_graph=True)
-        handle.remove()
-        x.grad = None
-        y.sum().backward()
-        assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 10))
-        del y, middle
-
-        assert_same_bits(step(x, [1] * 8, lambda: context), plain)
-    _assert_nothing_is_left("hook", device)
-
-
-def test_error_in_a_hook_of_the_users_pack(device: Device, offloading: Offload) -> None:
-    def fail(tensor: Tensor) -> Tensor:
-        raise ValueError("mine")
-
-    x = leaf_on(device.torch_device)
-    context = offloading(1.0, "pack", window_bytes=0)
-    with context:
-        y = chain(x, [1] * 3)
-        with torch.autograd.graph.saved_tensors_hooks(fail, fail), pytest.raises(ValueError, match="mine"):
-            y.sin()
-    del y
-
-    assert_same_bits(step(x, [1] * 8, lambda: context), step(leaf_on(device.torch_device), [1] * 8))
-    _assert_nothing_is_left("pack", device)
 
 
 # Host memory
@@ -297,34 +215,3 @@ def test_device_without_any_room_raises_the_original_error_with_a_hint(window_un
     del y
     assert_same_bits(step(x, [1] * 12, lambda: context), plain)
     _assert_nothing_is_left("full", device)
-
-
-# The end of the process
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        "",
-        "loss.backward(retain_graph=True); sys.exit(0)",
-        "import threading; threading.Thread(target=loss.backward).start()",
-    ],
-)
-def test_interpreter_shutdown_with_graphs_alive(end: str) -> None:
-    program = """
-        import sys, torch, memkit
-        device = memkit.device.ReferenceDevice()
-        x = torch.randn(256, requires_grad=True)
-        for window_bytes in (0, 4096):
-            with memkit.CPUOffload(1.0, "end", min_bytes=0, window_bytes=window_bytes, device=device):
-                y = x.clone()
-                for _ in range(8):
-                    y = y.sin()
-            globals()[f"alive{window_bytes}"] = loss = y.sum()
-        handle = memkit.attach(torch.nn.Linear(4, 4), memkit.CPUOffload(1.0, "attached", device=device))
-    """
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", f"{textwrap.dedent(program)}\n{end}"], capture_output=True, text=True, timeout=120
-    )
-
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -105,7 +105,7 @@ def test_prediction_is_that_of_the_lane_simulation(report: memkit.profile.Memory
     )
     assert row.memkit_s == time.step_s
     assert row.synchronous_s == row.plain_s + 2 * row.moved_bytes / 1e9
-    assert row.memkit_s < row.synchronous_s
+    assert row.memkit_s <= row.synchronous_s
 
 
 def test_prediction_needs_times() -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.full
+
 BENCHES = Path(__file__).parents[2] / "examples" / "bench"
 SUPERNET_PHASES = [
     "remat_supernet_plain",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -125,10 +126,11 @@ def test_event_is_reached_after_synchronize(device: Device, host: Tensor) -> Non
 
 
 def test_timed_events_tell_seconds(device: Device) -> None:
+    before_s = time.perf_counter()
     start, end = device.record_event(), device.record_event()
     device.synchronize()
 
-    assert 0 <= start.elapsed_s(end) < 1
+    assert 0 <= start.elapsed_s(end) <= time.perf_counter() - before_s
 
 
 def test_outside_a_graph_nothing_is_captured(device: Device) -> None:

@@ -177,18 +177,29 @@ def test_out_of_memory_names_the_module() -> None:
 
 
 def test_times_are_those_of_the_device() -> None:
-    model, x = nn.Linear(8192, 8192).cuda(), torch.randn(8192, 8192, device="cuda", requires_grad=True)
+    """They hold what events in the model tell, and are held by those around all."""
+
+    class Timed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            pairs.append(pair)
+            pair[0].record()
+            y = super().forward(x)
+            pair[1].record()
+            return y
+
+    pairs: list[list[torch.cuda.Event]] = []
+    model, x = Timed(8192, 8192).cuda(), torch.randn(8192, 8192, device="cuda", requires_grad=True)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    model(x)
     start.record()
-    model(x)
+    report = profile_memory(model, x, backward=True, print_table=False)
     end.record()
     torch.cuda.synchronize()
 
-    report = profile_memory(model, x, backward=True, print_table=False)
-
-    assert report.forward_s == pytest.approx(start.elapsed_time(end) / 1e3, rel=0.25)
-    assert report.backward_s > 1.5 * report.forward_s
+    inside_s = min(first.elapsed_time(last) for first, last in pairs) / 1e3
+    assert inside_s <= report.forward_s
+    assert report.backward_s > 0
+    assert report.forward_s + report.backward_s <= start.elapsed_time(end) / 1e3
     assert report.reserved_peak_bytes >= report.forward_peak_bytes
     assert all(record.saved_at_s >= 0 and record.needed_at_s >= 0 for record in report.saved)
 

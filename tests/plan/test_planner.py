@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -226,6 +225,7 @@ def test_cheapest_for_its_bytes_goes_first() -> None:
 # Plans
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(step=steps(), share=st.floats(0.01, 1.0))
 def test_plan_fits_its_budget_or_names_the_smallest(step: Step, share: float) -> None:
@@ -279,6 +279,7 @@ def wild(num_ops: int) -> Step:
 NETS = {"chain": chain(20), "convnet": convnet(4), "transformer": transformer(3), "mixed": wild(20)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "direction"), [*((name, 1) for name in NETS), *((name, -1) for name in NETS)])
 def test_more_budget_never_costs_more(name: str, direction: int) -> None:
     step = NETS[name]
@@ -295,6 +296,7 @@ def test_more_budget_never_costs_more(name: str, direction: int) -> None:
         assert replayed_s(more) <= tolerance * replayed_s(less)
 
 
+@pytest.mark.full
 def test_room_for_all_costs_no_more_than_less_room_where_the_user_drops() -> None:
     for seed in range(40):
         step = random_step(seed, 12)
@@ -304,6 +306,7 @@ def test_room_for_all_costs_no_more_than_less_room_where_the_user_drops() -> Non
             assert costs == sorted(costs, reverse=True)
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(step=steps(), shares=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=8))
 def test_what_was_found_for_less_is_not_forgotten(step: Step, shares: list[float]) -> None:
@@ -404,6 +407,7 @@ def test_memory_of_a_chain_falls_to_its_root_for_one_more_forward(num_ops: int) 
     assert plan.predicted_replay_s <= 1.05 * num_ops
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_layers", [4, 16, 48])
 def test_ledger_of_checkpointing_costs_less_than_one_forward(num_layers: int) -> None:
     step = transformer(num_layers)
@@ -439,6 +443,7 @@ def exhaustive(step: Step, budget: int) -> float:
     return best
 
 
+@pytest.mark.full
 def test_plans_of_small_steps_are_close_to_the_best() -> None:
     ratios = []
     for seed in range(120):
@@ -561,17 +566,19 @@ def test_action_that_cannot_be_is_refused() -> None:
         plan.with_action(5, Action.KEEP)
 
 
-# Time
+# How long it takes
 
 
 @pytest.mark.parametrize("share", [0.5, 0.15])
-@pytest.mark.parametrize(("num_layers", "num_idle", "most_s"), [(12, 1, 1.0), (295, 3, 10.0)])
-def test_planning_is_quick(num_layers: int, num_idle: int, most_s: float, share: float) -> None:
+@pytest.mark.parametrize(
+    ("num_layers", "num_idle", "most_simulations"), [(12, 1, 300), pytest.param(295, 3, 30, marks=pytest.mark.full)]
+)
+def test_planning_simulates_few_steps(num_layers: int, num_idle: int, most_simulations: int, share: float) -> None:
     step = transformer(num_layers, num_idle)
     assert len(set(step.saves)) > (200 if num_layers == 12 else 5000)
-    start = time.process_time()
+    planner = RematPlanner(step, DTRScore())
 
-    plan = RematPlanner(step, DTRScore()).plan(round(share * step.saved_bytes))
+    plan = planner.plan(round(share * step.saved_bytes))
 
-    assert time.process_time() - start <= most_s
+    assert planner._work <= most_simulations * planner._num_events
     assert plan.predicted_peak_bytes <= share * step.saved_bytes + 1

@@ -16,7 +16,7 @@ from memkit import profile_memory
 from memkit.errors import DataDependentError, ProfileError
 from memkit.profile import MemoryReport, SavedTensorRecord
 from memkit.profile.simulate.autocast import Rule, autocast_ops, rule_for
-from tests.models import CASES, Case
+from tests.models import CASES, NAMES, Case
 
 
 def _saved(report: MemoryReport) -> list[tuple[object, ...]]:
@@ -44,7 +44,7 @@ def _both(case: Case, **options: object) -> tuple[MemoryReport, MemoryReport]:
     return real, meta
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_meta_saves_what_the_cpu_saves(name: str) -> None:
     real, meta = _both(CASES[name], backward=True)
 
@@ -53,7 +53,7 @@ def test_meta_saves_what_the_cpu_saves(name: str) -> None:
     assert [row.self_bytes for row in meta.modules] == [row.self_bytes for row in real.modules]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_meta_has_the_peaks_of_the_cpu(name: str) -> None:
     real, meta = _both(CASES[name], backward=True)
 
@@ -65,7 +65,7 @@ def test_meta_has_the_peaks_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMSNorm says so under autocast
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_meta_saves_what_the_cpu_saves_under_autocast(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         real, meta = _both(CASES[name])
@@ -86,6 +86,7 @@ def test_meta_saves_what_the_cpu_saves_in_bfloat16(name: str) -> None:
     assert _saved(meta) == _saved(real)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "googlenet"])
 def test_meta_saves_what_the_cpu_saves_in_eval_mode(name: str) -> None:
     case = CASES[name]
@@ -333,6 +334,7 @@ def test_no_data_is_made_or_copied(name: str) -> None:
     assert makers.found == ["aten.add.Tensor", "aten.sum.default"]
 
 
+@pytest.mark.full
 def test_model_of_seventy_billion_parameters_works() -> None:
     with torch.device("meta"):
         layer = nn.TransformerEncoderLayer(8192, 64, 28672, batch_first=True)

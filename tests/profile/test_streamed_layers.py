@@ -57,6 +57,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "segments": lambda: Stack(run=RUNS["segments"]),
     "reused": lambda: Stack(run=RUNS["reused"]),
 }
+NAMES = [name if name in ("linear", "segments") else pytest.param(name, marks=pytest.mark.full) for name in MODELS]
 
 
 def trained_as(train: str, model: nn.Module) -> nn.Module:
@@ -104,7 +105,7 @@ def masters(offload: memkit.LayerOffload) -> set[int]:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 @pytest.mark.parametrize("train", ["frozen", "host"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_saves_are_those_of_the_plain_model(name: str, train: str, fraction: float, backward: bool, device: Device) -> None:
     model = trained_as(train, MODELS[name]()).to(device.torch_device)
     batch = inputs(device, 1)[0].requires_grad_()
@@ -122,7 +123,7 @@ def test_saves_are_those_of_the_plain_model(name: str, train: str, fraction: flo
 
 @pytest.mark.parametrize("target", [None, "cpu", "cuda"])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_peaks_are_those_of_the_plain_model_less_weights_plus_slots(name: str, fraction: float, target: str | None) -> None:
     device, rounding = ReferenceDevice(), 512 if target == "cuda" else 1
     model = trained_as("frozen", MODELS[name]())

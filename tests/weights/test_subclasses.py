@@ -629,6 +629,7 @@ def test_together(other: str, block: str, device: Device) -> None:
             assert_same(step(model, inputs(device)), want)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*budget of 256 bytes cannot be kept to")
 @pytest.mark.parametrize("block", BLOCKS)
 def test_together_with_recompute(block: str, device: Device) -> None:

@@ -217,6 +217,7 @@ def test_memory_of_the_machine_that_is_short_is_an_error(device: Device, monkeyp
 # Closing
 
 
+@pytest.mark.full
 @WARNS
 @pytest.mark.parametrize("device", ["late", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("train", ["frozen", "host", "fused"])

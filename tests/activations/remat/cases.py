@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -397,3 +398,8 @@ MORE: dict[str, Computation] = {
 }
 
 COMPUTATIONS: dict[str, Computation] = {**COMMON, **MORE}
+
+_CORE = ("mlp", "in_place", "complex_views", "dropout", "custom_function", "checkpointed", "views_of_one_storage", "batch_norm")
+
+NAMES = [name if name in _CORE else pytest.param(name, marks=pytest.mark.full) for name in COMPUTATIONS]
+"""Of all: each of the core has something that others have not."""

@@ -112,14 +112,3 @@ def test_context_that_raised_at_entry_can_be_entered_later() -> None:
     with context:
         pass
     assert torch._C._len_torch_dispatch_stack() == 0
-
-
-def test_users_error_is_not_masked() -> None:
-    def fail() -> None:
-        with memkit.Rematerialize(0.5, "error"):
-            torch.ones(2, requires_grad=True).sin()
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        fail()
-    assert memkit.stats("error").live_records == 0

@@ -166,6 +166,7 @@ def test_bytes_leave_the_device() -> None:
         assert held <= plain - (sum(UNITS) - 18) * UNIT_BYTES
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 @pytest.mark.parametrize(
     "name", ["mlp", "skips", "convolution", "relu_and_residuals", "dropout", "batch_norm", "instance_norm", "foreach"]

@@ -9,61 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import memkit
-from memkit.activations.offload import CPUOffload
 from memkit.device import Device
-from tests.activations.cases import assert_same_bits, gradients, inputs_on, mlp
-from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
-from tests.activations.remat.cases import COMPUTATIONS
+from tests.activations.cases import assert_same_bits, gradients, inputs_on
+from tests.activations.chains import UNIT_BYTES, Context, leaf_on, step
+from tests.activations.remat.cases import COMPUTATIONS, NAMES
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
+from tests.contracts.contexts import Around
 
 pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
 UNITS = [1] * 10
 
 
-class Both:
-    """An offload outside of a rematerialization, entered anew each time."""
-
-    def __init__(self, offload: CPUOffload, remat: memkit.Rematerialize) -> None:
-        self.offload, self.remat = offload, remat
-
-    def __enter__(self) -> None:
-        self.offload.__enter__()
-        self.remat.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self.remat.__exit__(*error)
-        self.offload.__exit__(*error)
-
-
-@pytest.mark.parametrize("name", COMPUTATIONS)
-def test_offload_outside(name: str, remat_on: Remat, device: Device) -> None:
-    plain = gradients(COMPUTATIONS[name], device.torch_device, nullcontext)
-
-    for _ in range(2):
-        found = gradients(
-            COMPUTATIONS[name],
-            device.torch_device,
-            lambda: Both(
-                memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device),
-                remat_on(0.5, "in"),
-            ),
-        )
-        assert_same_bits(found, plain)
-    assert memkit.stats("outside").live_records == 0
-
-
 @pytest.mark.usefixtures("any_costs")
-@pytest.mark.parametrize("name", COMPUTATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_offload_outside_whatever_ops_seem_to_cost(name: str, remat_on: Remat, device: Device) -> None:
     plain = gradients(COMPUTATIONS[name], device.torch_device, nullcontext)
 
     for _ in range(3):
         offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
-        found = gradients(COMPUTATIONS[name], device.torch_device, lambda: Both(offload, remat_on(0.5, "in")))  # noqa: B023
+        found = gradients(COMPUTATIONS[name], device.torch_device, lambda: Around(offload, remat_on(0.5, "in")))  # noqa: B023
         assert_same_bits(found, plain)
 
 
@@ -71,7 +38,7 @@ def test_what_is_kept_leaves_with_the_offload_outside(device: Device, remat_on: 
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
     for _ in range(3):
         offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
-        assert_same_bits(step(x, UNITS, lambda: Both(offload, remat_on(5 * UNIT_BYTES, "inside"))), plain)  # noqa: B023
+        assert_same_bits(step(x, UNITS, lambda: Around(offload, remat_on(5 * UNIT_BYTES, "inside"))), plain)  # noqa: B023
         moved, dropped = memkit.stats("outside").moved_out_bytes, memkit.stats("inside").dropped_bytes
 
         assert moved + dropped == len(UNITS) * UNIT_BYTES
@@ -91,42 +58,6 @@ def test_nested_raises(device: Device, remat_on: Remat) -> None:
     with context, pytest.raises(ValueError, match=r'"twice".* is entered already'):
         context.__enter__()
     step(leaf_on(device.torch_device), UNITS, lambda: context)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_inside_a_checkpoint_raises(use_reentrant: bool, device: Device, remat_on: Remat) -> None:
-    def block(x: Tensor) -> Tensor:
-        with remat_on(0.5, "checkpointed"):
-            return x.sin()
-
-    with pytest.raises(ValueError, match="entered inside a checkpointed function"):
-        checkpoint(block, leaf_on(device.torch_device), use_reentrant=use_reentrant)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_happens(mode: type, device: Device, remat_on: Remat) -> None:
-    x = leaf_on(device.torch_device)
-    with mode(), remat_on(0.5, "nothing"):
-        assert torch._C._len_torch_dispatch_stack() == 0
-        y = chain(x, UNITS)
-
-    assert not y.requires_grad
-    with pytest.raises(ValueError, match='no Rematerialize was entered under the tag "nothing"'):
-        memkit.stats("nothing")
-
-
-def test_no_grad_inside(device: Device, remat_on: Remat) -> None:
-    def run(context: object) -> list[Tensor]:
-        x, w = inputs_on(device.torch_device)
-        with context:
-            with torch.no_grad():
-                teacher = mlp(x, w).softmax(1)
-            loss = (mlp(x, w).log_softmax(1) * teacher).sum().exp()
-        loss.backward()
-        return [x.grad, w.grad]
-
-    for _ in range(3):
-        assert_same_bits(run(remat_on(0.3, "teacher")), run(nullcontext()))
 
 
 # The user's word

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import memkit
-from memkit.device import Device
 from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.contracts.conftest import Context
 
-Context = Callable[[], AbstractContextManager[Any]]
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
 
 class GradientMadeInTheForward(torch.autograd.Function):
@@ -40,54 +40,38 @@ class WritesToWhatItSaved(torch.autograd.Function):
         return x.cos_().mul_(grad)
 
 
-def _contexts(device: Device) -> list[Context]:
-    return [
-        lambda: memkit.CPUOffload(1.0, "moved", min_bytes=0, window_bytes=0, device=device),
-        lambda: memkit.Rematerialize("1B", "made again", min_bytes=0, device=device),
-    ]
+def test_saved_gradient_that_becomes_a_leafs_is_whole_in_the_next_backward(any_context: Context) -> None:
+    x = torch.arange(4.0, device=any_context.torch_device)
 
-
-CONTEXTS = pytest.mark.parametrize("kind", [0, 1], ids=["offload", "remat"])
-
-
-@CONTEXTS
-@pytest.mark.filterwarnings("ignore:.*It is exceeded by as little as can be")
-def test_saved_gradient_that_becomes_a_leafs_is_whole_in_the_next_backward(kind: int, device: Device) -> None:
-    x = torch.arange(4.0, device=device.torch_device)
-
-    def gradient(context: Context) -> Tensor:
-        weight = torch.ones(4, device=device.torch_device, requires_grad=True)
-        with context():
+    def gradient(make: Callable[[], AbstractContextManager[object]]) -> Tensor:
+        weight = torch.ones(4, device=any_context.torch_device, requires_grad=True)
+        with make():
             loss = GradientMadeInTheForward.apply(weight, x)
         loss.backward(retain_graph=True)
         weight.grad.zero_()
         loss.backward()
         return weight.grad
 
-    assert_same_bits([gradient(_contexts(device)[kind])], [gradient(nullcontext)])
+    assert_same_bits([gradient(any_context)], [gradient(nullcontext)])
 
 
-@CONTEXTS
-@pytest.mark.filterwarnings("ignore:.*It is exceeded by as little as can be")
-def test_nothing_is_made_from_a_copy_that_a_backward_has_written_to(kind: int, device: Device) -> None:
-    def gradient(context: Context) -> Tensor:
-        x = torch.linspace(0, 1, 4, device=device.torch_device).requires_grad_()
-        with context():
+def test_nothing_is_made_from_a_copy_that_a_backward_has_written_to(any_context: Context) -> None:
+    def gradient(make: Callable[[], AbstractContextManager[object]]) -> Tensor:
+        x = torch.linspace(0, 1, 4, device=any_context.torch_device).requires_grad_()
+        with make():
             y = x * 2
             loss = (y.exp() * 1.0).sin().sum() + WritesToWhatItSaved.apply(y).sum()
         del y
         loss.backward(retain_graph=True)
         return x.grad
 
-    assert_same_bits([gradient(_contexts(device)[kind])], [gradient(nullcontext)])
+    assert_same_bits([gradient(any_context)], [gradient(nullcontext)])
 
 
-@CONTEXTS
-@pytest.mark.filterwarnings("ignore:.*It is exceeded by as little as can be")
-def test_write_of_a_backward_to_a_saved_tensor_that_others_need_never_reaches_them(kind: int, device: Device) -> None:
+def test_write_of_a_backward_to_a_saved_tensor_that_others_need_never_reaches_them(any_context: Context) -> None:
     """It is noticed, as without a context, or it is a write to a copy."""
-    x = torch.linspace(0, 1, 4, device=device.torch_device).requires_grad_()
-    with _contexts(device)[kind]():
+    x = torch.linspace(0, 1, 4, device=any_context.torch_device).requires_grad_()
+    with any_context():
         y = x * 2
         loss = y.cos().sum() + WritesToWhatItSaved.apply(y).sum()
     del y
@@ -102,11 +86,9 @@ def test_write_of_a_backward_to_a_saved_tensor_that_others_need_never_reaches_th
     assert_same_bits([x.grad], list(expected))
 
 
-@CONTEXTS
-@pytest.mark.filterwarnings("ignore:.*It is exceeded by as little as can be")
-def test_write_of_a_backward_to_a_tensor_that_is_still_there_is_noticed(kind: int, device: Device) -> None:
-    x = torch.linspace(0, 1, 4, device=device.torch_device).requires_grad_()
-    with _contexts(device)[kind]():
+def test_write_of_a_backward_to_a_tensor_that_is_still_there_is_noticed(any_context: Context) -> None:
+    x = torch.linspace(0, 1, 4, device=any_context.torch_device).requires_grad_()
+    with any_context():
         y = x * 2
         loss = y.cos().sum() + WritesToWhatItSaved.apply(y).sum()
 

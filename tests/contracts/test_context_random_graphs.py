@@ -3,7 +3,9 @@ autograd."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,11 @@ import memkit
 from memkit.device import CpuDevice, ReferenceDevice
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.contracts.contexts import KINDS, MORE_KINDS, SMALL_KINDS
+
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+
+ALL_KINDS = KINDS | MORE_KINDS | SMALL_KINDS
 
 # A step takes tensors by number, and adds one: name, the numbers of its inputs, a position for views.
 Step = tuple[str, int, int, int]
@@ -133,30 +140,44 @@ def _outcome(graph: list[Step], parts: list[int], context: AbstractContextManage
     return [*results, torch.get_rng_state()], errors
 
 
-@pytest.mark.filterwarnings(NO_PLAN_FITS)
-@settings(max_examples=120, deadline=None)
-@given(
-    graph=steps,
-    parts=st.lists(st.integers(0, 99), min_size=1, max_size=4),
-    budget=st.sampled_from([0.1, 0.4, 0.7, "64B", "200B"]),
-    policy=st.sampled_from(["plan", "dtr"]),
-    min_bytes=st.sampled_from([0, 0, 40]),
-    seed=st.sampled_from([None, 0, "cpu"]),
-)
-def test_random_graphs(
-    graph: list[Step], parts: list[int], budget: float | str, policy: str, min_bytes: int, seed: int | str | None
-) -> None:
+def _compare(graph: list[Step], parts: list[int], name: str, seed: Any) -> None:
     wanted, wanted_errors = _outcome(graph, parts, nullcontext())
-    device = CpuDevice() if isinstance(seed, str) else ReferenceDevice(seed=seed)
+    kind = ALL_KINDS[name]
+    device = (
+        CpuDevice() if isinstance(seed, str) and kind.on_cpu else ReferenceDevice(seed=seed if isinstance(seed, int) else None)
+    )
 
     for _ in range(3):
-        context = memkit.Rematerialize(budget, "random", policy=policy, min_bytes=min_bytes, device=device)
-        found, errors = _outcome(graph, parts, context)
+        found, errors = _outcome(graph, parts, kind.make(device, "random"))
 
         assert errors == wanted_errors
         assert_same_bits(found, wanted)
     device.synchronize()
     memkit.reset("random")
+
+
+def _drawn(max_examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        drawn = given(
+            graph=steps,
+            parts=st.lists(st.integers(0, 99), min_size=1, max_size=4),
+            name=st.sampled_from(sorted(ALL_KINDS)),
+            seed=st.sampled_from([None, 0, 1, 2, "cpu"]),
+        )
+        return settings(max_examples=max_examples, deadline=None)(drawn(test))
+
+    return decorate
+
+
+@_drawn(30)
+def test_random_graphs(graph: list[Step], parts: list[int], name: str, seed: Any) -> None:
+    _compare(graph, parts, name, seed)
+
+
+@pytest.mark.full
+@_drawn(300)
+def test_many_random_graphs(graph: list[Step], parts: list[int], name: str, seed: Any) -> None:
+    _compare(graph, parts, name, seed)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

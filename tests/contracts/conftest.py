@@ -1,0 +1,178 @@
+"""What the contract tests run on: every saved-tensor context on every device, and streamed layers beside them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import CpuDevice, Device
+from tests.activations.cases import COMPUTATIONS, inputs_on
+from tests.activations.conftest import deterministic, only_new_objects, open_test_device
+from tests.activations.remat.cases import COMPUTATIONS as ALL_COMPUTATIONS
+from tests.activations.remat.conftest import any_costs, quick_plans, without_collector
+from tests.contracts.contexts import KINDS, MORE_KINDS, Kind
+
+__all__ = ["any_costs", "deterministic", "only_new_objects", "quick_plans", "without_collector"]
+
+DEVICES = ("late", "seed 0", "cuda")
+"""And "cpu" for what also works where device memory is host memory."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """A saved-tensor context that tests make as often as they like: calling this makes one.
+
+    Attributes:
+        tag: of all that are made.
+    """
+
+    name: str
+    kind: Kind
+    device: Device
+    tag: str = "contract"
+
+    def __call__(self) -> AbstractContextManager[object]:
+        return self.kind.make(self.device, self.tag)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self.device.torch_device
+
+    @property
+    def num_live(self) -> int:
+        """Records and bytes that graphs still hold, once copies that are under way have arrived."""
+        self.device.synchronize()
+        return self.kind.num_live(self.tag)
+
+    @property
+    def num_acts(self) -> int:
+        """How often the last step copied or replayed."""
+        return self.kind.num_acts(self.tag)
+
+
+def _param(name: str, device: str, *marks: pytest.MarkDecorator) -> object:
+    if device == "cuda":
+        marks = (*marks, pytest.mark.gpu)
+    if device == "cpu" and name != "remat plan":  # which the other settings repeat
+        marks = (*marks, pytest.mark.full)
+    return pytest.param((name, device), id=f"{name}-{device}", marks=marks)
+
+
+def _params(kinds: dict[str, Kind]) -> list[object]:
+    return [_param(name, device) for name, kind in kinds.items() for device in (*DEVICES, *["cpu"] * kind.on_cpu)]
+
+
+def _open(name: str) -> Device:
+    return CpuDevice() if name == "cpu" else open_test_device(name)
+
+
+@pytest.fixture(params=_params(KINDS))
+def context(request: pytest.FixtureRequest) -> Iterator[Context]:
+    """Return each saved-tensor context on each device; in the end no race was found on it."""
+    name, device = request.param
+    found = Context(name, KINDS[name], _open(device))
+    yield found
+    found.device.synchronize()  # raises what finalizers have found
+
+
+_MORE = [_param(name, device, pytest.mark.full) for name in MORE_KINDS for device in ("late", "cuda")]
+
+
+@pytest.fixture(params=[*_params(KINDS), *_MORE])
+def any_context(request: pytest.FixtureRequest) -> Iterator[Context]:
+    """Return each in further settings as well."""
+    name, device = request.param
+    found = Context(name, (KINDS | MORE_KINDS)[name], _open(device))
+    yield found
+    found.device.synchronize()
+
+
+class Case:
+    """Something to train in any order of forwards and backwards: calling it by name runs a computation on x [8, 32].
+
+    Attributes:
+        x: an input that requires grad.
+        leaves: all that require grad.
+        context: makes what forwards run in.
+    """
+
+    def __init__(self, device: Device, context: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self.device, self.context = device, context
+        self.x, self.weight = inputs_on(device.torch_device)
+        self.leaves = [self.x, self.weight]
+
+    def compute(self, name: str, x: Tensor) -> Tensor:
+        return {**COMPUTATIONS, **ALL_COMPUTATIONS}[name](x, self.weight)
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        with self.context():
+            return self.compute(name, x)
+
+    def gradients(self) -> list[Tensor]:
+        return [leaf.grad for leaf in self.leaves]
+
+
+class FrozenLayers(nn.Module):
+    """Layers that are not trained, between two that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(4))
+        self.layers.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x) + x
+        return self.head(x)
+
+
+class LayersCase(Case):
+    """The same frozen layers whatever is computed, streamed or not."""
+
+    def __init__(self, device: Device, model: nn.Module) -> None:
+        super().__init__(device)
+        model.zero_grad()
+        self.model = model
+        self.leaves = [self.x, *[param for param in model.parameters() if param.requires_grad]]
+
+    def compute(self, name: str, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Makes the same case plainly, and with what is tested."""
+
+    plainly: Callable[[], Case]
+    tested: Callable[[], Case]
+    num_acts: Callable[[], int]
+
+
+@pytest.fixture(params=[*_params(KINDS), *[_param("frozen layers", device) for device in DEVICES]])
+def training(request: pytest.FixtureRequest) -> Iterator[Training]:
+    """Return cases for each saved-tensor context, and for frozen layers that stream."""
+    name, opened = request.param
+    device = _open(opened)
+    if name in KINDS:
+        kind = KINDS[name]
+        yield Training(
+            lambda: Case(device), lambda: Case(device, lambda: kind.make(device, "training")), lambda: kind.num_acts("training")
+        )
+    else:
+        torch.manual_seed(0)
+        model = FrozenLayers().to(device.torch_device)
+        plain = copy.deepcopy(model)
+        with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
+            yield Training(
+                lambda: LayersCase(device, plain), lambda: LayersCase(device, model), lambda: offload.stats().num_streamed
+            )
+    device.synchronize()

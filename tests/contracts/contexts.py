@@ -1,0 +1,105 @@
+"""Every saved-tensor context, in the settings that the contract tests run: a new one is added by one line in `KINDS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import memkit
+from memkit.device import Device
+from tests.activations.chains import UNIT_BYTES
+
+Make = Callable[[Device, str], AbstractContextManager[object]]
+
+
+class Around:
+    """One context outside of another, entered anew each time."""
+
+    def __init__(self, outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._outer.__exit__(*error)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A saved-tensor context in one setting.
+
+    Attributes:
+        make: makes it, for a device and under a tag.
+        stats: what tells of the tag, one function for each context in it.
+        on_cpu: whether it also works where device memory is host memory.
+    """
+
+    make: Make
+    stats: tuple[Callable[[str], Any], ...]
+    on_cpu: bool = False
+
+    def num_live(self, tag: str) -> int:
+        """Return the number of records and bytes that graphs still hold, on the device or in host memory."""
+        found = [stats(tag) for stats in self.stats]
+        return sum(one.live_records + one.live_bytes + getattr(one, "host_in_use_bytes", 0) for one in found)
+
+    def num_acts(self, tag: str) -> int:
+        """Return how often the last step had a saved tensor elsewhere than it was, by copies or replays."""
+        found = [stats(tag) for stats in self.stats]
+        return sum(getattr(one, "num_copies_out", 0) + getattr(one, "num_replays", 0) for one in found)
+
+
+def _offload(ratio: float, window_bytes: int | None = 0) -> Kind:
+    def make(device: Device, tag: str) -> memkit.CPUOffload:
+        return memkit.CPUOffload(ratio, tag, min_bytes=0, window_bytes=window_bytes, device=device)
+
+    return Kind(make, (memkit.stats,))
+
+
+def _remat(budget: float, policy: str = "plan", min_bytes: int = 0) -> Kind:
+    def make(device: Device, tag: str) -> memkit.Rematerialize:
+        return memkit.Rematerialize(budget, tag, min_bytes=min_bytes, policy=policy, device=device)
+
+    return Kind(make, (memkit.stats,), on_cpu=True)
+
+
+def _around(outer: Kind, inner: Kind) -> Kind:
+    def make(device: Device, tag: str) -> Around:
+        return Around(outer.make(device, tag), inner.make(device, tag))
+
+    return Kind(make, (*outer.stats, *inner.stats))
+
+
+KINDS: dict[str, Kind] = {
+    "offload all": _offload(1.0),
+    "offload half": _offload(0.5, UNIT_BYTES // 4),
+    "remat plan": _remat(0.3),
+    "remat dtr": _remat(0.3, "dtr"),
+    "offload around remat": _around(_offload(1.0), _remat(0.5)),
+}
+
+MORE_KINDS: dict[str, Kind] = {
+    "offload nothing": _offload(0.0),
+    "offload 0.4": _offload(0.4),
+    "offload all ahead": _offload(1.0, None),
+    "remat plan 0.8": _remat(0.8),
+    "remat plan of nothing": _remat(1),
+    "remat dtr of nothing": _remat(1, "dtr"),
+}
+"""Further settings, for what is to hold in every one of them."""
+
+SMALL_KINDS: dict[str, Kind] = {
+    "offload all, a window of 128": _offload(1.0, 128),
+    "remat plan of 64": _remat(64),
+    "remat plan of 200": _remat(200),
+    "remat dtr of 64": _remat(64, "dtr"),
+    "remat dtr of 200": _remat(200, "dtr"),
+    "remat plan, small ones stay": _remat(0.4, min_bytes=40),
+    "remat dtr, small ones stay": _remat(0.4, "dtr", min_bytes=40),
+}
+"""For steps of which each value takes 64 bytes."""

@@ -1,0 +1,249 @@
+"""What every saved-tensor context keeps: gradients are those of the plain run, bit for bit, and saved tensors as they lay."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from memkit.hooks import innermost_pack
+from tests.activations.cases import assert_same_bits, gradients, inputs_on
+from tests.activations.chains import chain, leaf_on
+from tests.activations.remat.cases import COMPUTATIONS, NAMES
+from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.contracts.conftest import Context
+from tests.models import CASES
+
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
+
+NOTHING_TO_GAIN = {
+    ("remat plan of nothing", "custom_function_in_place"),  # its writes are counted twice: it is kept
+    ("remat dtr of nothing", "custom_function_in_place"),
+    ("remat plan of nothing", "attention"),  # one node has saved all, and needs all of it at once
+}
+ALL_GOES = ("offload all", "remat plan of nothing", "remat dtr of nothing")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_computations(name: str, any_context: Context) -> None:
+    computation, device = COMPUTATIONS[name], any_context.torch_device
+    plain = gradients(computation, device, nullcontext)
+
+    for _ in range(2):  # of two steps each: without a plan, and with one
+        assert_same_bits(gradients(computation, device, any_context), plain)
+    assert any_context.num_live == 0
+    if any_context.name in ALL_GOES:
+        assert any_context.num_acts > 0 or (any_context.name, name) in NOTHING_TO_GAIN
+
+
+def _model_step(model: nn.Module, inputs: list[Tensor], context: AbstractContextManager[object]) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    with context:
+        output = model(*inputs)
+    output = output if isinstance(output, Tensor) else next(iter(output.values() if isinstance(output, dict) else output))
+    output.float().square().mean().backward()
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    return [output.detach(), *grads, *[buffer.clone() for buffer in model.buffers()], torch.get_rng_state()]
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("name", CASES)
+def test_models(name: str, context: Context) -> None:
+    torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)  # some have operators that are not
+    case, device = CASES[name], context.torch_device
+    model, inputs = case.model().to(device), [x.to(device) for x in case.inputs()]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def run(made: AbstractContextManager[object]) -> list[Tensor]:
+        model.load_state_dict(buffers, strict=False)
+        return _model_step(model, inputs, made)
+
+    num_plain = 5 if device.type == "cuda" else 2
+    plain = [run(nullcontext()) for _ in range(num_plain)]
+    noise = [
+        max(float((run[index].float() - plain[0][index].float()).abs().max()) for run in plain)
+        for index in range(len(plain[0]))
+    ]
+    for _ in range(3):
+        found = run(context())
+
+        if any(noise):  # the plain runs differ among themselves, as is known of some operators on CUDA
+            assert device.type == "cuda"
+            for one, other, bound in zip(found, plain[0], noise, strict=True):
+                assert float((one.float() - other.float()).abs().max()) <= 2 * bound
+        else:
+            assert_same_bits(found, plain[0])
+        assert context.num_live == 0
+
+
+# What is saved
+
+
+class KeepsNotes(torch.autograd.Function):
+    """Saves several views, and notes in both directions how they lie."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        transposed, row, conjugate = x.t(), x[2:5, ::2], torch.complex(x, x.sin()).conj()
+        expanded, scalar, empty = x[:1].expand(4, 32), x.sum(), x[:0]
+        saved = (x, transposed, row, conjugate, conjugate.imag, expanded, scalar, empty, x.int(), x.bfloat16())
+        ctx.save_for_backward(*saved)
+        ctx.notes = [_described(tensor) for tensor in saved]
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        first, second = ctx.saved_tensors, ctx.saved_tensors
+        for saved in (first, second):
+            for tensor, wanted in zip(saved, ctx.notes, strict=True):
+                assert _described(tensor) == wanted
+        return grad * first[0].cos()
+
+
+def _described(tensor: Tensor) -> list[object]:
+    tensor = tensor.detach()
+    bits = tensor.resolve_conj().resolve_neg().flatten().tolist()
+    return [str(tensor.dtype), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg(), tensor.device, bits]
+
+
+def test_what_a_node_saved_comes_back_as_it_lay(context: Context) -> None:
+    """Strides, conjugation, dtypes and bits; also where `ctx.saved_tensors` is read twice."""
+    for _ in range(3):
+        x, w = inputs_on(context.torch_device)
+        with context():
+            for _ in range(3):
+                x = KeepsNotes.apply(functional.linear(x, w).exp().clamp(max=4))
+            loss = x.sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    assert context.num_acts > 0
+
+
+def test_saved_tensors_read_outside_a_backward(context: Context) -> None:
+    for _ in range(3):
+        x, w = inputs_on(context.torch_device)
+        with context():
+            y = functional.linear(x, w).exp()
+            z = y.sin()
+        expected, node = y.detach().clone(), z.grad_fn
+        del y
+
+        assert torch.equal(node._saved_self, expected)
+        assert torch.equal(node._saved_self, expected)
+
+
+def test_what_the_user_holds_stays_where_it_is(context: Context) -> None:
+    x, w = inputs_on(context.torch_device)
+    with context():
+        hidden = functional.linear(x, w).sin()
+        loss = hidden.exp().sum()
+    before = hidden.detach().clone(), hidden.data_ptr(), hidden._version
+    loss.backward()
+
+    assert torch.equal(hidden, before[0])
+    assert (hidden.data_ptr(), hidden._version) == before[1:]
+
+
+# Writes
+
+
+WRITTEN = r"modified by an inplace operation: .*\[8, 32\]\] is at version 1; expected version 0"
+
+
+def test_writing_to_a_saved_tensor_raises_autograds_error(any_context: Context) -> None:
+    for _ in range(2):
+        x, w = inputs_on(any_context.torch_device)
+        with any_context():
+            y = functional.linear(x, w).exp()
+            loss = y.sin().sum()
+        with torch.no_grad():
+            y[0].mul_(2)
+
+        with pytest.raises(RuntimeError, match=WRITTEN):
+            loss.backward()
+
+
+def test_writing_to_a_saved_tensor_in_the_context_raises_autograds_error(any_context: Context) -> None:
+    x, w = inputs_on(any_context.torch_device)
+    with any_context():
+        y = functional.linear(x, w).exp()
+        loss = y.sin().sum()
+        with torch.no_grad():
+            y.mul_(2)
+
+    with pytest.raises(RuntimeError, match=WRITTEN):
+        loss.backward()
+
+
+def test_writing_to_a_parameter_before_the_backward_raises(any_context: Context) -> None:
+    for _ in range(2):
+        x, w = inputs_on(any_context.torch_device)
+        with any_context():
+            loss = functional.linear(functional.linear(x, w).sin(), w).exp().sum()
+        with torch.no_grad():
+            w.add_(1)
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# Without gradients
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_happens(mode: type, context: Context) -> None:
+    x = leaf_on(context.torch_device)
+    with mode(), context():
+        assert innermost_pack() is None
+        assert torch._C._len_torch_dispatch_stack() == 0
+        y = chain(x, [1] * 10)
+
+    assert not y.requires_grad
+    for stats in context.kind.stats:
+        with pytest.raises(ValueError, match='was entered under the tag "contract"'):
+            stats(context.tag)
+
+
+def test_grad_mode_that_changes_inside(context: Context) -> None:
+    def run(make: Any) -> list[Tensor]:
+        x, w = inputs_on(context.torch_device)
+        with make():
+            with torch.no_grad():
+                teacher = functional.linear(x, w).exp().softmax(1)
+            loss = (functional.linear(x, w).sin().log_softmax(1) * teacher).sum().exp()
+        loss.backward()
+        return [x.grad, w.grad]
+
+    plain = run(nullcontext)
+    for _ in range(3):
+        assert_same_bits(run(context), plain)
+
+
+# Nothing is left behind
+
+
+def test_nothing_is_left_on_modules_and_tensors(context: Context) -> None:
+    device = context.torch_device
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.BatchNorm1d(16), nn.Linear(16, 4)).to(device)
+    x = torch.randn(8, 16, device=device, requires_grad=True)
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    with context():
+        y = model[:2](x)
+        loss = model[2:](y).sum()
+    loss.backward()
+
+    assert innermost_pack() is None
+    for name, module in model.named_modules():
+        assert set(module.__dict__) == set(before[name])
+        assert not any(value for key, value in module.__dict__.items() if key.endswith("_hooks"))
+    for tensor in (x, y, loss, *model.parameters(), *model.buffers()):
+        assert tensor.__dict__ == {}
+        assert not tensor._backward_hooks
+        assert type(tensor) in (Tensor, nn.Parameter)
