@@ -1,0 +1,151 @@
+"""Ctrl-C at chosen lines of memkit: `interrupts` stops a step at one line after the other, the test says what must hold then.
+
+A `KeyboardInterrupt` is raised ahead of a line, wherever that runs: in a context's entry or exit, in a hook that autograd calls
+from C++, under a lock, in a finalizer (where Python reports it and goes on). Left out are lines of `device/reference.py`, and
+what they call: that file stands for the hardware.
+
+    for place in interrupts(step, 60):
+        assert_same_bits(step(), plain), place
+"""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import memkit
+
+_ROOT = str(Path(memkit.__file__).parent) + "/"
+_HARDWARE = _ROOT + "device/reference.py"
+
+
+@dataclass
+class _Lines:
+    """Counts the lines of memkit that run, and stops at one of them."""
+
+    stop_at: int = -1
+    num_lines: int = 0
+    place: str | None = None
+    """Where it has stopped."""
+    _is_inside: dict[str, bool] = field(default_factory=dict)
+
+    def on_call(self, frame: FrameType, event: str, _: Any) -> Any:
+        filename = frame.f_code.co_filename
+        is_inside = self._is_inside.get(filename)
+        if is_inside is None:
+            is_inside = self._is_inside[filename] = filename.startswith(_ROOT)
+        if not is_inside:
+            return None
+        caller: FrameType | None = frame
+        while caller is not None:
+            if caller.f_code.co_filename == _HARDWARE:
+                return None
+            caller = caller.f_back
+        return self.on_line
+
+    def on_line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            if self.num_lines == self.stop_at:
+                filename, number = frame.f_code.co_filename, frame.f_lineno
+                text = linecache.getline(filename, number).strip()
+                self.place = f"{filename.removeprefix(_ROOT)}:{number} in {frame.f_code.co_name}: {text}"
+                self.num_lines += 1
+                raise KeyboardInterrupt
+            self.num_lines += 1
+        return self.on_line
+
+
+def _run(step: Callable[[], object], stop_at: int) -> _Lines:
+    """Run a step, and stop it at a line. Nothing is collected meanwhile, so that the same step runs the same lines."""
+    lines, unraised = _Lines(stop_at), []
+    hook_before, trace_before, was_enabled = sys.unraisablehook, sys.gettrace(), gc.isenabled()
+    has_raised = False
+    gc.disable()
+    sys.unraisablehook = lambda found: unraised.append((found.exc_type, str(found.object)))
+    try:
+        sys.settrace(lines.on_call)
+        try:
+            step()
+        finally:
+            sys.settrace(trace_before)
+    except KeyboardInterrupt:
+        has_raised = True
+    finally:
+        sys.unraisablehook = hook_before
+        if was_enabled:
+            gc.enable()
+    others = [found for found in unraised if found[0] is not KeyboardInterrupt]
+    assert not others, f"{others} in a finalizer; interrupted at {lines.place}"
+    if lines.place is not None:
+        assert has_raised or unraised, f"nobody heard of the interrupt at {lines.place}"
+    return lines
+
+
+def count_lines(step: Callable[[], object]) -> int:
+    """Run a step and return how many lines of memkit that takes."""
+    return _run(step, -1).num_lines
+
+
+def interrupt(step: Callable[[], object], line: int) -> str | None:
+    """Run a step and interrupt it ahead of a line, the `line`-th that it runs of memkit, as its loop would survive it.
+
+    Returns:
+        The place, None if the step ran fewer lines.
+    """
+    return _run(step, line).place
+
+
+def spread(num_lines: int, count: int) -> list[int]:
+    """Return so many lines, or all if there are fewer, evenly spread."""
+    count = min(num_lines, count)
+    return [(2 * index + 1) * num_lines // (2 * count) for index in range(count)]
+
+
+def interrupts(
+    step: Callable[[], object],
+    count: int,
+    *,
+    prepare: Callable[[], object] = lambda: None,
+    lines: Iterable[int] | None = None,
+) -> Iterator[str]:
+    """Interrupt steps at lines that are spread over a whole one, and yield each place: time to run more steps and look.
+
+    Args:
+        step: one training step, as in the loop of a user who goes on after Ctrl-C.
+        count: how many lines; all if there are fewer.
+        prepare: called ahead of each interrupted step, as to begin anew.
+        lines: which lines instead, by their number in the step.
+    """
+    prepare()
+    num_lines = count_lines(step)
+    assert num_lines > 0, "the step runs no line of memkit"
+    for line in spread(num_lines, count) if lines is None else lines:
+        prepare()
+        place = interrupt(step, line)
+        if place is not None:  # else the interrupts before have made it shorter
+            yield place
+
+
+def hooks_around(*modules: nn.Module) -> tuple[object, ...]:
+    """Return all that memkit may have set in this thread, the process and on modules, to compare it with what is set later."""
+    parts = [part for module in modules for part in module.modules()]
+    return (
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        torch.is_grad_enabled(),
+        len(nn.modules.module._global_forward_pre_hooks),
+        len(nn.modules.module._global_forward_hooks),
+        [(len(part._forward_pre_hooks), len(part._forward_hooks)) for part in parts],
+        [len(weight._post_accumulate_grad_hooks or ()) for part in parts for weight in part.parameters(recurse=False)],
+        [len(weight._backward_hooks or ()) for part in parts for weight in part.parameters(recurse=False)],
+    )

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import ReferenceDevice
+from memkit.hooks import HookSet, KeptHandle
+from tests.interrupts import count_lines, hooks_around, interrupt, interrupts, spread
+
+
+class Dies:
+    """Has a finalizer that runs lines of memkit."""
+
+    def __del__(self) -> None:
+        KeptHandle(torch.ones(1))
+
+
+def test_step_is_stopped_ahead_of_each_of_its_lines() -> None:
+    seen: list[str] = []
+
+    def step() -> None:
+        seen.append("begins")
+        KeptHandle(torch.ones(1))
+        seen.append("ends")
+
+    places = list(interrupts(step, 100))
+
+    assert len(places) == count_lines(step) > 1
+    assert all("hooks.py" in place and "in __init__" in place for place in places)
+    assert seen == ["begins", "ends", *["begins"] * len(places), "begins", "ends"]
+
+
+def test_line_that_does_not_come_interrupts_nothing() -> None:
+    assert interrupt(lambda: KeptHandle(torch.ones(1)), 100) is None
+
+
+def test_interrupt_in_a_finalizer_is_reported_by_python_and_the_step_goes_on() -> None:
+    has_ended = []
+
+    def step() -> None:
+        dying = Dies()
+        del dying
+        has_ended.append(True)
+
+    assert interrupt(step, 0) is not None
+    assert has_ended == [True]
+
+
+def test_interrupt_that_is_kept_from_the_user_is_a_failure() -> None:
+    def step() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            KeptHandle(torch.ones(1))
+
+    with pytest.raises(AssertionError, match="nobody heard of the interrupt"):
+        interrupt(step, 0)
+
+
+def test_hooks_that_autograd_calls_are_interrupted() -> None:
+    x = torch.ones(2, requires_grad=True)
+    saved: list[weakref.ref[KeptHandle]] = []
+
+    def pack(tensor: Tensor) -> KeptHandle:
+        handle = KeptHandle(tensor)
+        saved.append(weakref.ref(handle))
+        return handle
+
+    def step() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, KeptHandle.unpack):
+            y = x.sin()
+        y.sum().backward()
+
+    places = list(interrupts(step, 100))
+
+    assert {place.split(" in ")[1].split(":")[0] for place in places} >= {"__init__", "unpack", "check_version"}
+
+
+def test_lines_of_the_reference_device_are_left_out() -> None:
+    device = ReferenceDevice()
+
+    assert count_lines(lambda: device.allocate(64)) == 0
+
+
+def test_spread_covers_a_step_evenly() -> None:
+    assert spread(100, 4) == [12, 37, 62, 87]
+    assert spread(3, 60) == [0, 1, 2]
+
+
+def test_hooks_that_are_left_show() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    before = hooks_around(model)
+
+    with HookSet() as hooks:
+        hooks.after_forward(model[0], lambda *_: None)
+        assert hooks_around(model) != before
+    context = memkit.CPUOffload(1.0, "left", device=ReferenceDevice())
+    context.__enter__()
+    assert hooks_around(model) != before
+    context.__exit__(None, None, None)
+    memkit.reset("left")
+
+    assert hooks_around(model) == before
