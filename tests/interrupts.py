@@ -2,7 +2,8 @@
 
 A `KeyboardInterrupt` is raised ahead of a line, wherever that runs: in a context's entry or exit, in a hook that autograd calls
 from C++, under a lock, in a finalizer (where Python reports it and goes on). Left out are lines of `device/reference.py`, and
-what they call: that file stands for the hardware.
+what they call: that file stands for the hardware. So is the place between a `with` block and its `__exit__`, where Python
+itself lets no signal in, though a line begins there.
 
     for place in interrupts(step, 60):
         assert_same_bits(step(), plain), place
@@ -10,13 +11,15 @@ what they call: that file stands for the hardware.
 
 from __future__ import annotations
 
+import dis
+import functools
 import gc
 import linecache
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -33,6 +36,8 @@ class _Lines:
     """Counts the lines of memkit that run, and stops at one of them."""
 
     stop_at: int = -1
+    within: str | None = None
+    """The name of the functions whose lines count; None for all."""
     num_lines: int = 0
     place: str | None = None
     """Where it has stopped."""
@@ -43,7 +48,7 @@ class _Lines:
         is_inside = self._is_inside.get(filename)
         if is_inside is None:
             is_inside = self._is_inside[filename] = filename.startswith(_ROOT)
-        if not is_inside:
+        if not is_inside or self.within not in (None, frame.f_code.co_name):
             return None
         caller: FrameType | None = frame
         while caller is not None:
@@ -53,7 +58,7 @@ class _Lines:
         return self.on_line
 
     def on_line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
+        if event == "line" and frame.f_lasti not in _block_ends(frame.f_code):
             if self.num_lines == self.stop_at:
                 filename, number = frame.f_code.co_filename, frame.f_lineno
                 text = linecache.getline(filename, number).strip()
@@ -64,9 +69,22 @@ class _Lines:
         return self.on_line
 
 
-def _run(step: Callable[[], object], stop_at: int) -> _Lines:
+@functools.cache
+def _block_ends(code: CodeType) -> frozenset[int]:
+    """Return where `with` blocks end: at three times None, which is what `__exit__` is called with."""
+    found = list(dis.get_instructions(code))
+    return frozenset(one.offset for index, one in enumerate(found) if _is_block_end(found[index : index + 5]))
+
+
+def _is_block_end(sequence: list[dis.Instruction]) -> bool:
+    pushed = [(one.opname, one.argval) for one in sequence if one.opname not in ("NOP", "SWAP", "ROT_TWO")][:3]
+    none = ("LOAD_CONST", None)
+    return pushed == [none] * 3 or ([name for name, _ in pushed[1:]] == ["DUP_TOP"] * 2 and pushed[0] == none)
+
+
+def _run(step: Callable[[], object], stop_at: int, within: str | None) -> _Lines:
     """Run a step, and stop it at a line. Nothing is collected meanwhile, so that the same step runs the same lines."""
-    lines, unraised = _Lines(stop_at), []
+    lines, unraised = _Lines(stop_at, within), []
     hook_before, trace_before, was_enabled = sys.unraisablehook, sys.gettrace(), gc.isenabled()
     has_raised = False
     gc.disable()
@@ -90,18 +108,18 @@ def _run(step: Callable[[], object], stop_at: int) -> _Lines:
     return lines
 
 
-def count_lines(step: Callable[[], object]) -> int:
-    """Run a step and return how many lines of memkit that takes."""
-    return _run(step, -1).num_lines
+def count_lines(step: Callable[[], object], within: str | None = None) -> int:
+    """Run a step and return how many lines of memkit that takes, or of its functions with a name."""
+    return _run(step, -1, within).num_lines
 
 
-def interrupt(step: Callable[[], object], line: int) -> str | None:
-    """Run a step and interrupt it ahead of a line, the `line`-th that it runs of memkit, as its loop would survive it.
+def interrupt(step: Callable[[], object], line: int, within: str | None = None) -> str | None:
+    """Run a step and interrupt it ahead of a line, the `line`-th that counts as in `count_lines`, as its loop would survive it.
 
     Returns:
         The place, None if the step ran fewer lines.
     """
-    return _run(step, line).place
+    return _run(step, line, within).place
 
 
 def spread(num_lines: int, count: int) -> list[int]:
@@ -115,7 +133,7 @@ def interrupts(
     count: int,
     *,
     prepare: Callable[[], object] = lambda: None,
-    lines: Iterable[int] | None = None,
+    within: str | None = None,
 ) -> Iterator[str]:
     """Interrupt steps at lines that are spread over a whole one, and yield each place: time to run more steps and look.
 
@@ -123,14 +141,14 @@ def interrupts(
         step: one training step, as in the loop of a user who goes on after Ctrl-C.
         count: how many lines; all if there are fewer.
         prepare: called ahead of each interrupted step, as to begin anew.
-        lines: which lines instead, by their number in the step.
+        within: the name of the functions whose lines count; by default all do.
     """
     prepare()
-    num_lines = count_lines(step)
-    assert num_lines > 0, "the step runs no line of memkit"
-    for line in spread(num_lines, count) if lines is None else lines:
+    num_lines = count_lines(step, within)
+    assert num_lines > 0, f"the step runs no line of memkit{f' in {within}' if within else ''}"
+    for line in spread(num_lines, count):
         prepare()
-        place = interrupt(step, line)
+        place = interrupt(step, line, within)
         if place is not None:  # else the interrupts before have made it shorter
             yield place
 

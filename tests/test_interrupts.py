@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.device import ReferenceDevice
 from memkit.hooks import HookSet, KeptHandle
+from memkit.transfer.lanes import lanes_of
 from tests.interrupts import count_lines, hooks_around, interrupt, interrupts, spread
 
 
@@ -33,6 +34,17 @@ def test_step_is_stopped_ahead_of_each_of_its_lines() -> None:
     assert len(places) == count_lines(step) > 1
     assert all("hooks.py" in place and "in __init__" in place for place in places)
     assert seen == ["begins", "ends", *["begins"] * len(places), "begins", "ends"]
+
+
+def test_lines_can_be_those_of_one_function() -> None:
+    handle = KeptHandle(torch.ones(1))
+
+    places = list(interrupts(handle.unpack, 100, within="check_version"))
+
+    assert places
+    assert all("in check_version" in place for place in places)
+    with pytest.raises(AssertionError, match="runs no line of memkit in elsewhere"):
+        next(interrupts(handle.unpack, 100, within="elsewhere"))
 
 
 def test_line_that_does_not_come_interrupts_nothing() -> None:
@@ -83,6 +95,15 @@ def test_lines_of_the_reference_device_are_left_out() -> None:
     device = ReferenceDevice()
 
     assert count_lines(lambda: device.allocate(64)) == 0
+
+
+def test_blocks_are_not_kept_from_their_exit() -> None:
+    """As Python does, which looks for signals after calls and at the begin of functions."""
+    device = ReferenceDevice()
+
+    places = list(interrupts(lambda: lanes_of(device), 100, prepare=lambda: lanes_of(device)))
+
+    assert [place.split(": ")[1] for place in places] == ["with _lock:", "if device not in _lanes:", "return _lanes[device]"]
 
 
 def test_spread_covers_a_step_evenly() -> None:
