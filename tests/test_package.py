@@ -18,6 +18,7 @@ PACKAGE = Path(memkit.__file__).parent
 RANKS = {
     "_version": 0,
     "errors": 0,
+    "interrupts": 0,
     "sizes": 0,
     "_torch_floor": 0,
     "storages": 0,

@@ -151,7 +151,7 @@ class Device(ABC):
 
     @abstractmethod
     def unpin(self, host: Tensor) -> None:
-        """Undo `pin` for the same tensor. No copy from or to it may be under way."""
+        """Undo `pin` for the same tensor, if that was not done yet. No copy from or to it may be under way."""
 
     @abstractmethod
     def memory_counter(self) -> MemoryCounter | None:

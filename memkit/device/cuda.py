@@ -186,7 +186,9 @@ class CudaDevice(Device):
 
     def unpin(self, host: Tensor) -> None:
         with torch.cuda.device(self.torch_device):
-            self._runtime.cudaHostUnregister(host.data_ptr())
+            status = self._runtime.cudaHostUnregister(host.data_ptr())
+        if int(status) != 0:
+            self._clear_error()
 
     def _clear_error(self) -> None:
         """Take up the error that CUDA has noted, which the next kernel's launch check would else raise as its own."""

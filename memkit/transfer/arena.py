@@ -9,6 +9,7 @@ upwards, many segments side by side, which is several times faster than one afte
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -36,6 +37,7 @@ _SLACK = 1.05
 _NUM_THREADS = 8
 
 _Taken = TypeVar("_Taken")
+_Args = ParamSpec("_Args")
 _Extent = tuple[int, int]
 """Where bytes start and end in the arena's addresses."""
 
@@ -78,6 +80,26 @@ class _Segment:
     is_pinned: bool
 
 
+def _mended(call: Callable[Concatenate[Arena, _Args], _Taken]) -> Callable[Concatenate[Arena, _Args], _Taken]:
+    """Hold the arena's lock during a call, after what an earlier one has left that was broken off has been put right."""
+
+    @functools.wraps(call)
+    def locked(arena: Arena, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Taken:
+        with arena._lock:
+            if arena._broken_at is not None:
+                arena._mend()
+            num_spans = len(arena._spans)
+            try:
+                return call(arena, *args, **kwargs)
+            except HostMemoryError:
+                raise  # nothing was broken off
+            except BaseException:
+                arena._broken_at = num_spans
+                raise
+
+    return locked
+
+
 class Arena:
     """Pinned host memory for one device. Its methods may be called from several threads, but not from finalizers.
 
@@ -88,6 +110,11 @@ class Arena:
     Spans that are given back in reverse order leave one gap. Another order may leave gaps that are each too small for the next
     span: rather than grow past the bound or fail at a limit, the arena then scatters the span over the largest of them. Its
     copies have more pieces, and the next equal sequence may still grow, within the bound.
+
+    [Note: interrupted arena] As all of memkit, the arena is left as it is at whatever line Ctrl-C comes (see [Note: interrupts]
+    in `memkit.interrupts`). What counts is what the segments and the spans say. If a call was broken off, the next one
+    puts the gaps and the sums right, and frees the spans that nobody was given. So that this can be, a segment is noted before
+    it is pinned and until it is unpinned, and a last use before its span is free.
 
     Args:
         device: whose copies use the memory.
@@ -113,6 +140,10 @@ class Arena:
         """What was given back before its last use was reached, oldest first; also while somebody has taken it again."""
         self._spans: dict[int, Span] = {}
         self._in_use_bytes = 0
+        self._broken_at: int | None = None
+        """How many spans were taken before the call that was broken off: see [Note: interrupted arena]."""
+        self._dropping: list[_Segment] = []
+        """What is being given back to the system."""
         self._must_pin = must_pin
         self._staging: Staging | None = None
         """Made when the system does not pin memory, for all that is not."""
@@ -130,6 +161,7 @@ class Arena:
         `trim` meets it."""
         return sum(segment.end - segment.start for segment in tuple(self._segments))
 
+    @_mended
     def take(self, num_bytes: int) -> Span:
         """Return a span of at least one byte.
 
@@ -137,14 +169,14 @@ class Arena:
             HostMemoryError: a limit is met, or the system does not pin as much. The arena stays usable.
         """
         assert num_bytes > 0
-        with self._lock:
-            return self._taken_by(partial(self._take, num_bytes), num_bytes)
+        return self._taken_by(partial(self._take, num_bytes), num_bytes)
 
     def _take(self, num_bytes: int) -> Span:
         extents = self._find(_rounded(num_bytes, ALIGNMENT_BYTES))
         self._await_pins(self._under(extents))
         return self._span(extents, num_bytes)
 
+    @_mended
     def take_pinned_as_one(self, sizes_bytes: Sequence[int]) -> list[Span]:
         """Return spans each of which is pinned as one, so that any copy from and to it may be: all are pinned side by side.
 
@@ -154,8 +186,7 @@ class Arena:
         Raises:
             HostMemoryError: there is no room for all of them, or the system does not pin as much. None is taken then.
         """
-        with self._lock:
-            return self._taken_by(partial(self._take_apart, sizes_bytes), sum(sizes_bytes))
+        return self._taken_by(partial(self._take_apart, sizes_bytes), sum(sizes_bytes))
 
     def _take_apart(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Span]:
         committed = self._commit([_rounded(num_bytes, PAGE_BYTES) for num_bytes in sizes_bytes], is_buffer=is_buffer)
@@ -209,6 +240,11 @@ class Arena:
             self._note_free(span)
         return span
 
+    def has(self, span: Span) -> bool:
+        """Tell whether a span is taken, and not given back."""
+        return self._spans.get(span.offset) is span
+
+    @_mended
     def give(self, span: Span, last_use: Event | None = None) -> None:
         """Take a span back. Its bytes mean nothing any more, once `last_use` is reached.
 
@@ -219,67 +255,87 @@ class Arena:
             span: one that `take` returned, not given back before.
             last_use: the event behind the last work that uses the span; None if there is none under way.
         """
-        with self._lock:
-            assert self._spans.get(span.offset) is span, "a span was given back twice, or to another arena"
-            del self._spans[span.offset]
-            self._in_use_bytes -= _rounded(span.num_bytes, ALIGNMENT_BYTES)
-            if last_use is not None:
-                self._last_uses.extend((extent, last_use) for extent in span.extents)
-            if not self._pending_on(span.extents):
-                self._note_free(span)
-            for extent in span.extents:
-                self._free(extent)
+        assert self.has(span), "a span was given back twice, or to another arena"
+        if last_use is not None:
+            self._last_uses.extend((extent, last_use) for extent in span.extents)
+        del self._spans[span.offset]
+        self._in_use_bytes -= _rounded(span.num_bytes, ALIGNMENT_BYTES)
+        if not self._pending_on(span.extents):
+            self._note_free(span)
+        for extent in span.extents:
+            self._free(extent)
 
+    @_mended
     def reserve(self, num_bytes: int) -> None:
         """Begin to commit memory in the background, so that so many bytes are held in all, or what `limit_bytes` allows.
 
         Does not wait, and raises nothing: `take` raises when it meets what failed.
         """
-        with self._lock, contextlib.suppress(HostMemoryError):
+        with contextlib.suppress(HostMemoryError):
             if self.limit_bytes is not None:
                 num_bytes = min(num_bytes, self.limit_bytes // PAGE_BYTES * PAGE_BYTES)
             self._commit(_shares(num_bytes - self.held_bytes))
 
+    @_mended
     def trim(self, num_bytes: int = 0) -> None:
         """Give free memory back to the system: whole segments, from the high end down to `num_bytes`.
 
         Stops at the first one that is in use, or that a copy may still read.
         """
-        with self._lock:
-            while self._segments and (last := self._segments[-1]).start >= num_bytes and self._is_free(last):
-                self._drop(last)
+        while self._segments and (last := self._segments[-1]).start >= num_bytes and self._is_free(last):
+            self._drop(last)
 
+    @_mended
     def trim_gaps(self) -> None:
         """Give all free memory back to the system, also what lies between spans in use: for what is not needed again."""
-        with self._lock:
-            for segment in self._segments[::-1]:
-                if self._is_free(segment):
-                    self._drop(segment)
+        for segment in self._segments[::-1]:
+            if self._is_free(segment):
+                self._drop(segment)
 
     def _is_free(self, segment: _Segment) -> bool:
         """Tell whether nobody uses a segment, and no copy may still read it."""
         is_gap = any(start <= segment.start and segment.end <= end for start, end in self._gaps)
         return is_gap and not self._pending_on([(segment.start, segment.end)])
 
+    @_mended
     def close(self) -> None:
         """Give all memory back. No span may be in use.
 
         Does not wait: what a copy may still read goes back with the next call, or with the arena itself. Only copies from and
         to memory that is not pinned are waited for.
         """
-        with self._lock:
-            assert len(self._spans) == len(self._buffers), "an arena was closed while spans of it were in use"
-            if self._staging is not None:
-                self._staging.close()
-                while self._buffers:
-                    self.give(self._buffers.pop())
-                self._staging = None
-            self.trim()
+        assert set(self._spans.values()) <= set(self._buffers), "an arena was closed while spans of it were in use"
+        if self._staging is not None:
+            self._staging.close()
+            while self._buffers:
+                if self.has(self._buffers[-1]):
+                    self.give(self._buffers[-1])
+                self._buffers.pop()
+            self._staging = None
+        self.trim()
 
     def drain(self) -> None:
         """Make the host wait until each copy from and to memory that is not pinned is on its lane, or has failed."""
         if self._staging is not None:
             self._staging.drain()
+
+    def _mend(self) -> None:
+        """Put right what a call has left that was broken off: see [Note: interrupted arena]."""
+        assert self._broken_at is not None
+        while len(self._spans) > self._broken_at:
+            self._spans.popitem()  # those that the call has taken, and nobody was given
+        while self._dropping:
+            self._finish_drop()
+        for segment in [segment for segment in self._segments if segment.pinned.cancel()]:
+            self._drop(segment)  # nobody has begun to pin it, and perhaps nobody ever will
+        self._in_use_bytes = sum(_rounded(span.num_bytes, ALIGNMENT_BYTES) for span in self._spans.values())
+        self._gaps = []
+        for segment in self._segments:
+            self._free((segment.start, segment.end))
+        for span in self._spans.values():
+            for extent in span.extents:
+                self._cut(extent)
+        self._broken_at = None
 
     # Free memory
 
@@ -355,13 +411,16 @@ class Arena:
             raise no_room(num_bytes, self._addresses.num_bytes - start, "the system's limit on addresses")
         edges = list(itertools.accumulate(sizes_bytes, initial=start))
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="memkit-pin")
-        added, is_pinned = [], is_buffer or self._staging is None
-        for first, last in itertools.pairwise(edges):
-            piece = self._addresses.bytes[first:last]
-            commit = partial(self._addresses.commit, self._device) if is_pinned else self._addresses.touch
-            added.append(_Segment(first, last, piece, threads.submit(commit, first, last), is_pinned))
-        threads.shutdown(wait=False)
+        is_pinned = is_buffer or self._staging is None
+        commit = partial(self._addresses.commit, self._device) if is_pinned else self._addresses.touch
+        added = [
+            _Segment(first, last, self._addresses.bytes[first:last], Future(), is_pinned)
+            for first, last in itertools.pairwise(edges)
+        ]
         self._segments += added
+        for segment in added:
+            threads.submit(_resolve, segment.pinned, partial(commit, segment.start, segment.end))
+        threads.shutdown(wait=False)
         self.num_pins += len(added) if is_pinned else 0
         self._free((start, start + num_bytes))
         return added
@@ -376,11 +435,18 @@ class Arena:
 
     def _drop(self, segment: _Segment) -> None:
         """Give a segment that nobody uses back to the system."""
-        self._segments.remove(segment)
+        self._dropping.append(segment)
+        self._finish_drop()
+
+    def _finish_drop(self) -> None:
+        segment = self._dropping[-1]
+        if segment in self._segments:
+            self._segments.remove(segment)
         self._cut((segment.start, segment.end))
         _unpin(self._device, [segment])
         assert self._addresses is not None
         self._addresses.forget(segment.start, segment.end)
+        self._dropping.pop()
 
     def _under(self, extents: Iterable[_Extent]) -> list[_Segment]:
         return [segment for extent in extents for segment in self._segments_under(extent)]
@@ -406,8 +472,20 @@ class Arena:
 
 def _unpin(device: Device, segments: list[_Segment]) -> None:
     for segment in segments:
-        if segment.pinned.exception() is None and segment.is_pinned:
+        if not segment.pinned.cancel() and segment.pinned.exception() is None and segment.is_pinned:
             device.unpin(segment.bytes)
+
+
+def _resolve(promise: Future[None], commit: Callable[[], None]) -> None:
+    """Commit memory, and tell those who wait for it, unless nobody does any more."""
+    if not promise.set_running_or_notify_cancel():
+        return
+    try:
+        commit()
+    except BaseException as error:
+        promise.set_exception(error)
+    else:
+        promise.set_result(None)
 
 
 def _shares(num_bytes: int) -> list[int]:

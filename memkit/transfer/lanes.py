@@ -98,7 +98,7 @@ class Lanes:
 
 
 _lanes: dict[Device, Lanes] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def lanes_of(device: Device) -> Lanes:

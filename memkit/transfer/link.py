@@ -72,5 +72,6 @@ def _seconds(device: Device, arena: Arena, num_bytes: int, repeats: int, *, num_
             out_s.append(out[0].started.elapsed_s(out[-1].done) / num_copies)
             back_s.append(back[0].started.elapsed_s(back[-1].done) / num_copies)
     finally:
+        device.synchronize()  # also after an interrupt nothing is under way when the storage goes
         arena.give(span)
     return statistics.median(out_s[1:]), statistics.median(back_s[1:])

@@ -7,12 +7,11 @@ before. So the oldest copy that is not done waits for nothing but the device, an
 
 from __future__ import annotations
 
-import threading
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
@@ -103,28 +102,23 @@ class _Side:
         self._device = device
         self._is_out = is_out
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memkit-staging")
-        self._lock = threading.Lock()
-        self._last: Future[tuple[Event, Event]] | None = None
-        """The copy that was asked for last."""
+        self._is_closed = False
         self.buffers: deque[tuple[Tensor, Event | None]] = deque()
         """In the order in which they are used next, each with what is reached when nothing reads it any more."""
 
     def ask(
         self, lane: Stream, storage: torch.UntypedStorage, pieces: Sequence[Tensor], after: Iterable[Event]
     ) -> Future[tuple[Event, Event]]:
-        with self._lock:
-            # A weak reference, since a slot counts who holds its storage.
-            self._last = self._thread.submit(self._copy, lane, weakref.ref(storage), pieces, tuple(after))
-            return self._last
+        # A weak reference, since a slot counts who holds its storage.
+        return self._thread.submit(self._copy, lane, weakref.ref(storage), pieces, tuple(after))
 
     def drain(self) -> None:
-        with self._lock:
-            last = self._last
-        if last is not None:
-            wait([last])
+        if not self._is_closed:
+            self._thread.submit(int).result()  # behind all of them, also one whose asking was broken off
 
     def close(self) -> None:
         self._thread.shutdown()
+        self._is_closed = True
         for _, last_use in self.buffers:
             if last_use is not None:
                 self._device.synchronize(last_use)

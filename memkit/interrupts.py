@@ -1,0 +1,137 @@
+"""Ctrl-C at any line: what must hold then, and the two means that several parts need for it.
+
+[Note: interrupts] A `KeyboardInterrupt` may come ahead of any line, and the training loop may go on after it. So at each line:
+
+- *Held before issued.* A copy is put on a lane only when its storage and its host memory are noted where they are held. They
+  are let go only when a stream has waited for what was noted behind the copy, or the host for all that is under way.
+- *Totals follow.* What counts is what the things themselves say: a record and its handles, a segment and its spans. Whatever
+  else is known (sums, queues, gaps, how many handles wait) can be counted again.
+- *Whoever locks, mends.* If a call under a lock is broken off by any exception, that is noted. The next call, which is that of
+  the next forward at the latest, first puts right what was left: the host waits for the device, a copy that was not noted as
+  made counts for nothing, what nobody can ask for is freed. That is rare, and may take long. See `mended`.
+- *Deaths are noted without a line of Python,* by weak references that put themselves into a queue: an interrupt in a finalizer
+  is lost, and the rest of the finalizer with it.
+- *What was entered is left.* If the interrupt comes in `__enter__`, all is undone at once. If it comes in `__exit__`, the next
+  context to be entered in the thread finishes that. See `Exclusive`, and `memkit.hooks.end_left`.
+- *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking one, or of giving it back.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+
+
+class Mendable(Protocol):
+    """What is used under a lock, by several threads."""
+
+    is_broken: bool
+    """Whether a call was broken off, and left things half done."""
+
+    @property
+    def lock(self) -> AbstractContextManager[object]: ...
+
+    def mend(self) -> None:
+        """Put that right, under the lock, and set `is_broken` to False at last."""
+
+
+_Held = TypeVar("_Held", bound=Mendable)
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def mended(call: Callable[Concatenate[_Held, _Args], _Result]) -> Callable[Concatenate[_Held, _Args], _Result]:
+    """Hold the lock of a method's object while it runs, after what an earlier call has left half done has been put right."""
+
+    @functools.wraps(call)
+    def locked(held: _Held, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        with held.lock:
+            if held.is_broken:
+                held.mend()
+            try:
+                return call(held, *args, **kwargs)
+            except BaseException:
+                held.is_broken = True
+                raise
+
+    return locked
+
+
+Block = weakref.ref[Any]
+"""What is alive for as long as somebody is in a context: something that a `with` block holds, or else the context itself."""
+
+
+class _HeldExit:
+    """An `__exit__` that tells whether anybody is still in the context.
+
+    A `with` statement looks it up ahead of `__enter__`, and holds what it was given until the block has been left, however that
+    is. So each look-up is given something of its own. Once that has gone nobody is in there, also where an interrupt came
+    ahead of the first line of `__exit__`. It is made of no Python function, whose frame in a traceback would hold it.
+    """
+
+    @overload
+    def __get__(self, context: None, _: type[Any]) -> Callable[..., None]: ...
+
+    @overload
+    def __get__(self, context: Exclusive, _: type[Any]) -> _Exit: ...
+
+    def __get__(self, context: Exclusive | None, _: type[Any]) -> Callable[..., None]:
+        if context is None:
+            return Exclusive.exit
+        leave = functools.partial(Exclusive.exit, context)
+        context._looked_up = weakref.ref(leave)
+        return leave
+
+
+class _Exit(Protocol):
+    def __call__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
+class Exclusive(ABC):
+    """A context that is never entered twice at once, and that an interrupt may keep from hearing that it was left.
+
+    Who calls `__enter__` by hand, or by an `ExitStack`, is in until `__exit__` is called, or nobody holds the context any more.
+    """
+
+    _looked_up: Block | None = None
+    _block: Block | None = None
+    """Who is in, or was last."""
+    is_entered = False
+
+    __exit__ = _HeldExit()
+
+    def claim(self, refusal: str) -> Block:
+        """Return who is about to be in. It is up to the caller to set `is_entered`.
+
+        Raises:
+            ValueError: somebody is in already. The text is the refusal.
+        """
+        found, self._looked_up = self._looked_up, None
+        if self.is_entered:
+            if self._block is None or self._block() is not None:
+                raise ValueError(refusal)
+            self.leave(has_failed=True)
+        self._block = block = weakref.ref(self) if found is None or found() is None else found
+        return block
+
+    def exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """What `__exit__` does."""
+        self.leave(has_failed=kind is not None)
+
+    def leave(self, *, has_failed: bool) -> None:
+        """End; may be called again after that was interrupted."""
+        try:
+            self.end_block(has_failed=has_failed)
+        finally:
+            self.is_entered = False
+
+    @abstractmethod
+    def end_block(self, *, has_failed: bool) -> None:
+        """Undo what was done on entry. Does nothing if that was done already."""
