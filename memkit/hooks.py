@@ -12,16 +12,24 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_leaves
 
 from memkit.errors import ProfileError
+from memkit.interrupts import Block
 
 _eval_frame = torch._C._dynamo.eval_frame
 
@@ -180,6 +188,14 @@ def may_step_in_backward(parameter: Tensor) -> bool:
     return any(not isinstance(hook, _AfterAccumulation) or hook.steps for hook in hooks.values())
 
 
+@runtime_checkable
+class Ends(Protocol):
+    """Whose hooks are on while somebody is in a context."""
+
+    def end(self, *, has_failed: bool) -> None:
+        """Take them off, if they are not yet."""
+
+
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What packs a tensor that autograd saves, and what unpacks it."""
 
@@ -201,6 +217,7 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         compiled: bool = False,
         is_last: bool = False,
         hands_on: bool = False,
+        block: Block | None = None,
     ) -> None:
         if compiled:
             pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
@@ -216,28 +233,49 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         """Whether these only keep what nobody else may see, and hand on all the rest."""
         self.outer: HookPair | None = None
         """The pair that was on top before: these may hand on to it what they do not want."""
+        self.block = block
+        """Whether somebody is in the context, if that is known. Else `end_left` takes the hooks off, and has the owner end."""
+        self._is_leaving = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def __enter__(self) -> SavedTensorHooks:
-        self.outer = innermost_pair()
-        self._hooks.__enter__()
-        _stacked.hooks.append(self)
-        return self
+        end_left()
+        self.outer, self._is_leaving = innermost_pair(), False
+        try:
+            _stacked.hooks.append(self)
+            self._hooks.__enter__()
+            return self
+        except BaseException:  # hooks may be forbidden (`torch.autograd.graph.disable_saved_tensors_hooks`), or an interrupt
+            if innermost_pack() is self.pack:
+                self._hooks.__exit__()
+            if self in _stacked.hooks:
+                _stacked.hooks.remove(self)
+            raise
 
     def __exit__(self, *_: object) -> None:
         if self not in _stacked.hooks:
-            return  # it did not come to begin: hooks may be forbidden (`torch.autograd.graph.disable_saved_tensors_hooks`)
-        _stacked.hooks.remove(self)
+            return
+        was_leaving, self._is_leaving = self._is_leaving, True
         above = []
         while (pair := innermost_pair()) is not None and pair[0] is not self.pack:
             above.append(pair)
             torch._C._autograd._pop_saved_tensors_default_hooks()
         if pair is not None:
             self._hooks.__exit__()  # above it are those that were set after an interrupt has left it there
-        else:
+        elif not was_leaving:
             del above[:1]  # after an interrupt somebody else's exit has taken it off, and left this one instead
         for pair in reversed(above):
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        _stacked.hooks.remove(self)  # last: until then, who interrupts this leaves it to `end_left`
+
+
+def end_left() -> None:
+    """End the contexts that nobody in this thread is in any more, and that have not heard of it because of an interrupt."""
+    for hooks in _stacked.hooks[::-1]:
+        if hooks.block is not None and hooks.block() is None:
+            if isinstance(hooks.owner, Ends):
+                hooks.owner.end(has_failed=True)
+            hooks.__exit__()
 
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -365,6 +403,19 @@ def innermost_hooks() -> SavedTensorHooks | None:
     """Return the hooks that a tensor saved now would be given to, if a context of memkit has set them."""
     hooks = _stacked.hooks[-1] if _stacked.hooks else None
     return hooks if hooks is not None and innermost_pack() is hooks.pack else None
+
+
+def leave_mode(mode: TorchDispatchMode) -> None:
+    """Take a dispatch mode off the stack if it is on it, from below others as well."""
+    if not any(other is mode for other in _get_current_dispatch_mode_stack()):
+        return
+    above: list[TorchDispatchMode] = []
+    while (other := _get_current_dispatch_mode()) is not None and other is not mode:
+        above.append(other)
+        _pop_mode()
+    mode.__exit__(None, None, None)
+    for other in reversed(above):
+        _push_mode(other)
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:

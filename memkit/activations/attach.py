@@ -20,12 +20,12 @@ from memkit.hooks import HookSet
 from memkit.storages import unique_storages
 
 
-def _end(context: ForwardContext, ending: Ending) -> None:
+def _end(leave: Callable[..., None], ending: Ending) -> None:
     """Leave a context as the call has ended that it was around."""
     error: BaseException | None = None
     if ending is not Ending.RETURNED:
         error = sys.exc_info()[1] if ending is Ending.RAISED else KeyboardInterrupt()
-    context.__exit__(None if error is None else type(error), error, None)
+    leave(None if error is None else type(error), error, None)
 
 
 class Attachment:
@@ -43,8 +43,12 @@ class Attachment:
         self._hooks = HookSet()
         self._unused: Unused | None = Unused(model, f'attach (tag "{context.tag}")' if context.tag else "attach")
         """Until the module has run for the first time."""
-        self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True, is_copied=False)
-        note_attached(self, is_on=Attachment._is_on, take_off=Attachment.remove)
+        try:
+            self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True, is_copied=False)
+            note_attached(self, is_on=Attachment._is_on, take_off=Attachment.remove)
+        except BaseException:  # the caller is given nothing that could remove them
+            self._hooks.remove()
+            raise
 
     def _is_on(self, module: nn.Module) -> bool:
         return self._model() is module
@@ -74,8 +78,8 @@ class Attachment:
         known = [*model.parameters(), *model.buffers()]
         known += [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         context = self.context.again()
+        call.end = functools.partial(_end, context.__exit__)  # held as long as the call is, as a `with` block would hold it
         context.enter_knowing({key: weakref.ref(storage) for key, storage in unique_storages(known).items()})
-        call.end = functools.partial(_end, context)
 
     def _after(self, model: nn.Module, *_: Any) -> None:
         self._running.end(model, depth=2)

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
-from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from memkit.interrupts import Exclusive
 
-class ForwardContext(ABC):
+_Context = TypeVar("_Context", bound="ForwardContext")
+
+
+class ForwardContext(Exclusive):
     """A context around forwards. One object is entered once at a time; `again` makes another that does the same."""
 
     tag = ""
     """Under which it keeps what it learns; "" where it learns nothing."""
+    _entry: Any = None
+    """What is there while it is entered."""
 
     @abstractmethod
     def __enter__(self) -> ForwardContext: ...
 
-    @abstractmethod
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
-
-    @abstractmethod
-    def again(self) -> ForwardContext:
+    def again(self: _Context) -> _Context:
         """Return a context that does the same, and was not entered yet. Cheap: it is called before each forward."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__, _entry=None, _looked_up=None, _block=None, is_entered=False)
+        return made
 
     def attached_to(self, model: nn.Module) -> ForwardContext:
         """Return the context to be entered around each forward of a model."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from memkit.activations.counts import IterationCounts
 from memkit.activations.ledger import Handle, Ledger, Record, Residency
 from memkit.device.base import Device, Event, Stream
-from memkit.transfer.arena import Arena
+from memkit.transfer.arena import Arena, Span
 from memkit.transfer.lanes import Lanes
 
 
@@ -43,8 +43,8 @@ class CopyLedger(Ledger):
             HostMemoryError: there is no room for it; the record stays as it is.
         """
         assert record.residency is Residency.DEVICE
-        span = self.arena.take(record.num_bytes)
-        record.span, record.storage = span, storage
+        record.span = span = self.arena.take(record.num_bytes)
+        record.storage = storage  # held from here on, whatever comes: see [Note: interrupts]
         record.left = self._lanes.copy_out(storage, span, after=self.device.record_event(record.stream, timed=False))
         _counts(record).note_out(record.left)
         self._enter(record, Residency.LEAVING)
@@ -66,10 +66,10 @@ class CopyLedger(Ledger):
         assert record.residency is Residency.LEAVING
         assert record.left is not None
         _counts(record).note_stall_out(self._wait(record.stream, record.left.done))
+        self._enter(record, Residency.HOST)
         for handle in record.live_handles():
             handle.let_go()
         record.storage = None
-        self._enter(record, Residency.HOST)
         if record.num_handles == 0:
             self._close(record)
 
@@ -90,7 +90,7 @@ class CopyLedger(Ledger):
         assert record.residency in (Residency.HOST, Residency.BACK)
         assert record.span is not None
         assert record.left is not None
-        storage = self.device.allocate(record.num_bytes)
+        record.storage = storage = self.device.allocate(record.num_bytes)
         stream = self.device.current_stream()
         after = (self.device.record_event(stream, timed=False), record.left.done)
         record.came = self._lanes.copy_back(record.span, storage, after=after)
@@ -146,9 +146,28 @@ class CopyLedger(Ledger):
             self._give_up_copy(record)
         if record.span is not None:
             last = record.came or record.left
-            self.arena.give(record.span, None if last is None else last.done)
+            self._give_back(record.span, None if last is None else last.done)
             record.span = None
         super()._close(record)
+
+    def _give_back(self, span: Span, last_use: Event | None) -> None:
+        if self.arena.has(span):  # else an interrupt came when it had just been given back
+            self.arena.give(span, last_use)
+
+    def mend(self) -> None:
+        self.arena.drain()
+        super().mend()
+        self.backlog.clear()
+        self._orphans.clear()
+
+    def _put_down(self, record: Record) -> None:
+        """DEVICE, or anything else -> HOST. A copy is whole if its record is LEAVING or has left."""
+        if record.residency is not Residency.DEVICE:
+            self._enter(record, Residency.HOST)
+        elif record.span is not None:
+            self._give_back(record.span, None)
+            record.span = record.left = None
+        super()._put_down(record)
 
     def _enter(self, record: Record, residency: Residency) -> None:
         super()._enter(record, residency)

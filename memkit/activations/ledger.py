@@ -2,7 +2,8 @@
 
 A `Record` stands for one version of one storage, however many tensors autograd saved of it; a `Handle` is what autograd holds
 for one save. The ledger moves records from one `Residency` to the next and keeps each move safe; it decides nothing. What dies
-is noted by finalizers, on whatever thread, and taken up in `Ledger.sweep`: no copy is ever issued by a finalizer.
+is noted when it does, on whatever thread, and taken up in `Ledger.sweep`: no copy is ever issued by a finalizer. At whatever
+line an interrupt comes, `Ledger.mend` can put right what it has left: see [Note: interrupts] in `memkit.interrupts`.
 """
 
 from __future__ import annotations
@@ -86,15 +87,14 @@ class Handle(KeptHandle):
     Once the record has left the device, the alias is an empty tensor that only shares the version counter.
     """
 
-    __slots__ = ("geometry", "is_awaiting", "record", "unpacker")
+    __slots__ = ("geometry", "record", "reference", "unpacker")
 
     def __init__(self, tensor: Tensor, record: Record, unpacker: Unpacker) -> None:
         super().__init__(tensor)
         self.record = record
         self.unpacker = unpacker
         self.geometry: Geometry | None = None
-        self.is_awaiting = True
-        """Whether the backward has not been given this tensor yet, since the record was last fetched."""
+        self.reference = HandleReference(self, record)
 
     def unpack(self) -> Tensor:
         self.check_version()
@@ -117,8 +117,33 @@ class Handle(KeptHandle):
             self.geometry = Geometry.of(self.alias)
             self.alias.data = nothing(self.alias.dtype, self.alias.device)
 
-    def __del__(self) -> None:
-        self.record.ledger.deaths.append((self.record, self.is_awaiting))
+
+class HandleReference(weakref.ref[Handle]):
+    """What a record knows of one of its handles, also after that has died."""
+
+    __slots__ = ("is_awaiting", "is_counted", "record")
+
+    def __new__(cls, handle: Handle, record: Record) -> HandleReference:
+        return super().__new__(cls, handle, record.ledger.deaths.append)
+
+    def __init__(self, handle: Handle, record: Record) -> None:
+        self.record = record
+        self.is_awaiting = True
+        """Whether the backward has not been given this tensor yet, since the record was last fetched."""
+        self.is_counted = False
+        """Whether it is one of the record's `num_handles`."""
+
+
+class CopyReference(weakref.ref[torch.UntypedStorage]):
+    """What a record knows of a later copy of its bytes."""
+
+    __slots__ = ("record",)
+
+    def __new__(cls, storage: torch.UntypedStorage, record: Record) -> CopyReference:
+        return super().__new__(cls, storage, record.ledger.deaths.append)
+
+    def __init__(self, storage: torch.UntypedStorage, record: Record) -> None:
+        self.record = weakref.ref(record)
 
 
 class Record:
@@ -175,13 +200,13 @@ class Record:
         self.original = weakref.ref(storage)
         self.storage: torch.UntypedStorage | None = None
         """What the ledger itself holds: the original while LEAVING, the fetched copy while COMING and perhaps while BACK."""
-        self.handles: list[weakref.ref[Handle]] = []
+        self.handles: list[HandleReference] = []
         self.num_handles = 0
         self.num_awaiting = 0
         self.span: Span | None = None
         self.left: Passage | None = None
         self.came: Passage | None = None
-        self.fetched: weakref.ref[torch.UntypedStorage] | None = None
+        self.fetched: CopyReference | None = None
         self.fetched_on: Stream | None = None
         self.lent: list[KeptHandle] = []
         """What was handed out over the later copy, without its bytes: tells whether somebody has written to them."""
@@ -206,8 +231,10 @@ class Ledger:
         self.peak_live_bytes = 0
         self.num_records = 0
         """Records that a graph may still ask for."""
-        self.deaths: deque[tuple[Record | weakref.ref[Record], bool | None]] = deque()
-        """What finalizers noted: a handle of a record, and whether it was awaiting; or (with None) a later copy."""
+        self.records = set[Record]()
+        """All records that are not GONE."""
+        self.deaths: deque[HandleReference | CopyReference] = deque()
+        """What has died and was not taken up yet: handles of records, and later copies."""
 
     # Saving
 
@@ -217,6 +244,7 @@ class Ledger:
         """Return a new record: DEVICE."""
         record = Record(self, storage, version, owner=owner, index=index, counts=counts, stream=self.device.current_stream())
         self.device.note_written(storage, version)
+        self.records.add(record)
         self.num_records += 1
         self._enter(record, Residency.DEVICE)
         return record
@@ -224,7 +252,9 @@ class Ledger:
     def add_handle(self, record: Record, tensor: Tensor, unpacker: Unpacker) -> Handle:
         """Return a handle for one more save of a record's storage."""
         handle = Handle(tensor, record, unpacker)
-        record.handles.append(weakref.ref(handle))
+        reference = handle.reference
+        record.handles.append(reference)
+        reference.is_counted = True
         record.num_handles += 1
         record.num_awaiting += 1
         if record.residency not in (Residency.DEVICE, Residency.LEAVING):
@@ -236,10 +266,10 @@ class Ledger:
     def drop(self, record: Record) -> None:
         """DEVICE or BACK -> DROPPED: let go of the bytes. Whoever was given them keeps them."""
         assert record.residency in (Residency.DEVICE, Residency.BACK)
+        self._enter(record, Residency.DROPPED)
         for handle in record.live_handles():
             handle.let_go()
         record.storage = None
-        self._enter(record, Residency.DROPPED)
 
     def restore(self, record: Record, storage: torch.UntypedStorage) -> None:
         """DROPPED -> BACK: the bytes have been made again, by work on the current stream."""
@@ -250,21 +280,17 @@ class Ledger:
 
     def expect(self, record: Record) -> None:
         """A backward begins that will ask for all handles of a record, perhaps again."""
-        for handle in record.live_handles():
-            if not handle.is_awaiting:
-                handle.is_awaiting = True
+        for reference in record.handles:
+            if reference.is_counted and not reference.is_awaiting:
+                reference.is_awaiting = True
                 record.num_awaiting += 1
 
     def _hold_copy(self, record: Record, storage: torch.UntypedStorage) -> None:
         """Hold another storage with the bytes of a record until each of its handles has been given it."""
         record.storage, record.fetched_on = storage, self.device.current_stream()
         record.lent = []
-        gone = weakref.ref(record)
-        record.fetched = weakref.ref(storage, lambda _: self.deaths.append((gone, None)))
-        record.num_awaiting = 0
-        for handle in record.live_handles():
-            handle.is_awaiting = True
-            record.num_awaiting += 1
+        record.fetched = CopyReference(storage, record)
+        self.expect(record)
 
     def hand_out(self, handle: Handle) -> Tensor:
         """BACK: return the tensor over the copy that is there, which the current stream may then use."""
@@ -285,8 +311,9 @@ class Ledger:
 
     def serve(self, handle: Handle) -> None:
         """The backward was given the tensor of a handle."""
-        if handle.is_awaiting:
-            handle.is_awaiting = False
+        reference = handle.reference
+        if reference.is_awaiting:
+            reference.is_awaiting = False
             handle.record.num_awaiting -= 1
 
     def fetched_copy(self, record: Record) -> torch.UntypedStorage | None:
@@ -307,18 +334,20 @@ class Ledger:
     def sweep(self) -> None:
         """Take up what finalizers have noted since the last time."""
         while self.deaths:
-            noted, was_awaiting = self.deaths.popleft()
-            if isinstance(noted, Record):
-                self._handle_died(noted, was_awaiting=bool(was_awaiting))
-            else:
-                self._copy_died(noted())
+            dead = self.deaths.popleft()
+            if isinstance(dead, CopyReference):
+                self._copy_died(dead.record())
+            elif dead.is_counted:
+                self._handle_died(dead)
 
-    def _handle_died(self, record: Record, *, was_awaiting: bool) -> None:
+    def _handle_died(self, dead: HandleReference) -> None:
+        record, dead.is_counted = dead.record, False
         record.num_handles -= 1
-        if was_awaiting:
+        if dead.is_awaiting:
             record.num_awaiting -= 1
         if record.num_handles == 0:
             self.num_records -= 1
+            record.handles.clear()  # they hold the record
             record.owner = None  # it may wait for a copy for long: a pass must not count in the limit for that
             if record.residency is not Residency.LEAVING:
                 self._close(record)
@@ -334,6 +363,32 @@ class Ledger:
         """Any -> GONE: nobody can ask for these bytes again."""
         record.storage = None
         self._enter(record, Residency.GONE)
+        self.records.discard(record)
+
+    def mend(self) -> None:
+        """Put right what was broken off: see [Note: interrupts]. Makes the host wait for all that the device has to do."""
+        self.device.synchronize()
+        for record in tuple(self.records):
+            for reference in record.handles:
+                reference.is_counted = reference() is not None
+            record.handles[:] = [reference for reference in record.handles if reference.is_counted]
+            record.num_handles = len(record.handles)
+            record.num_awaiting = sum(reference.is_awaiting for reference in record.handles)
+            self._put_down(record)
+            if record.num_handles == 0:
+                record.owner = None
+                self._close(record)
+        self.live_bytes = sum(record.num_bytes for record in self.records if record.residency in ON_DEVICE)
+        self.num_records = len(self.records)
+
+    def _put_down(self, record: Record) -> None:
+        """Let go of what the ledger itself holds on the device: nothing is under way. BACK -> DROPPED."""
+        if record.residency is Residency.BACK:
+            self._enter(record, Residency.DROPPED)
+        record.storage = record.fetched = None
+        if record.residency is not Residency.DEVICE:
+            for handle in record.live_handles():
+                handle.let_go()
 
     def _enter(self, record: Record, residency: Residency) -> None:
         """Every change of residency goes through here: the bytes on the device are counted nowhere else."""

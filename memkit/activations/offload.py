@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ from memkit.hooks import (
     SavedTensorHooks,
     backward_task,
     dynamo_is_loaded,
+    end_left,
     has_own_dispatch,
     in_checkpoint,
     is_in_last,
     node_number,
     refuse_in_profile,
 )
+from memkit.interrupts import Block
 from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
 from memkit.profile.registry import forget_report
@@ -108,23 +110,39 @@ class _TagState:
 
 
 _states: dict[str, _TagState] = {}
-_states_lock = threading.Lock()
+_states_lock = threading.RLock()
 
 
 class _Paused(threading.local):
-    """How many `no_offload` regions a thread is in."""
+    """The `no_offload` regions that a thread is in."""
 
-    depth = 0
+    def __init__(self) -> None:
+        self.regions: list[Block] = []
 
 
 _paused = _Paused()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """What was asked for: see `CPUOffload`. An entry holds this and not the context, which dies once nobody is in it."""
+
+    min_bytes: int
+    window_bytes: int | None
+    host_limit_bytes: int | None
+    device: Device | None
 
 
 class _Entry:
     """One time in the context: from `with` to its end."""
 
     def __init__(
-        self, state: _TagState, options: CPUOffload, ratio: float, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]
+        self,
+        state: _TagState,
+        options: _Options,
+        ratio: float,
+        resident: Mapping[int, weakref.ref[torch.UntypedStorage]],
+        block: Block,
     ) -> None:
         self._state = state
         self._options = options
@@ -138,8 +156,14 @@ class _Entry:
         self._may_be_compiled = dynamo_is_loaded()
         self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
         """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
-        name = f'CPUOffload (tag "{state.tag}")'
-        self._hooks = SavedTensorHooks(self.pack, _unpack, owner=self, name=name, compiled=self._may_be_compiled)
+        self._hooks: SavedTensorHooks | None = SavedTensorHooks(
+            self.pack,
+            _unpack,
+            owner=self,
+            name=f'CPUOffload (tag "{state.tag}")',
+            compiled=self._may_be_compiled,
+            block=block,
+        )
 
     def begin(self) -> None:
         if self._options.device is not None:  # pin ahead of the first save
@@ -147,11 +171,14 @@ class _Entry:
         else:
             for window in self._state.windows():
                 self._pass_on(window.device)
+        assert self._hooks is not None
         self._hooks.__enter__()
 
     def end(self, *, has_failed: bool) -> None:
-        self._hooks.__exit__(None, None, None)
-        del self._hooks  # they hold `pack`, and so the entry
+        """The context was left. After an interrupt in here this may be called again."""
+        if self._hooks is not None:
+            self._hooks.__exit__()
+        self._hooks = None  # they hold `pack`, and so the entry
         saw_device = bool(self._passes)
         for window, run in self._passes.values():
             end_forward = torch.compiler.disable(window.end_forward) if self._may_be_compiled else window.end_forward
@@ -165,7 +192,7 @@ class _Entry:
             warnings.warn(
                 f'CPUOffload (tag "{self._state.tag}") saw only tensors on the CPU, where there is nothing to move: it does '
                 "nothing. Move the model to a GPU, or pass device=memkit.device.ReferenceDevice() to try it out.",
-                stacklevel=3,
+                stacklevel=5,
             )
 
     def _warn_of_whole_model(self) -> None:
@@ -179,7 +206,7 @@ class _Entry:
             f'CPUOffload (tag "{self._state.tag}"): one node of the graph saved {len(sizes_bytes)} tensors at once, '
             f"{share:.0%} of all bytes, as it is when a model is compiled as a whole. Nothing can leave before its end, so "
             "that the peak of the forward is that of no offload. Compile each block of the model by itself (block.compile()).",
-            stacklevel=4,
+            stacklevel=6,
         )
 
     def _warn_of_small(self) -> None:
@@ -188,11 +215,11 @@ class _Entry:
         self._state.looks_for_large = False
         if not self.counts.unique_bytes:
             message = all_too_small(self._small_bytes.values(), self._options.min_bytes, done="moved")
-            warnings.warn(f'CPUOffload (tag "{self._state.tag}"): {message}', stacklevel=4)
+            warnings.warn(f'CPUOffload (tag "{self._state.tag}"): {message}', stacklevel=6)
 
     def pack(self, tensor: Tensor) -> KeptHandle | _Flattened:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
-        if backward_task() != -1 or _paused.depth > 0:
+        if backward_task() != -1 or _paused.regions:
             return KeptHandle(tensor)
         if type(tensor) is Tensor:
             return self._pack(tensor)
@@ -336,16 +363,10 @@ class CPUOffload(ForwardContext):
         self.profile = profile
         self.device = None if device is None else open_device(device)
         self._entry: _Entry | None = None
-        self._is_entered = False
 
     def __enter__(self) -> CPUOffload:
         self.enter_knowing({})
         return self
-
-    def again(self) -> CPUOffload:
-        made = CPUOffload.__new__(CPUOffload)
-        made.__dict__.update(self.__dict__, _entry=None, _is_entered=False)
-        return made
 
     def attached_to(self, model: nn.Module) -> CPUOffload:
         report = self.profile or find_report(self.tag)
@@ -361,8 +382,16 @@ class CPUOffload(ForwardContext):
         return made
 
     def enter_knowing(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> None:
-        if self._is_entered:
-            raise ValueError(f'this CPUOffload (tag "{self.tag}") is entered already; make a second one for a nested context')
+        end_left()
+        block = self.claim(f'this CPUOffload (tag "{self.tag}") is entered already; make a second one for a nested context')
+        try:
+            self.is_entered = True
+            self._begin(resident, block)
+        except BaseException:
+            self.leave(has_failed=True)
+            raise
+
+    def _begin(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]], block: Block) -> None:
         is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if is_on:
             refuse_in_profile(f'CPUOffload (tag "{self.tag}")')
@@ -383,16 +412,22 @@ class CPUOffload(ForwardContext):
                 ratio = self._ratio_of(state)
                 state.num_iterations += 1
                 state.ratios.append(ratio)
-                entry = _Entry(state, self, ratio, resident)
-                state.counts = entry.counts
-            entry.begin()
-            self._entry = entry
-        self._is_entered = True
+                options = _Options(
+                    min_bytes=self.min_bytes,
+                    window_bytes=self.window_bytes,
+                    host_limit_bytes=self.host_limit_bytes,
+                    device=self.device,
+                )
+                self._entry = _Entry(state, options, ratio, resident, block)
+                state.counts = self._entry.counts
+            self._entry.begin()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        entry, self._entry, self._is_entered = self._entry, None, False
-        if entry is not None:
-            entry.end(has_failed=kind is not None)
+    def end_block(self, *, has_failed: bool) -> None:
+        try:
+            if self._entry is not None:
+                self._entry.end(has_failed=has_failed)
+        finally:
+            self._entry = None
 
     @property
     def plan(self) -> Plan | None:
@@ -472,17 +507,17 @@ def forget(tag: str) -> None:
 
 
 class _NoOffload(ForwardContext):
-    """What `no_offload` returns. It may be entered within itself."""
+    """What `no_offload` returns."""
 
     def __enter__(self) -> _NoOffload:
-        _paused.depth += 1
+        end_left()
+        block = self.claim("this no_offload is entered already; call no_offload() for each region")
+        self.is_entered = True
+        _paused.regions.append(block)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _paused.depth -= 1
-
-    def again(self) -> _NoOffload:
-        return self
+    def end_block(self, *, has_failed: bool) -> None:
+        _paused.regions[:] = [block for block in _paused.regions if block() is not None and block is not self._block]
 
     def __repr__(self) -> str:
         return "<no_offload: nothing that is saved here moves>"

@@ -123,6 +123,8 @@ class Pass:
         self.counts = counts
         self.ratio = ratio
         self.is_forward = True
+        self.is_broken = False
+        """Whether an interrupt may have left it half noted: then nothing more is done for it, or learned from it."""
         self.refused_bytes = 0
         """What was to leave and found no room in host memory."""
         self.unwritten: list[tuple[Record, int]] = []
@@ -165,6 +167,8 @@ class Pass:
 
     def decide(self, key: SaveKey) -> Action | None:
         """Return what to do with the next first save; None to leave it alone, because to move it would free nothing."""
+        if self.is_broken:
+            return None
         index, place = len(self._keys), self._follow(key)
         self._keys.append(key)
         self._records.append(None)
@@ -260,7 +264,7 @@ class Pass:
         assert self.is_forward
         self.is_forward = False
         self.counts.window_bytes = max(self.counts.window_bytes, self.window_bytes)
-        if not learn or not self._keys:
+        if not learn or not self._keys or self.is_broken:
             return False
         trace = self._trace
         is_whole = trace is not None and self._place == len(trace.keys)
@@ -274,6 +278,12 @@ class Pass:
         self._traces.drop_report()
         self._traces.add(trace)
         return was_misled
+
+    def break_off(self) -> None:
+        """Something was broken off that may have had to do with this pass: let what is left of it come as it may."""
+        self.is_broken = True
+        self._order = ()
+        self._forecast = None
 
     def records(self) -> Iterator[Record]:
         """Yield the records that a graph may still ask for."""
@@ -293,6 +303,8 @@ class Pass:
         """Start over: another backward asks, whose order is the last one seen, or the reverse of the saves."""
         self.task = task
         order = None if self._trace is None or len(self._trace.keys) != len(self._keys) else self._trace.order
+        if self.is_broken:
+            order = ()
         self._order = tuple(range(len(self._keys)))[::-1] if order is None else order
         self._places = {index: place for place, index in enumerate(self._order)}
         self._used = {}
@@ -340,7 +352,7 @@ class Pass:
         return self._forecast
 
     def _foresee(self) -> Forecast | None:
-        trace = self._trace
+        trace = None if self.is_broken else self._trace
         if trace is None or trace.order is None or not trace.working_bytes or len(trace.keys) != len(self._keys):
             return None
         sizes = [trace.keys[index].num_bytes for index in trace.order]
@@ -349,7 +361,7 @@ class Pass:
 
     def end_backward(self) -> None:
         """Learn the order of a whole backward."""
-        trace = self._trace
+        trace = None if self.is_broken else self._trace
         if trace is not None and len(trace.keys) == len(self._keys) and self._used and next(self.records(), None) is None:
             trace.order, trace.working_bytes = tuple(self._used), tuple(self._used.values())
 

@@ -136,9 +136,9 @@ class Recorder(QuietMode):
         calls, value = tape.calls, tape.num_values
         if len(calls) >= len(tape.known_s):
             tape.seconds[len(calls)] = self._estimate_s(func, args, results)
+        tape.num_values = value + 1  # first, as in `Tape.add_root`
         calls.append(_new_tuple(Call, (func, kept, kwargs, sources, value, (storage.nbytes(),), None)))
         current[storage._cdata] = (weakref.ref(storage), value)
-        tape.num_values = value + 1
         if value in tape.retained:
             tape.hold_made(value, results)
         return results

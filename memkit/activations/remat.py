@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from memkit.activations.remat_entry import Entry, RematOptions
 from memkit.activations.remat_state import RematState, find_state, open_state, states
 from memkit.activations.stats import SavedTensorStats, report_from, stats
 from memkit.device import CpuDevice, Device, is_capturing, open_device
-from memkit.hooks import in_checkpoint, refuse_in_profile, stacked_owners
+from memkit.hooks import end_left, in_checkpoint, refuse_in_profile, stacked_owners
+from memkit.interrupts import Block
 from memkit.plan import DTRScore, RematPlan
 from memkit.profile.passes import run_without_data
 from memkit.profile.step import Step as ProfiledStep
@@ -116,11 +116,19 @@ class Rematerialize(ForwardContext):
             kinds=op_kinds(names_of_ops(pure_ops)),
         )
         self._entry: Entry | None = None
-        self._is_entered = False
 
     def __enter__(self) -> Rematerialize:
-        if self._is_entered:
-            raise ValueError(f'this Rematerialize (tag "{self.tag}") is entered already')
+        end_left()
+        block = self.claim(f'this Rematerialize (tag "{self.tag}") is entered already')
+        try:
+            self.is_entered = True
+            self._begin(block)
+            return self
+        except BaseException:
+            self.leave(has_failed=True)
+            raise
+
+    def _begin(self, block: Block) -> None:
         if is_capturing():
             raise RuntimeError(
                 f'Rematerialize (tag "{self.tag}") was entered while a CUDA graph is being captured: what is recorded is run '
@@ -142,23 +150,17 @@ class Rematerialize(ForwardContext):
         if is_on:
             state = open_state(self.tag)
             with state.lock:
-                entry = Entry(state, self._options)
+                self._entry = Entry(state, self._options, block)
                 state.num_iterations += 1
-                state.counts = entry.counts
-            entry.begin()
-            self._entry = entry
-        self._is_entered = True
-        return self
+                state.counts = self._entry.counts
+            self._entry.begin()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        entry, self._entry, self._is_entered = self._entry, None, False
-        if entry is not None:
-            entry.end(has_failed=kind is not None)
-
-    def again(self) -> Rematerialize:
-        made = Rematerialize.__new__(Rematerialize)
-        made.__dict__.update(self.__dict__, _entry=None, _is_entered=False)
-        return made
+    def end_block(self, *, has_failed: bool) -> None:
+        try:
+            if self._entry is not None:
+                self._entry.end(has_failed=has_failed)
+        finally:
+            self._entry = None
 
     @property
     def plan(self) -> RematPlan | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +35,11 @@ from memkit.hooks import (
     has_own_dispatch,
     in_compiled_function,
     innermost_hooks,
+    leave_mode,
     node_number,
     nothing,
 )
+from memkit.interrupts import Block
 from memkit.plan import NO_OP, DTRScore, RematPlan, Step, ends_of, tell_kept
 from memkit.sizes import format_bytes
 
@@ -103,7 +104,7 @@ class PassedOn:
 class Entry:
     """One time in the context: from `with` to its end."""
 
-    def __init__(self, state: RematState, options: RematOptions) -> None:
+    def __init__(self, state: RematState, options: RematOptions, block: Block | None = None) -> None:
         self._state = state
         self._lock = state.lock
         self._options = options
@@ -120,24 +121,38 @@ class Entry:
         state.know(options.kinds)
         self._run = self._open_run(raises=options.strict)
         self.recorder = Recorder(self._run.tape, options.kinds, default_generator, self._estimate_s)
-        self._hooks = SavedTensorHooks(self.pack, _unpack, owner=self, name=f'Rematerialize (tag "{state.tag}")', is_last=True)
+        self._hooks = SavedTensorHooks(
+            self.pack, _unpack, owner=self, name=f'Rematerialize (tag "{state.tag}")', is_last=True, block=block
+        )
         self._trail = ModuleTrail(self._run.tape)
         is_new = self._follower.trace is None and state.num_iterations < _NUM_WATCHED
         self._watches_modules = is_new or options.verify
+        self._is_over = False
 
     def begin(self) -> None:
-        with ExitStack() as contexts:
+        try:
+            self._hooks.__enter__()
             if self._watches_modules:
-                contexts.enter_context(self._trail)
-            contexts.enter_context(self._hooks)
-            contexts.enter_context(self.recorder)
-            self._contexts = contexts.pop_all()
+                self._trail.__enter__()
+            self.recorder.__enter__()
+        except BaseException:
+            self._take_off()
+            raise
 
     def end(self, *, has_failed: bool) -> None:
-        self._contexts.close()
-        with self._state.lock:
+        """The context was left. After an interrupt in here this may be called again."""
+        if self._is_over:
+            return
+        self._take_off()
+        with self._lock:
             self._end_forward(learn=not has_failed)
-        del self._contexts, self._hooks, self._run, self.recorder  # they hold the entry, and the tape
+        self._is_over = True
+        del self._hooks, self._run, self.recorder  # they hold the entry, and the tape
+
+    def _take_off(self) -> None:
+        leave_mode(self.recorder)
+        self._trail.__exit__()
+        self._hooks.__exit__()  # last: for as long as they are on, `end_left` will see to the others as well
 
     # One forward
 
@@ -275,15 +290,23 @@ class Entry:
             )
         if type(tensor) not in _PLAIN_TYPES:
             return self._pack_of_class(tensor)
-        with _NoDispatch(), self._lock:  # what is done here is no part of the forward
-            return self._pack(tensor)
+        with _NoDispatch():  # what is done here is no part of the forward
+            return self._pack_locked(tensor)
 
     def _pack_of_class(self, tensor: Tensor) -> KeptHandle | PassedOn:
         if has_own_dispatch(tensor):
             with _disable_current_modes():
                 return KeptHandle(tensor) if self._outer is None else PassedOn(tensor, self._outer)
-        with torch._C.DisableTorchFunctionSubclass(), _NoDispatch(), self._lock:
-            return self._pack(tensor)
+        with torch._C.DisableTorchFunctionSubclass(), _NoDispatch():
+            return self._pack_locked(tensor)
+
+    def _pack_locked(self, tensor: Tensor) -> KeptHandle:
+        with self._lock:
+            try:
+                return self._pack(tensor)
+            except BaseException:  # as `mended` does, at less cost
+                self._state.is_broken = True
+                raise
 
     def _pack(self, tensor: Tensor) -> KeptHandle:
         if not is_range_of_bytes(tensor):
@@ -309,6 +332,8 @@ class Entry:
         if tensor._version and tensor._version > tape.num_writes(value):  # somebody else has written to it, as another thread
             value = tape.add_root(tensor, storage, is_inside=True)
             root = tape.roots[value]
+        if self._state.is_broken:
+            self._state.mend()
         run.ledger.sweep()
         is_new = not run.is_saved(value)
         node = node_number()

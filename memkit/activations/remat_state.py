@@ -19,6 +19,7 @@ from memkit.activations.tape import Tape
 from memkit.activations.traces import OpTrace, OpTraces
 from memkit.device import Device
 from memkit.hooks import after_backward, backward_task
+from memkit.interrupts import mended
 from memkit.plan import RematPlan, ends_of
 
 _MAX_COSTS = 8192
@@ -31,6 +32,7 @@ class RematState:
     def __init__(self, tag: str) -> None:
         self.tag = tag
         self.lock = threading.RLock()
+        self.is_broken = False
         self.num_iterations = 0
         self.num_deviations = 0
         self.counts = RematCounts()
@@ -58,6 +60,13 @@ class RematState:
     def ledgers(self) -> list[Ledger]:
         return list(self._ledgers.values())
 
+    def mend(self) -> None:
+        """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
+        for ledger in self.ledgers():
+            ledger.mend()
+        self.is_broken = False
+
+    @mended
     def sweep(self) -> None:
         for ledger in self.ledgers():
             ledger.sweep()
@@ -92,38 +101,38 @@ class RematState:
                 continue  # in its first forward a kernel is loaded, or chosen among several
             if len(tape.lineage.seconds) == len(trace.step.lineage.seconds):
                 trace.step.lineage.seconds[:] = tape.lineage.seconds
-                trace.is_measured = True
                 trace.learn(trace.step)
+                trace.is_measured = True
         self._timed.clear()
 
     # The backward
 
+    @mended
     def unpack(self, run: Run, handle: Handle, node: int) -> Tensor:
         """Return what a node has saved, for work on the current stream; make it again if it was dropped."""
-        with self.lock:
-            record = handle.record
-            ledger, value, task = record.ledger, record.index, backward_task()
-            ledger.sweep()
-            if task != -1 and run.task != task:
-                self._begin_backward(run, task)
-            if task != -1:
-                run.note_use(value, node)
-            if handle.geometry is None:
-                run.evictable.pop(value, None)
-                ledger.serve(handle)
-                return handle.alias
-            original = record.original()
-            if original is not None:
-                ledger.serve(handle)
-                return handle.over_original(original)
-            ledger.fetched_copy(record)  # gives up one that was written to
-            if record.residency is Residency.DROPPED:
-                if task == -1:
-                    run.compare_settings()
-                self._make(run, handle)
-            if record.num_awaiting <= 1:
-                run.evictable.pop(value, None)
-            return ledger.hand_out(handle)
+        record = handle.record
+        ledger, value, task = record.ledger, record.index, backward_task()
+        ledger.sweep()
+        if task != -1 and run.task != task:
+            self._begin_backward(run, task)
+        if task != -1:
+            run.note_use(value, node)
+        if handle.geometry is None:
+            run.evictable.pop(value, None)
+            ledger.serve(handle)
+            return handle.alias
+        original = record.original()
+        if original is not None:
+            ledger.serve(handle)
+            return handle.over_original(original)
+        ledger.fetched_copy(record)  # gives up one that was written to
+        if record.residency is Residency.DROPPED:
+            if task == -1:
+                run.compare_settings()
+            self._make(run, handle)
+        if record.num_awaiting <= 1:
+            run.evictable.pop(value, None)
+        return ledger.hand_out(handle)
 
     def _make(self, run: Run, handle: Handle) -> None:
         run.ledger.expect(handle.record)
@@ -143,17 +152,17 @@ class RematState:
         run.begin_backward(task, trace.step.uses if isinstance(trace, OpTrace) and trace.has_order else None)
         after_backward(functools.partial(self._end_backward, weakref.ref(run), is_first=is_first))
 
+    @mended
     def _end_backward(self, reference: weakref.ref[Run], *, is_first: bool) -> None:
         """A backward has ended well."""
-        with self.lock:
-            self.sweep()
-            run = reference()
-            if run is None:
-                return
-            trace = run.trace
-            if is_first and isinstance(trace, OpTrace) and not trace.has_order and next(run.records(), None) is None:
-                trace.has_order = True
-                trace.learn(replace(trace.step, uses=tuple(run.uses), use_ends=ends_of(run.use_nodes)))
+        self.sweep()
+        run = reference()
+        if run is None:
+            return
+        trace = run.trace
+        if is_first and isinstance(trace, OpTrace) and not trace.has_order and next(run.records(), None) is None:
+            trace.learn(replace(trace.step, uses=tuple(run.uses), use_ends=ends_of(run.use_nodes)))
+            trace.has_order = True
 
 
 class RunUnpacker:
@@ -171,7 +180,7 @@ class RunUnpacker:
 
 
 states: dict[str, RematState] = {}
-_states_lock = threading.Lock()
+_states_lock = threading.RLock()
 
 
 def open_state(tag: str) -> RematState:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Container, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -304,7 +304,17 @@ class Run(Residents):
             device.wait_event(here, device.record_event(stream, timed=False))
         try:
             settings = with_settings(self.tape.settings) if self._has_other_settings else nullcontext()
-            with _below_everything(), settings, torch.profiler.record_function("memkit::replay"):
+            with (  # an op is run as it was recorded: below autograd, autocast, transforms, modes and hooks
+                torch._C.DisableTorchFunction(),
+                _disable_current_modes(),
+                torch.no_grad(),
+                torch._C._DisableAutocast(),
+                torch._C._DisableFuncTorch(),
+                torch._C._ExcludeDispatchKeyGuard(_VMAP_MODE),
+                torch._C._AutoDispatchBelowAutograd(),
+                settings,
+                torch.profiler.record_function("memkit::replay"),
+            ):
                 self.rebuild(value)
         finally:
             self._temps.clear()
@@ -418,21 +428,8 @@ def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
     assert generator is not None
     assert state is not None
     now = generator.get_state()
-    generator.set_state(state)
     try:
+        generator.set_state(state)
         return call.func(*args, **kwargs)
     finally:
         generator.set_state(now)
-
-
-def _below_everything() -> ExitStack:
-    """Return a context in which an op is run as it was recorded: below autograd, autocast, transforms, modes and hooks."""
-    stack = ExitStack()
-    stack.enter_context(torch._C.DisableTorchFunction())
-    stack.enter_context(_disable_current_modes())
-    stack.enter_context(torch.no_grad())
-    stack.enter_context(torch._C._DisableAutocast())
-    stack.enter_context(torch._C._DisableFuncTorch())
-    stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_VMAP_MODE))
-    stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-    return stack

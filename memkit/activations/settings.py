@@ -40,10 +40,13 @@ def with_settings(wanted: Settings) -> Iterator[None]:
     """Return a context in which all is set as it was."""
     found = current_settings()
     try:
-        _change(found, wanted)
-        yield
+        try:
+            _change(found, wanted)
+            yield
+        finally:
+            _change(wanted, found)
     finally:
-        _change(wanted, found)
+        _change(current_settings(), found)  # again, where an interrupt came in between
 
 
 def _change(found: Settings, wanted: Settings) -> None:

@@ -130,7 +130,7 @@ class Tape:
         for op in range(len(lineage.ins), len(calls)):
             call = calls[op]
             while len(lineage.maker) < call.first:
-                lineage.add_root(self.roots[len(lineage.maker)].num_bytes)
+                lineage.add_root(self._root_bytes(len(lineage.maker)))
             notes = call.notes
             skipped = notes.written if notes is not None and notes.is_whole else ()
             seconds = known_s[op] if op < len(known_s) else self.seconds.get(op, 0.0)
@@ -141,7 +141,11 @@ class Tape:
                 () if notes is None or notes.is_whole else notes.written,
             )
         while len(lineage.maker) < self.num_values:
-            lineage.add_root(self.roots[len(lineage.maker)].num_bytes)
+            lineage.add_root(self._root_bytes(len(lineage.maker)))
+
+    def _root_bytes(self, value: int) -> int:
+        root = self.roots.get(value)
+        return 0 if root is None else root.num_bytes  # an interrupt has left the number unused
 
     # Values
 
@@ -187,17 +191,17 @@ class Tape:
         if not is_range_of_bytes(tensor):
             raise RuntimeError("what is no range of bytes is no value")
         value = self.num_values
+        self.num_values = value + 1  # first: an interrupt leaves a number that is nobody's, and none that is two values'
         version = None if is_written or tensor.is_inference() else tensor._version
         base = tensor._base  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
         root = self.roots[value] = Root(tensor if base is None else base, storage, version, is_inside=is_inside)
+        if is_hidden:
+            self.hidden.add(value)
         if root.lent is None:
             self.current[storage._cdata] = (weakref.ref(storage), value)
         else:
             self.current.pop(storage._cdata, None)
             self.lent[storage._cdata] = (weakref.ref(storage),)
-        self.num_values = value + 1
-        if is_hidden:
-            self.hidden.add(value)
         if value in self.retained:
             self.hold(value, is_in_dispatch=True)
         return value
@@ -227,12 +231,12 @@ class Tape:
 
     def add_call(self, call: Call, storages: Sequence[torch.UntypedStorage]) -> range:
         """Return the values that a call has made, which are in these storages from now on."""
-        self.calls.append(call)
         value, current = call.first, self.current
+        self.num_values = value + len(storages)  # first, as in `add_root`
+        self.calls.append(call)
         for storage in storages:
             current[storage._cdata] = (weakref.ref(storage), value)
             value += 1
-        self.num_values = value
         return range(call.first, value)
 
     def add_roots(self, results: Any, why_kept: str = "") -> None:

@@ -64,8 +64,8 @@ class OpTrace:
 
     def learn(self, step: Step) -> None:
         """More is known of the step: plans are made anew."""
-        self.step, self._planner = step, None
         self._plans.clear()
+        self.step, self._planner = step, None
 
 
 class OpTraces:

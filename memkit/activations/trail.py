@@ -27,8 +27,12 @@ class ModuleTrail:
         self._running = [(module, 0) for module, _ in self._running]
 
     def __enter__(self) -> ModuleTrail:
-        self._hooks.around_all_forwards(before=self._before, after=self._after)
-        return self
+        try:
+            self._hooks.around_all_forwards(before=self._before, after=self._after)
+            return self
+        except BaseException:
+            self._hooks.remove()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self._hooks.remove()

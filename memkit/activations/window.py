@@ -20,6 +20,7 @@ from memkit.activations.passes import Pass, SaveKey, Traces, trace_of
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_on
 from memkit.hooks import KeptHandle, after_backward, backward_task, node_number
+from memkit.interrupts import mended
 from memkit.plan import Action
 from memkit.profile import MemoryReport
 from memkit.sizes import format_mib
@@ -40,7 +41,7 @@ class OffloadWindow:
         self.arena = Arena(device)
         self.traces = Traces()
         self._tag = tag
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._lanes = lanes_of(device)
         self._lanes.join(self)
         self._ledger = CopyLedger(device, self._lanes, self.arena)
@@ -50,6 +51,17 @@ class OffloadWindow:
         self._needed_bytes = 0
         """Host memory that the plans needed when the arena was made to fit last."""
         self._has_warned = False
+        self.is_broken = False
+        """Whether a call was broken off."""
+        self._is_asking = False
+        """Whether others are asked to bring what is theirs."""
+
+    def mend(self) -> None:
+        """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
+        for run in self._live_passes():
+            run.break_off()
+        self._ledger.mend()
+        self._is_asking = self.is_broken = False
 
     @property
     def ledger(self) -> CopyLedger:
@@ -70,14 +82,14 @@ class OffloadWindow:
             self._passes = [weakref.ref(run) for run in passes]
         return passes
 
+    @mended
     def open_pass(self, run: Pass) -> None:
         """Begin a forward: free what is done with, and pin ahead what its plan will need."""
-        with self._lock:
-            self._ledger.sweep()
-            self._ledger.release_dead(wait=False)
-            self._passes.append(weakref.ref(run))
-            self._most_passes = max(self._most_passes, len(self._live_passes()))
-            self._size_arena(run)
+        self._ledger.sweep()
+        self._ledger.release_dead(wait=False)
+        self._passes.append(weakref.ref(run))
+        self._most_passes = max(self._most_passes, len(self._live_passes()))
+        self._size_arena(run)
 
     def _size_arena(self, run: Pass) -> None:
         needed_bytes = max((trace.plan(run.ratio, run.window_bytes).offload_bytes for trace in self.traces), default=0)
@@ -90,46 +102,42 @@ class OffloadWindow:
 
     def foretell(self, report: MemoryReport, min_bytes: int) -> None:
         """Plan the first pass by a report."""
-        with self._lock:
+        with self.lock:
             self.traces.add(trace_of(report, min_bytes))
 
     # Saving
 
+    @mended
     def pack(self, run: Pass, tensor: Tensor, storage: torch.UntypedStorage) -> KeptHandle:
         """Return the handle of a tensor that may leave."""
-        with self._lock:
-            self._ledger.sweep()
-            self._send_written(run, but_for=node_number())
-            record = run.find(storage, tensor)
-            if record is None:
-                action = run.decide(_key_of(tensor, storage))
-                if action is None:
-                    return KeptHandle(tensor)
-                record = self._ledger.open_record(
-                    storage, tensor._version, owner=run, index=run.num_saves - 1, counts=run.counts
-                )
-                record.tick = self._lanes.tick()
-                run.note_record(record, storage, tensor)
-                run.counts.unique_bytes += record.num_bytes
-                handle = self._ledger.add_handle(record, tensor, self)
-                if action is Action.KEEP:
-                    run.counts.kept_bytes += record.num_bytes
-                elif tensor.requires_grad:
-                    self._leave(run, record, storage)
-                else:
-                    run.unwritten.append((record, node_number()))
-                self._make_room()
-            elif self.device.current_stream() != record.stream:
-                return KeptHandle(
-                    tensor
-                )  # the work to come reads it there, and nothing tells when: it stays until the backward
+        self._ledger.sweep()
+        self._send_written(run, but_for=node_number())
+        record = run.find(storage, tensor)
+        if record is None:
+            action = run.decide(_key_of(tensor, storage))
+            if action is None:
+                return KeptHandle(tensor)
+            record = self._ledger.open_record(storage, tensor._version, owner=run, index=run.num_saves - 1, counts=run.counts)
+            record.tick = self._lanes.tick()
+            run.note_record(record, storage, tensor)
+            run.counts.unique_bytes += record.num_bytes
+            handle = self._ledger.add_handle(record, tensor, self)
+            if action is Action.KEEP:
+                run.counts.kept_bytes += record.num_bytes
+            elif tensor.requires_grad:
+                self._leave(run, record, storage)
             else:
-                handle = self._ledger.add_handle(record, tensor, self)
-            return handle
+                run.unwritten.append((record, node_number()))
+            self._make_room()
+        elif self.device.current_stream() != record.stream:
+            return KeptHandle(tensor)  # the work to come reads it there, and nothing tells when: it stays until the backward
+        else:
+            handle = self._ledger.add_handle(record, tensor, self)
+        return handle
 
     def pass_over(self, run: Pass, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         """Take note of a tensor that is known to be the caller's."""
-        with self._lock:
+        with self.lock:
             run.pass_over(_key_of(tensor, storage))
 
     def _send_written(self, run: Pass, *, but_for: int | None = None) -> None:
@@ -165,35 +173,35 @@ class OffloadWindow:
         while self._ledger.live_bytes > limit_bytes and self._ledger.backlog:
             self._ledger.release_oldest()
 
+    @mended
     def end_forward(self, run: Pass, *, learn: bool) -> None:
         """The context has been left, or the backward has begun: no more saves belong to the pass."""
-        with self._lock:
-            self._send_written(run)
-            self._make_room()
-            if run.is_forward and run.finish_forward(learn=learn):
-                warnings.warn(
-                    f'the report under the tag "{self._tag}" is of another model, or of other shapes: what was saved does not '
-                    "follow it. This pass is taken as the new measure. Profile again, or use another tag.",
-                    stacklevel=2,
-                )
+        self._send_written(run)
+        self._make_room()
+        if run.is_forward and run.finish_forward(learn=learn):
+            warnings.warn(
+                f'the report under the tag "{self._tag}" is of another model, or of other shapes: what was saved does not '
+                "follow it. This pass is taken as the new measure. Profile again, or use another tag.",
+                stacklevel=3,
+            )
 
     # Giving back
 
+    @mended
     def unpack(self, handle: Handle) -> Tensor:
         """Return a saved tensor, for work on the current stream; fetch what is needed after it."""
-        with self._lock:
-            self._ledger.sweep()
-            record = handle.record
-            run = record.owner
-            assert isinstance(run, Pass)
-            if self._follow_backward(run):
-                self._note_use(run, record)
-            in_place = self._in_place(handle)
-            if in_place is None:
-                self._fetch_now(record)
-            if run.task != -1:
-                self._fetch_ahead(run)
-            return self._ledger.hand_out(handle) if in_place is None else in_place
+        self._ledger.sweep()
+        record = handle.record
+        run = record.owner
+        assert isinstance(run, Pass)
+        if self._follow_backward(run):
+            self._note_use(run, record)
+        in_place = self._in_place(handle)
+        if in_place is None:
+            self._fetch_now(record)
+        if run.task != -1:
+            self._fetch_ahead(run)
+        return self._ledger.hand_out(handle) if in_place is None else in_place
 
     def _follow_backward(self, run: Pass) -> bool:
         """Notice that a backward has begun, for the first time or again; tell whether one is running at all."""
@@ -270,28 +278,35 @@ class OffloadWindow:
         """Fetch what the backward needs next, while there is room for it all the way to its use."""
         for record in run.upcoming():
             if record.residency is Residency.HOST and record.original() is None:
-                if not self._make_room_for(run, record) or not self._lanes.is_turn_of(self, record.tick):
+                if not self._make_room_for(run, record) or not self._is_turn_of(record):
                     return
                 if not self._try_to_fetch(record):
                     return
             run.advance()
 
+    def _is_turn_of(self, record: Record) -> bool:
+        self._is_asking = True
+        is_turn = self._lanes.is_turn_of(self, record.tick)
+        self._is_asking = False
+        return is_turn
+
     def bring_until(self, tick: int) -> bool:
         """Fetch what is needed sooner than what was left at `tick`: see `memkit.transfer.lanes.Prefetcher`."""
-        if not self._lock.acquire(blocking=False):
+        if self._is_asking or self.is_broken:
             return True  # another thread is at it, and perhaps waits for the one that asks
-        try:
-            for run in self._live_passes():
-                for record in run.upcoming() if run.task != -1 else ():
-                    if record.residency is Residency.HOST and record.original() is None:
-                        if record.tick <= tick:
-                            break
-                        if not self._make_room_for(run, record) or not self._try_to_fetch(record):
-                            return False
-                    run.advance()
-            return True
-        finally:
-            self._lock.release()
+        return self._bring_until(tick)
+
+    @mended
+    def _bring_until(self, tick: int) -> bool:
+        for run in self._live_passes():
+            for record in run.upcoming() if run.task != -1 else ():
+                if record.residency is Residency.HOST and record.original() is None:
+                    if record.tick <= tick:
+                        break
+                    if not self._make_room_for(run, record) or not self._try_to_fetch(record):
+                        return False
+                run.advance()
+        return True
 
     def _make_room_for(self, run: Pass, record: Record) -> bool:
         """Tell whether a record may be fetched ahead of its use, if need be once what is dead is gone."""
@@ -320,34 +335,34 @@ class OffloadWindow:
             return False
         return forecast.level_bytes(run.num_used - 1, run.place_of(record), live_bytes) <= forecast.peak_bytes
 
+    @mended
     def _end_backward(self, run: Pass, task: int) -> None:
         """A backward has ended well."""
-        with self._lock:
-            self._ledger.sweep()
-            if run.task == task:
-                self._take_back(run, until=None)
-                run.end_backward()
-                self._ledger.release_dead(wait=True)  # what was served: its copy was made in the forward, and is long done
-            self.settle()
+        self._ledger.sweep()
+        if run.task == task:
+            self._take_back(run, until=None)
+            run.end_backward()
+            self._ledger.release_dead(wait=True)  # what was served: its copy was made in the forward, and is long done
+        self.settle()
 
+    @mended
     def settle(self) -> None:
         """Take up what has died, and free what waited for copies that are done."""
-        with self._lock:
-            self._ledger.sweep()
-            self._ledger.release_dead(wait=False)
-            if self in _retired and self.arena.in_use_bytes == 0:
-                self.arena.close()
-                if self.arena.held_bytes == 0:
-                    _retired.discard(self)
+        self._ledger.sweep()
+        self._ledger.release_dead(wait=False)
+        if self in _retired and self.arena.in_use_bytes == 0:
+            self.arena.close()
+            if self.arena.held_bytes == 0:
+                _retired.discard(self)
 
+    @mended
     def retire(self) -> None:
         """Give the host memory back, at once or when the last graph and the last copy that need it are gone."""
-        with self._lock:
-            _retired.add(self)
-            self._ledger.sweep()
-            self._ledger.release_dead(wait=True)
-            self._ledger.settle_all()
-            self.settle()
+        _retired.add(self)
+        self._ledger.sweep()
+        self._ledger.release_dead(wait=True)
+        self._ledger.settle_all()
+        self.settle()
 
 
 _retired: set[OffloadWindow] = set()

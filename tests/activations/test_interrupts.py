@@ -1,0 +1,233 @@
+"""A training loop goes on after Ctrl-C: whatever line of memkit that came ahead of, the steps that follow are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memkit
+from memkit.device import Device
+from tests.activations.cases import assert_same_bits
+from tests.activations.conftest import open_test_device
+from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.interrupts import count_lines, hooks_around, interrupts
+
+TAG = "interrupted"
+NUM_LINES = 60
+MANY_LINES = [pytest.param(8), pytest.param(NUM_LINES, marks=pytest.mark.full)]
+
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS, "ignore:.*was exceeded")
+
+Contexts = Callable[[Device], list[AbstractContextManager[object]]]
+
+
+SLOW = ("offload half in a window", "rematerialize all")
+
+
+class Model(nn.Module):
+    """Layers with ops that write in place, draw random numbers, and keep statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = functional.dropout(functional.gelu(layer(x)), 0.2)
+        return torch.relu_(self.norm(x)).sin()
+
+
+class Loop:
+    """A training loop on a device of its own. All its steps begin alike, so that all must end alike."""
+
+    def __init__(self, contexts: Contexts, *, device: str = "late") -> None:
+        self.device_name = device
+        self.begin()
+        torch.manual_seed(0)
+        self.model = Model().to(self.device.torch_device)
+        self._weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self._x = torch.randn(8, 16).to(self.device.torch_device)
+        self._contexts = contexts
+
+    def begin(self) -> None:
+        """Forget what earlier steps have taught, as a new process."""
+        memkit.reset(TAG)
+        self.device = open_test_device(self.device_name)
+
+    def step(self) -> list[Tensor]:
+        """Return the loss, the gradients and the buffers of a step."""
+        self.model.load_state_dict(self._weights)
+        self.model.zero_grad()
+        torch.manual_seed(1)
+        loss = self.forward().square().sum()
+        loss.backward()
+        grads = [parameter.grad for parameter in self.model.parameters()]
+        return [loss.detach(), *(grad for grad in grads if grad is not None), *map(Tensor.clone, self.model.buffers())]
+
+    def forward(self) -> Tensor:
+        return self._forward_in(self._contexts(self.device))
+
+    def _forward_in(self, contexts: list[AbstractContextManager[object]]) -> Tensor:
+        if not contexts:
+            return self.model(self._x)  # type: ignore[no-any-return]
+        with contexts.pop(0):
+            return self._forward_in(contexts)
+
+    def held_bytes(self) -> tuple[int, ...]:
+        """Return what is held between steps, on the host and on the device."""
+        self.device.synchronize()
+        assert not getattr(self.device, "races", None)
+        try:
+            stats = memkit.stats(TAG)
+        except ValueError:
+            stats_of_remat = memkit.stats(TAG)
+            return stats_of_remat.live_bytes, stats_of_remat.live_records
+        return stats.host_held_bytes, stats.host_in_use_bytes, stats.live_bytes, stats.live_records
+
+
+def _offload(ratio: float = 1.0, window_bytes: int | None = 0) -> Contexts:
+    return lambda device: [memkit.CPUOffload(ratio, TAG, min_bytes=0, window_bytes=window_bytes, device=device)]
+
+
+def _remat(budget: float | int = 0.5, policy: str = "plan") -> Contexts:
+    return lambda device: [memkit.Rematerialize(budget, TAG, policy=policy, min_bytes=0, device=device)]
+
+
+FEATURES: dict[str, Contexts] = {
+    "offload all": _offload(),
+    "offload all in a window": _offload(window_bytes=None),
+    "offload half": _offload(0.5),
+    "offload half in a window": _offload(0.5, None),
+    "rematerialize": _remat(),
+    "rematerialize all": _remat(100),
+    "rematerialize by the score": _remat(0.3, "dtr"),
+    "offload around rematerialize": lambda device: [*_offload()(device), *_remat()(device)],
+}
+
+
+def _plain(device: str = "late") -> list[Tensor]:
+    return Loop(lambda _: [], device=device).step()
+
+
+def _check(loop: Loop, count: int, *, prepare: Callable[[], object] = lambda: None, within: str | None = None) -> None:
+    plain, hooks = _plain(loop.device_name), hooks_around(loop.model)
+    for place in interrupts(loop.step, count, prepare=prepare, within=within):
+        for _ in range(2):
+            assert_same_bits(loop.step(), plain)
+        assert hooks_around(loop.model) == hooks, place
+
+
+@pytest.mark.parametrize("count", MANY_LINES)
+@pytest.mark.parametrize("feature", [pytest.param(name, marks=[pytest.mark.full] if name in SLOW else []) for name in FEATURES])
+def test_steps_after_an_interrupt_are_exact(feature: str, count: int) -> None:
+    loop = Loop(FEATURES[feature])
+    for _ in range(3):
+        loop.step()
+    before = loop.held_bytes()
+
+    _check(loop, count)
+
+    assert loop.held_bytes() == before
+
+
+@pytest.mark.parametrize("count", MANY_LINES)
+@pytest.mark.parametrize("feature", ["offload half", "rematerialize", "offload around rematerialize"])
+def test_steps_after_an_interrupt_of_the_first_step_are_exact(feature: str, count: int) -> None:
+    loop = Loop(FEATURES[feature])
+
+    _check(loop, count, prepare=loop.begin)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", MANY_LINES)
+def test_steps_after_an_interrupt_are_exact_where_copies_land_at_any_time(count: int, seed: int) -> None:
+    loop = Loop(_offload(), device=f"seed {seed}")
+    loop.step()
+
+    _check(loop, count)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", FEATURES)
+def test_steps_after_an_interrupt_are_exact_on_a_gpu(feature: str) -> None:
+    """There the backward runs in another thread: only what the main thread does is interrupted."""
+    loop = Loop(FEATURES[feature], device="cuda")
+    for _ in range(3):
+        loop.step()
+    before = loop.held_bytes()
+
+    _check(loop, NUM_LINES)
+
+    assert loop.held_bytes() == before
+
+
+@pytest.mark.parametrize("count", MANY_LINES)
+def test_steps_of_an_attached_model_after_an_interrupt_are_exact(count: int) -> None:
+    loop = Loop(lambda _: [])
+    handle = memkit.attach(loop.model, 1.0, TAG, min_bytes=0, window_bytes=0, device=loop.device)
+    for _ in range(3):
+        loop.step()
+    before = loop.held_bytes()
+
+    _check(loop, count)
+
+    assert loop.held_bytes() == before
+    handle.remove()
+
+
+@pytest.mark.parametrize("count", MANY_LINES)
+@pytest.mark.parametrize("function", ["leave", "fetch", "_release", "hand_out", "_close", "_copy"])
+def test_what_a_copy_touches_is_held_before_the_copy_is_issued(function: str, count: int) -> None:
+    loop = Loop(FEATURES["offload all"])
+    for _ in range(3):
+        loop.step()
+    before = loop.held_bytes()
+
+    _check(loop, count, within=function)
+
+    assert loop.held_bytes() == before
+
+
+class LoopWithOneContext(Loop):
+    """Enters one and the same context in each step, by a `with` statement."""
+
+    def __init__(self, contexts: Contexts) -> None:
+        super().__init__(contexts)
+        (self._context,) = contexts(self.device)
+
+    def forward(self) -> Tensor:
+        with self._context:
+            return self.model(self._x)  # type: ignore[no-any-return]
+
+
+EDGES = ["enter_knowing", "claim", "_begin", "begin", "__enter__", "__exit__", "exit", "leave", "end_block", "end", "_take_off"]
+
+
+@pytest.mark.parametrize("count", MANY_LINES)
+@pytest.mark.parametrize("kind", [LoopWithOneContext, pytest.param(Loop, marks=pytest.mark.full)])
+@pytest.mark.parametrize("feature", ["offload half", "rematerialize"])
+def test_context_that_an_interrupt_kept_from_being_left_is_left_by_the_next(feature: str, kind: type[Loop], count: int) -> None:
+    loop = kind(FEATURES[feature])
+    for _ in range(3):
+        loop.step()
+
+    for function in EDGES:
+        if count_lines(loop.step, function):
+            _check(loop, count, within=function)
+
+
+def test_context_that_somebody_is_in_is_not_entered_again_after_an_interrupt() -> None:
+    loop = LoopWithOneContext(FEATURES["offload all"])
+    loop.step()
+    list(interrupts(loop.step, 1, within="exit"))
+
+    with loop._context, pytest.raises(ValueError, match="is entered already"):
+        loop.step()
+
+    assert_same_bits(loop.step(), _plain())
