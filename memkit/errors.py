@@ -15,6 +15,11 @@ Wrong arguments raise the built-in `ValueError` and `TypeError`. Exceptions of t
 adds a note that names the module (see `note_on`).
 """
 
+from __future__ import annotations
+
+import sys
+import warnings
+
 
 class MemkitError(Exception):
     """Base of every exception in the tree above."""
@@ -64,6 +69,20 @@ class ReplayMismatchError(MemkitError):
 
 class RaceError(MemkitError):
     """Raised by `memkit.device.ReferenceDevice` when work on one stream touches bytes without waiting for another's."""
+
+
+def users_line() -> tuple[str, int]:
+    """Return the file and the line outside of memkit and torch that the call comes from."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("memkit", "torch"):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def warn_user(message: str) -> None:
+    """Warn, and point at the user's line that the call comes from, however deep inside of memkit it is."""
+    filename, line = users_line()
+    warnings.warn_explicit(message, UserWarning, filename, line)
 
 
 def note_on(error: BaseException, note: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from memkit.activations.small import all_too_small
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint, report_from, stats
 from memkit.activations.window import OffloadWindow, settle_retired
 from memkit.device import Device, open_device
+from memkit.errors import warn_user
 from memkit.hooks import (
     KeptHandle,
     SavedTensorHooks,
@@ -189,10 +189,9 @@ class _Entry:
         self._passes.clear()  # from here on the graph alone keeps a pass alive: it counts in the limit for as long as it lives
         if self._saw_cpu and not saw_device and not self._state.has_warned_of_cpu:
             self._state.has_warned_of_cpu = True
-            warnings.warn(
+            warn_user(
                 f'CPUOffload (tag "{self._state.tag}") saw only tensors on the CPU, where there is nothing to move: it does '
-                "nothing. Move the model to a GPU, or pass device=memkit.device.ReferenceDevice() to try it out.",
-                stacklevel=5,
+                "nothing. Move the model to a GPU, or pass device=memkit.device.ReferenceDevice() to try it out."
             )
 
     def _warn_of_whole_model(self) -> None:
@@ -202,11 +201,10 @@ class _Entry:
         if len(sizes_bytes) < _MANY_SAVES or share < _MOST or self.counts.ratio == 0 or self._state.has_warned_of_whole_model:
             return
         self._state.has_warned_of_whole_model = True
-        warnings.warn(
+        warn_user(
             f'CPUOffload (tag "{self._state.tag}"): one node of the graph saved {len(sizes_bytes)} tensors at once, '
             f"{share:.0%} of all bytes, as it is when a model is compiled as a whole. Nothing can leave before its end, so "
-            "that the peak of the forward is that of no offload. Compile each block of the model by itself (block.compile()).",
-            stacklevel=6,
+            "that the peak of the forward is that of no offload. Compile each block of the model by itself (block.compile())."
         )
 
     def _warn_of_small(self) -> None:
@@ -215,7 +213,7 @@ class _Entry:
         self._state.looks_for_large = False
         if not self.counts.unique_bytes:
             message = all_too_small(self._small_bytes.values(), self._options.min_bytes, done="moved")
-            warnings.warn(f'CPUOffload (tag "{self._state.tag}"): {message}', stacklevel=6)
+            warn_user(f'CPUOffload (tag "{self._state.tag}"): {message}')
 
     def pack(self, tensor: Tensor) -> KeptHandle | _Flattened:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
@@ -372,10 +370,9 @@ class CPUOffload(ForwardContext):
         report = self.profile or find_report(self.tag)
         made = self.again()
         if report is not None and report.run.fingerprint != ModuleTree(model).fingerprint():
-            warnings.warn(
+            warn_user(
                 f'the report under the tag "{self.tag}" is of another model ({report.run.model}): it is not used. Profile this '
-                "one, or use another tag.",
-                stacklevel=3,
+                "one, or use another tag."
             )
             made.profile = None
             forget_report(self.tag)

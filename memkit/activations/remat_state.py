@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 import weakref
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from memkit.activations.replay import Run
 from memkit.activations.tape import Tape
 from memkit.activations.traces import OpTrace, OpTraces
 from memkit.device import Device
+from memkit.errors import warn_user
 from memkit.hooks import after_backward, backward_task
 from memkit.interrupts import mended
 from memkit.plan import RematPlan, ends_of
@@ -74,7 +74,7 @@ class RematState:
     def warn_once(self, what: str, message: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            warnings.warn(f'Rematerialize (tag "{self.tag}"): {message}', stacklevel=5)
+            warn_user(f'Rematerialize (tag "{self.tag}"): {message}')
 
     # What a forward has taught
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import weakref
 
 import torch
 from torch import nn
 
+from memkit.errors import users_line
 from memkit.hooks import HookSet
 
 _MOST_NAMES = 3
@@ -29,7 +29,7 @@ class Unused:
     def __init__(self, module: nn.Module, what: str) -> None:
         self._module = weakref.ref(module)
         self._what = what
-        self._filename, self._line = _users_line()
+        self._filename, self._line = users_line()
         self._ignores_next = any(parameter.grad is not None for parameter in module.parameters())
         """Whether there are gradients of an earlier forward, which the next step is about."""
         self._hooks = HookSet()
@@ -70,11 +70,3 @@ def _note_step(reference: weakref.ref[Unused], optimizer: torch.optim.Optimizer)
     unused = reference()
     if unused is not None:
         unused.note_step(optimizer)
-
-
-def _users_line() -> tuple[str, int]:
-    """Return the file and the line outside of memkit that the call comes from."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("memkit."):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno

@@ -8,7 +8,6 @@ the backward, whatever falls free is filled with what is needed next.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 
 import torch
@@ -18,7 +17,7 @@ from memkit.activations.copies import CopyLedger
 from memkit.activations.ledger import Handle, Record, Residency
 from memkit.activations.passes import Pass, SaveKey, Traces, trace_of
 from memkit.device.base import Device
-from memkit.errors import HostMemoryError, note_on
+from memkit.errors import HostMemoryError, note_on, warn_user
 from memkit.hooks import KeptHandle, after_backward, backward_task, node_number
 from memkit.interrupts import mended
 from memkit.plan import Action
@@ -164,9 +163,7 @@ class OffloadWindow:
             run.counts.kept_bytes += record.num_bytes
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(
-                    f'CPUOffload (tag "{self._tag}") leaves {format_mib(record.num_bytes)} on the device: {error}', stacklevel=2
-                )
+                warn_user(f'CPUOffload (tag "{self._tag}") leaves {format_mib(record.num_bytes)} on the device: {error}')
 
     def _make_room(self) -> None:
         limit_bytes = self.limit_bytes
@@ -179,10 +176,9 @@ class OffloadWindow:
         self._send_written(run)
         self._make_room()
         if run.is_forward and run.finish_forward(learn=learn):
-            warnings.warn(
+            warn_user(
                 f'the report under the tag "{self._tag}" is of another model, or of other shapes: what was saved does not '
-                "follow it. This pass is taken as the new measure. Profile again, or use another tag.",
-                stacklevel=3,
+                "follow it. This pass is taken as the new measure. Profile again, or use another tag."
             )
 
     # Giving back

@@ -170,7 +170,7 @@ def test_steps_after_an_interrupt_are_exact_on_a_gpu(feature: str) -> None:
 @pytest.mark.parametrize("count", MANY_LINES)
 def test_steps_of_an_attached_model_after_an_interrupt_are_exact(count: int) -> None:
     loop = Loop(lambda _: [])
-    handle = memkit.attach(loop.model, 1.0, TAG, min_bytes=0, window_bytes=0, device=loop.device)
+    handle = memkit.attach(loop.model, memkit.CPUOffload(1.0, TAG, min_bytes=0, window_bytes=0, device=loop.device))
     for _ in range(3):
         loop.step()
     before = loop.held_bytes()
