@@ -27,7 +27,14 @@ from memkit.weights.gradients import HostGradients, bring_state
 from memkit.weights.placement import Placement, has_plain_parts, is_plain, shared_between
 from memkit.weights.rehearsal import Rehearsal, Rehearsed
 from memkit.weights.scaler import refuse_unscaled
-from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_unmovable, refuse_wrapped
+from memkit.weights.selection import (
+    LayerChoice,
+    find_layers,
+    refuse_replicas,
+    refuse_scripted,
+    refuse_unmovable,
+    refuse_wrapped,
+)
 from memkit.weights.shares import choose_mode, costs_of, plan_rehearsed, plan_share, why_nothing_is_freed
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
@@ -118,6 +125,7 @@ class LayerOffload(NotCopied):
         for name, parameter in model.named_parameters():
             _refuse_streamed(name, parameter)
         self.train = choose_mode(train, self._layers, optimizer)
+        refuse_scripted(model, self._layers, steps_all=self.train == "fused")
         extents = self._extents_of()
         self._candidates = {name: extents.get(name) for name in self._layers}
         self._num_slots = num_slots

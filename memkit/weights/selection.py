@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -215,6 +216,37 @@ def refuse_unmovable(model: nn.Module) -> None:
             raise ValueError(f'LayerOffload: "{name}" has no data (device "meta"). Load the weights first, on the CPU')
         if any(part.is_inference() for part in parts_of(tensor)):
             raise ValueError(f'LayerOffload: "{name}" was made in inference mode, so that it cannot be moved. Make it outside')
+
+
+def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_all: bool) -> None:
+    """Raise where torch refuses hooks on a module whose forward must be seen: one that TorchScript has compiled.
+
+    Args:
+        steps_all: whether all that is trained is stepped within the backward, so that its forwards must be seen as well.
+
+    Raises:
+        ValueError: a layer is such a module, is within one, or has one in it.
+    """
+    advice = "Leave it as it is (torch.compile works)"
+    scripted = {name: module for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)}
+    within = {id(inner): name for name, module in reversed(scripted.items()) for inner in module.modules()}
+    for layer, module in layers.items():
+        for inner in module.modules():
+            if id(inner) in within:
+                name = within[id(inner)]
+                what = f'"{name}"' if name else "the model"
+                where = f', which is in "{layer}"' if inner is not module else f', with "{layer}" in it'
+                where = "" if name == layer else where
+                raise ValueError(
+                    "LayerOffload needs layers that hooks can be set on; found that torch.jit.script or torch.jit.trace has "
+                    f"compiled {what}{where}. {advice}, or name other layers by layers="
+                )
+    for name, module in scripted.items():
+        if steps_all and any(parameter.requires_grad for parameter in module.parameters()):
+            raise ValueError(
+                f'LayerOffload: train="fused" needs modules that hooks can be set on; found that torch.jit.script or '
+                f'torch.jit.trace has compiled "{name}", which is trained. {advice}, or use train="host"'
+            )
 
 
 def refuse_wrapped(model: nn.Module) -> None:
