@@ -30,9 +30,9 @@ class Call:
     frame: FrameType | None
     """Where it is called from: once that is off the stack, the call is over."""
     end: Callable[[Ending], None] | None = None
-    """What to do then; None where it did not come to begin."""
+    """What to do then; None where it did not come to begin. After an interrupt it is done again."""
     end_here: Callable[[], None] | None = None
-    """What to do before, in the thread of the call and no other."""
+    """What to do before, in the thread of the call and no other. After an interrupt it is done again."""
 
 
 class Claims:
@@ -127,16 +127,21 @@ class Calls(threading.local):
             self._end_last(Ending.LEFT)
 
     def _end_last(self, ending: Ending) -> None:
-        call = self._calls.pop()
-        if call.end_here is not None:
-            call.end_here()
-        _end(call, ending)
+        call = self._calls[-1]
+        try:
+            if call.end_here is not None:
+                call.end_here()
+            _end(call, ending)
+        except Exception:
+            self._calls.remove(call)
+            raise
+        self._calls.remove(call)  # last: what an interrupt has kept from ending is ended by the next call
 
 
 def _end(call: Call, ending: Ending) -> None:
-    end, call.end = call.end, None
-    if end is not None:
-        end(ending)
+    if call.end is not None:
+        call.end(ending)
+        call.end = None
 
 
 def _stack() -> set[FrameType]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, TracebackType
@@ -166,7 +167,8 @@ class HookSet:
     def remove(self) -> None:
         """Remove every hook, the last one first. Calling it again does nothing."""
         while self._handles:
-            self._handles.pop().remove()
+            self._handles[-1].remove()  # which an interrupt leaves here, so that it is removed again
+            self._handles.pop()
 
 
 class _AfterAccumulation:
@@ -253,6 +255,7 @@ class SavedTensorHooks(AbstractContextManager[Any]):
             raise
 
     def __exit__(self, *_: object) -> None:
+        """Take the hooks off. Calling it again does nothing, or what an interrupt has kept from being done."""
         if self not in _stacked.hooks:
             return
         was_leaving, self._is_leaving = self._is_leaving, True
@@ -264,6 +267,8 @@ class SavedTensorHooks(AbstractContextManager[Any]):
             self._hooks.__exit__()  # above it are those that were set after an interrupt has left it there
         elif not was_leaving:
             del above[:1]  # after an interrupt somebody else's exit has taken it off, and left this one instead
+        if above and not self.hands_on:
+            above = [pair for pair in above if not _is_of_left(pair)]
         for pair in reversed(above):
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
         _stacked.hooks.remove(self)  # last: until then, who interrupts this leaves it to `end_left`
@@ -276,6 +281,12 @@ def end_left() -> None:
             if isinstance(hooks.owner, Ends):
                 hooks.owner.end(has_failed=True)
             hooks.__exit__()
+
+
+def _is_of_left(pair: HookPair) -> bool:
+    """Tell whether hooks that are on top of those of a context, when that is left, are of a layer that an interrupt has left
+    before: they would hand on to the context what others save from now on."""
+    return any(hooks.hands_on and hooks.pack is pair[0] for hooks in _stacked.hooks)
 
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -487,29 +498,39 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-class _BackwardEnd:
-    """Called when a backward has ended well. If it fails, the engine drops it, which tells as much."""
+class BackwardEnd:
+    """Tells when a backward is over: see `when_backward_ends`.
 
-    __slots__ = ("_hook",)
+    The engine, and nobody else, holds a callback: not even the frames of a traceback that somebody keeps. It is called when the
+    backward has ended well. Where that fails, or the backward does, the engine drops it, which tells as much.
+    """
+
+    __slots__ = ("_held", "_hook")
 
     def __init__(self, hook: Callable[[bool], None]) -> None:
         self._hook: Callable[[bool], None] | None = hook
+        callback = functools.partial(self._tell, False)
+        self._held = weakref.ref(callback, lambda _: self._tell(True))
+        after_backward(callback)
 
-    def __call__(self) -> None:
-        self._tell(False)
-
-    def __del__(self) -> None:
-        self._tell(True)
+    @property
+    def is_over(self) -> bool:
+        """Whether the backward is over, also where an interrupt has kept the hook from hearing of it."""
+        return self._hook is None or self._held() is None
 
     def _tell(self, has_failed: bool) -> None:
-        hook, self._hook = self._hook, None
+        hook = self._hook
         if hook is not None:
             hook(has_failed)
+            self._hook = None  # last, so that the hook hears of it if it was interrupted itself
 
 
-def when_backward_ends(hook: Callable[[bool], None]) -> None:
-    """Call `hook(has_failed)` once the backward that runs in this thread is over, however that is."""
-    after_backward(_BackwardEnd(hook))
+def when_backward_ends(hook: Callable[[bool], None]) -> BackwardEnd:
+    """Call `hook(has_failed)` once the backward that runs in this thread is over, however that is.
+
+    Where `hook(False)` raises, the backward fails by that, and `hook(True)` is called as well, which ends what that has begun.
+    """
+    return BackwardEnd(hook)
 
 
 _IS_OUTPUT = "memkit.output"
