@@ -266,6 +266,17 @@ class Arena:
             self._free(extent)
 
     @_mended
+    def give_all(self) -> None:
+        """Take back all spans that are taken, where the caller needs none of them any more, and the host has waited for all copies.
+
+        Also those of which an interrupt has kept the taker from hearing.
+        """
+        for span in [span for span in self._spans.values() if span not in self._buffers]:
+            self._note_free(span)
+            del self._spans[span.offset]
+        self._recount()
+
+    @_mended
     def reserve(self, num_bytes: int) -> None:
         """Begin to commit memory in the background, so that so many bytes are held in all, or what `limit_bytes` allows.
 
@@ -328,6 +339,11 @@ class Arena:
             self._finish_drop()
         for segment in [segment for segment in self._segments if segment.pinned.cancel()]:
             self._drop(segment)  # nobody has begun to pin it, and perhaps nobody ever will
+        self._recount()
+        self._broken_at = None
+
+    def _recount(self) -> None:
+        """Find the gaps, and what is in use, by the segments and the spans."""
         self._in_use_bytes = sum(_rounded(span.num_bytes, ALIGNMENT_BYTES) for span in self._spans.values())
         self._gaps = []
         for segment in self._segments:
@@ -335,7 +351,6 @@ class Arena:
         for span in self._spans.values():
             for extent in span.extents:
                 self._cut(extent)
-        self._broken_at = None
 
     # Free memory
 

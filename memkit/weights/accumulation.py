@@ -4,13 +4,16 @@
 new `AccumulateGrad` node each time. A layer that is used twice in one graph then has two nodes, and each brings a part of the
 gradient. The parts are added on the device, as the engine would have done, until each node of the graphs that are alive has
 brought its own; if some do not (another graph is alive, a branch has no gradient), until the backward is over.
+
+For how a backward ends, and what is done if that is interrupted, see [Note: interrupts of streaming] in
+`memkit.weights.streaming`.
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet, backward_task, gradient_node, when_backward_ends
+from memkit.hooks import BackwardEnd, HookSet, backward_task, gradient_node, when_backward_ends
 from memkit.weights.extents import LayerExtent, StreamedParameter
 
 _TOKEN = "memkit"
@@ -37,12 +40,16 @@ class _Token:
 class _Sum:
     """What has come of one parameter's gradient."""
 
-    __slots__ = ("hooks", "parameter", "parts", "tokens")
+    __slots__ = ("due", "hooks", "is_watched", "parameter", "parts", "tokens")
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
         """The one that is watched."""
         self.hooks = HookSet()
+        self.is_watched = False
+        """Whether all hooks are set."""
+        self.due = -1
+        """The backward that is about to put a gradient to `grad`, or has done so; -1 once it is taken."""
         self.tokens = weakref.WeakSet[_Token]()
         self.parts: dict[int, Tensor] = {}
         """On the device: what each backward has made so far."""
@@ -63,8 +70,8 @@ class Accumulation(ABC):
 
     def __init__(self) -> None:
         self._sums: dict[StreamedParameter, _Sum] = {}
-        self._tasks: list[int] = []
-        """The backwards that run, each within the one before."""
+        self._tasks: dict[int, BackwardEnd] = {}
+        """The backwards that run, each within the one before, or have ended by an interrupt of what was done then."""
 
     @abstractmethod
     def _admit(self, streamed: StreamedParameter) -> None:
@@ -79,8 +86,12 @@ class Accumulation(ABC):
         """The gradient that a backward has made is complete. It is on the device."""
 
     @abstractmethod
-    def _finish(self) -> None:
-        """No backward runs any more."""
+    def _finish(self, has_failed: bool) -> None:
+        """No backward runs any more. What an interrupt has kept from being done here is done with `has_failed`."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """A backward has failed, some time ago, and `_finish` has not come to its end: what is left of it is not to be used."""
 
     def watch_recomputes(self, model: nn.Module) -> None:  # noqa: B027  # not all want to know
         """See the forwards within backwards of what does not stream as well. Calling it again does nothing."""
@@ -92,24 +103,31 @@ class Accumulation(ABC):
         """See the gradients of a layer, of those of its parameters that require one now."""
         for streamed in extent.parameters:
             parameter, known = streamed.parameter, self._sums.get(streamed)
-            if parameter.requires_grad and (known is None or known.parameter is not parameter):
-                made = self._sums[streamed] = _Sum(parameter)
+            if parameter.requires_grad and (known is None or known.parameter is not parameter or not known.is_watched):
                 if known is None:
                     self._admit(streamed)
                 else:
                     known.hooks.remove()
+                made = self._sums[streamed] = _Sum(parameter)
                 before, after = _bound(self._before, streamed), _bound(self._after, streamed)
                 made.hooks.around_accumulation(parameter, before=before, after=after, steps=self._steps)
+                made.is_watched = True
 
     def unwatch(self, extent: LayerExtent) -> None:
         """Leave the gradients of a layer to whoever wants them. No backward runs."""
         for streamed in extent.parameters:
-            known = self._sums.pop(streamed, None)
+            known = self._sums.get(streamed)
             if known is not None:
                 known.hooks.remove()
+                del self._sums[streamed]
+
+    def begin(self, extents: Sequence[LayerExtent]) -> None:
+        """See the gradients of layers from now on."""
+        for extent in extents:
+            self.watch(extent)
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        """See no gradients any more. No backward runs.
+        """See no gradients any more. No backward runs. Calling it again does what an interrupt has kept from being done.
 
         Returns:
             Storages of host memory that somebody else holds, each with one of the same bytes.
@@ -127,9 +145,10 @@ class Accumulation(ABC):
                 continue
             node = gradient_node(streamed.parameter)
             if _TOKEN not in node.metadata:
-                token = node.metadata[_TOKEN] = _Token()
+                token = _Token()
                 known.tokens.add(token)
                 node.register_prehook(_Firing(token))
+                node.metadata[_TOKEN] = token
 
     # In a backward
 
@@ -137,22 +156,22 @@ class Accumulation(ABC):
         """Return the backward that runs; the first time, have its end seen."""
         task = backward_task()
         if task not in self._tasks:
-            self._tasks.append(task)
-            when_backward_ends(partial(self._end_backward, task))
+            self._tasks[task] = when_backward_ends(partial(self._end_backward, task))
         return task
 
     def _before(self, streamed: StreamedParameter) -> None:
         """The engine has a gradient of a parameter, and is about to add it to `grad`."""
-        self._enter_backward()
-        grad = streamed.parameter.grad
+        task, grad = self._enter_backward(), streamed.parameter.grad
         if grad is not None:
-            streamed.parameter.grad = None
             self._set_aside(streamed, grad)
+            streamed.parameter.grad = None
+        self._sums[streamed].due = task
 
     def _after(self, streamed: StreamedParameter) -> None:
         """The engine has put a gradient, or a part of one, to `grad`."""
         task, known, made = backward_task(), self._sums[streamed], streamed.parameter.grad
         streamed.parameter.grad = None
+        known.due = -1
         if made is None:
             return
         if made.requires_grad:
@@ -168,24 +187,32 @@ class Accumulation(ABC):
     def _end_backward(self, task: int, has_failed: bool) -> None:
         """A backward has ended: what is left is handed over now.
 
-        Where it has failed, gradients are as the engine leaves them: of some parameters with what it has made.
+        Where it has failed, gradients are as the engine leaves them: of some parameters with what it has made. If this raises,
+        the backward has failed by that, and this is called again.
         """
-        try:
-            if not has_failed:
-                self._take_left(task)
-        except BaseException:
-            has_failed = True
-            raise
-        finally:
-            for known in self._sums.values():
-                known.parts.pop(task, None)
-            self._tasks.remove(task)
-            if not self._tasks:
-                try:
-                    self._finish()
-                except Exception:
-                    if not has_failed:  # else the backward has raised, and nobody could catch this one
-                        raise
+        if task not in self._tasks:
+            return
+        if not has_failed:
+            self._take_left(task)
+        self._forget_parts(task)
+        if len(self._tasks) == 1:
+            self._finish(has_failed)
+        del self._tasks[task]
+
+    def _forget_parts(self, task: int) -> None:
+        for streamed, known in self._sums.items():
+            known.parts.pop(task, None)
+            if known.due == task:
+                streamed.parameter.grad, known.due = None, -1
+
+    def drop_interrupted(self) -> None:
+        """Drop what is left of backwards that were interrupted, and again when they ended. No forward runs, nor a backward in
+        this thread."""
+        if self._tasks and all(end.is_over for end in self._tasks.values()):
+            for task in self._tasks:
+                self._forget_parts(task)
+            self._drop()
+            self._tasks.clear()
 
     def _take_left(self, task: int) -> None:
         """Hand over what a backward has made of gradients of which there might have come more."""

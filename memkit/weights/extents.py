@@ -169,15 +169,19 @@ class LayerExtent:
         self.span: Span | None = None
         """The host memory for the master."""
         self.is_on_host = False
-        """Whether the masters are in the span."""
+        """Whether the masters are in the span, and parameters may be those."""
         self.num_changes = 0
         """How often bytes were put into the master that no version counter knows of."""
         self.written: Event | None = None
         """Behind the last copy to the master."""
         self.tick = 0
         """When in the forward it has run last: see [Note: one queue for all] in `memkit.transfer.lanes`."""
-        self.num_bound = 0
-        """How many of the layer's forwards are going on."""
+        self.uses = set[object]()
+        """Who has the parameters lie in a slot, or is about to: the calls of the layer that are going on, and its backward."""
+        self._restored: dict[int, torch.UntypedStorage] = {}
+        """While the parameters are restored: storages of the master, by key, each with one of the same bytes elsewhere."""
+        self.held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        """Since then: storages of the master that somebody else holds (a `state_dict`), each with one of the same bytes."""
         wanted = {id(parameter) for parameter in parameters}
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         named: dict[int, tuple[str, nn.Parameter]] = {}
@@ -206,6 +210,10 @@ class LayerExtent:
             end = -(-stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self.num_bytes = end
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the plain tensors that stream."""
+        return (part.tensor for part in self._parts())
+
     def _parts(self) -> Iterator[StreamedTensor]:
         return (part for streamed in self.parameters for part in streamed.parts)
 
@@ -214,6 +222,7 @@ class LayerExtent:
         assert self.span is not None
         assert self.span.whole is not None
         memory = self.span.whole.numpy()
+        self._restored, self.held = {}, []
         with plainly():
             for start, stop, region in self._regions:
                 # A storage of its own, so that saving a parameter writes no more than its bytes.
@@ -225,23 +234,25 @@ class LayerExtent:
                     part.master = part.over(storage, start=start)
                     part.address = part.master.data_ptr()
                     _distinct(part.master).copy_(_distinct(part.tensor.data))
+            self.is_on_host = True  # ahead of the first that is: an interrupt leaves some that are not, and `restore` knows
             for streamed in self.parameters:
                 streamed.unbind()
                 grad = streamed.parameter.grad
                 if grad is not None and grad.device != _HOST:
                     streamed.parameter.grad = grad.to(_HOST)
-        self.is_on_host = True
 
-    def restore(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        """Let the parameters be tensors of their own again, where they were found.
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the parameters are the masters, in the span, and it was not begun to restore them."""
+        return self.is_on_host and not self._restored
 
-        Those that somebody has put in the place of others since are his, and stay as they are.
+    def restore(self) -> None:
+        """Let the parameters be tensors of their own again, where they were found; see also `held`.
 
-        Returns:
-            Storages of the master that somebody else holds (a `state_dict`), each with one of the same bytes.
+        Those that somebody has put in the place of others since are his, and stay as they are. Calling it again after an
+        interrupt does the rest.
         """
-        self.is_on_host = False
-        copied: dict[int, torch.UntypedStorage] = {}
+        copied = self._restored
         with plainly():
             for streamed in self.parameters:
                 for part in streamed.parts:
@@ -261,18 +272,18 @@ class LayerExtent:
                 if grad is not None and grad.device != streamed.device:
                     streamed.parameter.grad = grad.to(streamed.device)
         masters = [(region[0].master.untyped_storage(), len(region)) for _, _, region in self._regions]
-        return [(storage, copied[storage_key(storage)]) for storage, num in masters if num_users(storage) > num + 1]
+        self.held = [(storage, copied[storage_key(storage)]) for storage, num in masters if num_users(storage) > num + 1]
+        self.is_on_host = False
+        self._restored = {}
 
-    @property
-    def num_parts(self) -> int:
-        """How many tensors lie in a slot while the layer runs."""
-        return sum(len(streamed.parts) for streamed in self.parameters)
-
-    def bind(self, storage: torch.UntypedStorage) -> None:
-        """Let the parameters lie in a slot."""
-        with plainly():
-            for streamed in self.parameters:
-                streamed.bind(storage)
+    def lie_in(self, storage: torch.UntypedStorage, *, use: object) -> None:
+        """Let the parameters lie in a slot, if they do not yet, until all who use them there have left."""
+        is_first = not self.uses
+        self.uses.add(use)
+        if is_first:
+            with plainly():
+                for streamed in self.parameters:
+                    streamed.bind(storage)
 
     def write_back(self) -> None:
         """Copy what the parameters are to the master."""
@@ -316,8 +327,8 @@ class LayerExtent:
                     with plainly():
                         kept.data = kept.data.clone()
         for streamed in adopted:
-            self._take_over(streamed)
             self.num_changes += 1
+            self._take_over(streamed)
         return adopted
 
     def adopt_data(self) -> None:
@@ -331,8 +342,8 @@ class LayerExtent:
         for streamed in self.parameters:
             module, key = streamed.places[0]
             if self._is_replaced(streamed) and module._parameters[key] is streamed.parameter:
-                self._take_over(streamed)
                 self.num_changes += 1
+                self._take_over(streamed)
 
     def _is_replaced(self, streamed: StreamedParameter) -> bool:
         """Tell whether somebody has put another tensor in the place of a parameter; raise where it is of another kind."""

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from memkit.calls import Calls, Claims, Ending
+from memkit.calls import Call, Calls, Claims, Ending
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet, backward_task, before_backward_of, in_differentiating_transform
 from memkit.owners import are_owners_set_aside
@@ -113,7 +113,12 @@ class Forwards(NotCopied):
             raise LayerOffloadError(f"offload.close() was called within a {which}. Call it when that is over")
         for hooks in (self._outer_hooks, self._hooks, self._timing_hooks):
             hooks.remove()
-        del self._before_pass, self._note_adopted  # whose object holds this one: neither is left to the garbage collector
+        # The object whose these are holds this one: neither is left to the garbage collector.
+        self._before_pass = self._note_adopted = _do_nothing
+
+    def end_interrupted(self) -> None:
+        """End the forwards that an interrupt has left, as the next one would."""
+        self._calls.end_interrupted()
 
     # The model
 
@@ -152,6 +157,8 @@ class Forwards(NotCopied):
             )
         if self._gradients is not None:
             refuse_replicated(self._streamer.extents)
+            if len(self._calls) == 1 and backward_task() == -1:
+                self._gradients.drop_interrupted()
         if len(self._calls) == 1 and backward_task() == -1 and not self._streamer.is_continued_by(first):
             if first is None:  # what stays on the device may run first, and fail by what all were cast to
                 for extent in self._streamer.extents:
@@ -160,7 +167,7 @@ class Forwards(NotCopied):
             self._streamer.begin_pass()
 
     def _adopt(self, extent: LayerExtent) -> None:
-        if not extent.num_bound:
+        if not extent.uses:
             for adopted in extent.adopt():
                 self._note_adopted(adopted)
 
@@ -196,7 +203,7 @@ class Forwards(NotCopied):
     def _begin_backward(self, extent: LayerExtent) -> None:
         if self._rehearsal is not None:
             self._rehearsal.arrive(extent.name)
-        if extent.is_on_host and not extent.num_bound:
+        if extent.is_on_host and not extent.uses:
             extent.adopt_data()
         self._streamer.begin_backward(extent)
         if self._rehearsal is not None:
@@ -235,33 +242,25 @@ class Forwards(NotCopied):
         slot = self._streamer.use(extent)
         if self._rehearsal is not None:
             self._rehearsal.go()
-        if not extent.num_bound:
-            extent.bind(slot.storage)
-        extent.num_bound += 1
-        hooks = None
+        call.end = partial(self._end_layer, extent, call, extent.state())
+        extent.lie_in(slot.storage, use=call)
         if torch.is_grad_enabled():
             # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
             is_part = module is not extent.module and backward_task() != -1
             hooks = WeightHooks(self._streamer, hands_on_weights=is_part)
-        call.end = partial(self._end_layer, extent, extent.state())
-        if hooks is not None:
             call.end_here = hooks.end
             hooks.begin()
 
-    def _end_layer(self, extent: LayerExtent, state: object, ending: Ending) -> None:
+    def _end_layer(self, extent: LayerExtent, call: Call, state: object, ending: Ending) -> None:
         if self._gradients is not None and torch.is_grad_enabled():
             self._gradients.note_forward(extent)
         if self._rehearsal is not None and ending is not Ending.RETURNED and backward_task() == -1:
             self._rehearsal.fail()
-        self._streamer.release(extent)
-        extent.num_bound -= 1
-        if extent.num_bound:
-            return
-        if ending is Ending.LEFT:  # since an interrupt the slot was what somebody may have written to
+        if ending is Ending.LEFT and extent.uses <= {call}:  # since then the slot was what somebody may have written to
             extent.write_back()
             self._streamer.forget()
-        extent.unbind()
-        if ending is not Ending.LEFT and extent.state() != state:
+        self._streamer.leave(extent, use=call)
+        if not extent.uses and ending is not Ending.LEFT and extent.state() != state:
             self._streamer.forget()
             if ending is Ending.RAISED:
                 return
@@ -269,3 +268,7 @@ class Forwards(NotCopied):
                 f'the forward of "{extent.name}" has written to its own weights, which stream: that is lost. Have this layer '
                 "stay on the device: name the others by layers="
             )
+
+
+def _do_nothing(*_: object) -> None:
+    """What is called once all is closed."""

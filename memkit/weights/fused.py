@@ -1,6 +1,9 @@
 """Optimizer steps inside of the backward: each streamed parameter is stepped in its slot as soon as its gradient is complete,
 and the new weights go back to the master. Gradients never pile up. Source: LOMO, arXiv 2306.09782, and torch's tutorial on
 `Tensor.register_post_accumulate_grad_hook`.
+
+A backward that fails, or is interrupted, leaves some parameters stepped and the others not: each once with its whole gradient,
+or not at all, its weights and its state alike. See [Note: interrupts of streaming] in `memkit.weights.streaming`.
 """
 
 from __future__ import annotations
@@ -96,16 +99,20 @@ class FusedSteps(NotCopied, Accumulation):
         """What says so, for each size, data type and device."""
         self._stepped: dict[int, nn.Parameter] = {}
         """The parameters, by their ids, that were stepped since a backward began that is within no other."""
-        self._num_backwards = 0
-        """That have stepped something since the user's own step, and have not failed."""
+        self._whole = set[int]()
+        """The backwards that have stepped something since the user's own step, and have not failed."""
+        self._due: dict[int, nn.Parameter] = {}
+        """The parameters, by their ids, whose `grad` is, or is about to be, what they are stepped with."""
         self.d2h_bytes = 0
         self._group_of: dict[int, int] = {}
         """The number of each parameter's group: to look for it among all would take as many looks as there are parameters."""
         self._frozen: list[nn.Parameter] = []
         """What is in the groups, does not stream, and does not require grad yet."""
-        self._is_stepping = False
-        for extent in streamer.extents:
-            self.watch(extent)
+        self._groups: list[dict[str, Any]] | None = None
+        """The optimizer's groups, while it steps one parameter and has another."""
+
+    def begin(self, extents: Sequence[LayerExtent]) -> None:
+        super().begin(extents)
         self._watch_groups()
         self._hooks.before_step(self.optimizer, self._before_users_step)
 
@@ -116,9 +123,10 @@ class FusedSteps(NotCopied, Accumulation):
     def unwatch(self, extent: LayerExtent) -> None:
         super().unwatch(extent)
         for streamed in extent.parameters:
-            del self._layers[streamed]
-            if id(streamed.parameter) in self._group_of:
-                self._frozen.append(streamed.parameter)
+            if streamed in self._layers:
+                if id(streamed.parameter) in self._group_of:
+                    self._frozen.append(streamed.parameter)
+                del self._layers[streamed]
         self._watch_groups()
 
     def _watch_groups(self) -> None:
@@ -126,8 +134,8 @@ class FusedSteps(NotCopied, Accumulation):
         groups = self.optimizer.param_groups
         if sum(len(group["params"]) for group in groups) != len(self._group_of):
             known = {*self._group_of, *(id(item.parameter) for item in self._layers)}
-            self._group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
             self._frozen += [item for group in groups for item in group["params"] if id(item) not in known]
+            self._group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
         if self._frozen:
             for parameter in self._frozen:
                 if parameter.requires_grad:
@@ -137,6 +145,7 @@ class FusedSteps(NotCopied, Accumulation):
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         """Take no steps any more; each backward has waited for what it wrote."""
         self._hooks.remove()
+        self._regroup()
         self._forget_consumed()
         return super().close()
 
@@ -146,21 +155,25 @@ class FusedSteps(NotCopied, Accumulation):
         def before() -> None:
             self._enter_backward()
             _refuse(parameter.grad, "a parameter")
+            self._due[id(parameter)] = parameter
 
         def after() -> None:
+            if parameter.grad is None:  # an interrupt has had these hooks be set twice
+                return
             try:
                 self._step(parameter)
             finally:
-                parameter.grad = None
+                self._consume(parameter)
 
         self._hooks.around_accumulation(parameter, before=before, after=after, steps=True)
 
     def _before_users_step(self) -> None:
         """The user's own `step()` has nothing to do; two backwards before it would have been meant as one step."""
-        if self._is_stepping:
+        if self._groups is not None:
             return
         self._forget_consumed()
-        num_backwards, self._num_backwards = self._num_backwards, 0
+        num_backwards = len(self._whole)
+        self._whole.clear()
         if num_backwards > 1:
             raise LayerOffloadError(f"optimizer.step() was called after {num_backwards} backwards. {_ADVICE}")
 
@@ -189,6 +202,7 @@ class FusedSteps(NotCopied, Accumulation):
         pass
 
     def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
+        streamed.parameter.grad = None
         _refuse(grad, f'"{streamed.name}"')
 
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
@@ -205,12 +219,13 @@ class FusedSteps(NotCopied, Accumulation):
             slot.claim(self._device.current_stream())
             with plainly():
                 streamed.bind(slot.storage)
+            self._due[id(parameter)] = parameter
             parameter.grad = made
             try:
                 self._step(parameter)
             finally:
-                parameter.grad = None
-                if not extent.num_bound:
+                self._consume(parameter)
+                if not extent.uses:
                     with plainly():
                         streamed.unbind()
             slot.note_written(extent)
@@ -219,11 +234,16 @@ class FusedSteps(NotCopied, Accumulation):
         if not waiting:
             self._write_back(extent)
 
+    def _consume(self, parameter: nn.Parameter) -> None:
+        """A parameter was stepped with its gradient, or could not be."""
+        parameter.grad = None
+        self._due.pop(id(parameter), None)
+
     def _write_back(self, extent: LayerExtent) -> None:
         """Have the master of a layer be what is in its slot."""
-        del self._waiting[extent]
         with torch.profiler.record_function(f"memkit::write back ({extent.name})"):
             self._written.append(self.streamer.write_back(extent))
+        del self._waiting[extent]
         self.d2h_bytes += extent.num_bytes
 
     def _enter_backward(self) -> int:
@@ -240,36 +260,52 @@ class FusedSteps(NotCopied, Accumulation):
                 stand_in = self._stand_ins.get(kind)
                 if stand_in is None:
                     stand_in = self._stand_ins[kind] = SteppedGradient(*kind)
-                parameter.grad = stand_in
                 self._consumed.append(parameter)
+                parameter.grad = stand_in
 
     def _forget_consumed(self) -> None:
-        consumed, self._consumed = self._consumed, []
-        for parameter in consumed:
+        for parameter in self._consumed:
             if type(parameter.grad) is SteppedGradient:
                 parameter.grad = None
+        self._consumed.clear()
 
     def _write_back_waiting(self) -> None:
         for extent in list(self._waiting):
             self._write_back(extent)
 
     def _end_backward(self, task: int, has_failed: bool) -> None:
-        try:
-            super()._end_backward(task, has_failed)
-            if self._tasks and not has_failed:
-                self._write_back_waiting()
-            elif not has_failed:
-                self._num_backwards += bool(self._stepped)
-                self._say_consumed()
-        finally:
-            if not self._tasks:
-                self._stepped.clear()
+        if has_failed:
+            self._whole.discard(task)
+        elif len(self._tasks) > 1:
+            self._take_left(task)
+            self._write_back_waiting()  # what comes next in the backward around may read the masters
+        super()._end_backward(task, has_failed)
 
-    def _finish(self) -> None:
+    def _finish(self, has_failed: bool) -> None:
+        """Have the masters be what was stepped, each parameter whole or not at all, and nobody hold a gradient of it."""
+        if has_failed:
+            self._drop()
+            return
         self._write_back_waiting()
-        written, self._written = self._written, []
-        for event in written:  # whoever reads a master finds what was written
+        for event in self._written:  # whoever reads a master finds what was written
             self._device.synchronize(event)
+        self._written.clear()
+        self._say_consumed()
+        if self._stepped:
+            self._whole.update(self._tasks)
+        self._stepped.clear()
+        self._due.clear()
+
+    def _drop(self) -> None:
+        self._regroup()
+        for parameter in list(self._due.values()):
+            self._consume(parameter)
+        self.streamer.rest()
+        self.streamer.settle()
+        self._forget_consumed()
+        self._waiting.clear()
+        self._written.clear()
+        self._stepped.clear()
 
     def _step(self, parameter: nn.Parameter) -> None:
         """Let the optimizer step one parameter: once in a backward, those within it included."""
@@ -294,14 +330,21 @@ class FusedSteps(NotCopied, Accumulation):
         groups = self.optimizer.param_groups
         group = {**groups[self._group_of[id(parameter)]], "params": [parameter]}
         entries = _entries(group)
-        self.optimizer.param_groups, self._is_stepping = [group], True
+        self._groups = groups
+        self.optimizer.param_groups = [group]
         try:
             yield
         finally:
-            self.optimizer.param_groups, self._is_stepping = groups, False
+            self._regroup()
         changed = _changed(entries, group)
         if changed is not None:
             raise LayerOffloadError(f"{type(self.optimizer).__name__} {_KEEPS % changed}")
+
+    def _regroup(self) -> None:
+        """Give the optimizer its groups back. An interrupt ahead of that leaves it to the end of the backward."""
+        if self._groups is not None:
+            self.optimizer.param_groups = self._groups
+            self._groups = None
 
 
 def _refuse(grad: Tensor | None, name: str) -> None:

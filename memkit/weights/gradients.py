@@ -2,6 +2,8 @@
 
 While a backward runs, the engine adds to `Parameter.grad` on the device. So what was there before is set aside, what is made is
 taken away, and only when the backward is over the sum is put there, on the host as the parameter itself then.
+
+What is left by an interrupt: see [Note: interrupts of streaming] in `memkit.weights.streaming`.
 """
 
 from __future__ import annotations
@@ -51,6 +53,18 @@ class _Buffer:
             self.storage = self._over_span()
 
 
+class _Flight:
+    """A gradient that a copy reads, or is about to."""
+
+    __slots__ = ("done", "num_bytes", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.num_bytes = storage.nbytes()
+        self.done: Event | None = None
+        """None until it is known: an interrupt may come in between."""
+
+
 class _Gradient:
     """The gradient of one parameter, in host memory."""
 
@@ -82,8 +96,8 @@ class HostGradients(Accumulation):
         self._arena = arena
         self._lanes = lanes_of(device)
         self._gradients: dict[StreamedParameter, _Gradient] = {}
-        self._in_flight: deque[tuple[torch.UntypedStorage, Event]] = deque()
-        """Gradients that a copy still reads, oldest first: they go back to the stream when it has waited for that."""
+        self._in_flight: deque[_Flight] = deque()
+        """What copies still read, oldest first: it goes back to the stream when that has waited for them."""
         self._in_flight_bytes = 0
         self._window_bytes = 2 * max((extent.num_bytes for extent in extents), default=0)
         self._last: Event | None = None
@@ -96,8 +110,6 @@ class HostGradients(Accumulation):
         """With gradients that somebody holds, of layers that do not stream any more."""
         trained = [[item for item in extent.parameters if item.parameter.requires_grad] for extent in extents]
         self._take_memory([parameters for parameters in trained if parameters])
-        for extent in extents:
-            self.watch(extent)
 
     def _take_memory(self, groups: Sequence[Sequence[StreamedParameter]]) -> None:
         """Take memory for the gradients of groups of parameters, each group's pinned as one."""
@@ -111,33 +123,33 @@ class HostGradients(Accumulation):
     def unwatch(self, extent: LayerExtent) -> None:
         super().unwatch(extent)
         self._leave(extent.parameters)
+        self._give_unused()
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        """Give the host memory back; gradients stay where they are, in memory of their own."""
+        """Leave the host memory; gradients stay where they are, in memory of their own. The arena goes next."""
+        super().close()
         self._threads.shutdown()
         self._leave(list(self._gradients))
-        held = [(buffer.storage, byte_view(buffer.storage).clone().untyped_storage()) for buffer in self._kept]
-        self._kept.clear()
-        self._give_unused()
         self._rest = lambda: None  # the one before belongs to an object that holds this one
-        return held + super().close()
+        return [(buffer.storage, byte_view(buffer.storage).clone().untyped_storage()) for buffer in self._kept]
 
     def _leave(self, parameters: Sequence[StreamedParameter]) -> None:
-        """Have gradients lie in memory of their own, and give back what nobody holds of that which they lie in."""
+        """Have gradients lie in memory of their own."""
         for streamed in parameters:
-            gradient = self._gradients.pop(streamed, None)
+            gradient = self._gradients.get(streamed)
             if gradient is not None:
                 _have_own_gradient(streamed)
                 self._kept += [buffer for buffer in gradient.buffers if not buffer.is_idle]
-        self._give_unused()
+                del self._gradients[streamed]
 
     def _give_unused(self) -> None:
+        """Give back what nobody holds a gradient in."""
         used = {buffer.taken for gradient in self._gradients.values() for buffer in gradient.buffers}
         used.update(buffer.taken for buffer in self._kept)
-        for span in self._spans:
-            if span not in used:
-                self._arena.give(span)
+        unused = [span for span in self._spans if span not in used]
         self._spans = [span for span in self._spans if span in used]
+        for span in unused:
+            self._arena.give(span)
 
     # In a backward
 
@@ -148,21 +160,21 @@ class HostGradients(Accumulation):
     def _set_aside(self, streamed: StreamedParameter, grad: Tensor) -> None:
         self._gradients[streamed].kept = grad
 
-    def _finish(self) -> None:
+    def _finish(self, has_failed: bool) -> None:
         """Let `grad` be the sum, in host memory."""
         try:
             self._await()
         except Exception:
             self._lose()
-            raise
-        finally:
-            self._put_back()
+            if not has_failed:
+                raise
+        self._put_back()
 
     def _lose(self) -> None:
-        """A copy has failed: what came of this backward is not to be used."""
-        for _, done in self._in_flight:
-            with suppress(Exception):
-                self._device.synchronize(done)
+        """A copy has failed, or nobody knows: what came of this backward is not to be used."""
+        self._arena.drain()
+        self._device.synchronize()
+        self._last = None
         self._in_flight.clear()
         self._in_flight_bytes = 0
         for addition in self._additions:
@@ -176,9 +188,14 @@ class HostGradients(Accumulation):
         self._rest()
         for streamed, gradient in self._gradients.items():
             found = gradient.total if gradient.total is not None else gradient.kept
-            gradient.total = gradient.kept = None
             if found is not None:
                 streamed.parameter.grad = found
+                gradient.total = gradient.kept = None
+
+    def _drop(self) -> None:
+        self._lose()
+        for gradient in self._gradients.values():
+            gradient.kept = None  # the user may have cleared `grad` since
 
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
         """Take what a backward has made to the host, behind what was brought there before.
@@ -241,26 +258,30 @@ class HostGradients(Accumulation):
         device.note_written(storage, made._version)
         while self._in_flight and self._in_flight_bytes + span.num_bytes > self._window_bytes:
             self._settle_oldest()  # may raise, and then nothing writes to the span
-        passage = self._lanes.copy_out(storage, span, after=device.record_event(stream, timed=False))
-        self._in_flight.append((storage, passage.done))
-        self._in_flight_bytes += span.num_bytes
-        self._last = passage.done
+        flight = _Flight(storage)
+        self._in_flight.append(flight)
+        self._in_flight_bytes += flight.num_bytes
+        flight.done = self._last = self._lanes.copy_out(storage, span, after=device.record_event(stream, timed=False)).done
         self.d2h_bytes += span.num_bytes
-        return passage.done
+        return flight.done
 
     def _settle_oldest(self) -> None:
-        storage, done = self._in_flight[0]
-        self._device.wait_event(self._device.current_stream(), done)  # where this raises, `_finish` meets it again
+        oldest = self._in_flight[0]
+        if oldest.done is None:
+            self._arena.drain()
+            self._device.synchronize()
+        else:
+            self._device.wait_event(self._device.current_stream(), oldest.done)  # where this raises, `_finish` meets it again
         self._in_flight.popleft()
-        self._in_flight_bytes -= storage.nbytes()
+        self._in_flight_bytes -= oldest.num_bytes
 
     def _await(self) -> None:
         """Make the host wait until all that was sent has come."""
-        last, self._last = self._last, None
-        if last is not None:
-            self._device.synchronize(last)
+        if self._last is not None:
+            self._device.synchronize(self._last)
         while self._in_flight:
             self._settle_oldest()
+        self._last, self._in_flight_bytes = None, 0
         for addition in self._additions:
             addition.result()
         self._additions.clear()
@@ -284,7 +305,6 @@ def _have_own_gradient(streamed: StreamedParameter) -> None:
     """Have the gradient of a parameter lie in memory of its own."""
     grad = streamed.parameter.grad
     if grad is not None:
-        streamed.parameter.grad = None
         with plainly():
             streamed.parameter.grad = grad.clone() if grad.layout is torch.strided else grad
 

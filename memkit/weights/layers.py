@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -147,8 +147,10 @@ class LayerOffload(NotCopied):
         self._rehearsed: Rehearsed | None = None
         self._predicted_peak_bytes: int | None = None
         self._gradients: HostGradients | FusedSteps | None = None
-        self._held: list[torch.UntypedStorage] = []
-        """Masters of layers that do not stream any more, which somebody else holds."""
+        self._leaving: list[LayerExtent] = []
+        """Layers that stay on the device from now on, and have yet to give back what they took."""
+        self._held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = None
+        """Once all is where it was found: storages of host memory that somebody else holds, each with one of the same bytes."""
         self._is_closed = self._is_entered = False
         self._arena, self._has_warned = Arena(self.device, limit_bytes=host_limit_bytes, must_pin=False), False
         try:
@@ -160,6 +162,7 @@ class LayerOffload(NotCopied):
                 refuse_replicas(self.model, self.train)
             if self.train == "host":
                 self._gradients = HostGradients(self.device, self._arena, self._extents, lambda: self._streams.rest())
+                self._gradients.begin(self._extents)
                 self._hooks.before_any_step(refuse_unscaled)
             self._warn_of_refusal()
             self._begin(optimizer)
@@ -225,6 +228,7 @@ class LayerOffload(NotCopied):
         if make is not None:
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             self._gradients = FusedSteps(self.device, self._streamer, make, trained)
+            self._gradients.begin(self._extents)
         self._forwards.watch(self._streamer, self._gradients)
         if self._extents:
             self._rehearse()
@@ -255,22 +259,29 @@ class LayerOffload(NotCopied):
 
     def _before_pass(self) -> None:
         self._warn_of_refusal()
+        if self._streams.is_closed:  # by an interrupt while layers came to stay on the device
+            self._stream_anew()
+        self._let_go()
         if self._rehearsal is None or not self._rehearsal.begin_pass():
             return
-        if self._is_to_choose and (self._streams.handles or any(extent.num_bound for extent in self._extents)):
+        if self._is_to_choose and (self._streams.handles or any(extent.uses for extent in self._extents)):
             return  # of a graph that is alive, or in another thread: later
         if self._is_to_choose:
             for adopted in (adopted for extent in self._extents for adopted in extent.adopt()):
                 self._note_adopted(adopted)
-        rehearsed, self._rehearsal = self._rehearsal.result(), None
+        rehearsed = self._rehearsal.result()
         self._forwards.rehearse(None, {})
         if self._is_to_choose:
+            try:
+                with plainly():
+                    self._choose(rehearsed)
+            except Exception:
+                self._is_to_choose, self._rehearsal = False, None
+                raise
             self._is_to_choose = False
-            with plainly():
-                self._choose(rehearsed)
             self._rehearse().begin_pass()
             return
-        self._rehearsed = rehearsed
+        self._rehearsed, self._rehearsal = rehearsed, None
         if self.plan.predicted_s is None:
             costs = costs_of(self._candidates, rehearsed)
             self.plan = plan_again(self.plan, costs, rehearsed.h2d_bytes_per_s)
@@ -278,7 +289,7 @@ class LayerOffload(NotCopied):
     def _choose(self, rehearsed: Rehearsed) -> None:
         """Have as many layers stay on the device as is best by what a step took in which all stream."""
         counter, before = self.device.memory_counter(), self.plan
-        self.plan = plan_rehearsed(
+        chosen = plan_rehearsed(
             self._candidates,
             rehearsed,
             before,
@@ -286,55 +297,56 @@ class LayerOffload(NotCopied):
             num_slots=self._num_slots,
             capacity_bytes=None if counter is None else counter.capacity_bytes(),
         )
-        staying = [extent for extent in self._extents if extent.name not in self.plan.streamed]
-        if staying:
-            self._arena.drain()
-            self._streams.close()
+        staying = [extent for extent in self._extents if extent.name not in chosen.streamed]
+        if not staying:
+            self.plan = chosen
+        else:
             try:
-                held = [self._leave_to_device(extent) for extent in staying]
+                self._arena.drain()
+                self._streams.close()
+                for extent in staying:
+                    extent.restore()
+                    self._placement.place([item.parameter for item in extent.parameters], self.device.torch_device)
+                self.plan, self._leaving = chosen, staying
                 self._stream_anew()
             except BaseException:  # no room, or an interrupt: all go on streaming
-                self.plan = before
-                for extent in staying:
-                    if not extent.is_on_host:
-                        extent.move_to_host()
+                self.plan, self._leaving = before, []
                 self._stream_anew()
                 raise
-            self._let_go(staying, held)
+            self._let_go()
         if rehearsed.peak_bytes is not None:
             self._predicted_peak_bytes = rehearsed.peak_bytes - before.device_bytes + self.plan.device_bytes
-
-    def _leave_to_device(self, extent: LayerExtent) -> list[torch.UntypedStorage]:
-        """Have the parameters of a layer be on the device; return the masters that somebody holds."""
-        held = [storage for storage, _ in extent.restore()]
-        self._placement.place([item.parameter for item in extent.parameters], self.device.torch_device)
-        return held
 
     def _stream_anew(self) -> None:
         """Have what streams by the plan do so, and nothing else."""
         before, self._extents = self._streams, self._streaming()
-        self._streamer = Streamer(self.device, self._extents, self.plan.slot_bytes)
-        self._streamer.count_on(before)
-        self._forwards.watch(self._streamer, self._gradients)
+        for extent in self._extents:
+            if not extent.is_at_rest:
+                extent.move_to_host()
+        streamer = Streamer(self.device, self._extents, self.plan.slot_bytes)
+        streamer.count_on(before)
+        self._forwards.watch(streamer, self._gradients)
         if isinstance(self._gradients, FusedSteps):
-            self._gradients.streamer = self._streamer
+            self._gradients.streamer = streamer
+        self._streamer = streamer  # last: as long as it is the closed one, the next forward does this again
 
-    def _let_go(self, staying: Sequence[LayerExtent], held: Sequence[list[torch.UntypedStorage]]) -> None:
+    def _let_go(self) -> None:
         """Give back what layers had that stay on the device from now on, but for masters that are held."""
-        for extent, masters in zip(staying, held, strict=True):
+        if not self._leaving:
+            return
+        for extent in self._leaving:
             if self._gradients is not None:
                 self._gradients.unwatch(extent)
             for item in extent.parameters:
                 _streaming_by.pop(id(item.parameter), None)
-            assert extent.span is not None
-            self._held += masters
-            if not masters:
-                self._arena.give(extent.span)
-                extent.span = None
+            if extent.span is not None and not extent.held:
+                span, extent.span = extent.span, None
+                self._arena.give(span)
         self._arena.trim_gaps()
         if self.train == "host":
-            parameters = [item.parameter for extent in staying for item in extent.parameters]
+            parameters = [item.parameter for extent in self._leaving for item in extent.parameters]
             self._hooks.before_any_step(partial(bring_state, parameters))
+        self._leaving = []
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -371,33 +383,39 @@ class LayerOffload(NotCopied):
     # At rest
 
     def close(self) -> None:
-        """Stop streaming, and put every tensor back to where it was found. Calling it again does nothing.
+        """Stop streaming, and put every tensor back to where it was found.
+
+        Calling it again does nothing, or what an interrupt has kept from being done.
 
         Graphs that are alive cannot be run backward any more.
         """
         if self._is_closed:
             return
         self._forwards.close()
-        self._is_closed = True
-        note_detached(self)
         self._hooks.remove()
         self._rehearsal = None
+        if self._gradients is not None:
+            self._gradients.drop_interrupted()
         self._arena.drain()
         if self._streamer is not None:
             self._streamer.close()
-        held = [] if self._gradients is None else self._gradients.close()
-        held += [(storage, byte_view(storage).clone().untyped_storage()) for storage in self._held]
-        for extent in filter(None, self._candidates.values()):
-            if extent.is_on_host:
-                held += extent.restore()
-            if extent.span is not None:
-                self._arena.give(extent.span)
-            for item in extent.parameters:
-                _streaming_by.pop(id(item.parameter), None)
-        self._placement.restore()
+        if self._held is None:
+            held = [] if self._gradients is None else self._gradients.close()
+            for extent in filter(None, self._candidates.values()):
+                if extent.is_on_host:
+                    extent.restore()
+                held += [(storage, byte_view(storage).clone().untyped_storage()) for storage, _ in extent.held]
+                for item in extent.parameters:
+                    _streaming_by.pop(id(item.parameter), None)
+            self._placement.restore()
+            self._held = held
+        self._arena.give_all()
         self._arena.close()
-        for storage, restored in held:  # the arena has given the memory back; the addresses still are whose tensors are there
-            byte_view(storage).copy_(byte_view(restored))
+        # The arena has given the memory back; the addresses still are whose tensors are there.
+        for storage, copied in self._held:
+            byte_view(storage).copy_(byte_view(copied))
+        self._held, self._is_closed = [], True
+        note_detached(self)
 
     @contextmanager
     def gather(self, layer: str | nn.Module) -> Iterator[nn.Module]:
@@ -417,6 +435,7 @@ class LayerOffload(NotCopied):
         if name not in self._layers:
             raise ValueError(f"gather: {layer!r} is none of the layers ({', '.join(self._layers)})")
         extent = next((extent for extent in self._extents if extent.name == name), None)
+        self._forwards.end_interrupted()
         self._streams.rest()
         try:
             yield self._layers[name]

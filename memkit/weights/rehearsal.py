@@ -103,8 +103,8 @@ class Rehearsal:
             return
         self._points.append(_Point(name, is_backward, self._device.record_event()))
         if is_backward and task != self._backward:
-            self._backward = task
             when_backward_ends(lambda has_failed: self.fail() if has_failed else self.pause())
+            self._backward = task
 
     def go(self) -> None:
         """The weights of the layer are there."""

@@ -70,8 +70,10 @@ class WeightHooks:
         self._hooks.__enter__()
 
     def end(self) -> None:
-        self._hooks.__exit__()
-        del self._hooks  # it holds this object
+        """Let those that were on top before be so again. Calling it again does nothing."""
+        if hasattr(self, "_hooks"):
+            self._hooks.__exit__()
+            del self._hooks  # it holds this object
 
     def pack(self, tensor: Tensor) -> KeptHandle | _Passed:
         """Take a tensor that autograd saves."""

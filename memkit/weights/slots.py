@@ -1,4 +1,7 @@
-"""Device memory that layers take turns in: who has which slot, and from when on the next may."""
+"""Device memory that layers take turns in: who has which slot, and from when on the next may.
+
+For the order of notes and copies see [Note: interrupts of streaming] in `memkit.weights.streaming`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,19 @@ class Slot:
     view that somebody keeps. What reads it does so on the streams noted here.
     """
 
-    __slots__ = ("_device", "_freed", "_left", "extent", "is_dirty", "is_overflow", "num_bytes", "ready", "state", "storage")
+    __slots__ = (
+        "_device",
+        "_freed",
+        "_has_unknown",
+        "_left",
+        "extent",
+        "is_dirty",
+        "is_overflow",
+        "num_bytes",
+        "ready",
+        "state",
+        "storage",
+    )
 
     def __init__(self, device: Device, num_bytes: int, *, is_overflow: bool = False) -> None:
         self.storage = device.allocate(num_bytes)
@@ -35,9 +50,11 @@ class Slot:
         """What the extent's `state()` was when its bytes were copied."""
         self.ready: Event | None = None
         self.is_dirty = False
-        """Whether it has weights that the master does not have yet."""
+        """Whether it has weights that the master does not have yet, or is about to: until they are copied, it is the truth."""
         self._left: Event | None = None
         """Behind the last copy to the master."""
+        self._has_unknown = False
+        """Whether a copy from or to it may be under way that no event is known of: an interrupt came in between."""
         self._device = device
         stream = device.current_stream()
         self._freed: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}
@@ -46,11 +63,11 @@ class Slot:
     @property
     def is_idle(self) -> bool:
         """Whether nobody uses it."""
-        return not self.is_dirty and (self.extent is None or self.extent.num_bound == 0) and num_users(self.storage) == 1
+        return not self.is_dirty and (self.extent is None or not self.extent.uses) and num_users(self.storage) == 1
 
     def holds(self, extent: LayerExtent) -> bool:
         """Tell whether it has the bytes of a layer as they are now."""
-        return self.extent is extent and self.state == extent.state()
+        return self.extent is extent and (self.is_dirty or self.state == extent.state())
 
     def forget(self) -> None:
         """What it holds is not to be found any more."""
@@ -65,9 +82,11 @@ class Slot:
         after = [freed or self._device.record_event(stream, timed=False) for stream, freed in self._freed.items()]
         if self._left is not None:
             after.append(self._left)
+        self.extent, self._has_unknown = None, True  # until the copy is noted it has neither the one layer nor the other
         self.ready = copy(self.storage, after)
-        self.extent, self.state = extent, extent.state()
         self._freed = {}
+        self.state = extent.state()
+        self.extent, self._has_unknown = extent, False
 
     def use(self, stream: Stream) -> None:
         """Let work that is put on a stream from now on read the slot."""
@@ -82,26 +101,25 @@ class Slot:
         self._freed[stream] = None
         self._device.note_read(self.storage)
 
-    def release(self, stream: Stream, *, num_bound: int) -> None:
-        """A forward of the layer is over, or its backward: all work that uses the slot has been put on a stream.
+    def release(self, stream: Stream) -> None:
+        """A forward of the layer is over, or its backward: all work that uses the slot has been put on a stream, and the
+        layer's tensors do not lie here any more.
 
-        Unless somebody else holds a tensor that lies here. He may put work on it until he lets go, which nothing tells.
-
-        Args:
-            num_bound: how many tensors of the layer lie here by its own doing.
+        Unless somebody else holds a tensor that does. He may put work on it until he lets go, which nothing tells.
         """
         self._device.note_read(self.storage)
-        is_held = num_users(self.storage) > 1 + num_bound
+        is_held = num_users(self.storage) > 1
         self._freed[stream] = None if is_held else self._device.record_event(stream, timed=False)
 
     def claim(self, stream: Stream) -> None:
         """Let work that is put on a stream from now on write to the slot."""
         if self._left is not None:
             self._device.wait_event(stream, self._left)
+        self.is_dirty = True
 
     def note_written(self, extent: LayerExtent) -> None:
         """Work on the current stream has written to the weights here: the slot has them as they are now."""
-        self.state, self.is_dirty = extent.state(), True
+        self.state = extent.state()
         self._device.note_written(self.storage, -sum(extent.state()))
 
     def write_back(self, copy: Callable[[torch.UntypedStorage, Event], Event]) -> Event:
@@ -110,7 +128,9 @@ class Slot:
         Args:
             copy: puts the copy on a lane, behind an event.
         """
-        self._left, self.is_dirty = copy(self.storage, self._device.record_event(timed=False)), False
+        after, self._has_unknown = self._device.record_event(timed=False), True
+        self._left = copy(self.storage, after)
+        self.is_dirty = self._has_unknown = False
         return self._left
 
     def await_copies(self) -> None:
@@ -122,6 +142,8 @@ class Slot:
 
     def settle(self, stream: Stream) -> None:
         """Let a stream wait for all that uses the slot, so that its memory can go back to it."""
+        if self._has_unknown:
+            self._device.synchronize()
         if self.ready is not None:
             self._device.wait_event(stream, self.ready)
         if self._left is not None:
@@ -150,7 +172,7 @@ class SlotRing:
         """How often there was no slot."""
         try:
             for num_bytes in slot_bytes:
-                self._slots.append(self._new(num_bytes))
+                self._add(Slot(device, num_bytes))
         except BaseException:
             self.close()
             raise
@@ -196,8 +218,7 @@ class SlotRing:
     def fill(self, slot: Slot, extent: LayerExtent, copy: Callable[[torch.UntypedStorage, Iterable[Event]], Event]) -> None:
         """Fill a slot of this ring: see `Slot.fill`."""
         slot.fill(extent, copy)
-        self._slots.remove(slot)
-        self._slots.append(slot)
+        self._slots = [*(other for other in self._slots if other is not slot), slot]
 
     def overflow(self, extent: LayerExtent) -> Slot:
         """Return one more slot, for a while.
@@ -205,8 +226,8 @@ class SlotRing:
         Raises:
             torch.OutOfMemoryError: the device has no room.
         """
-        slot = self._new(extent.num_bytes, is_overflow=True)
-        self._slots.append(slot)
+        slot = Slot(self._device, extent.num_bytes, is_overflow=True)
+        self._add(slot)
         self.num_overflows += 1
         return slot
 
@@ -231,12 +252,12 @@ class SlotRing:
             disown(slot.storage)
         self._slots.clear()
 
-    def _new(self, num_bytes: int, *, is_overflow: bool = False) -> Slot:
-        slot = Slot(self._device, num_bytes, is_overflow=is_overflow)
+    def _add(self, slot: Slot) -> None:
+        self._slots.append(slot)  # first: whose storage is owned is known here until it is not owned any more
         own(slot.storage, self._owner)
-        return slot
 
     def _drop(self, slot: Slot) -> None:
+        slot.extent = None
         slot.settle(self._device.current_stream())
         disown(slot.storage)
         self._slots.remove(slot)

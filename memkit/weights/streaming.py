@@ -1,10 +1,28 @@
-"""Brings the weights of layers to the device, when they are used and ahead of that."""
+"""Brings the weights of layers to the device, when they are used and ahead of that.
+
+[Note: interrupts of streaming] A `KeyboardInterrupt` may come ahead of any line, also in what C++ calls while a backward ends,
+and the training loop may go on after it. So in all of this room:
+
+- *What is open is noted before it begins, and forgotten last.* A call of a layer (`memkit.calls`), a backward
+  (`memkit.hooks.BackwardEnd`), who has a layer's parameters lie in a slot (`LayerExtent.uses`). Each can tell by itself whether
+  it is over: a call by its frame, a backward by a callback that the engine alone holds.
+- *Whatever ends something may be called again*, and then does the rest. An end of a backward that is interrupted fails the
+  backward, and is called again as that of a failed one, before the user hears of the interrupt. What even then is left (the
+  interrupt came in that) is dropped by the next forward: gradients of that backward are never added to later ones.
+- *Held before issued.* What a copy reads or writes is held, and marked as in flight, before the copy is put on a lane. Where no
+  event was noted behind it, the host waits for the whole device before the memory goes.
+- *A slot that is written to is the truth from before the write on*, until the copy to the master is noted. So a parameter that
+  was stepped has its new weights in host memory, and one that was not has the old ones.
+- *Constructors set no hooks.* Somebody knows the object before it `begin`s, so that `LayerOffload.close` finds all there is to
+  undo. That may be called again after an interrupt as well.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
 
 import torch
@@ -50,7 +68,7 @@ class Stalls:
 
 
 class Streamer:
-    """Brings layers into slots. It is the owner of the slots' storages.
+    """Brings layers into slots. It is the owner of the slots' storages. See [Note: interrupts of streaming].
 
     Any use of a layer finds its bytes: they are in a slot, or are fetched then. Whatever is expected next is fetched ahead, as
     far as slots are free that nobody needs sooner. What a slot holds is good for the pass and its backward: before each new
@@ -157,39 +175,38 @@ class Streamer:
         with _NoDispatch(), self.lock:
             if self._is_closed or self._in_backward is extent or not extent.is_on_host:
                 return
-            slot = self.use(extent)
-            if not extent.num_bound:
-                extent.bind(slot.storage)
-            extent.num_bound += 1
-            self._in_backward = extent
             if self._backward != backward_task():
-                self._backward = backward_task()
                 when_backward_ends(lambda _: self.rest())
+                self._backward = backward_task()
+            slot = self.use(extent)
+            self._in_backward = extent
+            extent.lie_in(slot.storage, use=self)
 
     def is_in_forward(self, extent: LayerExtent) -> bool:
         """Tell whether a forward of a layer is going on."""
-        return extent.num_bound > (self._in_backward is extent)
+        return len(extent.uses) > (self in extent.uses)
 
     def rest(self) -> None:
         """No backward of a layer is going on."""
         with _NoDispatch(), self.lock:
-            extent, self._in_backward = self._in_backward, None
+            extent = self._in_backward
             if extent is not None:
-                self.release(extent)
-                extent.num_bound -= 1
-                if not extent.num_bound:
-                    if self.ring.holding(extent) is None:  # somebody has written to the parameters meanwhile
-                        extent.write_back()
-                    extent.unbind()
+                if extent.uses == {self} and self.ring.holding(extent) is None:  # somebody has written to the parameters
+                    extent.write_back()
+                self.leave(extent, use=self)
+                self._in_backward = None
 
-    def release(self, extent: LayerExtent) -> None:
-        """The forward of a layer is over: its work is on the current stream."""
+    def leave(self, extent: LayerExtent, *, use: object) -> None:
+        """A forward of a layer is over, or its backward: its work is on the current stream."""
         with _NoDispatch(), self.lock:
             if backward_task() == -1:
                 extent.tick = self._lanes.tick()
-            for slot in self.ring:
-                if slot.extent is extent and extent.num_bound == 1:  # else it runs on
-                    slot.release(self.device.current_stream(), num_bound=extent.num_parts)
+            extent.uses.discard(use)
+            if not extent.uses:  # else it runs on
+                extent.unbind()
+                for slot in self.ring:
+                    if slot.extent is extent:
+                        slot.release(self.device.current_stream())
 
     def _wait(self, slot: Slot, extent: LayerExtent) -> None:
         stream = self.device.current_stream()
@@ -218,13 +235,16 @@ class Streamer:
 
     def bring_until(self, tick: int) -> bool:
         """Fetch the layers that are needed sooner than what was left at `tick`: see `memkit.transfer.lanes.Prefetcher`."""
-        if not self.lock.acquire(blocking=False):
-            return True  # another thread is at it, and perhaps waits for the one that asks
+        is_free = False
         try:
+            is_free = self.lock.acquire(blocking=False)
+            if not is_free:
+                return True  # another thread is at it, and perhaps waits for the one that asks
             with _NoDispatch():
                 return self._is_closed or self._phase is not Phase.BACKWARD or self._prefetch(until=tick)
         finally:
-            self.lock.release()
+            if is_free:
+                self.lock.release()
 
     def _prefetch(self, *, until: int | None = None) -> bool:
         """Fetch what is expected next. Nothing is fetched past what is needed sooner.
@@ -289,6 +309,24 @@ class Streamer:
             extent.written = slot.write_back(copy)
             return extent.written
 
+    def settle(self) -> None:
+        """Have the masters be what is in slots that were written to; the host waits for all copies.
+
+        Also for those that nobody knows of, since an interrupt came ahead of that.
+        """
+        with _NoDispatch(), self.lock:
+            for slot in self.ring:
+                if slot.is_dirty and slot.extent is not None:
+                    with suppress(Exception):  # a copy that fails: what is in the slot is lost, and whoever steps is told
+                        self.write_back(slot.extent)
+                slot.is_dirty = False
+            for extent in self.extents:
+                if not extent.uses and any(self.ring.at(tensor.untyped_storage()) for tensor in extent.tensors()):
+                    extent.unbind()
+                if extent.span is not None and extent.span.staging is not None:
+                    extent.span.staging.drain()
+            self.device.synchronize()
+
     def forget(self) -> None:
         """Somebody may have written to the masters unseen."""
         with self.lock:
@@ -310,6 +348,10 @@ class Streamer:
                 parameters=tuple(parameter for item in items for parameter in item.current_parameters()),
                 slots=tuple(slot.storage for slot in self.ring if not slot.is_overflow),
             )
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     def close(self) -> None:
         """Give the slots' memory back; the host waits for all copies."""

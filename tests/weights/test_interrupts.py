@@ -1,0 +1,390 @@
+"""Ctrl-C at any line of memkit: the steps that follow are exact, and the weights are whole."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import ReferenceDevice
+from memkit.hooks import innermost_pack, stacked_owners
+from memkit.owners import owner_of
+from memkit.weights.fused import SteppedGradient
+from tests import interrupts as harness
+from tests.interrupts import hooks_around, interrupt, interrupts
+from tests.weights.cases import RUNS, WIDTH, Stack, inputs, only_lora
+
+KINDS = ("frozen", "host", "fused")
+
+
+class NotingSGD(torch.optim.SGD):
+    """Notes what it has stepped, and with which gradient."""
+
+    stepped: list[tuple[nn.Parameter, Tensor]] = []  # noqa: RUF012  # of all, also the one that tells how much state it keeps
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        given = (parameter for group in self.param_groups for parameter in group["params"])
+        NotingSGD.stepped += [(parameter, parameter.grad.clone()) for parameter in given if parameter.grad is not None]
+
+
+class Case:
+    """A model whose layers stream, and a plain one that is to be the same after each step."""
+
+    def __init__(self, kind: str, *, run: str = "in order", is_large: bool = False, **options: Any) -> None:
+        self.kind = kind
+        self.device = ReferenceDevice()
+        self.model = Stack(4, run=RUNS[run]) if is_large else Stack(3, run=RUNS[run], block=lambda: nn.Linear(WIDTH, WIDTH))
+        if kind == "frozen":
+            only_lora(self.model)
+        self.plain = copy.deepcopy(self.model)
+        self.before = [(id(parameter), parameter.stride()) for parameter in self.model.parameters()]
+        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self.batch = inputs(self.device, 1)[0]
+        self.plain_steps: dict[str, torch.optim.Optimizer] = {}
+        self.context: Callable[[], Any] | None = None
+        of_kind = {"frozen": {}, "host": {"train": "host"}, "fused": {"optimizer": partial(NotingSGD, lr=0.1, momentum=0.9)}}
+        self._options = {**of_kind[kind], "offload_ratio": 1.0, "slots": 2, "device": self.device, **options}
+        self.offload: memkit.LayerOffload
+
+    def begin(self) -> None:
+        NotingSGD.stepped.clear()
+        self.plain_steps = {
+            name: torch.optim.SGD([parameter], lr=0.1, momentum=0.9) for name, parameter in self.plain.named_parameters()
+        }
+        self.offload = memkit.LayerOffload(self.model, **self._options)
+        NotingSGD.stepped.clear()  # the step that has told how much state it keeps
+
+    def step(self) -> Tensor:
+        """Run one step, as in the loop of a user who goes on after an interrupt."""
+        self.model.zero_grad()
+        if self.context is None:
+            output = self.model(self.batch)
+        else:
+            with self.context():
+                output = self.model(self.batch)
+        output.square().mean().backward()
+        return output
+
+    def step_plain(self) -> Tensor:
+        self.follow()
+        self.plain.zero_grad()
+        output = self.plain(self.batch)
+        output.square().mean().backward()
+        return output
+
+    def follow(self, *, whole: bool = False) -> None:
+        """Step of the plain model what was stepped of the other: each parameter once, and with its whole gradient."""
+        parameters = dict(self.plain.named_parameters())
+        stepped = [self.names[id(parameter)] for parameter, _ in NotingSGD.stepped]
+        assert len(set(stepped)) == len(stepped)
+        assert not whole or len(stepped) == len(parameters)
+        for name, (_, gradient) in zip(stepped, NotingSGD.stepped, strict=True):
+            expected = parameters[name].grad
+            assert expected is not None
+            assert torch.equal(gradient, expected), name
+            self.plain_steps[name].step()
+        NotingSGD.stepped.clear()
+
+    def assert_next_step_is_exact(self, place: str = "") -> None:
+        if self.kind != "fused":
+            with torch.no_grad():
+                for parameter in (*self.model.parameters(), *self.plain.parameters()):
+                    parameter.mul_(1.01)
+        expected, output = self.step_plain(), self.step()
+
+        assert torch.equal(output, expected), place
+        for (name, found), wanted in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            if self.kind == "fused":
+                assert isinstance(found.grad, SteppedGradient), (name, place)
+            elif wanted.grad is None:
+                assert found.grad is None, (name, place)
+            else:
+                assert found.grad is not None, (name, place)
+                assert torch.equal(found.grad, wanted.grad), (name, place)
+        if self.kind == "fused":
+            self.follow(whole=True)
+        assert innermost_pack() is None
+        assert not stacked_owners()
+        self.assert_weights_are_whole(place)
+
+    def assert_weights_are_whole(self, place: str = "") -> None:
+        for (name, found), expected in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            assert torch.equal(found, expected), (name, place)
+            assert owner_of(found.untyped_storage()) is None, (name, place)
+
+    def assert_nothing_is_left(self, place: str = "") -> None:
+        self.assert_weights_are_whole(place)
+        assert [(id(parameter), parameter.stride()) for parameter in self.model.parameters()] == self.before
+        assert hooks_around(self.model) == hooks_around(self.plain), place
+        self.device.synchronize()
+        assert not self.device.races
+        assert not self.device._pinned, place
+
+    def assert_interrupts_are_survived(self, count: int, *, lines: list[int] | None = None) -> None:
+        """Interrupt steps of one model, one after the other, and see that the steps in between are exact."""
+        for place in interrupts(self.step, count, prepare=self.step_plain, lines=lines):
+            if self.kind == "fused":
+                groups = self.offload.optimizer.param_groups  # type: ignore[union-attr]
+                assert [len(group["params"]) for group in groups] == [len(self.names)], place
+                self.follow()
+                self.assert_weights_are_whole_at_rest(place)
+            self.assert_next_step_is_exact(place)
+        self.offload.close()
+        memkit.reset("interrupted")  # a context around the model has memory of its own
+        self.assert_nothing_is_left()
+
+    def assert_weights_are_whole_at_rest(self, place: str) -> None:
+        """An interrupt within a layer leaves that in its slot, with weights that are right there."""
+        for (name, found), expected in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            assert torch.equal(found, expected), (name, place)
+
+
+class _Noting(harness._Lines):
+    """Notes in which function and file each line is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[tuple[str, str, int]] = []
+
+    def on_line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.places.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+        super().on_line(frame, event, arg)
+        return self.on_line
+
+
+def _lines_in(step: Callable[[], object], *functions: str) -> list[int]:
+    """Return of each line of some functions the number in the step with which it comes first."""
+    found: dict[tuple[str, str, int], int] = {}
+    for number, place in enumerate(_places(step)):
+        if place[0] in functions:
+            found.setdefault(place, number)
+    assert {place[0] for place in found} == set(functions), set(functions) - {place[0] for place in found}
+    return sorted(found.values())
+
+
+def _places(step: Callable[[], object]) -> list[tuple[str, str, int]]:
+    """Return of each line that a step runs the function, the file, and where in that."""
+    noting, before = _Noting(), sys.gettrace()
+    gc.disable()
+    sys.settrace(noting.on_call)
+    try:
+        step()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return noting.places
+
+
+def _begun(kind: str, **options: Any) -> Case:
+    case = Case(kind, **options)
+    case.begin()
+    for _ in range(3):  # the second is timed, and the third notes it
+        case.assert_next_step_is_exact()
+    return case
+
+
+_ENDS = {
+    "host": ("_tell", "_end_backward", "_forget_parts", "_take_left", "_finish", "_await", "_put_back", "rest", "leave"),
+    "fused": ("_tell", "_end_backward", "_forget_parts", "_take_left", "_finish", "_say_consumed", "rest", "leave"),
+}
+
+
+@pytest.mark.parametrize("kind", _ENDS)
+def test_interrupt_at_the_end_of_a_backward_leaves_nothing_stale(kind: str) -> None:
+    case = _begun(kind)
+    case.step_plain()
+
+    case.assert_interrupts_are_survived(0, lines=_lines_in(case.step, *_ENDS[kind]))
+
+
+_COPIES = {
+    "frozen": ("fill", "copy", "copy_back", "_copy"),
+    "host": ("fill", "copy", "copy_out", "_copy", "_take", "_copy_out", "_settle_oldest"),
+    "fused": ("fill", "copy", "copy_out", "_copy", "_take", "claim", "note_written", "write_back", "_write_back"),
+}
+
+
+@pytest.mark.parametrize("kind", _COPIES)
+def test_interrupt_between_issuing_a_copy_and_noting_it(kind: str) -> None:
+    case = _begun(kind)
+    case.step_plain()
+
+    case.assert_interrupts_are_survived(0, lines=_lines_in(case.step, *_COPIES[kind]))
+
+
+def test_interrupt_while_a_parameter_is_stepped_leaves_the_optimizer_its_groups() -> None:
+    case = _begun("fused")
+    case.step_plain()
+
+    case.assert_interrupts_are_survived(0, lines=_lines_in(case.step, "_step", "_only", "_regroup", "after", "_consume"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_after_interrupts_are_exact(kind: str) -> None:
+    _begun(kind).assert_interrupts_are_survived(12)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("run", ["in order", "reused", "checkpoint", "reentrant checkpoint"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_after_60_interrupts_are_exact(kind: str, run: str) -> None:
+    if (kind, run) == ("fused", "reentrant checkpoint"):
+        run = "segments"
+    _begun(kind, run=run, is_large=True).assert_interrupts_are_survived(60)
+
+
+def _offloaded(device: ReferenceDevice) -> Any:
+    return memkit.CPUOffload(1.0, "interrupted", min_bytes=0, device=device)
+
+
+def _rematerialized(device: ReferenceDevice) -> Any:
+    return memkit.Rematerialize(1, "interrupted", device=device)
+
+
+CONTEXTS = {"offloaded": _offloaded, "rematerialized": _rematerialized}
+
+
+def _within(context: str, kind: str, count: int) -> None:
+    """Interrupt steps within another context at lines of this room; those of the other have tests of their own."""
+    case = Case(kind)
+    case.context = partial(CONTEXTS[context], case.device)
+    case.begin()
+    for _ in range(3):
+        case.assert_next_step_is_exact()
+    case.step_plain()
+    lines = [number for number, (_, file, _) in enumerate(_places(case.step)) if "/weights/" in file]
+
+    case.assert_interrupts_are_survived(0, lines=[lines[at] for at in harness.spread(len(lines), count)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_steps_within_another_context_are_exact_after_interrupts(context: str, kind: str) -> None:
+    _within(context, kind, 6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_steps_within_another_context_are_exact_after_60_interrupts(context: str, kind: str) -> None:
+    _within(context, kind, 60)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    memkit.reset("interrupted")
+
+
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("the model's")
+
+
+@pytest.mark.parametrize("kind", ["host", "fused"])
+def test_interrupt_of_what_a_failed_backward_ends_with_is_mended_by_the_next_forward(kind: str) -> None:
+    case = _begun(kind)
+    run = case.model._run
+    is_failing = False
+
+    def fails_in_the_middle(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        x = layers[1](layers[0](x))
+        return layers[2](_FailsBackward.apply(x) if is_failing else x)
+
+    def step() -> None:
+        with pytest.raises(RuntimeError, match="the model's"):
+            case.step()
+
+    case.model._run, is_failing = fails_in_the_middle, True
+    last = ("_drop", "settle") if kind == "fused" else ("_put_back",)
+    case.step_plain()
+    lines = _lines_in(step, "_tell", "_end_backward", "_forget_parts", "_finish", *last)
+    for line in lines:
+        case.step_plain()
+        case.model._run, is_failing = fails_in_the_middle, True
+        place = interrupt(step, line)
+        case.model._run, is_failing = run, False
+
+        case.assert_next_step_is_exact(str(place))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_closing_again_after_an_interrupted_close_leaves_the_model_whole(kind: str) -> None:
+    case = Case(kind)
+    case.begin()
+    case.assert_next_step_is_exact()
+    num_lines = harness.count_lines(case.offload.close)
+
+    for line in harness.spread(num_lines, 12):
+        case.begin()
+        case.assert_next_step_is_exact()
+        state = case.model.state_dict()
+        expected = {name: tensor.clone() for name, tensor in state.items()}
+        place = interrupt(case.offload.close, line)
+        case.offload.close()
+
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items()), place
+        case.assert_nothing_is_left(str(place))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupted_construction_leaves_the_model_as_it_was(kind: str) -> None:
+    case = Case(kind)
+    case.step_plain()
+    case.step()
+    grads = [None if parameter.grad is None else parameter.grad.clone() for parameter in case.model.parameters()]
+
+    for place in interrupts(case.begin, 12, prepare=lambda: case.offload.close() if hasattr(case, "offload") else None):
+        assert not hasattr(case, "offload") or case.offload._is_closed, place
+        case.assert_nothing_is_left(place)
+        for parameter, grad in zip(case.model.parameters(), grads, strict=True):
+            assert (parameter.grad is None) if grad is None else torch.equal(parameter.grad, grad), place
+
+
+def test_interrupt_while_layers_come_to_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("host", offload_ratio="auto")
+    case.begin()
+    chosen = memkit.plan.plan_resident  # two of three stay
+
+    def choose(layers: Any, rehearsed: Any, plan: Any, **options: Any) -> Any:
+        return chosen([*_costs(layers)], 2, num_slots=options["num_slots"])
+
+    from memkit.weights import layers as module
+    from memkit.weights.shares import costs_of as _costs
+
+    monkeypatch.setattr(module, "plan_rehearsed", choose)
+
+    def begin() -> None:
+        case.offload.close()
+        case.begin()
+        for _ in range(2):
+            case.assert_next_step_is_exact()
+        case.step_plain()
+
+    begin()
+    lines = _lines_in(case.step, "_before_pass", "_choose", "_stream_anew", "_let_go")
+    assert len(case.offload.plan.streamed) == 1
+    for line in lines:
+        begin()
+        place = interrupt(case.step, line)
+        for _ in range(2):
+            case.assert_next_step_is_exact(str(place))
+
+        assert len(case.offload.plan.streamed) == 1, place
+    case.offload.close()
+    case.assert_nothing_is_left()
