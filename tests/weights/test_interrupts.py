@@ -248,7 +248,7 @@ def _offloaded(device: ReferenceDevice) -> Any:
 
 
 def _rematerialized(device: ReferenceDevice) -> Any:
-    return memkit.Rematerialize(1, "interrupted", device=device)
+    return memkit.Rematerialize("1B", "interrupted", device=device)
 
 
 CONTEXTS = {"offloaded": _offloaded, "rematerialized": _rematerialized}
