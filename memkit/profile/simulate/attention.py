@@ -6,13 +6,19 @@ choose a fused operation that saves the queries, keys, values, the output and a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
+# From this version on cuDNN is asked for probabilities of dropout that it has exactly: multiples of 1/16.
+_COARSE_CUDNN_DROPOUT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def scaled_dot_product_attention(
@@ -33,156 +39,250 @@ def scaled_dot_product_attention(
         query: `[..., query_len, head_dim]`, on the meta device; `key` and `value` as there.
         target: "cuda" or "cpu".
     """
-    asked = (query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    choose = _choose_cuda if target == "cuda" else _choose_cpu
-    fused = choose(*asked)
-    if fused is None:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if call.is_valid():
+        batched = call.batched() if query.dim() == key.dim() == value.dim() == 3 and fused_take_three_dims() else call
+        fused = (_choose_cuda if target == "cuda" else _choose_cpu)(batched)
+        if fused is not None:
+            output = fused(batched)
+            return output if batched is call else output.squeeze(0)
+        if target == "cuda" and dropout_p > 0.0 and not (is_causal and attn_mask is not None):
+            return _math_cuda(call)
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What attention was asked for."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+    def is_valid(self) -> bool:
+        """Tell whether torch takes these dtypes together; of others it says itself what is wrong."""
+        query, mask = self.query, self.mask
+        return query.dtype == self.key.dtype == self.value.dtype and (
+            mask is None or mask.dtype in (torch.bool, torch.float32, query.dtype)
         )
-    return fused(scale)
+
+    def batched(self) -> _Call:
+        """Return the same for a batch of one."""
+        mask = self.mask
+        while mask is not None and mask.dim() < 4:
+            mask = mask.unsqueeze(0)
+        query, key, value = (tensor.unsqueeze(0) for tensor in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value, mask=mask)
+
+    def is_dense(self) -> bool:
+        tensors = (self.query, self.key, self.value)
+        return self.query.shape[0] == self.key.shape[0] == self.value.shape[0] and all(
+            tensor.dim() == 4 and tensor.layout == torch.strided and 0 not in tensor.shape for tensor in tensors
+        )
+
+    def has_contiguous_rows(self) -> bool:
+        return all(tensor.stride(-1) == 1 for tensor in (self.query, self.key, self.value))
+
+    def needs_grad(self) -> bool:
+        tensors = (self.query, self.key, self.value)
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+    def heads_match(self, *, grouped: bool = True, key_as_value: bool = True) -> bool:
+        """Tell whether the heads of keys and values can serve those of the queries.
+
+        Args:
+            grouped: whether the operation knows grouped heads.
+            key_as_value: whether it needs as many key heads as value heads.
+
+        Source: check_batch_size_and_num_heads_dense and check_grouped_query_attention in sdp_utils_cpp.h.
+        """
+        queries, keys, values = self.query.shape[1], self.key.shape[1], self.value.shape[1]
+        if self.enable_gqa and grouped:
+            return queries % keys == queries % values == 0 and (keys == values or not key_as_value)
+        return queries == keys == values or (keys == values == 1 and fused_broadcast_heads())
+
+    def mask_broadcasts(self) -> bool:
+        """Tell whether an operation that makes no gradient for a mask takes this one.
+
+        Source: check_attn_mask_shape in sdp_utils_cpp.h.
+        """
+        if self.mask is None:
+            return True
+        if self.mask.dim() not in (2, 4) or self.mask.requires_grad:
+            return False
+        full = (*self.query.shape[:3], self.key.shape[2])
+        return all(size in (1, whole) for size, whole in zip(self.mask.shape, full[-self.mask.dim() :], strict=True))
+
+    def bias(self) -> Tensor | None:
+        """Return the mask as numbers to add."""
+        if self.mask is None or self.mask.dtype != torch.bool:
+            return self.mask
+        return _additive(self.mask, self.query.dtype)
 
 
-Fused = Callable[[float | None], Tensor]
+Fused = Callable[[_Call], Tensor]
 
 
-def _choose_cpu(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
-) -> Fused | None:
+def _choose_cpu(call: _Call) -> Fused | None:
     # Source: use_flash_attention_cpp in aten/src/ATen/native/transformers/sdp_utils_cpp.cpp.
     possible = (
         torch.backends.cuda.flash_sdp_enabled()
-        and _dense_4d(query, key, value)
-        and query.dtype in (torch.float32, torch.float64, *_HALF_DTYPES)
-        and dropout_p == 0.0
-        and query.shape[-1] == key.shape[-1] == value.shape[-1]
-        and (_same_heads(query, key, value) or enable_gqa)
-        and _rows_are_contiguous(query, key, value)
-        and (mask is None or (mask.dim() in (2, 4) and not mask.requires_grad))
+        and call.is_dense()
+        and call.query.dtype in (torch.float32, torch.float64, *_HALF_DTYPES)
+        and call.dropout_p == 0.0
+        and call.query.shape[-1] == call.key.shape[-1] == call.value.shape[-1]
+        and call.heads_match()
+        and call.has_contiguous_rows()
+        and call.mask_broadcasts()
     )
-    if not possible:
-        return None
-    bias = _additive(mask, query.dtype)
-    return lambda scale: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
-    )[0]
+    return _flash_cpu if possible else None
 
 
-def _choose_cuda(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
-) -> Fused | None:
+def _choose_cuda(call: _Call) -> Fused | None:
     # Source: can_use_cudnn_attention, can_use_flash_attention and can_use_mem_efficient_attention in
     # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, in the order that a GPU of compute capability 9.0 has.
-    if not _dense_4d(query, key, value) or not (_same_heads(query, key, value) or enable_gqa):
+    mask, dropout_p = call.mask, call.dropout_p
+    if not call.is_dense() or not call.has_contiguous_rows() or (mask is not None and mask.stride(-1) != 1):
         return None
-    if not _rows_are_contiguous(query, key, value):
-        return None
-    head_dim = query.shape[-1]
+    query_len, head_dim = call.query.shape[-2:]
+    key_len, value_dim = call.key.shape[-2], call.value.shape[-1]
+    half = call.query.dtype in _HALF_DTYPES
+    same_dim = head_dim == call.key.shape[-1]
     cudnn = (
         torch.backends.cuda.cudnn_sdp_enabled()
-        and query.dtype in _HALF_DTYPES
-        and head_dim == key.shape[-1]
-        and all(size % 8 == 0 and size <= 256 for size in (head_dim, value.shape[-1]))
-        and key.shape[-2] > 1
-        and (dropout_p == 0.0 or query.shape[-2] > 1)
-        and (mask is None or (mask.dim() in (2, 4) and not mask.requires_grad))
+        and half
+        and call.heads_match(key_as_value=False)
+        and same_dim
+        and all(size % 8 == 0 and size <= 256 for size in (head_dim, value_dim))
+        and key_len > 1
+        and (dropout_p == 0.0 or query_len > 1)
+        and (dropout_p * 16 % 1 == 0 or not _COARSE_CUDNN_DROPOUT)
+        and call.mask_broadcasts()
         and not torch.are_deterministic_algorithms_enabled()
     )
     if cudnn:
-        return lambda scale: _cudnn(query, key, value, mask, dropout_p, is_causal, scale)
+        return _cudnn
     flash = (
         torch.backends.cuda.flash_sdp_enabled()
-        and query.dtype in _HALF_DTYPES
+        and half
         and mask is None
-        and head_dim == key.shape[-1] == value.shape[-1]
+        and call.heads_match()
+        and same_dim
+        and head_dim == value_dim
         and head_dim <= 256
-        and not (is_causal and query.shape[-2] != key.shape[-2])
+        and not (call.is_causal and query_len != key_len)
     )
     if flash:
-        return lambda scale: _flash_cuda(query, key, value, dropout_p, is_causal, scale)
-    alignment = 8 if query.dtype in _HALF_DTYPES else 4
-    efficient = (
+        return _flash_cuda
+    alignment = 8 if half else 4
+    efficient = (  # which makes a gradient for a mask that requires one
         torch.backends.cuda.mem_efficient_sdp_enabled()
-        and query.dtype in (torch.float32, *_HALF_DTYPES)
-        and _same_heads(query, key, value)
-        and head_dim == key.shape[-1]
+        and (half or call.query.dtype == torch.float32)
+        and call.heads_match(grouped=fused_broadcast_heads())
+        and same_dim
         and head_dim % alignment == 0
-        and value.shape[-1] % alignment == 0
+        and value_dim % alignment == 0
     )
-    if efficient:
-        return lambda scale: _efficient_cuda(query, key, value, mask, dropout_p, is_causal, scale)
-    return None
+    return _efficient_cuda if efficient else None
 
 
-def _cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor:
-    needs_grad = _needs_grad(query, key, value)
+@cache
+def fused_broadcast_heads() -> bool:
+    """Tell whether the fused operations of this torch take one key head for all query heads without `enable_gqa`.
+
+    They came to do so together, on all devices, and together with grouped heads in CUDA's memory-efficient operation. The CPU
+    is asked, which is always there.
+    """
+    return _is_fused((1, 2, 2, 8), (1, 1, 2, 8))
+
+
+@cache
+def fused_take_three_dims() -> bool:
+    """Tell whether this torch adds a batch of one to what has three dimensions, and so runs it fused. The CPU is asked."""
+    return _is_fused((1, 2, 8), (1, 2, 8))
+
+
+def _is_fused(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> bool:
+    query, key = (torch.empty(shape, device="cpu") for shape in (query_shape, key_shape))
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # whatever is switched off now
+        return bool(torch._fused_sdp_choice(query, key, key) == SDPBackend.FLASH_ATTENTION.value)
+
+
+def _flash_cpu(call: _Call) -> Tensor:
+    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        call.query, call.key, call.value, call.dropout_p, call.is_causal, attn_mask=call.bias(), scale=call.scale
+    )[0]
+    return output
+
+
+def _cudnn(call: _Call) -> Tensor:
+    tensors = (call.query, call.key, call.value)
     output: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, _additive(mask, query.dtype), needs_grad, dropout_p, is_causal, False, scale=scale
+        *tensors, call.bias(), call.needs_grad(), call.dropout_p, call.is_causal, False, scale=call.scale
     )[0]
     return output
 
 
-def _flash_cuda(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
-    head_dim = query.shape[-1]
-    scale = head_dim**-0.5 if scale is None else scale
-    query, key, value = (_pad_last(tensor, 8) for tensor in (query, key, value))
+def _flash_cuda(call: _Call) -> Tensor:
+    head_dim = call.query.shape[-1]
+    scale = head_dim**-0.5 if call.scale is None else call.scale
+    padding = -head_dim % 8
+    tensors = [call.query, call.key, call.value]
+    if padding:
+        tensors = [functional.pad(tensor, (0, padding)) for tensor in tensors]
     output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=scale
+        *tensors, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
-    return output[..., :head_dim] if output.shape[-1] != head_dim else output
+    return output[..., :head_dim] if padding else output
 
 
-def _efficient_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor:
-    bias = _additive(mask, query.dtype)
+def _efficient_cuda(call: _Call) -> Tensor:
+    bias = call.bias()
     if bias is not None:
-        # The kernel reads rows of 16: the mask is padded to that, and the padded storage is what is saved.
-        key_len = bias.shape[-1]
-        bias = _pad_last(bias, 16)[..., :key_len]
-        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        # The kernel reads groups of 8: a mask whose rows do not begin at one is padded, and the padded storage is saved.
+        if any(stride % 8 for stride in bias.stride()[:-1]):
+            key_len = bias.shape[-1]
+            bias = functional.pad(bias, (0, 8 - key_len % 8))[..., :key_len]
+        bias = bias.expand(*call.query.shape[:3], call.key.shape[2])
     output: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, _needs_grad(query, key, value), dropout_p, is_causal, scale=scale
+        *(call.query, call.key, call.value, bias),
+        *(call.needs_grad(), call.dropout_p, call.is_causal),
+        scale=call.scale,
     )[0]
     return output
 
 
-def _needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def _math_cuda(call: _Call) -> Tensor:
+    """Decompose attention as torch does, but with CUDA's dropout, which saves a mask of one byte per element.
+
+    Source: _scaled_dot_product_attention_math in aten/src/ATen/native/transformers/attention.cpp.
+    """
+    query, key, value, bias = call.query, call.key, call.value, call.bias()
+    dtype, head_dim = query.dtype, query.shape[-1]
+    if dtype in _HALF_DTYPES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = query.float(), key.float(), value.float()
+    if call.is_causal:
+        bias = _additive(query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(), query.dtype)
+    if call.enable_gqa:
+        heads = query.shape[-3]
+        key, value = (
+            tensor if tensor.shape[-3] == heads else tensor.repeat_interleave(heads // tensor.shape[-3], -3)
+            for tensor in (key, value)
+        )
+    factor = math.sqrt(abs(head_dim**-0.5 if call.scale is None else call.scale))
+    weights = (query * factor) @ (key.transpose(-2, -1) * factor)
+    if bias is not None:
+        weights = weights + bias
+    weights = torch.native_dropout(torch.ops.aten._safe_softmax(weights, -1), call.dropout_p, True)[0]
+    return (weights @ value).to(dtype)
 
 
-def _dense_4d(*tensors: Tensor) -> bool:
-    return all(tensor.dim() == 4 and tensor.layout == torch.strided and 0 not in tensor.shape for tensor in tensors)
-
-
-def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return query.shape[:2] == key.shape[:2] == value.shape[:2]
-
-
-def _rows_are_contiguous(*tensors: Tensor) -> bool:
-    return all(tensor.stride(-1) == 1 for tensor in tensors)
-
-
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
-        return mask
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
-
-
-def _pad_last(tensor: Tensor, multiple: int) -> Tensor:
-    missing = -tensor.shape[-1] % multiple
-    return functional.pad(tensor, (0, missing)) if missing else tensor

@@ -1,0 +1,62 @@
+"""What tests of runs without data share: models made of one function, and both runs of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import MemoryReport, profile_memory
+
+
+class Calls(nn.Module):
+    """One function, called with an input and a weight of shape (4, 4), a mask and a constant."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.call = call
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("mask", torch.ones(4, 4, dtype=torch.bool).tril())
+        self.constant = torch.tensor(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x, self.weight, self)
+
+
+class Function(nn.Module):
+    """One function of the inputs, which is called as it is."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *args: Any) -> Any:
+        return self.call(*args)
+
+
+def both(model: nn.Module, *inputs: Any, target: str = "cpu", **options: Any) -> tuple[MemoryReport, MemoryReport]:
+    """Return the profile of a run where the model is, and of one without data."""
+    torch.manual_seed(0)
+    real = profile_memory(model, *inputs, warmup=0, print_table=False, **options)
+    meta = profile_memory(model, *inputs, device="meta", target=target, print_table=False, **options)
+    return real, meta
+
+
+def saved(report: MemoryReport) -> list[tuple[object, ...]]:
+    """Return what was saved, in order, without times."""
+    return [
+        (
+            record.storage,
+            record.version,
+            record.storage_bytes,
+            record.category,
+            record.module,
+            record.dtype,
+            record.save_ordinals,
+            record.shapes,
+            record.needed_position,
+        )
+        for record in report.saved
+    ]
