@@ -23,7 +23,7 @@ from memkit.profile.restore import preserved
 from memkit.profile.rows import Found
 from memkit.profile.saves import SavedStorages, SaveTimes
 from memkit.profile.signatures import Signatures
-from memkit.profile.simulate import META, MetaTwins, MixedDevices, TargetKernels, TargetMode
+from memkit.profile.simulate import META, MetaTwins, MixedDevices, MixedDtypesError, TargetKernels, TargetMode
 from memkit.profile.step import Step, say_where
 from memkit.profile.streamed import ModelStorages
 from memkit.profile.tree import ModuleTree
@@ -121,7 +121,7 @@ def _as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callabl
         owners_set_aside(),
         closing(TargetMode(target, backend_dependent=note_backend_dependent)) as mode,
         mode,
-        MixedDevices(),
+        MixedDevices(target),
         TargetKernels(target),
         warnings.catch_warnings(),
     ):
@@ -205,12 +205,19 @@ def _without_data(step: Step) -> Step:
 
 
 # How torch says that something cannot be done, or known, without data.
-_NO_DATA = ("meta tensor", "meta device type tensor", "register_meta function", "with Meta tensors", "from the 'Meta' backend")
+_NO_DATA = (
+    *("meta tensor", "meta device type tensor", "register_meta function", "with Meta tensors", "from the 'Meta' backend"),
+    *("expected device meta but got", "but got meta"),  # of gradients: a tensor that the forward made on the CPU was written to
+)
 _NO_AUTOCAST = ("Disabling autocast", "unsupported autocast device_type 'meta'", "device type 'meta'")
 
 
 def _say_why_not_without_data(error: Exception, where: str) -> None:
     text = str(error)
+    if isinstance(error, MixedDtypesError):
+        raise ProfileError(
+            f"{where} cannot run: {text}. Cast the model or its inputs (--dtype), or run under torch.autocast (--autocast)"
+        ) from error
     first_line = (text.splitlines() or [""])[0]
     if any(sign in text for sign in _NO_AUTOCAST):
         raise ProfileError(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import MemoryReport, profile_memory
+from memkit import profile_memory
+from memkit.profile import MemoryReport
 
 
 class Calls(nn.Module):

@@ -156,4 +156,6 @@ def _inside_autocast() -> bool:
 
 
 def _is_eligible(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta and value.is_floating_point() and value.dtype != torch.float64
+    # Constants have data, on the CPU.
+    on_target = isinstance(value, Tensor) and (value.is_meta or value.is_cpu)
+    return on_target and value.is_floating_point() and value.dtype != torch.float64

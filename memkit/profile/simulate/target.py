@@ -8,6 +8,7 @@ difference is that it does not ask for function modes again: the mode stays on f
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from memkit.profile.simulate.attention import scaled_dot_product_attention
+from memkit.profile.simulate.attention import (
+    fused_broadcast_heads,
+    fused_take_three_dims,
+    scaled_dot_product_attention,
+)
 from memkit.profile.simulate.autocast import MetaAutocast, Rule, rule_for
+from memkit.profile.simulate.kernels import format_of, uses_cudnn_batch_norm
 
 TARGETS = ("cuda", "cpu")
 
@@ -44,6 +50,9 @@ class TargetMode(TorchFunctionMode):
         self._backend_dependent = backend_dependent
         self._autocast = MetaAutocast()
         self._routes: dict[Any, tuple[Rule | None, Operation]] = {}
+        # asked of torch once, and here, where nobody counts what that allocates
+        fused_broadcast_heads()
+        fused_take_three_dims()
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -90,6 +99,10 @@ class TargetMode(TorchFunctionMode):
             return _cuda_dropout
         if self._target == "cuda" and name == "rms_norm":
             return _cuda_rms_norm
+        if self._target == "cuda" and name == "batch_norm":
+            return _cuda_batch_norm
+        if self._target == "cpu" and name == "group_norm":
+            return _cpu_group_norm
         return function
 
     def _marked(self, function: Operation) -> Operation:
@@ -143,6 +156,31 @@ def _cuda_rms_norm(
     if weight is not None and weight.dtype != input.dtype:
         return functional.rms_norm(input, list(normalized_shape), weight, eps)
     output: Tensor = _FusedRmsNorm.apply(input, weight, len(normalized_shape))
+    return output
+
+
+def _cuda_batch_norm(input: Tensor, weight: Tensor | None, *how: Any) -> Tensor:  # noqa: A002 - torch's own name
+    # Source: _batch_norm_impl_index in aten/src/ATen/native/Normalization.cpp: cuDNN gets, and saves, a tensor without gaps.
+    if uses_cudnn_batch_norm(input, weight):
+        input = input.contiguous(memory_format=format_of(input))  # noqa: A001
+    return torch.batch_norm(input, weight, *how)
+
+
+def _cpu_group_norm(
+    input: Tensor,  # noqa: A002 - torch's own name
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *cudnn: bool,
+) -> Tensor:
+    # Source: group_norm in aten/src/ATen/native/group_norm.cpp: not every device takes, and saves, what is in channels_last.
+    memory_format = format_of(input)
+    if memory_format is torch.contiguous_format:
+        return torch.group_norm(input, num_groups, weight, bias, eps, *cudnn)
+    size = (input.shape[0], input.shape[1], math.prod(input.shape[2:]))
+    input = input.contiguous(memory_format=memory_format)  # noqa: A001
+    output: Tensor = torch.ops.aten.native_group_norm(input, weight, bias, *size, num_groups, eps)[0]
     return output
 
 

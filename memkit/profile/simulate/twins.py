@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,11 +96,17 @@ class MixedDevices(TorchDispatchMode):
     small integer and boolean constants that the forward asks for on the meta device (positions, masks) do get data: models
     look into them to choose a path, and no gradient flows through them. If a value that does not exist is written into such a
     constant, it counts as one without data: looking into it raises.
+
+    A tensor with data stands for one on the target, where moving it to the target's device moves nothing. With "cuda" as the
+    target that is not so for what the forward makes on the CPU: a move of that makes another tensor. What the backward moves is
+    gradients, which have no values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, target: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._target = target
         self._unknown: dict[int, torch.UntypedStorage] = {}
+        self._on_host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self, op: torch._ops.OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -120,9 +127,16 @@ class MixedDevices(TorchDispatchMode):
         unknown = any(storage_key(storage) in self._unknown for storage in unique_storages(inputs).values())
         if unknown and op in _READS:
             raise RuntimeError("the value depends on a meta tensor")
-        output = op(*args, **kwargs)
-        if isinstance(output, Tensor) and output.is_meta and kwargs.get("device") is not None and _is_small_integer(output):
-            output = op(*args, **{**kwargs, "device": torch.device("cpu")})
+        on_host = self._target == "cuda" and (op is _LIFT or all(map(self._is_on_host, inputs)))
+        asks_for_target = kwargs.get("device") is not None and torch.device(kwargs["device"]) == META
+        if op is _MOVE and asks_for_target and not on_host and not unknown and torch._C._current_graph_task_id() == -1:
+            output = _moved(inputs[0], kwargs)
+        else:
+            output = op(*args, **kwargs)
+            if asks_for_target and isinstance(output, Tensor) and output.is_meta and _is_small_integer(output):
+                output = op(*args, **{**kwargs, "device": torch.device("cpu")})
+            elif on_host:
+                self._note_on_host([leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
         if unknown:
             self._note_unknown([leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
         return output
@@ -130,7 +144,28 @@ class MixedDevices(TorchDispatchMode):
     def _note_unknown(self, tensors: list[Tensor]) -> None:
         self._unknown.update(unique_storages(tensors))
 
+    def _note_on_host(self, tensors: list[Tensor]) -> None:
+        self._on_host.update((key, weakref.ref(storage)) for key, storage in unique_storages(tensors).items())
 
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        return all(
+            key in self._on_host and self._on_host[key]() is storage for key, storage in unique_storages([tensor]).items()
+        )
+
+
+def _moved(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Move a tensor with data that is on the target already: only what else is asked for is done."""
+    changes = {name: kwargs.get(name) not in (None, was) for name, was in (("dtype", tensor.dtype), ("layout", tensor.layout))}
+    as_it_was = kwargs.get("memory_format") in (None, torch.preserve_format)
+    if not any(changes.values()) and as_it_was and not tensor.requires_grad:
+        output: Tensor = torch.ops.aten.alias.default(tensor)
+    else:
+        output = torch.ops.aten._to_copy.default(tensor, **{**kwargs, "device": tensor.device})
+    return output
+
+
+_MOVE = torch.ops.aten._to_copy.default
+_LIFT = torch.ops.aten.lift_fresh.default  # the last step of torch.tensor
 # Operations whose result, or its shape, is known to Python.
 _READS = frozenset(
     {

@@ -1,0 +1,86 @@
+"""What a run with data refuses for its dtypes, a run without data refuses by name; what it takes saves the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkit import profile_memory
+from memkit.errors import ProfileError
+from memkit.profile.simulate.dtypes import check_dtypes
+from tests.profile.calls import DTYPE_CALLS, DTYPE_PAIRS
+from tests.profile.cases import Calls, Function, both, saved
+
+
+@pytest.mark.parametrize(("of_input", "of_weight"), DTYPE_PAIRS)
+@pytest.mark.parametrize("name", DTYPE_CALLS)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_dtypes_are_refused_where_the_cpu_refuses_them(name: str, of_input: torch.dtype, of_weight: torch.dtype) -> None:
+    model = Calls(lambda x, w, _: DTYPE_CALLS[name](x, w)).to(of_weight)
+    x = torch.randn(4, 4, dtype=of_input, requires_grad=True)
+    try:
+        model(x)
+    except RuntimeError:
+        with pytest.raises((ProfileError, RuntimeError)):
+            profile_memory(model, x, device="meta", target="cpu", print_table=False)
+    else:
+        real, meta = both(model, x)
+        assert saved(meta) == saved(real)
+
+
+def test_a_refusal_names_the_module_the_operation_the_dtypes_and_what_to_do() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Conv2d(3, 4, 3, bias=False))
+
+    with pytest.raises(ProfileError) as raised:
+        profile_memory(model, torch.randn(2, 3, 8, 8, dtype=torch.bfloat16), device="meta", print_table=False)
+
+    assert str(raised.value) == (
+        "1 (Conv2d) cannot run: convolution needs tensors of one dtype; found bfloat16 and float32. "
+        "Cast the model or its inputs (--dtype), or run under torch.autocast (--autocast)"
+    )
+
+
+def test_a_model_that_catches_the_refusal_goes_on_as_with_data() -> None:
+    def forward(x: Tensor, w: Tensor, _: nn.Module) -> Tensor:
+        try:
+            return x @ w
+        except RuntimeError:
+            return x.to(w.dtype) @ w
+
+    real, meta = both(Calls(forward), torch.randn(4, 4, dtype=torch.bfloat16))
+
+    assert saved(meta) == saved(real)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "cuda", "cpu"),
+    [
+        # the input in half precision beside parameters in single, and the other way round
+        (torch.ops.aten.native_batch_norm.default, ("half", "single", "single", "single", "single"), True, True),
+        (torch.ops.aten.native_batch_norm.default, ("single", "half", "half", "single", "single"), False, False),
+        (torch.ops.aten.native_layer_norm.default, ("half", None, "single", "single"), False, True),
+        (torch.ops.aten.native_group_norm.default, ("half", "single", "single"), False, True),
+        (torch.ops.aten.native_group_norm.default, ("half", None, None), True, True),
+    ],
+)
+def test_normalizations_take_single_precision_beside_half_where_the_target_does(
+    op: torch._ops.OpOverload, args: tuple[str | None, ...], cuda: bool, cpu: bool
+) -> None:
+    dtypes = {"half": torch.bfloat16, "single": torch.float32}
+    tensors = [None if kind is None else torch.empty(4, dtype=dtypes[kind], device="meta") for kind in args]
+
+    def taken(target: str) -> bool:
+        try:
+            check_dtypes(op, tensors, target)
+        except RuntimeError:
+            return False
+        return True
+
+    assert (taken("cuda"), taken("cpu")) == (cuda, cpu)
+
+
+def test_integers_go_with_any_dtype() -> None:
+    real, meta = both(Function(lambda x, i: x[i] * i), torch.randn(4, requires_grad=True), torch.zeros(4, dtype=torch.long))
+
+    assert saved(meta) == saved(real)

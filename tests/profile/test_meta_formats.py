@@ -1,0 +1,157 @@
+"""Outputs without data have the strides that they have on the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memkit import profile_memory
+from tests.profile.calls import FORMAT_CALLS, FORMAT_INPUTS, channels_last
+from tests.profile.cases import Function, both, saved
+
+
+@pytest.mark.parametrize("kind", FORMAT_INPUTS)
+@pytest.mark.parametrize("name", FORMAT_CALLS)
+def test_outputs_have_the_strides_that_the_cpu_gives_them(name: str, kind: str) -> None:
+    _assert_same_strides(FORMAT_CALLS[name], FORMAT_INPUTS[kind](torch.randn(2, 4, 6, 6)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in FORMAT_CALLS if name.startswith("conv")])
+def test_convolutions_of_other_dtypes_have_the_strides_that_the_cpu_gives_them(name: str, dtype: torch.dtype) -> None:
+    for kind in ("channels_last", "one_channels_last"):
+        _assert_same_strides(FORMAT_CALLS[name], FORMAT_INPUTS[kind](torch.randn(2, 4, 6, 6, dtype=dtype)))
+
+
+def _assert_same_strides(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    found: list[object] = []
+
+    def call(x: Tensor) -> Tensor:
+        output = function(x)
+        found.append((output.shape, output.stride(), output.dtype))
+        return output
+
+    call(x)
+    profile_memory(Function(call), x, device="meta", target="cpu", print_table=False)
+
+    assert found[1] == found[0]
+
+
+def _strides(call: Callable[[Tensor], Tensor], x: Tensor) -> tuple[int, ...]:
+    found = []
+
+    def note(x: Tensor) -> Tensor:
+        output = call(x)
+        found.append(output.stride())
+        return output
+
+    profile_memory(Function(note), x, device="meta", target="cuda", print_table=False)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype", "keeps"),
+    [
+        ("conv2d", "channels_last", torch.float32, True),
+        ("conv2d", "contiguous", torch.float32, False),
+        ("conv2d_weight", "contiguous", torch.bfloat16, True),
+        ("conv2d_depthwise", "channels_last", torch.float32, True),
+        ("conv2d", "channels_last", torch.float64, False),  # cuDNN wants none of it
+        ("conv_transpose2d", "channels_last", torch.float32, True),
+        ("conv3d_of_one", "contiguous", torch.float32, True),
+        ("batch_norm", "channels_last", torch.float32, True),
+        ("max_pool2d", "channels_last", torch.float32, True),
+        ("interpolate_bilinear", "channels_last", torch.float32, True),
+        ("logsigmoid", "channels_last", torch.float32, True),
+        ("pad_reflect", "channels_last", torch.float32, False),
+        ("pad_replicate", "channels_last", torch.float32, False),
+        ("pixel_shuffle", "channels_last", torch.float32, False),
+        ("channel_shuffle", "channels_last", torch.float32, False),
+        ("roll", "channels_last", torch.float32, False),
+        ("max_unpool2d", "channels_last", torch.float32, False),
+    ],
+)
+def test_cuda_keeps_channels_last_where_its_kernels_do(name: str, kind: str, dtype: torch.dtype, keeps: bool) -> None:
+    x = FORMAT_INPUTS[kind](torch.randn(2, 4, 6, 6, dtype=dtype))
+
+    strides = _strides(FORMAT_CALLS[name], x)
+
+    assert (strides[1] == 1) is keeps
+
+
+class Copies(nn.Module):
+    """A block whose later copies depend on the format of a convolution's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 1)
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.second(x.contiguous()) + self.norm(x)
+
+
+@pytest.mark.parametrize("of_model", [torch.contiguous_format, torch.channels_last])
+def test_a_copy_to_another_format_is_saved(of_model: torch.memory_format) -> None:
+    model = Copies().to(memory_format=of_model)
+
+    real, meta = both(model, channels_last(torch.randn(2, 4, 8, 8)), backward=True)
+
+    assert saved(meta) == saved(real)
+
+
+def test_group_norm_saves_no_copy_of_channels_last_on_the_cpu() -> None:
+    x = channels_last(torch.randn(2, 4, 8, 8)).requires_grad_()
+
+    real, meta = both(Function(lambda x: functional.group_norm(x.exp(), 2)), x, backward=True)
+
+    assert saved(meta) == saved(real)
+
+
+def test_batch_norm_of_cudnn_saves_a_copy_without_gaps() -> None:
+    model = nn.BatchNorm1d(8)
+    x = torch.randn(2, 5, 8).transpose(1, 2)
+
+    meta = profile_memory(model, x, device="meta", target="cuda", print_table=False)
+
+    assert [record.storage_bytes for record in meta.saved][:1] == [2 * 5 * 8 * 4]
+    assert meta.input_bytes == 0
+
+
+def test_log_sigmoid_of_cuda_saves_no_buffer() -> None:
+    x = torch.randn(100, requires_grad=True)
+
+    real, cpu = both(Function(functional.logsigmoid), x)
+    cuda = profile_memory(Function(functional.logsigmoid), x, device="meta", print_table=False)
+
+    assert saved(cpu) == saved(real)
+    assert cuda.activation_bytes == x.nbytes
+    assert cpu.activation_bytes == 2 * x.nbytes
+
+
+class _Backends(TorchDispatchMode):
+    """Lists the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.found.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def test_nothing_is_computed_to_find_a_format() -> None:
+    x = channels_last(torch.randn(2, 4, 6, 6, 6))
+
+    with _Backends() as backends:
+        profile_memory(nn.Conv3d(4, 4, 3), x, device="meta", target="cpu", print_table=False)
+
+    assert not [name for name in backends.found if "mkldnn" in name or "slow_conv" in name]
