@@ -99,6 +99,18 @@ def _parser() -> argparse.ArgumentParser:
         "--device", choices=("meta", "cpu", "cuda"), help="where to run; default: cuda if there is one, else meta"
     )
     profile.add_argument("--target", choices=_TARGETS, help="with --device meta: whose kernels to imitate; default: cuda")
+    profile.add_argument(
+        "--dtype",
+        type=_float_dtype,
+        metavar="DTYPE",
+        help="cast the model to this dtype (bf16, fp16, fp64, ...), and inputs that name none",
+    )
+    profile.add_argument(
+        "--autocast",
+        type=_half_dtype,
+        metavar="DTYPE",
+        help="run under torch.autocast with this dtype (bf16, fp16); with --device meta as the target's autocast would",
+    )
     profile.add_argument("--backward", action="store_true", help="run the backward as well, from the sum of the outputs")
     profile.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE")
     profile.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to FILE")
@@ -238,18 +250,29 @@ def _add_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="show all columns, and identical siblings one by one")
 
 
-def _input(text: str) -> tuple[tuple[int, ...], str]:
-    """Return the shape and the dtype of one input, the latter as `torch` names it."""
+def _input(text: str) -> tuple[tuple[int, ...], str | None]:
+    """Return the sizes that a text such as 8x2048:int64 names, and the dtype as `torch` names it, if there is one."""
     shape_text, colon, dtype_text = text.partition(":")
     sizes = shape_text.split("x")
     if not all(size.isdecimal() for size in sizes):
         raise argparse.ArgumentTypeError(f"needs sizes of 0 or more joined by x, such as 256x3x224x224; found {shape_text!r}")
-    return tuple(map(int, sizes)), _dtype(dtype_text) if colon else "float32"
+    if colon and dtype_text not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"knows no dtype {dtype_text!r}; it knows {', '.join(_DTYPES)}")
+    return tuple(map(int, sizes)), _DTYPES[dtype_text] if colon else None
 
 
-def _dtype(text: str) -> str:
-    if text not in _DTYPES:
-        raise argparse.ArgumentTypeError(f"knows no dtype {text!r}; it knows {', '.join(_DTYPES)}")
+def _float_dtype(text: str) -> str:
+    return _one_of(text, ("float32", "float64", "float16", "bfloat16"))
+
+
+def _half_dtype(text: str) -> str:
+    return _one_of(text, ("float16", "bfloat16"))
+
+
+def _one_of(text: str, names: Sequence[str]) -> str:
+    if _DTYPES.get(text) not in names:
+        known = [spelling for spelling, name in _DTYPES.items() if name in names]
+        raise argparse.ArgumentTypeError(f"needs one of {', '.join(known)}; found {text!r}")
     return _DTYPES[text]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -17,6 +18,9 @@ from memkit.profile import MemoryReport, profile_memory
 from memkit.profile.step import NEEDS_NONE, is_out_of_memory
 from memkit.specs import UsageError, build_model, make_input
 from memkit.transfer import Link
+
+_DTYPE = "float32"
+"""Of inputs for which none is named."""
 
 _logger = logging.getLogger("memkit.cli")
 
@@ -36,25 +40,35 @@ def profile(options: argparse.Namespace) -> None:
     _logger.info("building %s", options.spec)
     try:
         model = build_model(options.spec, device).train()
-        inputs = [make_input(shape, dtype, device) for shape, dtype in options.inputs]
+        if options.dtype is not None:
+            model = model.to(getattr(torch, options.dtype))
+        inputs = [make_input(shape, name or options.dtype or _DTYPE, device) for shape, name in options.inputs]
     except Exception as error:
         if is_out_of_memory(error):
             raise UsageError(f"out of memory while building model and inputs; {NEEDS_NONE}") from error
         raise
-    report = profile_memory(
-        model,
-        *inputs,
-        backward=options.backward,
-        device="meta" if device.type == "meta" else None,
-        target=options.target or "cuda",
-        tag=options.spec,
-        print_table=False,
-    )
+    with _autocast(options.autocast, device):
+        report = profile_memory(
+            model,
+            *inputs,
+            backward=options.backward,
+            device="meta" if device.type == "meta" else None,
+            target=options.target or "cuda",
+            tag=options.spec,
+            print_table=False,
+        )
     if options.json is not None:
         options.json.write_text(report.to_json(), encoding="utf-8")
     if options.csv is not None:
         options.csv.write_text(report.to_csv(), encoding="utf-8")
     _print_view(report, options)
+
+
+def _autocast(name: str | None, device: torch.device) -> AbstractContextManager[object]:
+    if name is None:
+        return nullcontext()
+    # On meta, autocast of any kind is taken for the target's, and that for the CPU is there on every machine.
+    return torch.autocast("cpu" if device.type == "meta" else device.type, getattr(torch, name))
 
 
 def show(options: argparse.Namespace) -> None:
@@ -90,7 +104,7 @@ def bench_layers(options: argparse.Namespace) -> None:
     is_frozen = options.train == "frozen"
     if is_frozen:
         freeze_layers(model)
-    inputs = [make_input(shape, dtype, device.torch_device) for shape, dtype in options.inputs]
+    inputs = [make_input(shape, name or _DTYPE, device.torch_device) for shape, name in options.inputs]
 
     def arguments() -> list[Tensor]:
         # Where layers are frozen, there may be no parameters in front of them that a backward would go to.
@@ -162,7 +176,7 @@ def _measured(options: argparse.Namespace) -> OffloadBench:
 def _workload(options: argparse.Namespace) -> tuple[Workload, Device]:
     device = open_device(torch.device("cuda"))
     model = build_model(options.spec, device.torch_device).train()
-    inputs = [make_input(shape, dtype, device.torch_device) for shape, dtype in options.inputs]
+    inputs = [make_input(shape, name or _DTYPE, device.torch_device) for shape, name in options.inputs]
     return Workload(name=options.spec, model=model, forward=lambda: model(*inputs), loss=sum_of_outputs), device
 
 
