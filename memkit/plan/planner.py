@@ -116,9 +116,9 @@ class RematPlanner:
         return self._try(self.step.dropped, budget_bytes, frozenset())
 
     def smallest(self) -> Outcome:
-        """Return the step that takes the fewest bytes, without thrashing, of all that were looked at.
+        """Return the step that takes the fewest bytes, without thrashing, of those that a search for it looks at.
 
-        Another planner of the same step finds one that is as small, whatever budgets either was asked for.
+        It is the same for each planner of the step, whatever budgets it was asked for.
         """
         if self._smallest is None:
             fresh = RematPlanner(self.step, self.score)
@@ -126,7 +126,7 @@ class RematPlanner:
             fresh._most_s = forwards * sum(self.step.lineage.seconds) or math.inf
             self._smallest = fresh._search_smallest()
             self._found.append(self._smallest)
-        return self._least()
+        return self._smallest
 
     def _search_smallest(self) -> Outcome:
         step_down = _STEP_DOWN**2 if self._is_large else _STEP_DOWN
@@ -250,10 +250,13 @@ class RematPlanner:
         roots = {root for value in found.dropped for root in lineage.roots_of(value, traced)}
         kept = found.anchors.union(self.step.saves) - found.dropped
         retained = (roots & self.step.retained_bytes.keys()) | found.anchors
+        limit_bytes = found.limit_bytes
+        if limit_bytes < math.inf:  # its walk is the same under any limit that its peak keeps to
+            limit_bytes = min(limit_bytes, max(budget_bytes, found.peak_bytes))
         return RematPlan(
             values=tuple(self._planned(value, found.dropped, kept) for value in dict.fromkeys(self.step.saves)),
             budget_bytes=budget_bytes,
-            limit_bytes=found.limit_bytes,
+            limit_bytes=limit_bytes,
             predicted_peak_bytes=found.peak_bytes,
             predicted_replay_s=found.replayed_s,
             num_replayed_ops=found.num_replayed_ops,

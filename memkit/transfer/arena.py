@@ -267,9 +267,8 @@ class Arena:
 
     @_mended
     def give_all(self) -> None:
-        """Take back all spans that are taken, where the caller needs none of them any more, and the host has waited for all copies.
-
-        Also those of which an interrupt has kept the taker from hearing.
+        """Take back all spans that are taken, where the caller needs none of them any more, and the host has waited for all
+        copies: also those of which an interrupt has kept the taker from hearing.
         """
         for span in [span for span in self._spans.values() if span not in self._buffers]:
             self._note_free(span)

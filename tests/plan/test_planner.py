@@ -582,3 +582,25 @@ def test_planning_simulates_few_steps(num_layers: int, num_idle: int, most_simul
 
     assert planner._work <= most_simulations * planner._num_events
     assert plan.predicted_peak_bytes <= share * step.saved_bytes + 1
+
+
+# Found by the search for examples
+
+
+def test_smallest_budget_that_an_error_names_is_that_of_any_planner() -> None:
+    step = random_step(9693, 7)
+
+    with pytest.raises(BudgetInfeasible) as caught:
+        planner_of(step).plan(step.saved_bytes // 2)
+
+    smallest = caught.value.smallest_bytes
+    assert planner_of(step).plan(smallest).predicted_peak_bytes <= smallest
+
+
+def test_limit_of_a_plan_is_within_its_budget() -> None:
+    step = random_step(528, 12)
+    budget = math.ceil(0.6875 * step.saved_bytes)
+
+    plan = planner_of(step).plan(budget)
+
+    assert plan.predicted_peak_bytes <= plan.limit_bytes <= budget

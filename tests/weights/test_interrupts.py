@@ -52,7 +52,7 @@ class Case:
         self.plain_steps: dict[str, torch.optim.Optimizer] = {}
         self.context: Callable[[], Any] | None = None
         of_kind = {"frozen": {}, "host": {"train": "host"}, "fused": {"optimizer": partial(NotingSGD, lr=0.1, momentum=0.9)}}
-        self._options = {**of_kind[kind], "offload_ratio": 1.0, "slots": 2, "device": self.device, **options}
+        self._options = {**of_kind[kind], "offload_ratio": 1.0, "num_slots": 2, "device": self.device, **options}
         self.offload: memkit.LayerOffload
 
     def begin(self) -> None:
