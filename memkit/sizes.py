@@ -70,7 +70,7 @@ def check_bytes(name: str, value: int | str) -> int:
     return value
 
 
-def check_budget_bytes(name: str, value: int | str) -> int:
+def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False) -> int:
     """Return an argument that is what something may take: a positive number of bytes, as such or as text with a unit.
 
     Raises:
@@ -82,9 +82,9 @@ def check_budget_bytes(name: str, value: int | str) -> int:
         True
     """
     num_bytes = check_bytes(name, value)
-    if num_bytes == 0:
+    if num_bytes == 0 and not may_be_zero:
         raise ValueError(f"{name} must be more than 0 bytes; found {value!r}")
-    if num_bytes < _FEWEST_BUDGET_BYTES and (isinstance(value, int) or value.strip().isdecimal()):
+    if 0 < num_bytes < _FEWEST_BUDGET_BYTES and (isinstance(value, int) or value.strip().isdecimal()):
         raise ValueError(
             f"{name}={value!r} reads as {format_bytes(num_bytes)} or as {num_bytes} GiB. "
             f'Write "{num_bytes}B" or "{num_bytes}GiB"'

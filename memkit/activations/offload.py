@@ -357,7 +357,9 @@ class CPUOffload(ForwardContext):
         self.tag = tag
         self.min_bytes = check_bytes("min_bytes", min_bytes)
         self.window_bytes = None if window_bytes is None else check_bytes("window_bytes", window_bytes)
-        self.host_limit_bytes = None if host_limit_bytes is None else check_budget_bytes("host_limit_bytes", host_limit_bytes)
+        self.host_limit_bytes = (
+            None if host_limit_bytes is None else check_budget_bytes("host_limit_bytes", host_limit_bytes, may_be_zero=True)
+        )
         self.profile = profile
         self.device = None if device is None else open_device(device)
         self._entry: _Entry | None = None

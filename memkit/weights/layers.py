@@ -116,7 +116,9 @@ class LayerOffload(NotCopied):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"LayerOffload needs a torch.nn.Module; found {type(model).__name__}")
-        host_limit_bytes = None if host_limit_bytes is None else check_budget_bytes("host_limit_bytes", host_limit_bytes)
+        host_limit_bytes = (
+            None if host_limit_bytes is None else check_budget_bytes("host_limit_bytes", host_limit_bytes, may_be_zero=True)
+        )
         refuse_wrapped(model)
         refuse_unmovable(model)
         self.model = model

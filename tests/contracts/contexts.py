@@ -61,7 +61,7 @@ def _offload(ratio: float, window_bytes: int | None = 0) -> Kind:
     return Kind(make, (memkit.stats,))
 
 
-def _remat(budget: float, policy: str = "plan", min_bytes: int = 0) -> Kind:
+def _remat(budget: float | str, policy: str = "plan", min_bytes: int = 0) -> Kind:
     def make(device: Device, tag: str) -> memkit.Rematerialize:
         return memkit.Rematerialize(budget, tag, min_bytes=min_bytes, policy=policy, device=device)
 
@@ -88,17 +88,17 @@ MORE_KINDS: dict[str, Kind] = {
     "offload 0.4": _offload(0.4),
     "offload all ahead": _offload(1.0, None),
     "remat plan 0.8": _remat(0.8),
-    "remat plan of nothing": _remat(1),
-    "remat dtr of nothing": _remat(1, "dtr"),
+    "remat plan of nothing": _remat("1B"),
+    "remat dtr of nothing": _remat("1B", "dtr"),
 }
 """Further settings, for what is to hold in every one of them."""
 
 SMALL_KINDS: dict[str, Kind] = {
     "offload all, a window of 128": _offload(1.0, 128),
-    "remat plan of 64": _remat(64),
-    "remat plan of 200": _remat(200),
-    "remat dtr of 64": _remat(64, "dtr"),
-    "remat dtr of 200": _remat(200, "dtr"),
+    "remat plan of 64": _remat("64B"),
+    "remat plan of 200": _remat("200B"),
+    "remat dtr of 64": _remat("64B", "dtr"),
+    "remat dtr of 200": _remat("200B", "dtr"),
     "remat plan, small ones stay": _remat(0.4, min_bytes=40),
     "remat dtr, small ones stay": _remat(0.4, "dtr", min_bytes=40),
 }

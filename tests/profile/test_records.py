@@ -61,14 +61,14 @@ def _changed(report: MemoryReport, **changes: object) -> str:
     ("text", "message"),
     [
         ("", "is not a memkit report: it is not JSON"),
-        ("[1, 2]", 'it has no "schema": "memkit.profile.MemoryReport"'),
-        ('{"schema": "other"}', 'it has no "schema": "memkit.profile.MemoryReport"'),
-        ('{"schema": "memkit.profile.MemoryReport"}', "has schema version None; this memkit reads versions up to 1"),
+        ("[1, 2]", 'it has no "schema": "memkit.MemoryReport"'),
+        ('{"schema": "other"}', 'it has no "schema": "memkit.MemoryReport"'),
+        ('{"schema": "memkit.MemoryReport"}', "has schema version None; this memkit reads versions up to 1"),
         (
-            '{"schema": "memkit.profile.MemoryReport", "schema_version": 2}',
+            '{"schema": "memkit.MemoryReport", "schema_version": 2}',
             "has schema version 2; this memkit reads versions up to 1",
         ),
-        ('{"schema": "memkit.profile.MemoryReport", "schema_version": 1}', "is not a whole memkit report: KeyError: 'tag'"),
+        ('{"schema": "memkit.MemoryReport", "schema_version": 1}', "is not a whole memkit report: KeyError: 'tag'"),
     ],
 )
 def test_text_that_is_no_report(text: str, message: str) -> None:

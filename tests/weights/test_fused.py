@@ -98,7 +98,7 @@ def test_state_stays_on_the_device_and_counts_in_the_budget(device: Device) -> N
         assert len(offload.plan.streamed) == 6
     found = rf"{trained * 2 / 1024:.2f} KiB for the optimizer's state\); found 1000 bytes. Raise budget by \d+ bytes"
     with pytest.raises(ValueError, match=found):
-        _fused(copy.deepcopy(model), device, offload_ratio=None, budget=1000)
+        _fused(copy.deepcopy(model), device, offload_ratio=None, budget="1000B")
     with pytest.raises(ValueError, match="budget"):
         _fused(copy.deepcopy(model), device, offload_ratio=None, budget=2 * trained)
 
