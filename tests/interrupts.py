@@ -2,8 +2,8 @@
 
 A `KeyboardInterrupt` is raised ahead of a line, wherever that runs: in a context's entry or exit, in a hook that autograd calls
 from C++, under a lock, in a finalizer (where Python reports it and goes on). Left out are lines of `device/reference.py`, and
-what they call: that file stands for the hardware. So is the place between a `with` block and its `__exit__`, where Python
-itself lets no signal in, though a line begins there.
+what they call: that file stands for the hardware. So are the places where Python itself lets no signal in, though a line begins
+there: between a `with` block and its `__exit__`, and at a `try:`, which is no instruction (handlers around it do not cover it).
 
     for place in interrupts(step, 60):
         assert_same_bits(step(), plain), place
@@ -58,7 +58,7 @@ class _Lines:
         return self.on_line
 
     def on_line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and frame.f_lasti not in _block_ends(frame.f_code):
+        if event == "line" and frame.f_lasti not in _without_signals(frame.f_code):
             if self.num_lines == self.stop_at:
                 filename, number = frame.f_code.co_filename, frame.f_lineno
                 text = linecache.getline(filename, number).strip()
@@ -70,13 +70,16 @@ class _Lines:
 
 
 @functools.cache
-def _block_ends(code: CodeType) -> frozenset[int]:
-    """Return where `with` blocks end: at three times None, which is what `__exit__` is called with."""
+def _without_signals(code: CodeType) -> frozenset[int]:
+    """Return where no signal is let in: at what does nothing, and where `with` blocks end."""
     found = list(dis.get_instructions(code))
-    return frozenset(one.offset for index, one in enumerate(found) if _is_block_end(found[index : index + 5]))
+    return frozenset(
+        one.offset for index, one in enumerate(found) if one.opname == "NOP" or _is_block_end(found[index : index + 5])
+    )
 
 
 def _is_block_end(sequence: list[dis.Instruction]) -> bool:
+    """Tell whether three times None follow, which is what `__exit__` is called with."""
     pushed = [(one.opname, one.argval) for one in sequence if one.opname not in ("NOP", "SWAP", "ROT_TWO")][:3]
     none = ("LOAD_CONST", None)
     return pushed == [none] * 3 or ([name for name, _ in pushed[1:]] == ["DUP_TOP"] * 2 and pushed[0] == none)

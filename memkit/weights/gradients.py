@@ -213,8 +213,10 @@ class HostGradients(Accumulation):
             gradient.total, gradient.kept = gradient.kept, None
         if made.layout is not torch.strided or (gradient.total is not None and gradient.total.layout is not torch.strided):
             self._await()
-            brought = made.to("cpu")
-            gradient.total = brought if gradient.total is None else sum_of(gradient.total, brought)
+            total = (
+                gradient.total
+            )  # added where it is made, as in the plain run: the host's kernels add entries in another order
+            gradient.total = (made if total is None else sum_of(total.to(made.device), made)).to("cpu")
             return
         if gradient.total is None:
             for buffer in gradient.buffers:

@@ -165,7 +165,7 @@ class LayerOffload(NotCopied):
             if self.train == "host":
                 self._gradients = HostGradients(self.device, self._arena, self._extents, lambda: self._streams.rest())
                 self._gradients.begin(self._extents)
-                self._hooks.before_any_step(refuse_unscaled)
+                self._hooks.before_any_step(partial(refuse_unscaled, _is_streamed))
             self._warn_of_refusal()
             self._begin(optimizer)
         except BaseException:
@@ -466,6 +466,10 @@ class LayerOffload(NotCopied):
                 actual_peak_bytes=None if self._rehearsed is None else self._rehearsed.peak_bytes,
                 stall_s=dict(zip((extent.name for extent in self._extents), streamer.stalls.seconds(), strict=True)),
             )
+
+
+def _is_streamed(parameter: torch.Tensor) -> bool:
+    return id(parameter) in _streaming_by
 
 
 def _refuse_streamed(name: str, parameter: nn.Parameter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,8 +44,8 @@ class GradScaler(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
 
 
-def refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where torch's own scaler, whose scale is on a device, steps an optimizer of parameters in host memory.
+def refuse_unscaled(is_streamed: Callable[[Tensor], bool], optimizer: torch.optim.Optimizer) -> None:
+    """Raise where torch's own scaler, whose scale is on a device, steps an optimizer of parameters that stream.
 
     Raises:
         LayerOffloadError: it does.
@@ -56,10 +57,11 @@ def refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
     if scaler is None or isinstance(scaler, GradScaler) or scaler._scale is None or scaler._scale.is_cpu:
         return
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if any(parameter.is_cpu and parameter.grad is not None for parameter in parameters):
+    if any(is_streamed(parameter) and parameter.grad is not None for parameter in parameters):
         raise LayerOffloadError(
-            "torch.amp.GradScaler scales gradients in host memory without waiting for the scale to come there: they were "
-            'multiplied by anything. With train="host" use memkit.GradScaler, which has the same arguments and methods'
+            "torch.amp.GradScaler scales gradients in host memory without waiting for the scale to come there: they may have "
+            'been multiplied by what was in memory before. With train="host" use memkit.GradScaler, which has the same '
+            "arguments and methods"
         )
 
 

@@ -18,6 +18,7 @@ from tests.activations.conftest import Offload
 
 # Any other warning is an error: also the one that a whole model gives.
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at it
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # resetting Dynamo imports such code
 ]

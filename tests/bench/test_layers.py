@@ -32,6 +32,8 @@ from memkit.device import CpuDevice, ReferenceDevice, cuda_is_available
 from memkit.transfer import Link
 from tests.bench.cases import assert_draws, assert_fails, run_command
 
+pytestmark = pytest.mark.full
+
 WIDTH, NUM_LAYERS = 16, 6
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 LINK = Link(d2h_bytes_per_s=1e9, h2d_bytes_per_s=2e9)

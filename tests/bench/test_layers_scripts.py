@@ -38,7 +38,7 @@ KEYS = {
     "stall_s_per_step",
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::FutureWarning:transformers")]
 
 
 class Scripts(NamedTuple):

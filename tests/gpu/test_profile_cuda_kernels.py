@@ -110,7 +110,10 @@ def test_outputs_have_the_strides_that_cuda_gives_them(name: str, kind: str) -> 
 
     x = FORMAT_INPUTS[kind](torch.randn(2, 4, 6, 6, device="cuda"))
 
-    call(x)
+    try:
+        call(x)
+    except RuntimeError as error:
+        pytest.skip(f"refused by CUDA itself: {error}")
     profile_memory(Function(call), x, device="meta", target="cuda", print_table=False)
 
     assert found[1] == found[0]
@@ -132,7 +135,21 @@ def test_dtypes_are_refused_where_cuda_refuses_them(name: str, of_input: torch.d
         assert meta == real
 
 
-@pytest.mark.parametrize("name", [name for name in CONSTANT_CALLS if name not in ("made_on_cpu", "labels", "attention_mask")])
+_NOT_ON_CUDA = ("pow", "logit_scale")
+"""A constant on the host, of which the backward on CUDA says that it is on another device."""
+_MOVED_TWICE = pytest.mark.xfail(
+    strict=True, reason="a tensor that is no buffer stays on the host when a model moves; without data it is where the model is"
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[_MOVED_TWICE] if name == "attribute" else [])
+        for name in CONSTANT_CALLS
+        if name not in _NOT_ON_CUDA
+    ],
+)
 def test_constants_are_saved_as_cuda_saves_them(name: str) -> None:
     real, meta = both(Calls(CONSTANT_CALLS[name]).cuda(), torch.randn(4, 4, device="cuda"), target="cuda", backward=True)
 

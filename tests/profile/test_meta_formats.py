@@ -14,6 +14,8 @@ from memkit import profile_memory
 from tests.profile.calls import FORMAT_CALLS, FORMAT_INPUTS, channels_last
 from tests.profile.cases import Function, both, saved
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("kind", FORMAT_INPUTS)
 @pytest.mark.parametrize("name", FORMAT_CALLS)

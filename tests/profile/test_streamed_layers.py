@@ -18,6 +18,8 @@ from memkit.device import Device, ReferenceDevice
 from memkit.profile import MemoryReport, ModuleRecord
 from tests.weights.cases import RUNS, WIDTH, Block, Stack, assert_same, inputs, only_lora, results, run_step
 
+pytestmark = pytest.mark.full
+
 
 class Shortcut(nn.Module):
     """A convolution around which its input goes."""

@@ -17,6 +17,8 @@ from memkit import profile_memory
 from memkit.errors import ProfileError
 from tests.models import CASES, ConvNet
 
+pytestmark = pytest.mark.full
+
 DEVICES = [None, "meta"]
 
 

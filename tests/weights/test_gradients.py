@@ -15,6 +15,8 @@ from memkit.device import Device
 from memkit.storages import storage_key
 from tests.weights.cases import RUNS, Block, Stack, compare, inputs, only_lora
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 6])
 @pytest.mark.parametrize("run", RUNS)

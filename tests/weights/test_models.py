@@ -34,6 +34,8 @@ from tests.weights.cases import (
     run_step,
 )
 
+pytestmark = pytest.mark.full
+
 
 class Conv(nn.Module):
     def __init__(self) -> None:

@@ -19,6 +19,8 @@ from memkit.weights.placement import move
 from memkit.weights.wrappers import parts_of, say_device
 from tests.weights.cases import RUNS, WIDTH, Result, Stack, assert_same, compare, inputs, results, run_step
 
+pytestmark = pytest.mark.full
+
 aten = torch.ops.aten
 
 

@@ -24,6 +24,8 @@ from memkit.weights.slots import Slot
 from memkit.weights.streaming import StreamedHandle, Streamer
 from tests.weights.cases import RUNS, WIDTH, Block, Result, Stack, assert_same, compare, inputs, only_lora, results, run_step
 
+pytestmark = pytest.mark.full
+
 Context = Callable[[Device], AbstractContextManager[object]]
 
 

@@ -32,6 +32,8 @@ from tests.weights.cases import (
     skipping,
 )
 
+pytestmark = pytest.mark.full
+
 PAGE = room.PAGE_BYTES
 LIMITS = {"staged": 4 * PAGE, "pageable": 0}
 """How many bytes the system pins: four buffers of a page, fewer than six layers; or nothing."""

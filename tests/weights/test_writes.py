@@ -14,6 +14,8 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from tests.weights.cases import WIDTH, Stack, assert_same, inputs, only_lora, run_step
 
+pytestmark = pytest.mark.full
+
 Write = Callable[[nn.Module], None]
 
 
