@@ -10,8 +10,10 @@ import functools
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
 
@@ -237,12 +239,12 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         """The pair that was on top before: these may hand on to it what they do not want."""
         self.block = block
         """Whether somebody is in the context, if that is known. Else `end_left` takes the hooks off, and has the owner end."""
-        self._is_leaving = False
+        self._was_taken_off: list[bool] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def __enter__(self) -> SavedTensorHooks:
         end_left()
-        self.outer, self._is_leaving = innermost_pair(), False
+        self.outer, self._was_taken_off = innermost_pair(), []
         try:
             _stacked.hooks.append(self)
             self._hooks.__enter__()
@@ -258,20 +260,25 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         """Take the hooks off. Calling it again does nothing, or what an interrupt has kept from being done."""
         if self not in _stacked.hooks:
             return
-        was_leaving, self._is_leaving = self._is_leaving, True
         above = []
         while (pair := innermost_pair()) is not None and pair[0] is not self.pack:
             above.append(pair)
             torch._C._autograd._pop_saved_tensors_default_hooks()
         if pair is not None:
-            self._hooks.__exit__()  # above it are those that were set after an interrupt has left it there
-        elif not was_leaving:
+            _take_off(self._was_taken_off)  # above it are those that were set after an interrupt has left it there
+        elif not self._was_taken_off:
             del above[:1]  # after an interrupt somebody else's exit has taken it off, and left this one instead
         if above and not self.hands_on:
             above = [pair for pair in above if not _is_of_left(pair)]
         for pair in reversed(above):
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
         _stacked.hooks.remove(self)  # last: until then, who interrupts this leaves it to `end_left`
+
+
+def _take_off(was_taken_off: list[bool]) -> None:
+    """Take off the innermost hooks and note that, in one call of C: no interrupt comes between the two."""
+    steps = partial(torch._C._autograd._pop_saved_tensors_default_hooks), partial(was_taken_off.append, True)
+    deque(map(partial.__call__, steps), maxlen=0)
 
 
 def end_left() -> None:
