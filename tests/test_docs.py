@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import memkit
-from memkit.weights.extents import LayerExtent
+from memkit.weights.chunks import LayerChunk
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import Streamer
 
@@ -79,19 +79,19 @@ def test_page_on_layer_offload_draws_the_schedule_that_is_followed(monkeypatch: 
     slots: list[Slot] = []
     use, fetch = Streamer.use, Streamer._fetch
 
-    def note_use(streamer: Streamer, extent: LayerExtent) -> Slot:
-        slot = use(streamer, extent)
-        row = f"{streamer._phase.value} {extent.position}"
+    def note_use(streamer: Streamer, chunk: LayerChunk) -> Slot:
+        slot = use(streamer, chunk)
+        row = f"{streamer._phase.value} {chunk.position}"
         if row not in uses:
             uses.append(row)
-            holds.append([str(found.extent.position) for found in slots if found.extent is not None])
+            holds.append([str(found.chunk.position) for found in slots if found.chunk is not None])
         return slot
 
-    def note_fetch(streamer: Streamer, extent: LayerExtent, slot: Slot) -> None:
+    def note_fetch(streamer: Streamer, chunk: LayerChunk, slot: Slot) -> None:
         if slot not in slots:
             slots.append(slot)
-        copies.append(f"layer {extent.position} to slot {slots.index(slot)}")
-        fetch(streamer, extent, slot)
+        copies.append(f"layer {chunk.position} to slot {slots.index(slot)}")
+        fetch(streamer, chunk, slot)
 
     monkeypatch.setattr(Streamer, "use", note_use)
     monkeypatch.setattr(Streamer, "_fetch", note_fetch)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
 from memkit.activations.recorder import Recorder
-from memkit.activations.tape import Tape
+from memkit.activations.recording import Recording
 from memkit.bench import Workload
 from memkit.bench.engines import plain
 from memkit.bench.measure import Engine
@@ -133,21 +133,21 @@ def recorder_host(setting: Setting) -> Iterator[Line]:
 
 
 def recorder_alone(num_calls: int) -> Engine:
-    """Return what makes the dispatch mode by itself: it writes a tape, and nothing is saved.
+    """Return what makes the dispatch mode by itself: it writes a recording, and nothing is saved.
 
     Args:
         num_calls: how many ops it is to know the seconds of, so that it estimates none of them.
     """
     known_s = [0.0] * num_calls
-    return lambda: Recorder(Tape(CpuDevice(), known_s=known_s), default_generator, lambda *_: 0.0)
+    return lambda: Recorder(Recording(CpuDevice(), known_s=known_s), default_generator, lambda *_: 0.0)
 
 
 def _num_calls(forward: Callable[[], Tensor]) -> int:
     """Return how many ops of a forward are recorded as calls."""
-    tape = Tape(CpuDevice())
-    with Recorder(tape, default_generator, lambda *_: 0.0):
+    recording = Recording(CpuDevice())
+    with Recorder(recording, default_generator, lambda *_: 0.0):
         forward()
-    return len(tape.calls)
+    return len(recording.calls)
 
 
 def _host_seconds(forward: Callable[[], Tensor], rounds: int) -> dict[str, list[tuple[float, float]]]:

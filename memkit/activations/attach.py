@@ -79,7 +79,7 @@ class Attachment:
         known += [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         context = self.context.again()
         call.end = functools.partial(_end, context.__exit__)  # held as long as the call is, as a `with` block would hold it
-        context.enter_knowing({key: weakref.ref(storage) for key, storage in unique_storages(known).items()})
+        context.enter_with({key: weakref.ref(storage) for key, storage in unique_storages(known).items()})
 
     def _after(self, model: nn.Module, *_: Any) -> None:
         self._running.end(model, depth=2)

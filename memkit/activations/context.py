@@ -36,6 +36,6 @@ class ForwardContext(Exclusive):
         """Return the context to be entered around each forward of a model."""
         return self
 
-    def enter_knowing(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> None:
+    def enter_with(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> None:
         """Enter; the storages in `resident`, by their keys (`storages.storage_key`), are held by others in any case."""
         self.__enter__()

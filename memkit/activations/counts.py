@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from memkit.device.base import Event
-from memkit.transfer.lanes import Passage
+from memkit.transfer.lanes import Transfer
 
 
 class EventPairs:
@@ -53,15 +53,15 @@ class IterationCounts:
     busy_out: EventPairs = field(default_factory=EventPairs)
     busy_in: EventPairs = field(default_factory=EventPairs)
 
-    def note_out(self, passage: Passage) -> None:
-        self.moved_out_bytes += passage.num_bytes
+    def note_out(self, transfer: Transfer) -> None:
+        self.moved_out_bytes += transfer.num_bytes
         self.num_copies_out += 1
-        self.busy_out.add(passage.started, passage.done)
+        self.busy_out.add(transfer.started, transfer.done)
 
-    def note_in(self, passage: Passage) -> None:
-        self.moved_in_bytes += passage.num_bytes
+    def note_in(self, transfer: Transfer) -> None:
+        self.moved_in_bytes += transfer.num_bytes
         self.num_copies_in += 1
-        self.busy_in.add(passage.started, passage.done)
+        self.busy_in.add(transfer.started, transfer.done)
 
     def note_stall_out(self, wait: tuple[Event, Event]) -> None:
         self.stall_out.add(*wait)

@@ -22,7 +22,7 @@ from memkit.device.base import Device, Stream
 from memkit.hooks import KeptHandle, nothing
 from memkit.storages import tensor_over
 from memkit.transfer.arena import Span
-from memkit.transfer.lanes import Passage
+from memkit.transfer.lanes import Transfer
 
 
 class Residency(Enum):
@@ -204,8 +204,8 @@ class Record:
         self.num_handles = 0
         self.num_awaiting = 0
         self.span: Span | None = None
-        self.left: Passage | None = None
-        self.came: Passage | None = None
+        self.left: Transfer | None = None
+        self.came: Transfer | None = None
         self.fetched: CopyReference | None = None
         self.fetched_on: Stream | None = None
         self.lent: list[KeptHandle] = []

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memkit.activations.context import ForwardContext
 from memkit.activations.counts import IterationCounts
 from memkit.activations.eligibility import is_from_leaf, is_range_of_bytes, leaves_with
-from memkit.activations.passes import Pass
+from memkit.activations.forward import Pass
 from memkit.activations.small import all_too_small
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint, report_from, stats
 from memkit.activations.window import OffloadWindow, settle_retired
@@ -101,7 +101,7 @@ class _TagState:
             if window is None:
                 window = self._windows[device] = OffloadWindow(device, self.tag)
             if self.report is not None and not len(window.traces):
-                window.foretell(self.report, min_bytes)
+                window.seed_from(self.report, min_bytes)
             return window
 
     def windows(self) -> list[OffloadWindow]:
@@ -365,7 +365,7 @@ class CPUOffload(ForwardContext):
         self._entry: _Entry | None = None
 
     def __enter__(self) -> CPUOffload:
-        self.enter_knowing({})
+        self.enter_with({})
         return self
 
     def attached_to(self, model: nn.Module) -> CPUOffload:
@@ -380,7 +380,7 @@ class CPUOffload(ForwardContext):
             forget_report(self.tag)
         return made
 
-    def enter_knowing(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> None:
+    def enter_with(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> None:
         end_left()
         block = self.claim(f'this CPUOffload (tag "{self.tag}") is entered already; make a second one for a nested context')
         try:

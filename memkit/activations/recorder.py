@@ -1,4 +1,4 @@
-"""The dispatch mode that writes a tape.
+"""The dispatch mode that writes a recording.
 
 While it is on, every op costs the host some microseconds more: what most ops need is done in one function, without a call or an
 object that can be spared.
@@ -30,7 +30,7 @@ from memkit.activations.recorded import (
     tensors_in,
     written_by,
 )
-from memkit.activations.tape import Tape
+from memkit.activations.recording import Recording
 from memkit.storages import byte_view
 
 _get_storage = Tensor.untyped_storage
@@ -41,10 +41,10 @@ _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
 
 
 class Recorder(QuietMode):
-    """The dispatch mode that writes a tape. In a backward it does nothing.
+    """The dispatch mode that writes a recording. In a backward it does nothing.
 
     Args:
-        tape: what to write to.
+        recording: what to write to.
         kinds: what is known of ops.
         generator_of: the random number generator that ops on a device draw from by default.
         estimate_s: what an op is thought to take, by the op, its arguments and its results; asked where it is not known.
@@ -52,13 +52,13 @@ class Recorder(QuietMode):
 
     def __init__(
         self,
-        tape: Tape,
+        recording: Recording,
         kinds: OpKinds,
         generator_of: Callable[[torch.device], torch.Generator],
         estimate_s: Callable[[Any, Sequence[Any], Any], float],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.tape = tape
+        self.recording = recording
         self._kind_of = kinds.of
         self._generator_of = generator_of
         self._estimate_s = estimate_s
@@ -66,9 +66,9 @@ class Recorder(QuietMode):
         """Of the ops seen: how they are recorded. One of the three words, or a method of the class: bound to this object it
         would keep it alive."""
 
-    def follow(self, tape: Tape) -> None:
-        """Write to another tape from now on."""
-        self.tape = tape
+    def follow(self, recording: Recording) -> None:
+        """Write to another recording from now on."""
+        self.recording = recording
         self._paths.clear()
 
     def __torch_dispatch__(
@@ -76,10 +76,10 @@ class Recorder(QuietMode):
     ) -> Any:
         if _is_in_backward() != -1:
             return func(*args, **kwargs) if kwargs else func(*args)
-        tape = self.tape
-        if tape.unversioned:
-            tape.see_versions()
-        tape.funcs.append(func)
+        recording = self.recording
+        if recording.unversioned:
+            recording.see_versions()
+        recording.funcs.append(func)
         path = self._paths.get(func)
         if path is _VIEW:
             try:
@@ -91,7 +91,7 @@ class Recorder(QuietMode):
         if (path is not _PLAIN and path is not _COPY) or types or (kwargs and has_tensors(kwargs)):
             record = Recorder._record if type(path) is str else path or Recorder._record_first
             return record(self, func, types, args, kwargs)
-        current = tape.current
+        current = recording.current
         sources: list[Source] = []
         kept: list[Any] = []
         try:
@@ -102,7 +102,7 @@ class Recorder(QuietMode):
                     if found is not None and found[0]() is storage:
                         value = found[1]
                     else:
-                        value = tape.add_root(argument, storage, is_inside=False)
+                        value = recording.add_root(argument, storage, is_inside=False)
                     sources.append(
                         (  # `source_of`, in place
                             key,
@@ -127,20 +127,20 @@ class Recorder(QuietMode):
             self._note(func, kept, kwargs, sources, args, results)
             return results
         storage = _get_storage(results)
-        before = current.get(storage._cdata) or tape.lent.get(storage._cdata)  # `was_there`, in place
+        before = current.get(storage._cdata) or recording.lent.get(storage._cdata)  # `was_there`, in place
         if before is not None and before[0]() is storage:
             return results
         if path is _COPY and results.device != args[0].device:
-            tape.add_roots(results)
+            recording.add_roots(results)
             return results
-        calls, value = tape.calls, tape.num_values
-        if len(calls) >= len(tape.known_s):
-            tape.seconds[len(calls)] = self._estimate_s(func, args, results)
-        tape.num_values = value + 1  # first, as in `Tape.add_root`
+        calls, value = recording.calls, recording.num_values
+        if len(calls) >= len(recording.known_s):
+            recording.seconds[len(calls)] = self._estimate_s(func, args, results)
+        recording.num_values = value + 1  # first, as in `Recording.add_root`
         calls.append(_new_tuple(Call, (func, kept, kwargs, sources, value, (storage.nbytes(),), None)))
         current[storage._cdata] = (weakref.ref(storage), value)
-        if value in tape.retained:
-            tape.hold_made(value, results)
+        if value in recording.retained:
+            recording.hold_made(value, results)
         return results
 
     def _record_first(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -159,7 +159,7 @@ class Recorder(QuietMode):
             return Recorder._run_opaque
         if kind.statistics:
             return Recorder._record_batch_norm
-        if self.tape.is_timed or self.tape.originals is not None:
+        if self.recording.is_timed or self.recording.originals is not None:
             return Recorder._record
         if kind.is_plain:
             return _COPY if kind.may_cross else _PLAIN
@@ -180,9 +180,9 @@ class Recorder(QuietMode):
             return self._record_batch_norm(func, types, args, kwargs)
         for position in kind.statistics:  # another forward may update them, and leave no trace
             if args[position] is not None:
-                self.tape.note_hidden(args[position])
+                self.recording.note_hidden(args[position])
         targets = written_by(kind, args, kwargs) if kind.written else []
-        if targets and not any(self.tape.is_known(target) for target in targets):
+        if targets and not any(self.recording.is_known(target) for target in targets):
             return self._run_on_strangers(func, args, kwargs, targets)
         kept, kept_kwargs, sources = self._take_arguments(args, kwargs)
         generator = state = None
@@ -193,7 +193,7 @@ class Recorder(QuietMode):
             return self._run_writer(func, kind, kept, kept_kwargs, sources, args, kwargs, targets, generator, state)
         results = self._run(func, args, kwargs)
         if kind.may_cross and crosses(args[0], results):
-            self.tape.add_roots(results)
+            self.recording.add_roots(results)
         else:
             self._note(func, kept, kept_kwargs, sources, args, results, kind=kind, generator=generator, state=state)
         return results
@@ -211,11 +211,11 @@ class Recorder(QuietMode):
     def _take(self, key: int | str, argument: Any, sources: list[Source]) -> Any:
         if isinstance(argument, Tensor):
             storage = _get_storage(argument)
-            found = self.tape.current.get(storage._cdata)
+            found = self.recording.current.get(storage._cdata)
             if found is not None and found[0]() is storage:
                 value = found[1]
             else:
-                value = self.tape.add_root(argument, storage, is_inside=False)
+                value = self.recording.add_root(argument, storage, is_inside=False)
             sources.append(source_of(key, value, argument))
             return None
         return self._take_list(key, argument, sources) if type(argument) is list else argument
@@ -224,7 +224,7 @@ class Recorder(QuietMode):
         kept = list(items)
         for place, item in enumerate(items):
             if isinstance(item, Tensor):
-                sources.append(source_of((key, place), self.tape.value_of(item), item))
+                sources.append(source_of((key, place), self.recording.value_of(item), item))
                 kept[place] = None
         return kept
 
@@ -237,12 +237,12 @@ class Recorder(QuietMode):
         return self._generator_of(torch.device("cpu" if device is None else device))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        tape = self.tape
-        if not tape.is_timed:
+        recording = self.recording
+        if not recording.is_timed:
             return func(*args, **kwargs) if kwargs else func(*args)
-        start = tape.device.record_event()
+        start = recording.device.record_event()
         results = func(*args, **kwargs) if kwargs else func(*args)
-        tape.times.append((len(tape.calls), cost_key(func, args, results), start, tape.device.record_event()))
+        recording.times.append((len(recording.calls), cost_key(func, args, results), start, recording.device.record_event()))
         return results
 
     def _note(
@@ -261,14 +261,14 @@ class Recorder(QuietMode):
         state: Tensor | None = None,
     ) -> None:
         """Note that an op has made what it returned, unless that was there before, and what is in the written tensors now."""
-        tape = self.tape
+        recording = self.recording
         made: list[Tensor] = []
         storages: list[torch.UntypedStorage] = []
         places: list[int] = []
         keys = set[int]()
         for place, tensor in enumerate(tensors_in(results)):
             storage = _get_storage(tensor)
-            if storage._cdata not in keys and not tape.was_there(storage):
+            if storage._cdata not in keys and not recording.was_there(storage):
                 keys.add(storage._cdata)
                 made.append(tensor)
                 storages.append(storage)
@@ -278,22 +278,22 @@ class Recorder(QuietMode):
             storages += [_get_storage(tensor) for tensor in written.values()]
         if not storages:
             return
-        op, first = len(tape.calls), tape.num_values
-        if op >= len(tape.known_s):
-            tape.seconds[op] = self._estimate_s(func, args, results)
+        op, first = len(recording.calls), recording.num_values
+        if op >= len(recording.known_s):
+            recording.seconds[op] = self._estimate_s(func, args, results)
         notes = _new_tuple(
             CallNotes, (kind or self._kind_of(func), tuple(places), tuple(written or ()), is_whole, generator, state)
         )
         outs_bytes = tuple([storage.nbytes() for storage in storages])
-        values = tape.add_call(_new_tuple(Call, (func, kept, kwargs, sources, first, outs_bytes, notes)), storages)
-        if not tape.retained.isdisjoint(values):
+        values = recording.add_call(_new_tuple(Call, (func, kept, kwargs, sources, first, outs_bytes, notes)), storages)
+        if not recording.retained.isdisjoint(values):
             for value, tensor in zip(values, made, strict=True):
-                if value in tape.retained:
-                    tape.hold_made(value, tensor, is_written=value - first >= len(places))
-        if tape.originals is not None:
+                if value in recording.retained:
+                    recording.hold_made(value, tensor, is_written=value - first >= len(places))
+        if recording.originals is not None:
             for value, storage in zip(values, storages, strict=True):
                 if storage.device.type != "meta":  # there is nothing to compare
-                    tape.originals[value] = byte_view(storage).to("cpu", copy=True)
+                    recording.originals[value] = byte_view(storage).to("cpu", copy=True)
 
     def _run_opaque(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op that is not to be run again."""
@@ -302,13 +302,13 @@ class Recorder(QuietMode):
             return self._run_unknown(func, types, args, kwargs)
         if not kind.written:
             results = func(*args, **kwargs) if kwargs else func(*args)
-            self.tape.add_roots(results)
+            self.recording.add_roots(results)
             return results
         targets = written_by(kind, args, kwargs)
         are_inside = [self._before_write(target) for target in targets]
         results = func(*args, **kwargs) if kwargs else func(*args)
         self._add_written_roots(targets, are_inside)
-        self.tape.add_roots(results)
+        self.recording.add_roots(results)
         return results
 
     def _run_unknown(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -318,7 +318,7 @@ class Recorder(QuietMode):
         there. And where an op returns a tensor that is neither new nor an argument, as a state of its own, other bytes may be
         there than before.
         """
-        kind, tape = self._kind_of(func), self.tape
+        kind, recording = self._kind_of(func), self.recording
         targets = written_by(kind, args, kwargs)
         are_inside = [self._before_write(target) for target in targets]
         given = {_get_storage(tensor)._cdata: tensor for tensor in tensors_in(tree_leaves((args, kwargs)))}
@@ -328,54 +328,54 @@ class Recorder(QuietMode):
         changed = [given[key] for key, version in versions.items() if given[key]._version != version]
         changed += [tensor for tensor in tensors_in(results) if _get_storage(tensor)._cdata not in given]
         for tensor in changed:
-            value = tape.find(_get_storage(tensor))
+            value = recording.find(_get_storage(tensor))
             if value is not None:
-                root = tape.roots.get(value)
-                tape.lose(value)
+                root = recording.roots.get(value)
+                recording.lose(value)
                 self._add_written_roots([tensor], [root is None or root.is_inside], kind.why_kept)
-        tape.add_roots(results, kind.why_kept)
+        recording.add_roots(results, kind.why_kept)
         return results
 
     def _record_in_place(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run and record an op that writes to its first argument, reads that and others, and does nothing else."""
-        tape, target = self.tape, args[0]
+        recording, target = self.recording, args[0]
         if types or kwargs or not isinstance(target, Tensor):
             return self._record(func, types, args, kwargs)
         sources: list[Source] = []
         try:
             storage = _get_storage(target)
-            value = tape.find(storage)
+            value = recording.find(storage)
             if value is None:
                 return func(*args)  # nothing here was made from it: a counter, a buffer
             kept = [self._take(key, argument, sources) for key, argument in enumerate(args)]
         except RuntimeError:  # an argument is no range of bytes
             return self._run_opaque(func, types, args, kwargs)
-        num_bytes, is_root, is_inside = storage.nbytes(), value in tape.roots, self._before_write(target)
+        num_bytes, is_root, is_inside = storage.nbytes(), value in recording.roots, self._before_write(target)
         results = func(*args)
         if is_root or storage.nbytes() != num_bytes:
-            tape.add_root(target, storage, is_inside=is_inside, is_written=True)
+            recording.add_root(target, storage, is_inside=is_inside, is_written=True)
             return results
-        op, made = len(tape.calls), tape.num_values
-        if op >= len(tape.known_s):
-            tape.seconds[op] = self._estimate_s(func, args, results)
+        op, made = len(recording.calls), recording.num_values
+        if op >= len(recording.known_s):
+            recording.seconds[op] = self._estimate_s(func, args, results)
         notes = CallNotes(self._kind_of(func), (), (value,))
-        tape.add_call(Call(func, kept, None, sources, made, (num_bytes,), notes), (storage,))
-        if made in tape.retained:
-            tape.hold_made(made, target, is_written=True)
+        recording.add_call(Call(func, kept, None, sources, made, (num_bytes,), notes), (storage,))
+        if made in recording.retained:
+            recording.hold_made(made, target, is_written=True)
         return results
 
     def _before_write(self, target: Tensor) -> bool:
         """Note that an op is about to write to a tensor; tell whether its storage was made here."""
-        value = self.tape.value_of(target)
-        root = self.tape.roots.get(value)
-        self.tape.before_write(value)
+        value = self.recording.value_of(target)
+        root = self.recording.roots.get(value)
+        self.recording.before_write(value)
         return root is None or root.is_inside
 
     def _add_written_roots(self, targets: list[Tensor], are_inside: list[bool], why_kept: str = "") -> None:
         for target, is_inside in zip(targets, are_inside, strict=True):
-            value = self.tape.add_root(target, _get_storage(target), is_inside=is_inside, is_written=True)
+            value = self.recording.add_root(target, _get_storage(target), is_inside=is_inside, is_written=True)
             if why_kept:
-                self.tape.why_kept[value] = why_kept
+                self.recording.why_kept[value] = why_kept
 
     def _run_writer(
         self,
@@ -391,15 +391,16 @@ class Recorder(QuietMode):
         state: Tensor | None,
     ) -> Any:
         """Run an op that writes to its arguments."""
-        tape = self.tape
-        written = {tape.value_of(target): target for target in targets}
+        recording = self.recording
+        written = {recording.value_of(target): target for target in targets}
         are_inside = [self._before_write(target) for target in targets]
         sizes_bytes = [_get_storage(target).nbytes() for target in targets]
         results = self._run(func, args, kwargs)
         num_reads = sum(source[1] in written for source in sources) - len(targets)
         is_whole = kind.overwrites and num_reads == 0 and all(map(covers, targets))
         can_follow = all(
-            value not in tape.roots or (is_inside and is_whole) for value, is_inside in zip(written, are_inside, strict=True)
+            value not in recording.roots or (is_inside and is_whole)
+            for value, is_inside in zip(written, are_inside, strict=True)
         ) and sizes_bytes == [_get_storage(target).nbytes() for target in targets]
         if can_follow and not (kind.may_cross and crosses(args[0], args[1])):
             self._note(
@@ -417,7 +418,7 @@ class Recorder(QuietMode):
             )
         else:
             self._add_written_roots(targets, are_inside)
-            tape.add_roots(results)
+            recording.add_roots(results)
         return results
 
     def _run_on_strangers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]) -> Any:
@@ -427,12 +428,12 @@ class Recorder(QuietMode):
             written = {_get_storage(target)._cdata for target in targets}
             for tensor in tensors_in(results):
                 if _get_storage(tensor)._cdata not in written:
-                    self.tape.add_roots(tensor)
+                    self.recording.add_roots(tensor)
         return results
 
     def _record_batch_norm(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run and record a batch norm that updates its statistics. When it is run again, that is without them."""
-        kind, tape = self._kind_of(func), self.tape
+        kind, recording = self._kind_of(func), self.recording
         if types or not args[kind.training_at]:
             return self._record(func, types, args, kwargs)
         sources: list[Source] = []
@@ -442,7 +443,7 @@ class Recorder(QuietMode):
             for position, argument in enumerate(args):
                 if position not in kind.statistics:
                     kept.append(self._take(position, argument, sources) if isinstance(argument, Tensor) else argument)
-                elif argument is not None and tape.is_known(argument):
+                elif argument is not None and recording.is_known(argument):
                     known.append(argument)
         except RuntimeError:  # an argument is no range of bytes
             return self._run_opaque(func, types, args, kwargs)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memkit.activations.ops import op_kinds
 from memkit.activations.recorder import Recorder
-from memkit.activations.tape import Tape
+from memkit.activations.recording import Recording
 from memkit.device import CpuDevice, default_generator
 
 _NUM_MEASURED = 100
@@ -20,7 +20,7 @@ _NUM_MEASURED = 100
 @functools.cache
 def recording_cost_s() -> float:
     """Return what it takes the host to record a small op, without running it: measured once, on a chain of them."""
-    tape = Tape(CpuDevice(), known_s=[0.0] * _NUM_MEASURED)
+    recording = Recording(CpuDevice(), known_s=[0.0] * _NUM_MEASURED)
     x, taken_s = torch.ones(1), []
     with _disable_current_modes(), torch.no_grad():
         for _ in range(5):
@@ -28,7 +28,7 @@ def recording_cost_s() -> float:
             for _ in range(_NUM_MEASURED):
                 x.sin()
             plain_s = time.perf_counter() - start_s
-            with Recorder(tape, op_kinds(), default_generator, lambda *_: 0.0):
+            with Recorder(recording, op_kinds(), default_generator, lambda *_: 0.0):
                 start_s = time.perf_counter()
                 for _ in range(_NUM_MEASURED):
                     x.sin()

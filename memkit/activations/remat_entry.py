@@ -19,10 +19,10 @@ from memkit.activations.ledger import Residency
 from memkit.activations.ops import OpKinds
 from memkit.activations.recorded import cost_key
 from memkit.activations.recorder import Recorder
+from memkit.activations.recording import Recording
 from memkit.activations.remat_state import RematState, RunUnpacker
 from memkit.activations.replay import Run
 from memkit.activations.small import all_too_small
-from memkit.activations.tape import Tape
 from memkit.activations.traces import Follower, OpTrace, OpTraces, SaveKey
 from memkit.activations.trail import ModuleTrail
 from memkit.device import CpuDevice, Device, default_generator, open_device
@@ -120,11 +120,11 @@ class Entry:
         self._plan: RematPlan | None = None
         state.know(options.kinds)
         self._run = self._open_run(raises=options.strict)
-        self.recorder = Recorder(self._run.tape, options.kinds, default_generator, self._estimate_s)
+        self.recorder = Recorder(self._run.recording, options.kinds, default_generator, self._estimate_s)
         self._hooks = SavedTensorHooks(
             self.pack, _unpack, owner=self, name=f'Rematerialize (tag "{state.tag}")', is_last=True, block=block
         )
-        self._trail = ModuleTrail(self._run.tape)
+        self._trail = ModuleTrail(self._run.recording)
         is_new = self._follower.trace is None and state.num_iterations < _NUM_WATCHED
         self._watches_modules = is_new or options.verify
         self._is_over = False
@@ -147,7 +147,7 @@ class Entry:
         with self._lock:
             self._end_forward(learn=not has_failed)
         self._is_over = True
-        del self._hooks, self._run, self.recorder  # they hold the entry, and the tape
+        del self._hooks, self._run, self.recorder  # they hold the entry, and the recording
 
     def _take_off(self) -> None:
         leave_mode(self.recorder)
@@ -167,14 +167,14 @@ class Entry:
         if trace is None or trace is not state.traces.latest:
             self._judge(state.counts, raises=raises)
         device = self._device or CpuDevice()
-        tape = Tape(
+        recording = Recording(
             device,
             known_s=() if trace is None else trace.step.lineage.seconds,
             retained=frozenset() if self._plan is None else self._plan.retained,
             is_timed=state.num_iterations == 1 if trace is None else not state.traces.are_measured(),
             is_verified=options.verify,
         )
-        return Run(tape, state.ledger(device), options.score, self._limit_bytes(), self.counts)
+        return Run(recording, state.ledger(device), options.score, self._limit_bytes(), self.counts)
 
     def _budget_bytes(self) -> float:
         """Return the budget, as far as it is known: a share is one of what is saved in all."""
@@ -244,24 +244,24 @@ class Entry:
         if not run.is_forward:
             return
         run.is_forward = False
-        tape = run.tape
+        recording = run.recording
         counts = self.counts
-        counts.num_ops += len(tape.funcs)
+        counts.num_ops += len(recording.funcs)
         counts.peak_bytes = max(counts.peak_bytes, run.peak_bytes)
         counts.is_to_be_judged = learn and self._plan is None
         if counts.is_to_be_judged:
-            counts.largest_bytes = max(counts.largest_bytes, _largest_bytes(tape))
+            counts.largest_bytes = max(counts.largest_bytes, _largest_bytes(recording))
         if learn and follower.saves and self._options.policy == "plan":
-            trace = follower.ended_as(tape.funcs)
+            trace = follower.ended_as(recording.funcs)
             if trace is None:
                 trace = _trace_of(run, follower.saves, is_first=not len(state.traces))
             else:
                 trace.num_seen += 1
             state.traces.add(trace)
             run.trace = trace
-        if tape.is_timed:
-            state.note_timed(run.trace if isinstance(run.trace, OpTrace) else None, tape.times_alone())
-        tape.close()
+        if recording.is_timed:
+            state.note_timed(run.trace if isinstance(run.trace, OpTrace) else None, recording.times_alone())
+        recording.close()
         if learn and self._small_bytes is not None:
             message = self._too_small(self._small_bytes)
             if message:
@@ -317,21 +317,23 @@ class Entry:
         if not run.is_forward or run.task != -1:
             run = self._turn()
         storage = _get_storage(tensor)
-        tape = run.tape
-        found = tape.current.get(storage._cdata)
+        recording = run.recording
+        found = recording.current.get(storage._cdata)
         if found is None or found[0]() is not storage:
             return self._keep(tensor)  # it was there before
         value, num_bytes = found[1], storage.nbytes()
-        root = tape.roots.get(value)
+        root = recording.roots.get(value)
         if root is not None and not root.is_inside:
             return self._keep(tensor)  # it is somebody else's
         if num_bytes < self._min_bytes:
             if self._small_bytes is not None:
                 self._small_bytes[value] = num_bytes
             return self._keep_noted(run, value, tensor)
-        if tensor._version and tensor._version > tape.num_writes(value):  # somebody else has written to it, as another thread
-            value = tape.add_root(tensor, storage, is_inside=True)
-            root = tape.roots[value]
+        if tensor._version and tensor._version > recording.num_writes(
+            value
+        ):  # somebody else has written to it, as another thread
+            value = recording.add_root(tensor, storage, is_inside=True)
+            root = recording.roots[value]
         if self._state.is_broken:
             self._state.mend()
         run.ledger.sweep()
@@ -349,7 +351,7 @@ class Entry:
                 self.counts.saved_bytes += num_bytes
                 self.counts.num_saved += 1
                 if root is not None:
-                    self.counts.note_kept(tape.why_kept.get(value), num_bytes)
+                    self.counts.note_kept(recording.why_kept.get(value), num_bytes)
                 self._raise_limit(run)
             drops = self._drops(run, value, num_bytes)
             if self._outer is not None and not (drops and run.secure(value)):
@@ -382,11 +384,11 @@ class Entry:
         run.note_save(value, node)
         had_plan = self._plan is not None
         word = value in run.fixed if value in run.fixed or value in run.wished else None
-        if self._follower.note(run.tape.funcs, SaveKey(len(run.tape.funcs), value, num_bytes, word)):
+        if self._follower.note(run.recording.funcs, SaveKey(len(run.recording.funcs), value, num_bytes, word)):
             trace = self._follower.trace
-            run.tape.known_s = () if trace is None else trace.step.lineage.seconds
+            run.recording.known_s = () if trace is None else trace.step.lineage.seconds
             self._plan = self._plan_of(trace, raises=False)
-            run.tape.retained = frozenset() if self._plan is None else self._plan.retained
+            run.recording.retained = frozenset() if self._plan is None else self._plan.retained
             run.limit_bytes = self._limit_bytes()
             if trace is None and had_plan:
                 self._state.num_deviations += 1
@@ -408,8 +410,8 @@ class Entry:
         """A backward has begun since the last save: what comes now is another forward."""
         self._end_forward(learn=True)
         self._run = self._open_run(raises=self._options.strict)
-        self.recorder.follow(self._run.tape)
-        self._trail.follow(self._run.tape)
+        self.recorder.follow(self._run.recording)
+        self._trail.follow(self._run.recording)
         return self._run
 
     def _is_here(self, torch_device: torch.device) -> bool:
@@ -420,7 +422,7 @@ class Entry:
                 return False
             device = self._device = self._state.device = open_device(torch_device)
             self._torch_device = device.torch_device
-            self._run.tape.device = device
+            self._run.recording.device = device
             self._run.ledger = self._state.ledger(device)
         return device.torch_device == torch_device
 
@@ -449,16 +451,16 @@ class Entry:
                 storage = tensor.untyped_storage()
             except RuntimeError:  # it is no range of bytes, and is never dropped
                 return
-            value = run.tape.find(storage)
-            if value is None or value in run.tape.roots:
-                why_kept = None if keep or value is None else run.tape.why_kept.get(value)
+            value = run.recording.find(storage)
+            if value is None or value in run.recording.roots:
+                why_kept = None if keep or value is None else run.recording.why_kept.get(value)
                 if why_kept is not None:
                     self._state.warn_once(
                         f"recompute {why_kept}",
                         f"memkit.recompute was given what cannot be made again: {why_kept}. It stays.",
                     )
                 return
-            run.tape.sync()
+            run.recording.sync()
             wanted, other = (run.fixed, run.wished) if keep else (run.wished, run.fixed)
             wanted.add(value)
             other.discard(value)
@@ -477,24 +479,25 @@ def _unpack(packed: KeptHandle | PassedOn) -> Tensor:
     return packed.unpack()
 
 
-def _largest_bytes(tape: Tape) -> int:
+def _largest_bytes(recording: Recording) -> int:
     """Return the most that one op has made."""
-    made = (sum(call.outs_bytes) for call in tape.calls)
-    return max((*made, *(root.num_bytes for root in tape.roots.values() if root.is_inside)), default=0)
+    made = (sum(call.outs_bytes) for call in recording.calls)
+    return max((*made, *(root.num_bytes for root in recording.roots.values() if root.is_inside)), default=0)
 
 
 def _trace_of(run: Run, saves: list[SaveKey], *, is_first: bool) -> OpTrace:
     """Return the trace that a forward has left."""
-    tape, values = run.tape, dict.fromkeys(run.saves)
-    tape.sync()
-    lineage = tape.lineage
+    recording, values = run.recording, dict.fromkeys(run.saves)
+    recording.sync()
+    lineage = recording.lineage
     made = [value for value in values if lineage.maker[value] != NO_OP]
     words = {key.value: key.keep for key in saves}  # of those that were given before the save: they tell one trace from another
     return OpTrace(
-        funcs=tape.funcs,
+        funcs=recording.funcs,
         saves=saves,
         names={
-            value: (str(tape.calls[lineage.maker[value]].func), tape.modules.get(lineage.maker[value], "")) for value in made
+            value: (str(recording.calls[lineage.maker[value]].func), recording.modules.get(lineage.maker[value], ""))
+            for value in made
         },
         is_first=is_first,
         step=Step(
@@ -504,7 +507,7 @@ def _trace_of(run: Run, saves: list[SaveKey], *, is_first: bool) -> OpTrace:
             use_ends=ends_of(run.save_nodes[::-1]),
             fixed=frozenset(values) - frozenset(made) | {value for value, keep in words.items() if keep},
             dropped=frozenset(value for value, keep in words.items() if keep is False),
-            retained_bytes=tape.retained_bytes(),
-            why_kept=tape.why_kept,
+            retained_bytes=recording.retained_bytes(),
+            why_kept=recording.why_kept,
         ),
     )

@@ -13,8 +13,8 @@ from memkit.activations.counts import RematCounts
 from memkit.activations.ledger import Handle, Ledger, Residency
 from memkit.activations.ops import OpKinds, op_kinds
 from memkit.activations.recorded import CostKey
+from memkit.activations.recording import Recording
 from memkit.activations.replay import Run
-from memkit.activations.tape import Tape
 from memkit.activations.traces import OpTrace, OpTraces
 from memkit.device import Device
 from memkit.errors import warn_user
@@ -47,7 +47,7 @@ class RematState:
         """What ops take, by their names and sizes, as it was measured."""
         self.guessed_s: dict[CostKey, float] = {}
         """What ops are thought to take that were not measured."""
-        self._timed: list[tuple[OpTrace | None, Tape]] = []
+        self._timed: list[tuple[OpTrace | None, Recording]] = []
         self._warned = set[str]()
         self.looks_for_large = True
         """Whether all that was saved so far was smaller than `min_bytes`, and nobody was told."""
@@ -89,18 +89,18 @@ class RematState:
         while len(costs_s) > _MAX_COSTS:
             del costs_s[next(iter(costs_s))]
 
-    def note_timed(self, trace: OpTrace | None, tape: Tape) -> None:
+    def note_timed(self, trace: OpTrace | None, recording: Recording) -> None:
         """The ops of a forward were timed: what they took is read later, when they are done."""
-        self._timed.append((trace, tape))
+        self._timed.append((trace, recording))
 
     def read_times(self) -> None:
         """Take up what the ops of the last iteration took."""
-        for trace, tape in self._timed:
-            self.remember(self.costs_s, tape.read_times())
+        for trace, recording in self._timed:
+            self.remember(self.costs_s, recording.read_times())
             if trace is None or trace.is_measured or trace.num_seen == 1:
                 continue  # in its first forward a kernel is loaded, or chosen among several
-            if len(tape.lineage.seconds) == len(trace.step.lineage.seconds):
-                trace.step.lineage.seconds[:] = tape.lineage.seconds
+            if len(recording.lineage.seconds) == len(trace.step.lineage.seconds):
+                trace.step.lineage.seconds[:] = recording.lineage.seconds
                 trace.learn(trace.step)
                 trace.is_measured = True
         self._timed.clear()

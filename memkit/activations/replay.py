@@ -1,4 +1,4 @@
-"""Runs ops of a tape again, exactly: the saved values of one forward, as far as they are on the device or can be made again.
+"""Runs ops of a recording again, exactly: the saved values of one forward that are on the device or can be made again.
 
 A replay runs in the backward, on its stream and device, without grad mode, modes, hooks, autocast or transforms (as the `vmap`
 of batched gradients is): what was recorded lies below all of these. Random ops draw from the state that their generator had in
@@ -20,8 +20,8 @@ from memkit.activations.counts import RematCounts
 from memkit.activations.eligibility import counted_by
 from memkit.activations.ledger import Ledger, Record, Residency
 from memkit.activations.recorded import Call, tensor_of, tensors_in
+from memkit.activations.recording import Recording
 from memkit.activations.settings import current_settings, with_settings
-from memkit.activations.tape import Tape
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.hooks import KeptHandle
@@ -37,16 +37,16 @@ class Run(Residents):
     """The saved values of one forward.
 
     Args:
-        tape: what made them.
+        recording: what made them.
         ledger: where their records are.
         score: who goes when room is short.
         limit_bytes: what they and the replays may take on the device.
         counts: what is done is counted there.
     """
 
-    def __init__(self, tape: Tape, ledger: Ledger, score: DTRScore, limit_bytes: float, counts: RematCounts) -> None:
-        super().__init__(tape.lineage, score, limit_bytes)
-        self.tape = tape
+    def __init__(self, recording: Recording, ledger: Ledger, score: DTRScore, limit_bytes: float, counts: RematCounts) -> None:
+        super().__init__(recording.lineage, score, limit_bytes)
+        self.recording = recording
         self.counts = counts
         self.trace: object = None
         """What is known of forwards like this one."""
@@ -138,7 +138,7 @@ class Run(Residents):
 
     def compare_settings(self) -> None:
         """Tell replays whether they must change what is set for the process: looked at once for each backward."""
-        self._has_other_settings = current_settings() != self.tape.settings
+        self._has_other_settings = current_settings() != self.recording.settings
 
     def note_use(self, value: int, node: int) -> None:
         """The backward asks for a value, for a node of the graph."""
@@ -147,9 +147,9 @@ class Run(Residents):
         self.use_nodes.append(node)
         while self._awaited and self.record_of(self._awaited[-1]) is None:
             self._awaited.pop()
-        anchors = self.tape.anchors
+        anchors = self.recording.anchors
         while anchors and (not self._awaited or next(reversed(anchors)) > self._awaited[-1]):
-            self.tape.release(next(reversed(anchors)))  # nothing that is made from it will be asked for
+            self.recording.release(next(reversed(anchors)))  # nothing that is made from it will be asked for
         place = next((place for place in self._places.get(value, ()) if place >= self._now), None)
         self._now = self._now + 1 if place is None else place + 1
 
@@ -157,7 +157,7 @@ class Run(Residents):
 
     @property
     def live_bytes(self) -> int:
-        return self.ledger.live_bytes + self.tape.held_bytes
+        return self.ledger.live_bytes + self.recording.held_bytes
 
     def is_available(self, value: int) -> bool:
         record = self.record_of(value)
@@ -165,9 +165,9 @@ class Run(Residents):
             return True
         if record is not None and record.residency is Residency.DROPPED:
             return False
-        if self.lineage.maker[value] == NO_OP or value in self.tape.pinned:
+        if self.lineage.maker[value] == NO_OP or value in self.recording.pinned:
             return True
-        anchor = self.tape.anchors.get(value)
+        anchor = self.recording.anchors.get(value)
         if anchor is not None and anchor.is_unchanged():
             return True
         return self._other(value) is not None
@@ -188,7 +188,7 @@ class Run(Residents):
         """Return a storage that has the bytes of a record, None if none has."""
         if record.residency is Residency.BACK:
             return self.ledger.fetched_copy(record)
-        if record.residency is Residency.DROPPED or record.index in self.tape.overwritten:
+        if record.residency is Residency.DROPPED or record.index in self.recording.overwritten:
             return None  # if the original lives on, that may end while a replay makes room
         for handle in record.live_handles():
             if handle.is_unchanged():
@@ -196,7 +196,7 @@ class Run(Residents):
         return None
 
     def _other(self, value: int) -> KeptHandle | None:
-        reference = None if value in self.tape.overwritten else self.others.get(value)
+        reference = None if value in self.recording.overwritten else self.others.get(value)
         handle = None if reference is None else reference()
         return handle if handle is not None and handle.is_unchanged() else None
 
@@ -210,10 +210,10 @@ class Run(Residents):
         if storage is not None:
             self.ledger.device.note_read(storage)
             return storage
-        handle = self.tape.pinned.get(value)
+        handle = self.recording.pinned.get(value)
         if handle is None and self.lineage.maker[value] == NO_OP:
-            return self.tape.root_storage(value)
-        anchor = self.tape.anchors.get(value)
+            return self.recording.root_storage(value)
+        anchor = self.recording.anchors.get(value)
         if anchor is not None:
             return anchor.alias.untyped_storage()
         handle = handle or self._other(value)
@@ -222,7 +222,7 @@ class Run(Residents):
 
     def secure(self, value: int) -> bool:
         """Hold all roots that a value is made from; tell whether it can be made again."""
-        self.tape.sync()
+        self.recording.sync()
         lineage, secured = self.lineage, self._secured
         found, pending = set[int](), [value]
         while pending:
@@ -235,7 +235,7 @@ class Run(Residents):
         for value_here in sorted(found):  # what a value is made from comes before it
             maker = lineage.maker[value_here]
             if maker == NO_OP:
-                secured[value_here] = self.tape.hold(value_here, counts=self.record_of(value_here) is None) or self._pin(
+                secured[value_here] = self.recording.hold(value_here, counts=self.record_of(value_here) is None) or self._pin(
                     value_here
                 )
             else:
@@ -244,16 +244,16 @@ class Run(Residents):
 
     def _pin(self, value: int) -> bool:
         """Hold a value that cannot be made again, if it is there."""
-        if value in self.tape.pinned:
+        if value in self.recording.pinned:
             return True
         handle = self._other(value)
-        record = None if value in self.tape.overwritten else self.record_of(value)
+        record = None if value in self.recording.overwritten else self.record_of(value)
         if handle is None and record is not None:
             held = next((held for held in record.live_handles() if held.geometry is None and held.is_unchanged()), None)
             handle = None if held is None else KeptHandle(held.alias)  # the handle itself holds the record, and that the run
         if handle is None:
             return False
-        self.tape.pinned[value] = handle
+        self.recording.pinned[value] = handle
         return True
 
     def _drop(self, value: int) -> bool:
@@ -281,7 +281,7 @@ class Run(Residents):
         self._temps.pop(value, None)
 
     def make_room(self, num_bytes: int, needed: Container[int] = ()) -> bool:
-        self.tape.sync()
+        self.recording.sync()
         return super().make_room(num_bytes, needed)
 
     # Running ops
@@ -294,8 +294,8 @@ class Run(Residents):
             torch.OutOfMemoryError: there is no room, also after all was dropped that can be.
             ReplayMismatchError: with verification, an op has made something else than in the forward.
         """
-        self.tape.sync()
-        self.tape.see_versions()
+        self.recording.sync()
+        self.recording.see_versions()
         device = self.ledger.device
         here = device.current_stream()
         others = [stream for stream in self._streams if stream != here]
@@ -303,7 +303,7 @@ class Run(Residents):
         for stream in others:  # what was made on them, and what was freed on them, comes before
             device.wait_event(here, device.record_event(stream, timed=False))
         try:
-            settings = with_settings(self.tape.settings) if self._has_other_settings else nullcontext()
+            settings = with_settings(self.recording.settings) if self._has_other_settings else nullcontext()
             with (  # an op is run as it was recorded: below autograd, autocast, transforms, modes and hooks
                 torch._C.DisableTorchFunction(),
                 _disable_current_modes(),
@@ -323,7 +323,7 @@ class Run(Residents):
                 device.wait_event(stream, device.record_event(here, timed=False))
 
     def _run(self, op: int, in_place: Collection[int]) -> None:
-        call = self.tape.calls[op]
+        call = self.recording.calls[op]
         try:
             self._repeat(call, op, in_place)
         except torch.OutOfMemoryError:
@@ -338,7 +338,7 @@ class Run(Residents):
                     f"{format_mib(sum(call.outs_bytes))}), also after all that Rematerialize may drop was dropped.",
                 )
                 raise
-        if self.tape.originals is not None:
+        if self.recording.originals is not None:
             self._verify(op)
 
     def _repeat(self, call: Call, op: int, in_place: Collection[int]) -> None:
@@ -395,7 +395,7 @@ class Run(Residents):
 
     def _verify(self, op: int) -> None:
         """Compare what an op has made with what it made in the forward."""
-        originals = self.tape.originals
+        originals = self.recording.originals
         assert originals is not None
         for value in self.lineage.outs[op]:
             if value in originals and not torch.equal(byte_view(self._temps[value]).cpu(), originals[value]):
@@ -410,8 +410,8 @@ class Run(Residents):
         maker = self.lineage.maker[value]
         if maker == NO_OP:
             return "a root"
-        module = self.tape.modules.get(maker)
-        op = str(self.tape.calls[maker].func)
+        module = self.recording.modules.get(maker)
+        op = str(self.recording.calls[maker].func)
         return f"{op} in {module}" if module else op
 
 

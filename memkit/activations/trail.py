@@ -7,23 +7,23 @@ from typing import Any
 
 from torch import nn
 
-from memkit.activations.tape import Tape
+from memkit.activations.recording import Recording
 from memkit.hooks import HookSet
 
 
 class ModuleTrail:
-    """A context that enters the innermost module of each op into a tape, for the modules that this thread runs."""
+    """A context that enters the innermost module of each op into a recording, for the modules that this thread runs."""
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
         self._hooks = HookSet()
         self._thread = threading.get_ident()
         self._running: list[tuple[nn.Module, int]] = []
         self._names: dict[nn.Module, str] = {}
 
-    def follow(self, tape: Tape) -> None:
-        """Write to another tape from now on. Modules that run already are on it from its beginning."""
-        self._tape = tape
+    def follow(self, recording: Recording) -> None:
+        """Write to another recording from now on. Modules that run already are on it from its beginning."""
+        self._recording = recording
         self._running = [(module, 0) for module, _ in self._running]
 
     def __enter__(self) -> ModuleTrail:
@@ -42,13 +42,13 @@ class ModuleTrail:
             return
         if not self._running:
             self._names.update({part: name or type(module).__name__ for name, part in module.named_modules()})
-        self._running.append((module, len(self._tape.calls)))
+        self._running.append((module, len(self._recording.calls)))
 
     def _after(self, module: nn.Module, *_: Any) -> None:
         if threading.get_ident() != self._thread or not self._running:
             return
         entered, first = self._running.pop()
         name = self._names.get(entered, type(entered).__name__)
-        modules = self._tape.modules
-        for op in range(first, len(self._tape.calls)):
+        modules = self._recording.modules
+        for op in range(first, len(self._recording.calls)):
             modules.setdefault(op, name)  # inner modules end first

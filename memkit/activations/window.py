@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from memkit.activations.copies import CopyLedger
+from memkit.activations.forward import Pass, SaveKey, Traces, trace_of
 from memkit.activations.ledger import Handle, Record, Residency
-from memkit.activations.passes import Pass, SaveKey, Traces, trace_of
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_on, warn_user
 from memkit.hooks import KeptHandle, after_backward, backward_task, node_number
@@ -99,7 +99,7 @@ class OffloadWindow:
             self.arena.trim(needed_bytes * self._most_passes)
         self.arena.reserve(needed_bytes)
 
-    def foretell(self, report: MemoryReport, min_bytes: int) -> None:
+    def seed_from(self, report: MemoryReport, min_bytes: int) -> None:
         """Plan the first pass by a report."""
         with self.lock:
             self.traces.add(trace_of(report, min_bytes))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from memkit.device.base import Device, Event
 from memkit.errors import HostMemoryError
-from memkit.transfer.room import PAGE_BYTES, Addresses, PinError, no_room
+from memkit.transfer.host_memory import PAGE_BYTES, Addresses, PinError, no_room
 from memkit.transfer.staging import CHUNK_BYTES, NUM_BUFFERS, Staging, describe_refusal
 
 ALIGNMENT_BYTES = 512
@@ -38,13 +38,13 @@ _NUM_THREADS = 8
 
 _Taken = TypeVar("_Taken")
 _Args = ParamSpec("_Args")
-_Extent = tuple[int, int]
+_Range = tuple[int, int]
 """Where bytes start and end in the arena's addresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span:
-    """Host memory that was taken: `num_bytes` at `offset`, or scattered over several `extents` of which that is the first.
+    """Host memory that was taken: `num_bytes` at `offset`, or scattered over several `ranges` of which that is the first.
 
     `pieces` are its bytes, in order: tensors of dtype uint8, cut where pinned segments meet, since one copy must not cross such
     an edge. Work that writes to the span waits for `free_events` first: copies that may still read what was there before.
@@ -54,7 +54,7 @@ class Span:
     num_bytes: int
     pieces: tuple[Tensor, ...]
     free_events: tuple[Event, ...]
-    extents: tuple[_Extent, ...]
+    ranges: tuple[_Range, ...]
     whole: Tensor | None
     """All its bytes as one tensor, also across such edges: for the host. None if it is scattered."""
     staging: Staging | None
@@ -65,7 +65,7 @@ class Span:
         assert self.whole is not None
         assert len(self.pieces) == 1
         piece = self.whole[start:end]
-        return replace(self, offset=self.offset + start, num_bytes=end - start, pieces=(piece,), extents=(), whole=piece)
+        return replace(self, offset=self.offset + start, num_bytes=end - start, pieces=(piece,), ranges=(), whole=piece)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,9 +134,9 @@ class Arena:
         self._lock = threading.RLock()  # the threads that pin never take it: whoever holds it may wait for them
         self._addresses: Addresses | None = None
         self._segments: list[_Segment] = []
-        self._gaps: list[_Extent] = []
+        self._gaps: list[_Range] = []
         """Committed memory that nobody uses, lowest first; no two touch."""
-        self._last_uses: deque[tuple[_Extent, Event]] = deque()
+        self._last_uses: deque[tuple[_Range, Event]] = deque()
         """What was given back before its last use was reached, oldest first; also while somebody has taken it again."""
         self._spans: dict[int, Span] = {}
         self._in_use_bytes = 0
@@ -172,9 +172,9 @@ class Arena:
         return self._taken_by(partial(self._take, num_bytes), num_bytes)
 
     def _take(self, num_bytes: int) -> Span:
-        extents = self._find(_rounded(num_bytes, ALIGNMENT_BYTES))
-        self._await_pins(self._under(extents))
-        return self._span(extents, num_bytes)
+        ranges = self._find(_rounded(num_bytes, ALIGNMENT_BYTES))
+        self._await_pins(self._under(ranges))
+        return self._span(ranges, num_bytes)
 
     @_mended
     def take_pinned_as_one(self, sizes_bytes: Sequence[int]) -> list[Span]:
@@ -191,11 +191,11 @@ class Arena:
     def _take_apart(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Span]:
         committed = self._commit([_rounded(num_bytes, PAGE_BYTES) for num_bytes in sizes_bytes], is_buffer=is_buffer)
         self._await_pins(committed, all_or_none=True)
-        extents = [
+        ranges = [
             (segment.start, segment.start + _rounded(num_bytes, ALIGNMENT_BYTES))
             for segment, num_bytes in zip(committed, sizes_bytes, strict=True)
         ]
-        return [self._span((extent,), num_bytes) for extent, num_bytes in zip(extents, sizes_bytes, strict=True)]
+        return [self._span((byte_range,), num_bytes) for byte_range, num_bytes in zip(ranges, sizes_bytes, strict=True)]
 
     def _taken_by(self, take: Callable[[], _Taken], num_bytes: int) -> _Taken:
         """Return what `take` takes, so many bytes in all; where the system does not pin those, of memory that is not pinned.
@@ -221,17 +221,17 @@ class Arena:
         self.refusal = describe_refusal(num_bytes, chunk_bytes, reason, has_buffers=bool(self._buffers))
         return taken
 
-    def _span(self, extents: tuple[_Extent, ...], num_bytes: int) -> Span:
-        for extent in extents:
-            self._cut(extent)
+    def _span(self, ranges: tuple[_Range, ...], num_bytes: int) -> Span:
+        for byte_range in ranges:
+            self._cut(byte_range)
         span = Span(
-            offset=extents[0][0],
+            offset=ranges[0][0],
             num_bytes=num_bytes,
-            pieces=self._pieces(extents, num_bytes),
-            free_events=self._pending_on(extents),
-            extents=extents,
-            whole=self._whole(extents, num_bytes),
-            staging=None if all(segment.is_pinned for segment in self._under(extents)) else self._staging,
+            pieces=self._pieces(ranges, num_bytes),
+            free_events=self._pending_on(ranges),
+            ranges=ranges,
+            whole=self._whole(ranges, num_bytes),
+            staging=None if all(segment.is_pinned for segment in self._under(ranges)) else self._staging,
         )
         self._spans[span.offset] = span
         self._in_use_bytes += _rounded(num_bytes, ALIGNMENT_BYTES)
@@ -257,13 +257,13 @@ class Arena:
         """
         assert self.has(span), "a span was given back twice, or to another arena"
         if last_use is not None:
-            self._last_uses.extend((extent, last_use) for extent in span.extents)
+            self._last_uses.extend((byte_range, last_use) for byte_range in span.ranges)
         del self._spans[span.offset]
         self._in_use_bytes -= _rounded(span.num_bytes, ALIGNMENT_BYTES)
-        if not self._pending_on(span.extents):
+        if not self._pending_on(span.ranges):
             self._note_free(span)
-        for extent in span.extents:
-            self._free(extent)
+        for byte_range in span.ranges:
+            self._free(byte_range)
 
     @_mended
     def give_all(self) -> None:
@@ -348,13 +348,13 @@ class Arena:
         for segment in self._segments:
             self._free((segment.start, segment.end))
         for span in self._spans.values():
-            for extent in span.extents:
-                self._cut(extent)
+            for byte_range in span.ranges:
+                self._cut(byte_range)
 
     # Free memory
 
-    def _find(self, size: int) -> tuple[_Extent, ...]:
-        """Return free extents for so many bytes; grow if there are none."""
+    def _find(self, size: int) -> tuple[_Range, ...]:
+        """Return free ranges for so many bytes; grow if there are none."""
         if not any(end - start >= size for start, end in self._gaps):
             is_tail_free = self._gaps and self._gaps[-1][1] == self._segments[-1].end
             tail_bytes = self._gaps[-1][1] - self._gaps[-1][0] if is_tail_free else 0
@@ -369,17 +369,17 @@ class Arena:
                     raise
                 self._await_pins(self._commit(_shares(least_bytes)), all_or_none=True)
         fitting = next((gap for gap in self._gaps if gap[1] - gap[0] >= size), None)
-        extents = []
+        ranges = []
         for start, end in [fitting] if fitting else sorted(self._gaps, key=lambda gap: gap[0] - gap[1]):
             end = min(end, start + size)
             size -= end - start
-            extents += [(start, end)] if start < end else []
-        return tuple(sorted(extents))
+            ranges += [(start, end)] if start < end else []
+        return tuple(sorted(ranges))
 
-    def _free(self, extent: _Extent) -> None:
+    def _free(self, byte_range: _Range) -> None:
         """Add a gap, as one with those that touch it."""
-        start, end = extent
-        at = bisect_left(self._gaps, extent)
+        start, end = byte_range
+        at = bisect_left(self._gaps, byte_range)
         if at < len(self._gaps) and self._gaps[at][0] == end:
             end = self._gaps.pop(at)[1]
         if at > 0 and self._gaps[at - 1][1] == start:
@@ -387,18 +387,18 @@ class Arena:
             start = self._gaps.pop(at)[0]
         self._gaps.insert(at, (start, end))
 
-    def _cut(self, extent: _Extent) -> None:
-        """Leave no gap within an extent."""
-        start, end = extent
+    def _cut(self, byte_range: _Range) -> None:
+        """Leave no gap within a range."""
+        start, end = byte_range
         parts = (part for gap in self._gaps for part in ((gap[0], min(gap[1], start)), (max(gap[0], end), gap[1])))
         self._gaps = [part for part in parts if part[0] < part[1]]
 
-    def _pending_on(self, extents: Iterable[_Extent]) -> tuple[Event, ...]:
+    def _pending_on(self, ranges: Iterable[_Range]) -> tuple[Event, ...]:
         """Return the last uses of these bytes that are not reached, each once."""
         while self._last_uses and self._last_uses[0][1].is_reached():
             self._last_uses.popleft()
         events = dict.fromkeys(
-            event for (first, last), event in self._last_uses if any(first < end and start < last for start, end in extents)
+            event for (first, last), event in self._last_uses if any(first < end and start < last for start, end in ranges)
         )
         return tuple(event for event in events if not event.is_reached())
 
@@ -462,21 +462,21 @@ class Arena:
         self._addresses.forget(segment.start, segment.end)
         self._dropping.pop()
 
-    def _under(self, extents: Iterable[_Extent]) -> list[_Segment]:
-        return [segment for extent in extents for segment in self._segments_under(extent)]
+    def _under(self, ranges: Iterable[_Range]) -> list[_Segment]:
+        return [segment for byte_range in ranges for segment in self._segments_under(byte_range)]
 
-    def _segments_under(self, extent: _Extent) -> Iterable[_Segment]:
-        at = bisect_right(self._segments, extent[0], key=lambda segment: segment.start) - 1
-        return itertools.takewhile(lambda segment: segment.start < extent[1], itertools.islice(self._segments, at, None))
+    def _segments_under(self, byte_range: _Range) -> Iterable[_Segment]:
+        at = bisect_right(self._segments, byte_range[0], key=lambda segment: segment.start) - 1
+        return itertools.takewhile(lambda segment: segment.start < byte_range[1], itertools.islice(self._segments, at, None))
 
-    def _whole(self, extents: tuple[_Extent, ...], num_bytes: int) -> Tensor | None:
+    def _whole(self, ranges: tuple[_Range, ...], num_bytes: int) -> Tensor | None:
         assert self._addresses is not None
-        start = extents[0][0]
-        return self._addresses.bytes[start : start + num_bytes] if len(extents) == 1 else None
+        start = ranges[0][0]
+        return self._addresses.bytes[start : start + num_bytes] if len(ranges) == 1 else None
 
-    def _pieces(self, extents: tuple[_Extent, ...], num_bytes: int) -> tuple[Tensor, ...]:
+    def _pieces(self, ranges: tuple[_Range, ...], num_bytes: int) -> tuple[Tensor, ...]:
         pieces = []
-        for start, end in extents:
+        for start, end in ranges:
             end = min(end, start + num_bytes)  # the last one is not rounded up
             num_bytes -= end - start
             for segment in self._segments_under((start, end)):

@@ -17,7 +17,7 @@ from memkit.transfer.arena import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class Transfer:
     """One copy over the link. `done` is what others wait for; from `started` to it the lane was busy."""
 
     num_bytes: int
@@ -40,7 +40,7 @@ class Lanes:
     """One queue from a device to the host and one back. Everything that memkit moves goes through these.
 
     A copy waits for the events that it is given, and nothing waits for it by itself. Whoever asks for one keeps the storage
-    alive until the stream that the storage goes back to has waited for `Passage.done`.
+    alive until the stream that the storage goes back to has waited for `Transfer.done`.
 
     [Note: one queue for all] A copy that is on the lane cannot be overtaken. Weights and activations are brought back by
     several prefetchers, so that one could put much on the lane which is needed late, and another would have to wait behind it
@@ -68,23 +68,23 @@ class Lanes:
         """Tell whether a prefetcher may bring what was left at `tick`: see [Note: one queue for all]."""
         return all(other.bring_until(tick) for other in tuple(self._prefetchers) if other is not prefetcher)
 
-    def copy_out(self, storage: torch.UntypedStorage, span: Span, *, after: Event) -> Passage:
+    def copy_out(self, storage: torch.UntypedStorage, span: Span, *, after: Event) -> Transfer:
         """Copy a storage into a span, once `after` is reached and the span's last users are done with it.
 
         The storage may be larger than the span: its first bytes are copied.
         """
         return self._copy(self._out, storage, span, is_out=True, after=(after, *span.free_events))
 
-    def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event]) -> Passage:
+    def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event]) -> Transfer:
         """Copy a span into a storage, or to the start of a larger one, once the events are reached."""
         return self._copy(self._back, storage, span, is_out=False, after=after)
 
     def _copy(
         self, lane: Stream, storage: torch.UntypedStorage, span: Span, *, is_out: bool, after: Iterable[Event]
-    ) -> Passage:
+    ) -> Transfer:
         device = self._device
         if span.staging is not None:
-            return Passage(span.num_bytes, *span.staging.copy(lane, storage, span.pieces, is_out=is_out, after=after))
+            return Transfer(span.num_bytes, *span.staging.copy(lane, storage, span.pieces, is_out=is_out, after=after))
         for event in after:
             device.wait_event(lane, event)
         started = device.record_event(lane)
@@ -94,7 +94,7 @@ class Lanes:
             offset += piece.numel()
             destination, source = (piece, part) if is_out else (part, piece)
             device.copy(destination, source, lane)
-        return Passage(span.num_bytes, started, device.record_event(lane))
+        return Transfer(span.num_bytes, started, device.record_event(lane))
 
 
 _lanes: dict[Device, Lanes] = {}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from memkit.errors import LayerOffloadError
 from memkit.hooks import BackwardEnd, HookSet, backward_task, gradient_node, when_backward_ends
-from memkit.weights.extents import LayerExtent, StreamedParameter
+from memkit.weights.chunks import LayerChunk, StreamedParameter
 
 _TOKEN = "memkit"
 
@@ -99,9 +99,9 @@ class Accumulation(ABC):
     def note_recompute(self) -> None:  # noqa: B027
         """A forward begins within a backward, which a checkpoint may run another backward of before that one is over."""
 
-    def watch(self, extent: LayerExtent) -> None:
+    def watch(self, chunk: LayerChunk) -> None:
         """See the gradients of a layer, of those of its parameters that require one now."""
-        for streamed in extent.parameters:
+        for streamed in chunk.parameters:
             parameter, known = streamed.parameter, self._sums.get(streamed)
             if parameter.requires_grad and (known is None or known.parameter is not parameter or not known.is_watched):
                 if known is None:
@@ -113,18 +113,18 @@ class Accumulation(ABC):
                 made.hooks.around_accumulation(parameter, before=before, after=after, steps=self._steps)
                 made.is_watched = True
 
-    def unwatch(self, extent: LayerExtent) -> None:
+    def unwatch(self, chunk: LayerChunk) -> None:
         """Leave the gradients of a layer to whoever wants them. No backward runs."""
-        for streamed in extent.parameters:
+        for streamed in chunk.parameters:
             known = self._sums.get(streamed)
             if known is not None:
                 known.hooks.remove()
                 del self._sums[streamed]
 
-    def begin(self, extents: Sequence[LayerExtent]) -> None:
+    def begin(self, chunks: Sequence[LayerChunk]) -> None:
         """See the gradients of layers from now on."""
-        for extent in extents:
-            self.watch(extent)
+        for chunk in chunks:
+            self.watch(chunk)
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         """See no gradients any more. No backward runs. Calling it again does what an interrupt has kept from being done.
@@ -137,9 +137,9 @@ class Accumulation(ABC):
         self._sums.clear()
         return []
 
-    def note_forward(self, extent: LayerExtent) -> None:
+    def note_forward(self, chunk: LayerChunk) -> None:
         """A layer's forward is over, and its parameters are bound to a slot still: note the nodes that it may have made."""
-        for streamed in extent.parameters:
+        for streamed in chunk.parameters:
             known = self._sums.get(streamed)
             if known is None or not streamed.parameter.requires_grad:
                 continue

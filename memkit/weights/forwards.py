@@ -14,11 +14,11 @@ from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet, backward_task, before_backward_of, in_differentiating_transform
 from memkit.owners import are_owners_set_aside
 from memkit.weights.accumulation import Accumulation
-from memkit.weights.extents import LayerExtent, StreamedParameter
-from memkit.weights.rehearsal import Rehearsal
+from memkit.weights.chunks import LayerChunk, StreamedParameter
 from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import refuse_replicated
 from memkit.weights.streaming import Streamer
+from memkit.weights.timing import StepTiming
 
 
 class NotCopied:
@@ -51,7 +51,7 @@ class Forwards(NotCopied):
         self._note_adopted = note_adopted
         self._calls, self._claims = Calls(), Claims()
         self._outer_hooks, self._hooks, self._timing_hooks = HookSet(), HookSet(), HookSet()
-        self._rehearsal: Rehearsal | None = None
+        self._timing: StepTiming | None = None
         self._streamer: Streamer
         self._gradients: Accumulation | None = None
 
@@ -61,16 +61,16 @@ class Forwards(NotCopied):
         self._streamer, self._gradients = streamer, gradients
         if gradients is not None:
             gradients.watch_recomputes(self._model)
-        extents = streamer.extents
+        chunks = streamer.chunks
         if not len(self._outer_hooks):  # they stay: one of these modules may be running
-            self._watch_outer({id(inner) for extent in extents for inner in extent.module.modules()})
-        for extent in extents:
-            before, after = partial(self._before_layer, extent), partial(self._after_layer, extent)
-            self._hooks.around_forward(extent.module, before=before, after=after)
-            holding = {id(module) for item in extent.parameters for module, _ in item.places}
-            for module in extent.module.modules():
-                if module is not extent.module and any(id(inner) in holding for inner in module.modules()):
-                    before, after = partial(self._before_inner, extent), partial(self._after_inner, extent)
+            self._watch_outer({id(inner) for chunk in chunks for inner in chunk.module.modules()})
+        for chunk in chunks:
+            before, after = partial(self._before_layer, chunk), partial(self._after_layer, chunk)
+            self._hooks.around_forward(chunk.module, before=before, after=after)
+            holding = {id(module) for item in chunk.parameters for module, _ in item.places}
+            for module in chunk.module.modules():
+                if module is not chunk.module and any(id(inner) in holding for inner in module.modules()):
+                    before, after = partial(self._before_inner, chunk), partial(self._after_inner, chunk)
                     self._hooks.around_forward(module, before=before, after=after)
 
     def _watch_outer(self, within: set[int]) -> None:
@@ -79,24 +79,24 @@ class Forwards(NotCopied):
             if is_outer and not isinstance(module, nn.ModuleList | nn.ModuleDict):
                 self._outer_hooks.around_forward(module, before=self._before_outer, after=self._after_outer)
 
-    def rehearse(self, rehearsal: Rehearsal | None, resident: dict[str, nn.Module]) -> None:
+    def time_with(self, timing: StepTiming | None, resident: dict[str, nn.Module]) -> None:
         """Have the layers timed from now on, or not any more.
 
         Args:
             resident: the layers that do not stream, by name.
         """
         self._timing_hooks.remove()
-        self._rehearsal = rehearsal
-        if rehearsal is None:
+        self._timing = timing
+        if timing is None:
             return
 
         def before(name: str, *_: Any) -> None:
             if not are_owners_set_aside():
-                rehearsal.arrive(name)
+                timing.arrive(name)
 
         def after(name: str, _: nn.Module, __: Any, output: Any) -> None:
             if not are_owners_set_aside():
-                before_backward_of(output, partial(rehearsal.arrive, name))
+                before_backward_of(output, partial(timing.arrive, name))
 
         for name, module in resident.items():
             self._timing_hooks.around_forward(module, before=partial(before, name), after=partial(after, name))
@@ -143,32 +143,32 @@ class Forwards(NotCopied):
                 "of its own"
             )
 
-    def _begin_pass(self, first: LayerExtent | None) -> None:
+    def _begin_pass(self, first: LayerChunk | None) -> None:
         """A forward begins; see whether it is one of its own.
 
         Raises:
             LayerOffloadError: it is being captured into a CUDA graph, or DistributedDataParallel would reduce its gradients.
         """
-        if self._streamer.extents and self._streamer.device.is_capturing():
+        if self._streamer.chunks and self._streamer.device.is_capturing():
             name = type(self._model).__name__ if first is None else f'"{first.name}"'
             raise LayerOffloadError(
                 f"a forward of {name} is being captured into a CUDA graph, and has weights that stream: a replay would read "
                 "whatever the slots hold then. Capture layers that stay on the device, or none"
             )
         if self._gradients is not None:
-            refuse_replicated(self._streamer.extents)
+            refuse_replicated(self._streamer.chunks)
             if len(self._calls) == 1 and backward_task() == -1:
                 self._gradients.drop_interrupted()
         if len(self._calls) == 1 and backward_task() == -1 and not self._streamer.is_continued_by(first):
             if first is None:  # what stays on the device may run first, and fail by what all were cast to
-                for extent in self._streamer.extents:
-                    self._adopt(extent)
+                for chunk in self._streamer.chunks:
+                    self._adopt(chunk)
             self._before_pass()
             self._streamer.begin_pass()
 
-    def _adopt(self, extent: LayerExtent) -> None:
-        if not extent.uses:
-            for adopted in extent.adopt():
+    def _adopt(self, chunk: LayerChunk) -> None:
+        if not chunk.uses:
+            for adopted in chunk.adopt():
                 self._note_adopted(adopted)
 
     def _refuse_transforms(self) -> None:
@@ -177,7 +177,7 @@ class Forwards(NotCopied):
         Raises:
             LayerOffloadError: that is so.
         """
-        if self._streamer.extents and in_differentiating_transform():
+        if self._streamer.chunks and in_differentiating_transform():
             raise LayerOffloadError(
                 f"a forward of {type(self._model).__name__} runs within torch.func.grad, vjp, jvp or what is made of them "
                 "(jacrev, jacfwd, hessian), and has weights that stream. Use backward() or torch.autograd.grad; "
@@ -186,86 +186,86 @@ class Forwards(NotCopied):
 
     def _after_outer(self, module: nn.Module, *_: Any) -> None:
         self._calls.end(module, depth=2)
-        if self._rehearsal is not None and not len(self._calls):
-            self._rehearsal.pause()
+        if self._timing is not None and not len(self._calls):
+            self._timing.pause()
 
     # Layers
 
-    def _before_layer(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
+    def _before_layer(self, chunk: LayerChunk, module: nn.Module, _: Any) -> None:
         if not are_owners_set_aside():
-            self._enter(extent, module)
+            self._enter(chunk, module)
 
-    def _after_layer(self, extent: LayerExtent, module: nn.Module, _: Any, output: Any) -> None:
+    def _after_layer(self, chunk: LayerChunk, module: nn.Module, _: Any, output: Any) -> None:
         self._calls.end(module, depth=2)
         if not are_owners_set_aside():
-            before_backward_of(output, partial(self._begin_backward, extent))
+            before_backward_of(output, partial(self._begin_backward, chunk))
 
-    def _begin_backward(self, extent: LayerExtent) -> None:
-        if self._rehearsal is not None:
-            self._rehearsal.arrive(extent.name)
-        if extent.is_on_host and not extent.uses:
-            extent.adopt_data()
-        self._streamer.begin_backward(extent)
-        if self._rehearsal is not None:
-            self._rehearsal.go()
+    def _begin_backward(self, chunk: LayerChunk) -> None:
+        if self._timing is not None:
+            self._timing.arrive(chunk.name)
+        if chunk.is_on_host and not chunk.uses:
+            chunk.adopt_data()
+        self._streamer.begin_backward(chunk)
+        if self._timing is not None:
+            self._timing.go()
 
-    def _before_inner(self, extent: LayerExtent, module: nn.Module, _: Any) -> None:
+    def _before_inner(self, chunk: LayerChunk, module: nn.Module, _: Any) -> None:
         """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
-        if not self._streamer.is_in_forward(extent) and not are_owners_set_aside():
-            self._enter(extent, module)
+        if not self._streamer.is_in_forward(chunk) and not are_owners_set_aside():
+            self._enter(chunk, module)
 
-    def _after_inner(self, extent: LayerExtent, module: nn.Module, *_: Any) -> None:
+    def _after_inner(self, chunk: LayerChunk, module: nn.Module, *_: Any) -> None:
         if self._calls.is_last(module):
             self._calls.end(module, depth=2)
 
-    def _enter(self, extent: LayerExtent, module: nn.Module) -> None:
+    def _enter(self, chunk: LayerChunk, module: nn.Module) -> None:
         """A forward begins that uses the weights of a layer."""
         call = self._calls.begin(module, depth=3)
         self._refuse_threads()
         self._refuse_transforms()
-        self._adopt(extent)
-        self._begin_pass(extent)
-        if not extent.is_on_host:
+        self._adopt(chunk)
+        self._begin_pass(chunk)
+        if not chunk.is_on_host:
             self._calls.drop(call)  # it has come to stay on the device just now
             return
         if self._gradients is not None:
-            self._gradients.watch(extent)
+            self._gradients.watch(chunk)
             if backward_task() != -1:
                 self._gradients.note_recompute()
-        elif any(item.parameter.requires_grad for item in extent.parameters):
+        elif any(item.parameter.requires_grad for item in chunk.parameters):
             raise LayerOffloadError(
-                f'parameters of "{extent.name}" require grad, which stream as frozen ones. Use train="host", or set this '
+                f'parameters of "{chunk.name}" require grad, which stream as frozen ones. Use train="host", or set this '
                 "before LayerOffload is made: what requires grad then stays on the device"
             )
-        if self._rehearsal is not None:
-            self._rehearsal.arrive(extent.name)
-        slot = self._streamer.use(extent)
-        if self._rehearsal is not None:
-            self._rehearsal.go()
-        call.end = partial(self._end_layer, extent, call, extent.state())
-        extent.lie_in(slot.storage, use=call)
+        if self._timing is not None:
+            self._timing.arrive(chunk.name)
+        slot = self._streamer.use(chunk)
+        if self._timing is not None:
+            self._timing.go()
+        call.end = partial(self._end_layer, chunk, call, chunk.state())
+        chunk.lie_in(slot.storage, use=call)
         if torch.is_grad_enabled():
             # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
-            is_part = module is not extent.module and backward_task() != -1
+            is_part = module is not chunk.module and backward_task() != -1
             hooks = WeightHooks(self._streamer, hands_on_weights=is_part)
             call.end_here = hooks.end
             hooks.begin()
 
-    def _end_layer(self, extent: LayerExtent, call: Call, state: object, ending: Ending) -> None:
+    def _end_layer(self, chunk: LayerChunk, call: Call, state: object, ending: Ending) -> None:
         if self._gradients is not None and torch.is_grad_enabled():
-            self._gradients.note_forward(extent)
-        if self._rehearsal is not None and ending is not Ending.RETURNED and backward_task() == -1:
-            self._rehearsal.fail()
-        if ending is Ending.LEFT and extent.uses <= {call}:  # since then the slot was what somebody may have written to
-            extent.write_back()
+            self._gradients.note_forward(chunk)
+        if self._timing is not None and ending is not Ending.RETURNED and backward_task() == -1:
+            self._timing.fail()
+        if ending is Ending.LEFT and chunk.uses <= {call}:  # since then the slot was what somebody may have written to
+            chunk.write_back()
             self._streamer.forget()
-        self._streamer.leave(extent, use=call)
-        if not extent.uses and ending is not Ending.LEFT and extent.state() != state:
+        self._streamer.leave(chunk, use=call)
+        if not chunk.uses and ending is not Ending.LEFT and chunk.state() != state:
             self._streamer.forget()
             if ending is Ending.RAISED:
                 return
             raise LayerOffloadError(
-                f'the forward of "{extent.name}" has written to its own weights, which stream: that is lost. Have this layer '
+                f'the forward of "{chunk.name}" has written to its own weights, which stream: that is lost. Have this layer '
                 "stay on the device: name the others by layers="
             )
 

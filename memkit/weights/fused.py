@@ -1,5 +1,5 @@
 """Optimizer steps inside of the backward: each streamed parameter is stepped in its slot as soon as its gradient is complete,
-and the new weights go back to the master. Gradients never pile up. Source: LOMO, arXiv 2306.09782, and torch's tutorial on
+and the new weights go back to the host copy. Gradients never pile up. Source: LOMO, arXiv 2306.09782, and torch's tutorial on
 `Tensor.register_post_accumulate_grad_hook`.
 
 A backward that fails, or is interrupted, leaves some parameters stepped and the others not: each once with its whole gradient,
@@ -20,7 +20,7 @@ from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet, backward_task
 from memkit.storages import storage_bytes
 from memkit.weights.accumulation import Accumulation
-from memkit.weights.extents import LayerExtent, StreamedParameter, plainly
+from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 from memkit.weights.forwards import NotCopied
 from memkit.weights.streaming import Streamer
 
@@ -88,11 +88,11 @@ class FusedSteps(NotCopied, Accumulation):
         """Of the parameters, by their ids."""
         self._device = device
         self.streamer = streamer
-        self._layers = {item: extent for extent in streamer.extents for item in extent.parameters}
-        self._waiting: dict[LayerExtent, set[StreamedParameter]] = {}
+        self._layers = {item: chunk for chunk in streamer.chunks for item in chunk.parameters}
+        self._waiting: dict[LayerChunk, set[StreamedParameter]] = {}
         """Layers with parameters that were stepped, and which of them are still to be."""
         self._written: list[Event] = []
-        """Behind the copies to masters of the backward that runs."""
+        """Behind the copies to host copies of the backward that runs."""
         self._consumed: list[nn.Parameter] = []
         """Whose `grad` says that a step has consumed it."""
         self._stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], SteppedGradient] = {}
@@ -111,18 +111,18 @@ class FusedSteps(NotCopied, Accumulation):
         self._groups: list[dict[str, Any]] | None = None
         """The optimizer's groups, while it steps one parameter and has another."""
 
-    def begin(self, extents: Sequence[LayerExtent]) -> None:
-        super().begin(extents)
+    def begin(self, chunks: Sequence[LayerChunk]) -> None:
+        super().begin(chunks)
         self._watch_groups()
         self._hooks.before_step(self.optimizer, self._before_users_step)
 
-    def watch(self, extent: LayerExtent) -> None:
-        super().watch(extent)
+    def watch(self, chunk: LayerChunk) -> None:
+        super().watch(chunk)
         self._watch_groups()
 
-    def unwatch(self, extent: LayerExtent) -> None:
-        super().unwatch(extent)
-        for streamed in extent.parameters:
+    def unwatch(self, chunk: LayerChunk) -> None:
+        super().unwatch(chunk)
+        for streamed in chunk.parameters:
             if streamed in self._layers:
                 if id(streamed.parameter) in self._group_of:
                     self._frozen.append(streamed.parameter)
@@ -206,7 +206,7 @@ class FusedSteps(NotCopied, Accumulation):
         _refuse(grad, f'"{streamed.name}"')
 
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
-        extent, parameter = self._layers[streamed], streamed.parameter
+        chunk, parameter = self._layers[streamed], streamed.parameter
         if id(parameter) not in self._group_of:
             raise LayerOffloadError(
                 f'"{streamed.name}" has a gradient, and the optimizer does not know it: was it left out when that was made, '
@@ -215,9 +215,9 @@ class FusedSteps(NotCopied, Accumulation):
                 "new LayerOffload"
             )
         with self.streamer.lock:
-            slot = self.streamer.use(extent)
+            slot = self.streamer.use(chunk)
             slot.claim(self._device.current_stream())
-            with plainly():
+            with without_modes():
                 streamed.bind(slot.storage)
             self._due[id(parameter)] = parameter
             parameter.grad = made
@@ -225,26 +225,26 @@ class FusedSteps(NotCopied, Accumulation):
                 self._step(parameter)
             finally:
                 self._consume(parameter)
-                if not extent.uses:
-                    with plainly():
+                if not chunk.uses:
+                    with without_modes():
                         streamed.unbind()
-            slot.note_written(extent)
-        waiting = self._waiting.setdefault(extent, {item for item in extent.parameters if item.parameter.requires_grad})
+            slot.note_written(chunk)
+        waiting = self._waiting.setdefault(chunk, {item for item in chunk.parameters if item.parameter.requires_grad})
         waiting.discard(streamed)
         if not waiting:
-            self._write_back(extent)
+            self._write_back(chunk)
 
     def _consume(self, parameter: nn.Parameter) -> None:
         """A parameter was stepped with its gradient, or could not be."""
         parameter.grad = None
         self._due.pop(id(parameter), None)
 
-    def _write_back(self, extent: LayerExtent) -> None:
-        """Have the master of a layer be what is in its slot."""
-        with torch.profiler.record_function(f"memkit::write back ({extent.name})"):
-            self._written.append(self.streamer.write_back(extent))
-        del self._waiting[extent]
-        self.d2h_bytes += extent.num_bytes
+    def _write_back(self, chunk: LayerChunk) -> None:
+        """Have the host copy of a layer be what is in its slot."""
+        with torch.profiler.record_function(f"memkit::write back ({chunk.name})"):
+            self._written.append(self.streamer.write_back(chunk))
+        del self._waiting[chunk]
+        self.d2h_bytes += chunk.num_bytes
 
     def _enter_backward(self) -> int:
         if not self._tasks:
@@ -270,24 +270,24 @@ class FusedSteps(NotCopied, Accumulation):
         self._consumed.clear()
 
     def _write_back_waiting(self) -> None:
-        for extent in list(self._waiting):
-            self._write_back(extent)
+        for chunk in list(self._waiting):
+            self._write_back(chunk)
 
     def _end_backward(self, task: int, has_failed: bool) -> None:
         if has_failed:
             self._whole.discard(task)
         elif len(self._tasks) > 1:
             self._take_left(task)
-            self._write_back_waiting()  # what comes next in the backward around may read the masters
+            self._write_back_waiting()  # what comes next in the backward around may read the host copies
         super()._end_backward(task, has_failed)
 
     def _finish(self, has_failed: bool) -> None:
-        """Have the masters be what was stepped, each parameter whole or not at all, and nobody hold a gradient of it."""
+        """Have the host copies be what was stepped, each parameter whole or not at all, and nobody hold a gradient of it."""
         if has_failed:
             self._drop()
             return
         self._write_back_waiting()
-        for event in self._written:  # whoever reads a master finds what was written
+        for event in self._written:  # whoever reads a host copy finds what was written
             self._device.synchronize(event)
         self._written.clear()
         self._say_consumed()

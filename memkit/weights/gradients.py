@@ -1,4 +1,4 @@
-"""Gradients of streamed parameters in host memory, where an optimizer finds them beside the masters.
+"""Gradients of streamed parameters in host memory, where an optimizer finds them beside the host copies.
 
 While a backward runs, the engine adds to `Parameter.grad` on the device. So what was there before is set aside, what is made is
 taken away, and only when the backward is over the sum is put there, on the host as the parameter itself then.
@@ -24,7 +24,7 @@ from memkit.storages import byte_view
 from memkit.transfer.arena import ALIGNMENT_BYTES, Arena, Span
 from memkit.transfer.lanes import lanes_of
 from memkit.weights.accumulation import Accumulation, sum_of
-from memkit.weights.extents import LayerExtent, StreamedParameter, plainly
+from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 
 
 class _Buffer:
@@ -85,11 +85,11 @@ class HostGradients(Accumulation):
     Args:
         device: where they are made.
         arena: where they go.
-        extents: the layers that stream.
+        chunks: the layers that stream.
         rest: has all parameters be where they are at rest.
     """
 
-    def __init__(self, device: Device, arena: Arena, extents: Sequence[LayerExtent], rest: Callable[[], None]) -> None:
+    def __init__(self, device: Device, arena: Arena, chunks: Sequence[LayerChunk], rest: Callable[[], None]) -> None:
         super().__init__()
         self._rest = rest
         self._device = device
@@ -99,7 +99,7 @@ class HostGradients(Accumulation):
         self._in_flight: deque[_Flight] = deque()
         """What copies still read, oldest first: it goes back to the stream when that has waited for them."""
         self._in_flight_bytes = 0
-        self._window_bytes = 2 * max((extent.num_bytes for extent in extents), default=0)
+        self._window_bytes = 2 * max((chunk.num_bytes for chunk in chunks), default=0)
         self._last: Event | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="memkit-grad")
         self._additions: list[Future[None]] = []
@@ -108,7 +108,7 @@ class HostGradients(Accumulation):
         """What was taken of the arena, and is given back in the end."""
         self._kept: list[_Buffer] = []
         """With gradients that somebody holds, of layers that do not stream any more."""
-        trained = [[item for item in extent.parameters if item.parameter.requires_grad] for extent in extents]
+        trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
         self._take_memory([parameters for parameters in trained if parameters])
 
     def _take_memory(self, groups: Sequence[Sequence[StreamedParameter]]) -> None:
@@ -120,9 +120,9 @@ class HostGradients(Accumulation):
             for item, start in zip(group, starts, strict=False):
                 self._gradients[item] = _Gradient(_Buffer(span.part(start, start + _gradient_bytes(item)), span))
 
-    def unwatch(self, extent: LayerExtent) -> None:
-        super().unwatch(extent)
-        self._leave(extent.parameters)
+    def unwatch(self, chunk: LayerChunk) -> None:
+        super().unwatch(chunk)
+        self._leave(chunk.parameters)
         self._give_unused()
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
@@ -307,7 +307,7 @@ def _have_own_gradient(streamed: StreamedParameter) -> None:
     """Have the gradient of a parameter lie in memory of its own."""
     grad = streamed.parameter.grad
     if grad is not None:
-        with plainly():
+        with without_modes():
             streamed.parameter.grad = grad.clone() if grad.layout is torch.strided else grad
 
 

@@ -20,12 +20,11 @@ from memkit.plan import plan_again
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.storages import byte_view, unique_storages
 from memkit.transfer.arena import Arena
-from memkit.weights.extents import LayerExtent, StreamedParameter, plainly
+from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 from memkit.weights.forwards import Forwards, NotCopied
 from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
 from memkit.weights.gradients import HostGradients, bring_state
 from memkit.weights.placement import Placement, has_plain_parts, is_plain, shared_between
-from memkit.weights.rehearsal import Rehearsal, Rehearsed
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import (
     LayerChoice,
@@ -35,9 +34,10 @@ from memkit.weights.selection import (
     refuse_unmovable,
     refuse_wrapped,
 )
-from memkit.weights.shares import choose_mode, costs_of, plan_rehearsed, plan_share, why_nothing_is_freed
+from memkit.weights.shares import choose_mode, costs_of, plan_measured, plan_share, why_nothing_is_freed
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
+from memkit.weights.timing import StepTimes, StepTiming
 
 _streaming_by: weakref.WeakValueDictionary[int, LayerOffload] = weakref.WeakValueDictionary()
 """Who streams a parameter, by its id: whoever does keeps it alive."""
@@ -69,9 +69,9 @@ class LayerOffload(NotCopied):
         num_resident: how many layers stay on the device. Exactly one of these three is given.
         num_slots: how many layers of one size may be on the device on their way at once: in use, ready, in flight.
         train: "frozen": what streams is not trained; parameters inside of streamed layers that require grad (LoRA) stay on the
-            device. "host": gradients of what streams go to host memory as they are made, and the masters there are what an
+            device. "host": gradients of what streams go to host memory as they are made, and the host copies there are what an
             optimizer steps. "fused": each parameter is stepped on the device within the backward, as soon as its gradient is
-            complete, and the masters are written then; gradients cannot be accumulated, nor clipped by their global norm.
+            complete, and the host copies are written then; gradients cannot be accumulated, nor clipped by their global norm.
             "auto" is "fused" where there is an `optimizer`, else "host" if most of the layers' bytes require grad, else
             "frozen"; `LayerOffload.train` says which.
         optimizer: for "fused": makes an optimizer of parameters, such as `functools.partial(torch.optim.AdamW, lr=1e-4)`. It is
@@ -128,8 +128,8 @@ class LayerOffload(NotCopied):
             _refuse_streamed(name, parameter)
         self.train = choose_mode(train, self._layers, optimizer)
         refuse_scripted(model, self._layers, steps_all=self.train == "fused")
-        extents = self._extents_of()
-        self._candidates = {name: extents.get(name) for name in self._layers}
+        chunks = self._chunks_of()
+        self._candidates = {name: chunks.get(name) for name in self._layers}
         self._num_slots = num_slots
         self.plan = plan_share(
             self._candidates,
@@ -141,15 +141,15 @@ class LayerOffload(NotCopied):
         )
         self._warn_of_no_use(has_device=device is not None or cuda_is_available())
         self._is_to_choose = isinstance(offload_ratio, str)
-        self._extents = self._streaming()
+        self._chunks = self._streaming()
         self._placement, self._hooks = Placement(), HookSet()
         self._forwards = Forwards(model, self._before_pass, self._note_adopted)
         self._streamer: Streamer | None = None
-        self._rehearsal: Rehearsal | None = None
-        self._rehearsed: Rehearsed | None = None
+        self._timing: StepTiming | None = None
+        self._times: StepTimes | None = None
         self._predicted_peak_bytes: int | None = None
         self._gradients: HostGradients | FusedSteps | None = None
-        self._leaving: list[LayerExtent] = []
+        self._leaving: list[LayerChunk] = []
         """Layers that stay on the device from now on, and have yet to give back what they took."""
         self._held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = None
         """Once all is where it was found: storages of host memory that somebody else holds, each with one of the same bytes."""
@@ -157,14 +157,14 @@ class LayerOffload(NotCopied):
         self._arena, self._has_warned = Arena(self.device, limit_bytes=host_limit_bytes, must_pin=False), False
         try:
             with torch.inference_mode(False):  # else host memory could not be written to outside of that
-                spans = self._arena.take_pinned_as_one([extent.num_bytes for extent in self._extents])
-            for extent, span in zip(self._extents, spans, strict=True):
-                extent.span = span
+                spans = self._arena.take_pinned_as_one([chunk.num_bytes for chunk in self._chunks])
+            for chunk, span in zip(self._chunks, spans, strict=True):
+                chunk.span = span
             if self.train != "frozen":
                 refuse_replicas(self.model, self.train)
             if self.train == "host":
-                self._gradients = HostGradients(self.device, self._arena, self._extents, lambda: self._streams.rest())
-                self._gradients.begin(self._extents)
+                self._gradients = HostGradients(self.device, self._arena, self._chunks, lambda: self._streams.rest())
+                self._gradients.begin(self._chunks)
                 self._hooks.before_any_step(partial(refuse_unscaled, _is_streamed))
             self._warn_of_refusal()
             self._begin(optimizer)
@@ -186,16 +186,16 @@ class LayerOffload(NotCopied):
         if message is not None:
             warnings.warn(message, stacklevel=3)
 
-    def _streaming(self) -> list[LayerExtent]:
+    def _streaming(self) -> list[LayerChunk]:
         """Return what streams by the plan, in its order."""
-        found = [extent for name in self.plan.streamed if (extent := self._candidates[name]) is not None]
-        for position, extent in enumerate(found):
-            extent.position = position
+        found = [chunk for name in self.plan.streamed if (chunk := self._candidates[name]) is not None]
+        for position, chunk in enumerate(found):
+            chunk.position = position
         return found
 
-    def _extents_of(self) -> dict[str, LayerExtent]:
+    def _chunks_of(self) -> dict[str, LayerChunk]:
         """Return what of each layer may stream."""
-        tied, found = shared_between(self.model, self._layers), dict[str, LayerExtent]()
+        tied, found = shared_between(self.model, self._layers), dict[str, LayerChunk]()
         seen = set[int]()
         for name, module in self._layers.items():
             chosen = []
@@ -213,27 +213,27 @@ class LayerOffload(NotCopied):
                 if not shared:
                     chosen.append(parameter)
             if chosen:
-                found[name] = LayerExtent(name, module, chosen, len(found))
+                found[name] = LayerChunk(name, module, chosen, len(found))
         return found
 
     def _begin(self, make: MakeOptimizer | None) -> None:
         """Move everything to where it belongs, and have the model's forwards seen."""
-        streamed = {id(item.parameter) for extent in self._extents for item in extent.parameters}
-        for extent in self._extents:
-            extent.move_to_host()
-            _streaming_by.update((id(item.parameter), self) for item in extent.parameters)
+        streamed = {id(item.parameter) for chunk in self._chunks for item in chunk.parameters}
+        for chunk in self._chunks:
+            chunk.move_to_host()
+            _streaming_by.update((id(item.parameter), self) for item in chunk.parameters)
         tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if id(tensor) not in streamed]
         self._placement.place(tensors, self.device.torch_device)
-        self._streamer = Streamer(self.device, self._extents, self.plan.slot_bytes)
+        self._streamer = Streamer(self.device, self._chunks, self.plan.slot_bytes)
         if self._is_to_choose:
             self._streamer.handles = weakref.WeakSet()
         if make is not None:
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             self._gradients = FusedSteps(self.device, self._streamer, make, trained)
-            self._gradients.begin(self._extents)
+            self._gradients.begin(self._chunks)
         self._forwards.watch(self._streamer, self._gradients)
-        if self._extents:
-            self._rehearse()
+        if self._chunks:
+            self._begin_timing()
 
     def _warn_of_refusal(self) -> None:
         """Say once that host memory could not be pinned: in the beginning, or when more of it was needed later."""
@@ -242,7 +242,7 @@ class LayerOffload(NotCopied):
             warnings.warn(f"LayerOffload: {self._arena.refusal}", stacklevel=3)
 
     def _note_adopted(self, adopted: StreamedParameter) -> None:
-        for other in (item for extent in self._extents for item in extent.parameters):
+        for other in (item for chunk in self._chunks for item in chunk.parameters):
             if other is not adopted and other.parameter is adopted.parameter:
                 raise LayerOffloadError(
                     f'"{adopted.name}" and "{other.name}" have come to be one parameter while they stream. Call '
@@ -252,63 +252,63 @@ class LayerOffload(NotCopied):
 
     # Finding out the share, and what it takes
 
-    def _rehearse(self) -> Rehearsal:
+    def _begin_timing(self) -> StepTiming:
         resident = {name: self._layers[name] for name in self._layers if name not in self.plan.streamed}
         is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
-        self._rehearsal = Rehearsal(self.device, self._streams, is_trained=is_trained, resets_peak=self._is_to_choose)
-        self._forwards.rehearse(self._rehearsal, resident)
-        return self._rehearsal
+        self._timing = StepTiming(self.device, self._streams, is_trained=is_trained, resets_peak=self._is_to_choose)
+        self._forwards.time_with(self._timing, resident)
+        return self._timing
 
     def _before_pass(self) -> None:
         self._warn_of_refusal()
         if self._streams.is_closed:  # by an interrupt while layers came to stay on the device
             self._stream_anew()
         self._let_go()
-        if self._rehearsal is None or not self._rehearsal.begin_pass():
+        if self._timing is None or not self._timing.begin_pass():
             return
-        if self._is_to_choose and (self._streams.handles or any(extent.uses for extent in self._extents)):
+        if self._is_to_choose and (self._streams.handles or any(chunk.uses for chunk in self._chunks)):
             return  # of a graph that is alive, or in another thread: later
         if self._is_to_choose:
-            for adopted in (adopted for extent in self._extents for adopted in extent.adopt()):
+            for adopted in (adopted for chunk in self._chunks for adopted in chunk.adopt()):
                 self._note_adopted(adopted)
-        rehearsed = self._rehearsal.result()
-        self._forwards.rehearse(None, {})
+        times = self._timing.result()
+        self._forwards.time_with(None, {})
         if self._is_to_choose:
             try:
-                with plainly():
-                    self._choose(rehearsed)
+                with without_modes():
+                    self._choose(times)
             except Exception:
-                self._is_to_choose, self._rehearsal = False, None
+                self._is_to_choose, self._timing = False, None
                 raise
             self._is_to_choose = False
-            self._rehearse().begin_pass()
+            self._begin_timing().begin_pass()
             return
-        self._rehearsed, self._rehearsal = rehearsed, None
+        self._times, self._timing = times, None
         if self.plan.predicted_s is None:
-            costs = costs_of(self._candidates, rehearsed)
-            self.plan = plan_again(self.plan, costs, rehearsed.h2d_bytes_per_s)
+            costs = costs_of(self._candidates, times)
+            self.plan = plan_again(self.plan, costs, times.h2d_bytes_per_s)
 
-    def _choose(self, rehearsed: Rehearsed) -> None:
+    def _choose(self, times: StepTimes) -> None:
         """Have as many layers stay on the device as is best by what a step took in which all stream."""
         counter, before = self.device.memory_counter(), self.plan
-        chosen = plan_rehearsed(
+        chosen = plan_measured(
             self._candidates,
-            rehearsed,
+            times,
             before,
             train=self.train,
             num_slots=self._num_slots,
             capacity_bytes=None if counter is None else counter.capacity_bytes(),
         )
-        staying = [extent for extent in self._extents if extent.name not in chosen.streamed]
+        staying = [chunk for chunk in self._chunks if chunk.name not in chosen.streamed]
         if not staying:
             self.plan = chosen
         else:
             try:
                 self._arena.drain()
                 self._streams.close()
-                for extent in staying:
-                    extent.restore()
-                    self._placement.place([item.parameter for item in extent.parameters], self.device.torch_device)
+                for chunk in staying:
+                    chunk.restore()
+                    self._placement.place([item.parameter for item in chunk.parameters], self.device.torch_device)
                 self.plan, self._leaving = chosen, staying
                 self._stream_anew()
             except BaseException:  # no room, or an interrupt: all go on streaming
@@ -316,16 +316,16 @@ class LayerOffload(NotCopied):
                 self._stream_anew()
                 raise
             self._let_go()
-        if rehearsed.peak_bytes is not None:
-            self._predicted_peak_bytes = rehearsed.peak_bytes - before.device_bytes + self.plan.device_bytes
+        if times.peak_bytes is not None:
+            self._predicted_peak_bytes = times.peak_bytes - before.device_bytes + self.plan.device_bytes
 
     def _stream_anew(self) -> None:
         """Have what streams by the plan do so, and nothing else."""
-        before, self._extents = self._streams, self._streaming()
-        for extent in self._extents:
-            if not extent.is_at_rest:
-                extent.move_to_host()
-        streamer = Streamer(self.device, self._extents, self.plan.slot_bytes)
+        before, self._chunks = self._streams, self._streaming()
+        for chunk in self._chunks:
+            if not chunk.is_at_rest:
+                chunk.move_to_host()
+        streamer = Streamer(self.device, self._chunks, self.plan.slot_bytes)
         streamer.count_on(before)
         self._forwards.watch(streamer, self._gradients)
         if isinstance(self._gradients, FusedSteps):
@@ -333,20 +333,20 @@ class LayerOffload(NotCopied):
         self._streamer = streamer  # last: as long as it is the closed one, the next forward does this again
 
     def _let_go(self) -> None:
-        """Give back what layers had that stay on the device from now on, but for masters that are held."""
+        """Give back what layers had that stay on the device from now on, but for host copies that are held."""
         if not self._leaving:
             return
-        for extent in self._leaving:
+        for chunk in self._leaving:
             if self._gradients is not None:
-                self._gradients.unwatch(extent)
-            for item in extent.parameters:
+                self._gradients.unwatch(chunk)
+            for item in chunk.parameters:
                 _streaming_by.pop(id(item.parameter), None)
-            if extent.span is not None and not extent.held:
-                span, extent.span = extent.span, None
+            if chunk.span is not None and not chunk.held:
+                span, chunk.span = chunk.span, None
                 self._arena.give(span)
         self._arena.trim_gaps()
         if self.train == "host":
-            parameters = [item.parameter for extent in self._leaving for item in extent.parameters]
+            parameters = [item.parameter for chunk in self._leaving for item in chunk.parameters]
             self._hooks.before_any_step(partial(bring_state, parameters))
         self._leaving = []
 
@@ -395,7 +395,7 @@ class LayerOffload(NotCopied):
             return
         self._forwards.close()
         self._hooks.remove()
-        self._rehearsal = None
+        self._timing = None
         if self._gradients is not None:
             self._gradients.drop_interrupted()
         self._arena.drain()
@@ -403,11 +403,11 @@ class LayerOffload(NotCopied):
             self._streamer.close()
         if self._held is None:
             held = [] if self._gradients is None else self._gradients.close()
-            for extent in filter(None, self._candidates.values()):
-                if extent.is_on_host:
-                    extent.restore()
-                held += [(storage, byte_view(storage).clone().untyped_storage()) for storage, _ in extent.held]
-                for item in extent.parameters:
+            for chunk in filter(None, self._candidates.values()):
+                if chunk.is_on_host:
+                    chunk.restore()
+                held += [(storage, byte_view(storage).clone().untyped_storage()) for storage, _ in chunk.held]
+                for item in chunk.parameters:
                     _streaming_by.pop(id(item.parameter), None)
             self._placement.restore()
             self._held = held
@@ -436,23 +436,23 @@ class LayerOffload(NotCopied):
         name = layer if isinstance(layer, str) else next((name for name, item in self._layers.items() if item is layer), None)
         if name not in self._layers:
             raise ValueError(f"gather: {layer!r} is none of the layers ({', '.join(self._layers)})")
-        extent = next((extent for extent in self._extents if extent.name == name), None)
+        chunk = next((chunk for chunk in self._chunks if chunk.name == name), None)
         self._forwards.end_interrupted()
         self._streams.rest()
         try:
             yield self._layers[name]
         finally:
-            if extent is not None:
-                extent.num_changes += 1
+            if chunk is not None:
+                chunk.num_changes += 1
 
     def stats(self) -> LayerStats:
         """Return what was moved so far, and what had to be waited for."""
         streamer = self._streams
         with streamer.lock:
             return LayerStats(
-                num_streamed=len(self._extents),
-                num_resident=len(self._layers) - len(self._extents),
-                streamed_bytes=sum(extent.num_bytes for extent in self._extents),
+                num_streamed=len(self._chunks),
+                num_resident=len(self._layers) - len(self._chunks),
+                streamed_bytes=sum(chunk.num_bytes for chunk in self._chunks),
                 slot_bytes=streamer.ring.num_bytes,
                 host_bytes=self._arena.held_bytes,
                 h2d_bytes=streamer.h2d_bytes,
@@ -461,10 +461,10 @@ class LayerOffload(NotCopied):
                 num_demand_fetches=streamer.num_demand_fetches,
                 num_overflows=streamer.ring.num_overflows,
                 predicted_s=self.plan.predicted_s,
-                actual_s=None if self._rehearsed is None else self._rehearsed.taken_s,
+                actual_s=None if self._times is None else self._times.taken_s,
                 predicted_peak_bytes=self._predicted_peak_bytes,
-                actual_peak_bytes=None if self._rehearsed is None else self._rehearsed.peak_bytes,
-                stall_s=dict(zip((extent.name for extent in self._extents), streamer.stalls.seconds(), strict=True)),
+                actual_peak_bytes=None if self._times is None else self._times.peak_bytes,
+                stall_s=dict(zip((chunk.name for chunk in self._chunks), streamer.stalls.seconds(), strict=True)),
             )
 
 
@@ -474,7 +474,7 @@ def _is_streamed(parameter: torch.Tensor) -> bool:
 
 def _refuse_streamed(name: str, parameter: nn.Parameter) -> None:
     other = _streaming_by.get(id(parameter))
-    if other is not None and any(item.parameter is parameter for extent in other._extents for item in extent.parameters):
+    if other is not None and any(item.parameter is parameter for chunk in other._chunks for item in chunk.parameters):
         raise ValueError(
             f'LayerOffload: "{name}" is streamed by another LayerOffload already, over a {type(other.model).__name__}. '
             "Close that one first: call its close(), or memkit.detach(model) with the model that it was given"

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from memkit.storages import byte_view, storage_key, tensor_over, unique_storages
-from memkit.weights.wrappers import parts_of, say_device, wrappers_in
+from memkit.weights.wrappers import parts_of, set_reported_device, wrappers_in
 
 
-def extent_bytes(tensor: Tensor) -> int:
+def chunk_bytes(tensor: Tensor) -> int:
     """Return from the first byte of a tensor to behind its last one."""
     if tensor.numel() == 0:
         return 0
@@ -26,7 +26,7 @@ def overlapping(tensors: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, int, i
     for tensor in tensors:
         low = int(tensor.storage_offset()) * tensor.dtype.itemsize
         found = ranges.setdefault(storage_key(tensor.untyped_storage()), [])
-        found.append((tensor, low, low + extent_bytes(tensor)))
+        found.append((tensor, low, low + chunk_bytes(tensor)))
     for found in ranges.values():
         found.sort(key=lambda item: item[1:])
         group: list[tuple[Tensor, int, int]] = []
@@ -69,7 +69,7 @@ def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
                 offset = (low - first) // tensor.dtype.itemsize
                 tensor.data = tensor_over(storage, tensor.dtype, offset=offset, size=tensor.size(), stride=tensor.stride())
         for wrapper in (wrapper for tensor in movable for wrapper in wrappers_in(tensor)):
-            say_device(wrapper, torch_device)
+            set_reported_device(wrapper, torch_device)
         for tensor in tensors:
             if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
                 tensor.grad = tensor.grad.to(torch_device)

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from memkit.errors import LayerOffloadError
 from memkit.plan import slot_sizes
-from memkit.weights.extents import LayerExtent
+from memkit.weights.chunks import LayerChunk
 from memkit.weights.wrappers import parts_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -281,7 +281,7 @@ def refuse_replicas(model: nn.Module, train: str) -> None:
             )
 
 
-def refuse_replicated(extents: Iterable[LayerExtent]) -> None:
+def refuse_replicated(chunks: Iterable[LayerChunk]) -> None:
     """Raise where the forward that is going on is one of a model that another library has come to replicate since, or that it
     has around the one that was given.
 
@@ -293,7 +293,7 @@ def refuse_replicated(extents: Iterable[LayerExtent]) -> None:
     if active is None:
         return
     reduced = {id(parameter) for parameter in getattr(active, "_module_parameters", active.parameters())}
-    for streamed in (item for extent in extents for item in extent.parameters):
+    for streamed in (item for chunk in chunks for item in chunk.parameters):
         if id(streamed.parameter) in reduced and streamed.parameter.requires_grad:
             raise LayerOffloadError(
                 f'"{streamed.name}" streams and is trained, and the model runs within DistributedDataParallel, which would '

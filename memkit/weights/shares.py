@@ -8,9 +8,9 @@ from torch import nn
 
 from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_fraction, plan_resident
 from memkit.sizes import check_budget_bytes, format_bytes
-from memkit.weights.extents import LayerExtent
+from memkit.weights.chunks import LayerChunk
 from memkit.weights.fused import MakeOptimizer
-from memkit.weights.rehearsal import Rehearsed
+from memkit.weights.timing import StepTimes
 
 _TRAIN = ("auto", "frozen", "host", "fused")
 _MOSTLY = 0.5
@@ -43,7 +43,7 @@ def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOpti
 
 
 def plan_share(
-    layers: Mapping[str, LayerExtent | None],
+    layers: Mapping[str, LayerChunk | None],
     *,
     offload_ratio: float | str | None,
     budget: int | str | None,
@@ -90,7 +90,7 @@ def plan_share(
 
 
 def why_nothing_is_freed(
-    layers: Mapping[str, LayerExtent | None], plan: ResidencyPlan, *, train: str, num_slots: int
+    layers: Mapping[str, LayerChunk | None], plan: ResidencyPlan, *, train: str, num_slots: int
 ) -> str | None:
     """Return what to say if layers stream, and the device has no byte more for it; None if that is not so.
 
@@ -119,9 +119,9 @@ def why_nothing_is_freed(
     )
 
 
-def plan_rehearsed(
-    layers: Mapping[str, LayerExtent | None],
-    rehearsed: Rehearsed,
+def plan_measured(
+    layers: Mapping[str, LayerChunk | None],
+    times: StepTimes,
     plan: ResidencyPlan,
     *,
     train: str,
@@ -132,37 +132,37 @@ def plan_rehearsed(
 
     Args:
         layers: see `plan_share`.
-        rehearsed: a step with another plan.
+        times: a step with another plan.
         plan: that one.
         train: how layers are trained: with "host", a layer that stays has its gradients and its optimizer's state on the device
             as well, as much as two values for each weight.
         num_slots: for layers of one size.
         capacity_bytes: what the process may allocate on the device; None if that is not known.
     """
-    costs = costs_of(layers, rehearsed)
-    if rehearsed.h2d_bytes_per_s is None:
+    costs = costs_of(layers, times)
+    if times.h2d_bytes_per_s is None:
         return plan_again(plan, costs, None)
     budget_bytes = None
-    if capacity_bytes is not None and rehearsed.peak_bytes is not None:
-        room_bytes = int(_USABLE * capacity_bytes) - rehearsed.peak_bytes
+    if capacity_bytes is not None and times.peak_bytes is not None:
+        room_bytes = int(_USABLE * capacity_bytes) - times.peak_bytes
         budget_bytes = plan.device_bytes + room_bytes // (_BYTES_PER_TRAINED_BYTE if train == "host" else 1)
     try:
-        return plan_auto(costs, num_slots=num_slots, link_bytes_per_s=rehearsed.h2d_bytes_per_s, budget_bytes=budget_bytes)
+        return plan_auto(costs, num_slots=num_slots, link_bytes_per_s=times.h2d_bytes_per_s, budget_bytes=budget_bytes)
     except ValueError:  # not even the least fits by these figures, and yet it has run
-        return plan_again(plan, costs, rehearsed.h2d_bytes_per_s)
+        return plan_again(plan, costs, times.h2d_bytes_per_s)
 
 
-def costs_of(layers: Mapping[str, LayerExtent | None], rehearsed: Rehearsed | None = None) -> list[LayerCosts]:
+def costs_of(layers: Mapping[str, LayerChunk | None], times: StepTimes | None = None) -> list[LayerCosts]:
     """Return what a plan has to know of the layers, with their seconds if they were measured."""
-    return [_costs(name, extent, rehearsed) for name, extent in layers.items()]
+    return [_costs(name, chunk, times) for name, chunk in layers.items()]
 
 
-def _costs(name: str, extent: LayerExtent | None, rehearsed: Rehearsed | None) -> LayerCosts:
-    parameters = [] if extent is None else [item.parameter for item in extent.parameters]
+def _costs(name: str, chunk: LayerChunk | None, times: StepTimes | None) -> LayerCosts:
+    parameters = [] if chunk is None else [item.parameter for item in chunk.parameters]
     return LayerCosts(
         name=name,
-        num_bytes=0 if extent is None else extent.num_bytes,
-        forward_s=None if rehearsed is None else rehearsed.forward_s.get(name, 0.0),
-        backward_s=None if rehearsed is None else rehearsed.backward_s.get(name, 0.0),
+        num_bytes=0 if chunk is None else chunk.num_bytes,
+        forward_s=None if times is None else times.forward_s.get(name, 0.0),
+        backward_s=None if times is None else times.backward_s.get(name, 0.0),
         grad_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
     )

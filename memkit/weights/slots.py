@@ -15,7 +15,7 @@ from memkit.hooks import num_users
 from memkit.owners import Owner, disown, own
 from memkit.plan import slot_size_of
 from memkit.storages import storage_key
-from memkit.weights.extents import LayerExtent
+from memkit.weights.chunks import LayerChunk
 
 
 class Slot:
@@ -30,7 +30,7 @@ class Slot:
         "_freed",
         "_has_unknown",
         "_left",
-        "extent",
+        "chunk",
         "is_dirty",
         "is_overflow",
         "num_bytes",
@@ -44,15 +44,15 @@ class Slot:
         self.num_bytes = num_bytes
         self.is_overflow = is_overflow
         """Whether it was taken because all others were in use: it goes as soon as nobody uses it."""
-        self.extent: LayerExtent | None = None
+        self.chunk: LayerChunk | None = None
         """Whose bytes it has, or will have once `ready` is reached."""
         self.state: object = None
-        """What the extent's `state()` was when its bytes were copied."""
+        """What the chunk's `state()` was when its bytes were copied."""
         self.ready: Event | None = None
         self.is_dirty = False
-        """Whether it has weights that the master does not have yet, or is about to: until they are copied, it is the truth."""
+        """Whether it has weights that the host copy has not yet, or is about to: until they are copied, it is the truth."""
         self._left: Event | None = None
-        """Behind the last copy to the master."""
+        """Behind the last write to the host copy."""
         self._has_unknown = False
         """Whether a copy from or to it may be under way that no event is known of: an interrupt came in between."""
         self._device = device
@@ -63,17 +63,17 @@ class Slot:
     @property
     def is_idle(self) -> bool:
         """Whether nobody uses it."""
-        return not self.is_dirty and (self.extent is None or not self.extent.uses) and num_users(self.storage) == 1
+        return not self.is_dirty and (self.chunk is None or not self.chunk.uses) and num_users(self.storage) == 1
 
-    def holds(self, extent: LayerExtent) -> bool:
+    def holds(self, chunk: LayerChunk) -> bool:
         """Tell whether it has the bytes of a layer as they are now."""
-        return self.extent is extent and (self.is_dirty or self.state == extent.state())
+        return self.chunk is chunk and (self.is_dirty or self.state == chunk.state())
 
     def forget(self) -> None:
         """What it holds is not to be found any more."""
         self.state = None
 
-    def fill(self, extent: LayerExtent, copy: Callable[[torch.UntypedStorage, Iterable[Event]], Event]) -> None:
+    def fill(self, chunk: LayerChunk, copy: Callable[[torch.UntypedStorage, Iterable[Event]], Event]) -> None:
         """Have the bytes of a layer copied here, once all work that uses the slot is done.
 
         Args:
@@ -82,11 +82,11 @@ class Slot:
         after = [freed or self._device.record_event(stream, timed=False) for stream, freed in self._freed.items()]
         if self._left is not None:
             after.append(self._left)
-        self.extent, self._has_unknown = None, True  # until the copy is noted it has neither the one layer nor the other
+        self.chunk, self._has_unknown = None, True  # until the copy is noted it has neither the one layer nor the other
         self.ready = copy(self.storage, after)
         self._freed = {}
-        self.state = extent.state()
-        self.extent, self._has_unknown = extent, False
+        self.state = chunk.state()
+        self.chunk, self._has_unknown = chunk, False
 
     def use(self, stream: Stream) -> None:
         """Let work that is put on a stream from now on read the slot."""
@@ -95,7 +95,7 @@ class Slot:
             try:
                 self.ready.recorded()
             except Exception:  # the copy has failed, and is not under way any more
-                self.extent = self.state = self.ready = None
+                self.chunk = self.state = self.ready = None
                 raise
             self._device.wait_event(stream, self.ready)
         self._freed[stream] = None
@@ -117,13 +117,13 @@ class Slot:
             self._device.wait_event(stream, self._left)
         self.is_dirty = True
 
-    def note_written(self, extent: LayerExtent) -> None:
+    def note_written(self, chunk: LayerChunk) -> None:
         """Work on the current stream has written to the weights here: the slot has them as they are now."""
-        self.state = extent.state()
-        self._device.note_written(self.storage, -sum(extent.state()))
+        self.state = chunk.state()
+        self._device.note_written(self.storage, -sum(chunk.state()))
 
     def write_back(self, copy: Callable[[torch.UntypedStorage, Event], Event]) -> Event:
-        """Have its bytes copied to the master, behind what the current stream has done with them; return what is reached then.
+        """Write its bytes to the host copy, behind what the current stream has done with them; return what is reached then.
 
         Args:
             copy: puts the copy on a lane, behind an event.
@@ -188,56 +188,56 @@ class SlotRing:
         """Bytes of the device that they take now."""
         return sum(slot.num_bytes for slot in self._slots)
 
-    def holding(self, extent: LayerExtent) -> Slot | None:
+    def holding(self, chunk: LayerChunk) -> Slot | None:
         """Return the slot that has the bytes of a layer as they are now, or will have them."""
-        return next((slot for slot in self._slots if slot.holds(extent)), None)
+        return next((slot for slot in self._slots if slot.holds(chunk)), None)
 
     def at(self, storage: torch.UntypedStorage) -> Slot | None:
         """Return the slot that a storage is, None if it is none."""
         key = storage_key(storage)
         return next((slot for slot in self._slots if storage_key(slot.storage) == key), None)
 
-    def find_idle(self, extent: LayerExtent, rank: Callable[[LayerExtent], float | None]) -> Slot | None:
+    def find_idle(self, chunk: LayerChunk, rank: Callable[[LayerChunk], float | None]) -> Slot | None:
         """Return a slot that a layer may take, None if there is none. Among equals that is the one filled longest ago, whose
         work is done soonest.
 
         Args:
             rank: how far away the next use of a layer is that would have to go, None if it must stay.
         """
-        size = slot_size_of(extent.num_bytes, self._slot_bytes)
+        size = slot_size_of(chunk.num_bytes, self._slot_bytes)
         best, best_rank = None, -1.0
         for slot in self._slots:
             if slot.num_bytes != size or slot.is_overflow or not slot.is_idle:
                 continue
-            is_empty = slot.extent is None or not slot.holds(slot.extent)
-            found = float("inf") if is_empty or slot.extent is None else rank(slot.extent)
+            is_empty = slot.chunk is None or not slot.holds(slot.chunk)
+            found = float("inf") if is_empty or slot.chunk is None else rank(slot.chunk)
             if found is not None and found > best_rank:
                 best, best_rank = slot, found
         return best
 
-    def fill(self, slot: Slot, extent: LayerExtent, copy: Callable[[torch.UntypedStorage, Iterable[Event]], Event]) -> None:
+    def fill(self, slot: Slot, chunk: LayerChunk, copy: Callable[[torch.UntypedStorage, Iterable[Event]], Event]) -> None:
         """Fill a slot of this ring: see `Slot.fill`."""
-        slot.fill(extent, copy)
+        slot.fill(chunk, copy)
         self._slots = [*(other for other in self._slots if other is not slot), slot]
 
-    def overflow(self, extent: LayerExtent) -> Slot:
+    def overflow(self, chunk: LayerChunk) -> Slot:
         """Return one more slot, for a while.
 
         Raises:
             torch.OutOfMemoryError: the device has no room.
         """
-        slot = Slot(self._device, extent.num_bytes, is_overflow=True)
+        slot = Slot(self._device, chunk.num_bytes, is_overflow=True)
         self._add(slot)
         self.num_overflows += 1
         return slot
 
-    def sweep(self, current: LayerExtent | None) -> None:
+    def sweep(self, current: LayerChunk | None) -> None:
         """Give those up that were taken for a while, and that nobody uses."""
-        for slot in [slot for slot in self._slots if slot.is_overflow and slot.extent is not current and slot.is_idle]:
+        for slot in [slot for slot in self._slots if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
             self._drop(slot)
 
     def forget(self) -> None:
-        """What the slots hold is not to be found any more: somebody may have written to the masters unseen."""
+        """What the slots hold is not to be found any more: somebody may have written to the host copies unseen."""
         for slot in self._slots:
             slot.forget()
 
@@ -257,7 +257,7 @@ class SlotRing:
         own(slot.storage, self._owner)
 
     def _drop(self, slot: Slot) -> None:
-        slot.extent = None
+        slot.chunk = None
         slot.settle(self._device.current_stream())
         disown(slot.storage)
         self._slots.remove(slot)

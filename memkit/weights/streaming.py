@@ -4,15 +4,15 @@
 and the training loop may go on after it. So in all of this room:
 
 - *What is open is noted before it begins, and forgotten last.* A call of a layer (`memkit.calls`), a backward
-  (`memkit.hooks.BackwardEnd`), who has a layer's parameters lie in a slot (`LayerExtent.uses`). Each can tell by itself whether
+  (`memkit.hooks.BackwardEnd`), who has a layer's parameters lie in a slot (`LayerChunk.uses`). Each can tell by itself whether
   it is over: a call by its frame, a backward by a callback that the engine alone holds.
 - *Whatever ends something may be called again*, and then does the rest. An end of a backward that is interrupted fails the
   backward, and is called again as that of a failed one, before the user hears of the interrupt. What even then is left (the
   interrupt came in that) is dropped by the next forward: gradients of that backward are never added to later ones.
 - *Held before issued.* What a copy reads or writes is held, and marked as in flight, before the copy is put on a lane. Where no
   event was noted behind it, the host waits for the whole device before the memory goes.
-- *A slot that is written to is the truth from before the write on*, until the copy to the master is noted. So a parameter that
-  was stepped has its new weights in host memory, and one that was not has the old ones.
+- *A slot that is written to is the truth from before the write on*, until the write to the host copy is noted. So a parameter
+  that was stepped has its new weights in host memory, and one that was not has the old ones.
 - *Constructors set no hooks.* Somebody knows the object before it `begin`s, so that `LayerOffload.close` finds all there is to
   undo. That may be called again after an interrupt as well.
 """
@@ -33,9 +33,9 @@ from memkit.errors import LayerOffloadError
 from memkit.hooks import KeptHandle, backward_task, nothing, sharing_counters, when_backward_ends
 from memkit.owners import StreamedWeights
 from memkit.storages import tensor_over
-from memkit.transfer.lanes import Passage, lanes_of
-from memkit.weights.extents import LayerExtent
-from memkit.weights.routes import Phase, Route
+from memkit.transfer.lanes import Transfer, lanes_of
+from memkit.weights.chunks import LayerChunk
+from memkit.weights.order import LayerOrder, Phase
 from memkit.weights.slots import Slot, SlotRing
 
 _MOST_PENDING = 256
@@ -72,21 +72,21 @@ class Streamer:
 
     Any use of a layer finds its bytes: they are in a slot, or are fetched then. Whatever is expected next is fetched ahead, as
     far as slots are free that nobody needs sooner. What a slot holds is good for the pass and its backward: before each new
-    pass the slots forget, since not every write to a master can be seen.
+    pass the slots forget, since not every write to a host copy can be seen.
 
     Args:
         device: where the slots are.
-        extents: the layers that stream, in the order in which they are expected to run.
+        chunks: the layers that stream, in the order in which they are expected to run.
         slot_bytes: the size of each slot.
     """
 
-    def __init__(self, device: Device, extents: Sequence[LayerExtent], slot_bytes: Sequence[int]) -> None:
+    def __init__(self, device: Device, chunks: Sequence[LayerChunk], slot_bytes: Sequence[int]) -> None:
         self.device = device
-        self.extents = tuple(extents)
+        self.chunks = tuple(chunks)
         self.lock = threading.RLock()
         self.ring = SlotRing(device, slot_bytes, self)
-        self.stalls = Stalls(0.0 for _ in self.extents)
-        self.passages: list[Passage] | None = None
+        self.stalls = Stalls(0.0 for _ in self.chunks)
+        self.transfers: list[Transfer] | None = None
         """The copies to the device, for who wants to time them."""
         self.handles: weakref.WeakSet[StreamedHandle] | None = None
         """Saved tensors that lie in slots, or did, for who wants to know whether a graph is alive."""
@@ -96,11 +96,11 @@ class Streamer:
         """Fetches that began no sooner than the layer was needed."""
         self._lanes = lanes_of(device)
         self._lanes.join(self)
-        order = range(len(self.extents))
-        self._routes = {phase: Route(order[::-1] if phase is Phase.BACKWARD else order) for phase in Phase}
-        self._current: LayerExtent | None = None
+        order = range(len(self.chunks))
+        self._orders = {phase: LayerOrder(order[::-1] if phase is Phase.BACKWARD else order) for phase in Phase}
+        self._current: LayerChunk | None = None
         self._phase = Phase.FORWARD
-        self._in_backward: LayerExtent | None = None
+        self._in_backward: LayerChunk | None = None
         self._backward = -1
         """The last backward whose end is seen."""
         self._is_closed = False
@@ -109,14 +109,14 @@ class Streamer:
         """Count on from what another one has done, of whose layers some stream here."""
         self.h2d_bytes, self.num_fetches = before.h2d_bytes, before.num_fetches
         self.num_demand_fetches, self.ring.num_overflows = before.num_demand_fetches, before.ring.num_overflows
-        waited_s = dict(zip(before.extents, before.stalls.seconds(), strict=True))
-        self.stalls = Stalls(waited_s.get(extent, 0.0) for extent in self.extents)
+        waited_s = dict(zip(before.chunks, before.stalls.seconds(), strict=True))
+        self.stalls = Stalls(waited_s.get(chunk, 0.0) for chunk in self.chunks)
 
     # Passes
 
-    def is_continued_by(self, first: LayerExtent | None) -> bool:
+    def is_continued_by(self, first: LayerChunk | None) -> bool:
         """Tell whether a layer that is called by itself is the next one of the pass before, so that this goes on."""
-        return first is not None and self._current is not None and self._routes[self._phase].is_next(first.position)
+        return first is not None and self._current is not None and self._orders[self._phase].is_next(first.position)
 
     def begin_pass(self) -> None:
         """A forward begins that is no part of another, nor of a backward."""
@@ -125,7 +125,7 @@ class Streamer:
             self.ring.forget()
             self._current = None
             for phase in (Phase.FORWARD, Phase.SAMPLING):
-                self._routes[phase].begin()
+                self._orders[phase].begin()
             self._phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
             self._prefetch()
 
@@ -133,14 +133,14 @@ class Streamer:
         if backward_task() == -1:
             return Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
         if self._phase is not Phase.BACKWARD:  # reentrant checkpoints have their forwards without grad mode
-            route = self._routes[Phase.BACKWARD]
-            route.begin()
-            route.expect(self._routes[self._phase].noted[::-1])
+            layer_order = self._orders[Phase.BACKWARD]
+            layer_order.begin()
+            layer_order.expect(self._orders[self._phase].noted[::-1])
         return Phase.BACKWARD
 
     # Using layers
 
-    def use(self, extent: LayerExtent) -> Slot:
+    def use(self, chunk: LayerChunk) -> Slot:
         """Return the slot with the bytes of a layer, for work that is put on the current stream from now on.
 
         Raises:
@@ -150,65 +150,64 @@ class Streamer:
         with _NoDispatch(), self.lock:  # no mode is to see what is no part of the forward
             if self._is_closed:
                 raise LayerOffloadError(
-                    f'the weights of "{extent.name}" do not stream any more: its LayerOffload is closed. Run the backward '
-                    "before"
+                    f'the weights of "{chunk.name}" do not stream any more: its LayerOffload is closed. Run the backward before'
                 )
             phase = self._find_phase()
-            if extent is not self._current or phase is not self._phase:
+            if chunk is not self._current or phase is not self._phase:
                 self.rest()
-                self._current, self._phase = extent, phase
-                self._routes[phase].note(extent.position)
-                self.ring.sweep(extent)
-            slot = self.ring.holding(extent)
+                self._current, self._phase = chunk, phase
+                self._orders[phase].note(chunk.position)
+                self.ring.sweep(chunk)
+            slot = self.ring.holding(chunk)
             if slot is None:
-                slot = self._demand(extent)
-            self._wait(slot, extent)
+                slot = self._demand(chunk)
+            self._wait(slot, chunk)
             self._prefetch()
             return slot
 
-    def begin_backward(self, extent: LayerExtent) -> None:
+    def begin_backward(self, chunk: LayerChunk) -> None:
         """The backward of a layer begins: until that of another does, its parameters lie in the slot.
 
         Autograd's saved tensors do not need that. Whatever else knows the parameters does: a `torch.autograd.Function` that
         keeps them in its `ctx`, a checkpoint inside of the layer that computes with them.
         """
         with _NoDispatch(), self.lock:
-            if self._is_closed or self._in_backward is extent or not extent.is_on_host:
+            if self._is_closed or self._in_backward is chunk or not chunk.is_on_host:
                 return
             if self._backward != backward_task():
                 when_backward_ends(lambda _: self.rest())
                 self._backward = backward_task()
-            slot = self.use(extent)
-            self._in_backward = extent
-            extent.lie_in(slot.storage, use=self)
+            slot = self.use(chunk)
+            self._in_backward = chunk
+            chunk.lie_in(slot.storage, use=self)
 
-    def is_in_forward(self, extent: LayerExtent) -> bool:
+    def is_in_forward(self, chunk: LayerChunk) -> bool:
         """Tell whether a forward of a layer is going on."""
-        return len(extent.uses) > (self in extent.uses)
+        return len(chunk.uses) > (self in chunk.uses)
 
     def rest(self) -> None:
         """No backward of a layer is going on."""
         with _NoDispatch(), self.lock:
-            extent = self._in_backward
-            if extent is not None:
-                if extent.uses == {self} and self.ring.holding(extent) is None:  # somebody has written to the parameters
-                    extent.write_back()
-                self.leave(extent, use=self)
+            chunk = self._in_backward
+            if chunk is not None:
+                if chunk.uses == {self} and self.ring.holding(chunk) is None:  # somebody has written to the parameters
+                    chunk.write_back()
+                self.leave(chunk, use=self)
                 self._in_backward = None
 
-    def leave(self, extent: LayerExtent, *, use: object) -> None:
+    def leave(self, chunk: LayerChunk, *, use: object) -> None:
         """A forward of a layer is over, or its backward: its work is on the current stream."""
         with _NoDispatch(), self.lock:
             if backward_task() == -1:
-                extent.tick = self._lanes.tick()
-            extent.uses.discard(use)
-            if not extent.uses:  # else it runs on
-                extent.unbind()
+                chunk.tick = self._lanes.tick()
+            chunk.uses.discard(use)
+            if not chunk.uses:  # else it runs on
+                chunk.unbind()
                 for slot in self.ring:
-                    if slot.extent is extent:
+                    if slot.chunk is chunk:
                         slot.release(self.device.current_stream())
 
-    def _wait(self, slot: Slot, extent: LayerExtent) -> None:
+    def _wait(self, slot: Slot, chunk: LayerChunk) -> None:
         stream = self.device.current_stream()
         assert slot.ready is not None
         if slot.ready.is_reached():
@@ -216,21 +215,21 @@ class Streamer:
             return
         start = self.device.record_event(stream)
         slot.use(stream)
-        self.stalls.add(extent.position, start, self.device.record_event(stream))
+        self.stalls.add(chunk.position, start, self.device.record_event(stream))
 
-    def _demand(self, extent: LayerExtent) -> Slot:
+    def _demand(self, chunk: LayerChunk) -> Slot:
         """Fetch a layer that is needed now."""
         upcoming = self._upcoming()
 
-        def rank(other: LayerExtent) -> float:
+        def rank(other: LayerChunk) -> float:
             return upcoming.index(other) if other in upcoming else len(upcoming)
 
-        slot = self.ring.find_idle(extent, rank)
+        slot = self.ring.find_idle(chunk, rank)
         if slot is None:
             self.ring.await_copies()
-            slot = self.ring.find_idle(extent, rank) or self.ring.overflow(extent)
+            slot = self.ring.find_idle(chunk, rank) or self.ring.overflow(chunk)
         self.num_demand_fetches += 1
-        self._fetch(extent, slot)
+        self._fetch(chunk, slot)
         return slot
 
     def bring_until(self, tick: int) -> bool:
@@ -256,79 +255,79 @@ class Streamer:
             Whether there was a slot for all of it.
         """
         upcoming = self._upcoming()
-        for place, extent in enumerate(upcoming if until is not None else upcoming[: len(self.ring)]):
-            if until is not None and extent.tick <= until:
+        for place, chunk in enumerate(upcoming if until is not None else upcoming[: len(self.ring)]):
+            if until is not None and chunk.tick <= until:
                 return True
-            if self.ring.holding(extent) is not None:
+            if self.ring.holding(chunk) is not None:
                 continue
-            if until is None and self._phase is Phase.BACKWARD and not self._lanes.is_turn_of(self, extent.tick):
+            if until is None and self._phase is Phase.BACKWARD and not self._lanes.is_turn_of(self, chunk.tick):
                 return False
 
-            def rank(other: LayerExtent, place: int = place) -> float | None:
+            def rank(other: LayerChunk, place: int = place) -> float | None:
                 if other is self._current or other in upcoming[:place]:
                     return None
                 return upcoming.index(other) if other in upcoming else len(upcoming)
 
-            slot = self.ring.find_idle(extent, rank)
+            slot = self.ring.find_idle(chunk, rank)
             if slot is None:
                 return False
-            self._fetch(extent, slot)
+            self._fetch(chunk, slot)
         return True
 
-    def _upcoming(self) -> list[LayerExtent]:
+    def _upcoming(self) -> list[LayerChunk]:
         """Return the layers that are expected next, each once, but for the current one."""
-        order: Iterable[int] = self._routes[self._phase].upcoming()
+        order: Iterable[int] = self._orders[self._phase].upcoming()
         if self._phase is Phase.FORWARD:
-            order = chain(order, reversed(self._routes[Phase.FORWARD].known))
-        found = dict.fromkeys(self.extents[layer] for layer in order)
-        return [extent for extent in found if extent is not self._current]
+            order = chain(order, reversed(self._orders[Phase.FORWARD].known))
+        found = dict.fromkeys(self.chunks[layer] for layer in order)
+        return [chunk for chunk in found if chunk is not self._current]
 
-    def _fetch(self, extent: LayerExtent, slot: Slot) -> None:
+    def _fetch(self, chunk: LayerChunk, slot: Slot) -> None:
         def copy(storage: torch.UntypedStorage, after: Iterable[Event]) -> Event:
-            assert extent.span is not None
-            written = () if extent.written is None else (extent.written,)
-            passage = self._lanes.copy_back(extent.span, storage, after=(*after, *written))
-            if self.passages is not None:
-                self.passages.append(passage)
-            return passage.done
+            assert chunk.span is not None
+            written = () if chunk.written is None else (chunk.written,)
+            transfer = self._lanes.copy_back(chunk.span, storage, after=(*after, *written))
+            if self.transfers is not None:
+                self.transfers.append(transfer)
+            return transfer.done
 
-        with torch.profiler.record_function(f"memkit::fetch ({extent.name})"):
-            self.ring.fill(slot, extent, copy)
-        self.h2d_bytes += extent.num_bytes
+        with torch.profiler.record_function(f"memkit::fetch ({chunk.name})"):
+            self.ring.fill(slot, chunk, copy)
+        self.h2d_bytes += chunk.num_bytes
         self.num_fetches += 1
 
-    def write_back(self, extent: LayerExtent) -> Event:
-        """Have the master of a layer be what is in its slot, which was written to; return what is reached then."""
+    def write_back(self, chunk: LayerChunk) -> Event:
+        """Have the host copy of a layer be what is in its slot, which was written to; return what is reached then."""
 
         def copy(storage: torch.UntypedStorage, after: Event) -> Event:
-            assert extent.span is not None
-            return self._lanes.copy_out(storage, extent.span, after=after).done
+            assert chunk.span is not None
+            return self._lanes.copy_out(storage, chunk.span, after=after).done
 
         with self.lock:
-            slot = next(slot for slot in self.ring if slot.extent is extent and slot.is_dirty)
-            extent.written = slot.write_back(copy)
-            return extent.written
+            slot = next(slot for slot in self.ring if slot.chunk is chunk and slot.is_dirty)
+            chunk.written = slot.write_back(copy)
+            return chunk.written
 
     def settle(self) -> None:
-        """Have the masters be what is in slots that were written to; the host waits for all copies.
+        """Have the host copies be what is in slots that were written to; the host waits for all copies.
 
         Also for those that nobody knows of, since an interrupt came ahead of that.
         """
         with _NoDispatch(), self.lock:
             for slot in self.ring:
-                if slot.is_dirty and slot.extent is not None:
+                if slot.is_dirty and slot.chunk is not None:
                     with suppress(Exception):  # a copy that fails: what is in the slot is lost, and whoever steps is told
-                        self.write_back(slot.extent)
+                        self.write_back(slot.chunk)
                 slot.is_dirty = False
-            for extent in self.extents:
-                if not extent.uses and any(self.ring.at(tensor.untyped_storage()) for tensor in extent.tensors()):
-                    extent.unbind()
-                if extent.span is not None and extent.span.staging is not None:
-                    extent.span.staging.drain()
+            for chunk in self.chunks:
+                if not chunk.uses and any(self.ring.at(tensor.untyped_storage()) for tensor in chunk.tensors()):
+                    chunk.unbind()
+                if chunk.span is not None and chunk.span.staging is not None:
+                    chunk.span.staging.drain()
             self.device.synchronize()
 
     def forget(self) -> None:
-        """Somebody may have written to the masters unseen."""
+        """Somebody may have written to the host copies unseen."""
         with self.lock:
             self.ring.forget()
 
@@ -341,10 +340,10 @@ class Streamer:
 
     def streamed(self) -> StreamedWeights:
         """Return what streams: see `memkit.owners.Owner`."""
-        items = [item for extent in self.extents for item in extent.parameters]
+        items = [item for chunk in self.chunks for item in chunk.parameters]
         with self.lock:
             return StreamedWeights(
-                layers=tuple(extent.module for extent in self.extents),
+                layers=tuple(chunk.module for chunk in self.chunks),
                 parameters=tuple(parameter for item in items for parameter in item.current_parameters()),
                 slots=tuple(slot.storage for slot in self.ring if not slot.is_overflow),
             )
@@ -365,18 +364,18 @@ class Streamer:
 class StreamedHandle(KeptHandle):
     """A saved tensor that lies in a slot: a parameter, or a view of one. It holds none of its bytes."""
 
-    __slots__ = ("_dtype", "_extent", "_is_conj", "_is_neg", "_num_changes", "_offset", "_size", "_streamer", "_stride")
+    __slots__ = ("_chunk", "_dtype", "_is_conj", "_is_neg", "_num_changes", "_offset", "_size", "_streamer", "_stride")
 
     def __init__(self, streamer: Streamer, tensor: Tensor) -> None:
         super().__init__(tensor)
         slot = streamer.ring.at(tensor.untyped_storage())
         assert slot is not None
-        assert slot.extent is not None
+        assert slot.chunk is not None
         self._streamer = streamer
         if streamer.handles is not None:
             streamer.handles.add(self)
-        self._extent = slot.extent
-        self._num_changes = slot.extent.num_changes
+        self._chunk = slot.chunk
+        self._num_changes = slot.chunk.num_changes
         self._size, self._stride = tensor.size(), tensor.stride()
         self._offset, self._dtype = tensor.storage_offset(), tensor.dtype
         self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
@@ -388,11 +387,11 @@ class StreamedHandle(KeptHandle):
 
     @property
     def version_now(self) -> int:
-        return super().version_now + self._extent.num_changes - self._num_changes
+        return super().version_now + self._chunk.num_changes - self._num_changes
 
     def unpack(self) -> Tensor:
         self.check_version()
-        slot = self._streamer.use(self._extent)
+        slot = self._streamer.use(self._chunk)
         return tensor_over(
             slot.storage,
             self._dtype,

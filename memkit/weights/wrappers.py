@@ -34,7 +34,7 @@ def _inner(wrapper: Any) -> list[Tensor]:
     return [inner for inner in found if isinstance(inner, Tensor)]  # DTensor also names its mesh
 
 
-def say_device(wrapper: Tensor, torch_device: torch.device) -> None:
+def set_reported_device(wrapper: Tensor, torch_device: torch.device) -> None:
     """Let a wrapper say that it is on a device, as those that it wraps are by now. It stays the same object."""
     if wrapper.device == torch_device:
         return

@@ -211,7 +211,7 @@ class LoopWithOneContext(Loop):
             return self.model(self._x)  # type: ignore[no-any-return]
 
 
-EDGES = ["enter_knowing", "claim", "_begin", "begin", "__enter__", "__exit__", "exit", "leave", "end_block", "end", "_take_off"]
+EDGES = ["enter_with", "claim", "_begin", "begin", "__enter__", "__exit__", "exit", "leave", "end_block", "end", "_take_off"]
 
 
 @pytest.mark.parametrize("count", MANY_LINES)

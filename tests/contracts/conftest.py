@@ -150,9 +150,9 @@ class LayersCase(Case):
 
 @dataclass(frozen=True)
 class Training:
-    """Makes the same case plainly, and with what is tested."""
+    """Makes the same case without_modes, and with what is tested."""
 
-    plainly: Callable[[], Case]
+    without_modes: Callable[[], Case]
     tested: Callable[[], Case]
     num_acts: Callable[[], int]
 

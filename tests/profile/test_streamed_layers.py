@@ -100,8 +100,8 @@ def assert_same_but_for_weights(found: MemoryReport, expected: MemoryReport) -> 
     assert found.buffer_bytes == expected.buffer_bytes
 
 
-def masters(offload: memkit.LayerOffload) -> set[int]:
-    return {id(item.parameter) for extent in offload._extents for item in extent.parameters}
+def host_copies(offload: memkit.LayerOffload) -> set[int]:
+    return {id(item.parameter) for chunk in offload._chunks for item in chunk.parameters}
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -116,7 +116,7 @@ def test_saves_are_those_of_the_plain_model(name: str, train: str, fraction: flo
         report = profile(model, batch, backward=backward)
 
         assert_same_but_for_weights(report, expected)
-        streamed_bytes = sum(p.nbytes for p in model.parameters() if id(p) in masters(offload))
+        streamed_bytes = sum(p.nbytes for p in model.parameters() if id(p) in host_copies(offload))
         assert report.host_param_bytes == streamed_bytes > 0
         assert report.device_param_bytes == expected.param_bytes - streamed_bytes
         assert report.slot_bytes == offload.stats().slot_bytes
@@ -134,7 +134,7 @@ def test_peaks_are_those_of_the_plain_model_less_weights_plus_slots(name: str, f
     expected = profile(model, batch, **options)
     with memkit.LayerOffload(model, offload_ratio=fraction, num_slots=2, train="frozen", device=device) as offload:
         report = profile(model, batch, **options)
-        moved = [p.nbytes for p in model.parameters() if id(p) in masters(offload)]
+        moved = [p.nbytes for p in model.parameters() if id(p) in host_copies(offload)]
 
     less = sum(-(-num_bytes // rounding) * rounding for num_bytes in moved) - report.slot_bytes
     for found, plain in (
@@ -181,7 +181,7 @@ def test_without_data_it_is_that_of_the_plain_model(fraction: float, train: str,
 
         assert_same_but_for_weights(report, expected)
         assert report.slot_bytes == before.slot_bytes
-        assert report.host_param_bytes == sum(p.nbytes for p in model.parameters() if id(p) in masters(offload)) > 0
+        assert report.host_param_bytes == sum(p.nbytes for p in model.parameters() if id(p) in host_copies(offload)) > 0
         assert replace(offload.stats(), stall_s=before.stall_s) == before
 
 
@@ -231,7 +231,7 @@ def test_training_goes_on_as_without_a_profile(train: str, fraction: float, back
                 before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
                 profile(model, batches[0], backward=backward)
                 assert_same(model.state_dict(), before)
-                assert {p.device.type for p in model.parameters() if id(p) in masters(offload)} == {"cpu"}
+                assert {p.device.type for p in model.parameters() if id(p) in host_copies(offload)} == {"cpu"}
                 assert_same(results(model, []), results(plain, []))  # gradients are those of the last step
             for step in steps:
                 step.zero_grad()

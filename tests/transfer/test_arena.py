@@ -169,7 +169,7 @@ def test_equal_steps_find_the_same_places_and_pin_once() -> None:
         for index in order:
             if index not in (3, 7):
                 host.give(spans[index])
-        places.append([span.extents for span in spans])
+        places.append([span.ranges for span in spans])
         pins.append(host.num_pins)
 
     assert places == [places[0]] * 5
@@ -242,7 +242,7 @@ def test_changing_steps_in_reverse_order_never_leave_gaps(sizes: list[int], subs
         host = Arena(CountingDevice())
         for subset in subsets:
             spans = [host.take(size) for index, size in enumerate(sizes) if index in subset]
-            assert all(len(span.extents) == 1 for span in spans)
+            assert all(len(span.ranges) == 1 for span in spans)
             while spans:
                 host.give(spans.pop())
 
@@ -258,7 +258,7 @@ def test_above_a_gibibyte_little_more_is_held_than_was_in_use(seed: int) -> None
         spans: list[Span] = []
         for _ in range(60):
             spans.append(host.take(rng.choice([8, 17, 24, 48, 65, 100]) * MIB))
-            num_scattered += len(spans[-1].extents) > 1
+            num_scattered += len(spans[-1].ranges) > 1
             if rng.random() < 0.3:
                 host.give(spans.pop(rng.randrange(len(spans))))
             assert host.held_bytes <= max(1.05 * host.peak_in_use_bytes, 2**30)
@@ -321,13 +321,13 @@ def test_scatters_a_span_rather_than_hold_too_much(monkeypatch: pytest.MonkeyPat
 
     scattered = host.take(3 * MIB)
 
-    assert scattered.extents == ((MIB, 2 * MIB), (3 * MIB, 5 * MIB))
+    assert scattered.ranges == ((MIB, 2 * MIB), (3 * MIB, 5 * MIB))
     assert scattered.whole is None
     assert (sum(piece.numel() for piece in scattered.pieces), host.held_bytes) == (3 * MIB, 8 * MIB)
 
     host.give(scattered)
 
-    assert host.take(2 * MIB).extents == ((3 * MIB, 5 * MIB),)
+    assert host.take(2 * MIB).ranges == ((3 * MIB, 5 * MIB),)
 
 
 # Last uses
@@ -623,7 +623,7 @@ def test_at_a_limit_all_gaps_are_used() -> None:
     host.give(spans[0])
     host.give(spans[2])
 
-    assert host.take(2 * MIB).extents == ((0, MIB), (2 * MIB, 3 * MIB))
+    assert host.take(2 * MIB).ranges == ((0, MIB), (2 * MIB, 3 * MIB))
 
 
 def test_reserve_takes_what_its_limit_allows() -> None:

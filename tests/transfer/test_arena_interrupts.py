@@ -9,7 +9,7 @@ import pytest
 from memkit.device import ReferenceDevice
 from memkit.device.base import Event
 from memkit.transfer import Arena, Span, arena
-from memkit.transfer.room import PAGE_BYTES
+from memkit.transfer.host_memory import PAGE_BYTES
 from tests.interrupts import interrupts
 
 SIZES = (PAGE_BYTES // 2, PAGE_BYTES, 1000, 3 * PAGE_BYTES // 2)
@@ -65,7 +65,7 @@ def test_interrupted_arena_neither_loses_memory_nor_gives_it_to_two(count: int, 
         spans = [case.arena.take(size) for size in SIZES]
         for span in spans:
             assert sum(piece.numel() for piece in span.pieces) == span.num_bytes
-        used = sorted(extent for span in spans for extent in span.extents)
+        used = sorted(byte_range for span in spans for byte_range in span.ranges)
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(used)), place
         assert sum(pinned.numel() for pinned in case.device._pinned) == case.arena.held_bytes, place
         for span in spans:

@@ -15,7 +15,7 @@ from memkit.device import CpuDevice, CudaDevice, Device, Event, ReferenceDevice,
 from memkit.device.reference import POISON
 from memkit.errors import HostMemoryError, RaceError
 from memkit.storages import byte_view
-from memkit.transfer import Arena, Lanes, Passage, Span, arena
+from memkit.transfer import Arena, Lanes, Span, Transfer, arena
 from memkit.transfer.staging import PromisedEvent
 from tests.refusing import PinLimit
 
@@ -67,19 +67,19 @@ class Case:
             self.device.note_written(storage, 0)
         return storage
 
-    def copy_back(self, span: Span, storage: torch.UntypedStorage, *after: Event) -> Passage:
+    def copy_back(self, span: Span, storage: torch.UntypedStorage, *after: Event) -> Transfer:
         return self.lanes.copy_back(span, storage, after=(self.device.record_event(), *after))
 
-    def copy_out(self, storage: torch.UntypedStorage, span: Span) -> Passage:
+    def copy_out(self, storage: torch.UntypedStorage, span: Span) -> Transfer:
         return self.lanes.copy_out(storage, span, after=self.device.record_event())
 
     def assert_holds(self, storage: torch.UntypedStorage, value: int) -> None:
         self.device.note_read(storage)
         assert torch.equal(byte_view(storage).cpu(), content(self.spans[0], value))
 
-    def wait(self, *passages: Passage) -> None:
-        for passage in passages:
-            self.device.wait_event(self.device.current_stream(), passage.done)
+    def wait(self, *transfers: Transfer) -> None:
+        for transfer in transfers:
+            self.device.wait_event(self.device.current_stream(), transfer.done)
 
     def close(self) -> None:
         self.arena.drain()
@@ -125,12 +125,12 @@ def test_bytes_come_to_the_device(device: Device, limit: PinLimit) -> None:
     case.fill(1)
     storages = [case.new_storage() for _ in case.spans]
 
-    passages = [case.copy_back(span, storage) for span, storage in zip(case.spans, storages, strict=True)]
-    case.wait(*passages)
+    transfers = [case.copy_back(span, storage) for span, storage in zip(case.spans, storages, strict=True)]
+    case.wait(*transfers)
 
     for number, storage in enumerate(storages):
         case.assert_holds(storage, 1 + number)
-    assert [passage.num_bytes for passage in passages] == [span.num_bytes for span in case.spans]
+    assert [transfer.num_bytes for transfer in transfers] == [span.num_bytes for span in case.spans]
     del storages, storage
     case.close()
     assert not limit.pinned
@@ -140,9 +140,9 @@ def test_bytes_come_to_the_host(device: Device, limit: PinLimit) -> None:
     case = Case(device)
     storages = [case.new_storage(3 + number) for number in range(len(case.spans))]
 
-    passages = [case.copy_out(storage, span) for span, storage in zip(case.spans, storages, strict=True)]
-    for passage in passages:
-        device.synchronize(passage.done)
+    transfers = [case.copy_out(storage, span) for span, storage in zip(case.spans, storages, strict=True)]
+    for transfer in transfers:
+        device.synchronize(transfer.done)
 
     for number, span in enumerate(case.spans):
         assert torch.equal(span.whole, content(span, 3 + number))
@@ -161,8 +161,8 @@ def test_what_went_out_comes_back(device: Device) -> None:
         case.wait(out)
         del source
 
-    for number, (target, _, passage) in enumerate(back):
-        case.wait(passage)
+    for number, (target, _, transfer) in enumerate(back):
+        case.wait(transfer)
         case.assert_holds(target, number)
     del target, back
     case.close()
@@ -267,19 +267,19 @@ def test_asking_for_a_copy_does_not_wait_for_it(device: Device, monkeypatch: pyt
     case.fill(1)
     storage, gate = case.new_storage(), Gate(device, monkeypatch)
 
-    passage = case.copy_back(case.spans[0], storage)
+    transfer = case.copy_back(case.spans[0], storage)
     gate.num_waiting.acquire()
-    is_reached_before = passage.done.is_reached()
+    is_reached_before = transfer.done.is_reached()
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(case.wait, passage)
+        waiting = threads.submit(case.wait, transfer)
         assert not waiting.done()
         gate.opened.set()
         waiting.result(30)
     end = device.record_event()
     device.synchronize()
 
-    assert (is_reached_before, passage.done.is_reached()) == (False, True)
-    assert passage.started.elapsed_s(end) >= 0
+    assert (is_reached_before, transfer.done.is_reached()) == (False, True)
+    assert transfer.started.elapsed_s(end) >= 0
     case.assert_holds(storage, 1)
     del storage
     case.close()
@@ -289,13 +289,13 @@ def test_asking_for_a_copy_does_not_wait_for_it(device: Device, monkeypatch: pyt
 def test_host_waits_for_copies_that_were_asked_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(device)
     storages, gate = [case.new_storage(number) for number in range(len(case.spans))], Gate(device, monkeypatch)
-    passages = [case.copy_out(storage, span) for span, storage in zip(case.spans, storages, strict=True)]
+    transfers = [case.copy_out(storage, span) for span, storage in zip(case.spans, storages, strict=True)]
     threading.Timer(0.05, gate.opened.set).start()
 
     case.arena.drain()
     device.synchronize()
 
-    assert all(passage.done.is_reached() for passage in passages)
+    assert all(transfer.done.is_reached() for transfer in transfers)
     for number, span in enumerate(case.spans):
         assert torch.equal(span.whole, content(span, number))
     case.close()
@@ -346,9 +346,9 @@ def test_error_in_a_thread_is_raised_where_it_is_waited_for(
             patch.setattr(device, name, failing(getattr(device, name)))
         failed = case.copy_out(storage, case.spans[0]) if is_out else case.copy_back(case.spans[0], storage)
         behind = case.copy_back(case.spans[1], storage, failed.done)
-        for passage in (failed, behind, failed):
+        for transfer in (failed, behind, failed):
             with pytest.raises(RuntimeError, match="the link is down"):
-                case.wait(passage)
+                case.wait(transfer)
         with pytest.raises(RuntimeError, match="the link is down"):
             device.synchronize(failed.done)
     assert failed.done.is_reached()
@@ -370,9 +370,9 @@ def test_failed_copy_does_not_hold_the_storage(device: Device, monkeypatch: pyte
     with monkeypatch.context() as patch:
         for name in ("copy", "copy_pageable"):
             patch.setattr(device, name, fail)
-        passage = case.copy_back(case.spans[0], storage)
+        transfer = case.copy_back(case.spans[0], storage)
         with pytest.raises(RuntimeError, match="the link is down"):
-            case.wait(passage)
+            case.wait(transfer)
 
     assert torch._C._storage_Use_Count(storage._cdata) == num_users
     del storage
@@ -385,11 +385,11 @@ def test_storage_that_is_gone_is_an_error(device: Device, monkeypatch: pytest.Mo
     gate = Gate(device, monkeypatch)
     kept = case.new_storage()
     first = case.copy_back(case.spans[0], kept)
-    passage = case.copy_back(case.spans[1], case.new_storage())
+    transfer = case.copy_back(case.spans[1], case.new_storage())
     gate.opened.set()
 
     with pytest.raises(AssertionError, match="freed before"):
-        case.wait(passage)
+        case.wait(transfer)
     case.wait(first)
     del kept
     case.close()
@@ -512,11 +512,11 @@ def test_close_with_copies_under_way_waits_for_them(device: Device, limit: PinLi
         storages = [case.new_storage() for _ in case.spans]
         with monkeypatch.context() as patch:
             gate = Gate(device, patch)
-            passages = [case.copy_back(span, storage) for span, storage in zip(case.spans, storages, strict=True)]
+            transfers = [case.copy_back(span, storage) for span, storage in zip(case.spans, storages, strict=True)]
             threading.Timer(0.01, gate.opened.set).start()
             case.close()
 
-        case.wait(*passages)
+        case.wait(*transfers)
         for number, storage in enumerate(storages):
             case.assert_holds(storage, 1 + number)
         del storages, storage
@@ -565,11 +565,11 @@ def test_host_memory_that_is_given_back_too_early_shows(device: Device, monkeypa
     storages = [case.new_storage() for _ in range(2)]
     with monkeypatch.context() as patch:
         gate = Gate(device, patch)
-        passages = [case.copy_back(span, storage) for span, storage in zip(case.spans, storages, strict=False)]
+        transfers = [case.copy_back(span, storage) for span, storage in zip(case.spans, storages, strict=False)]
         gate.num_waiting.acquire()
         case.arena.give(case.spans.pop(1))
         gate.opened.set()
-        case.wait(*passages)
+        case.wait(*transfers)
 
     case.assert_holds(storages[0], 1)
     assert byte_view(storages[1]).eq(POISON).all()
@@ -582,14 +582,14 @@ def test_event_is_not_taken_before_it_was_recorded(monkeypatch: pytest.MonkeyPat
     PinLimit(device, monkeypatch, 0)
     case = Case(device)
     storage = case.new_storage()
-    passage = case.copy_back(case.spans[0], storage)
+    transfer = case.copy_back(case.spans[0], storage)
 
     monkeypatch.setattr(PromisedEvent, "recorded", lambda self: self)
     with pytest.raises(AssertionError):
-        case.wait(passage)
+        case.wait(transfer)
 
     monkeypatch.undo()
-    case.wait(passage)
+    case.wait(transfer)
     del storage
     case.close()
 
@@ -602,13 +602,13 @@ def test_copy_that_does_not_wait_for_the_work_before_shows(is_out: bool, monkeyp
     storage, before = case.new_storage(), device.record_event()
     device.note_written(storage, 1)
 
-    passage = (
+    transfer = (
         case.lanes.copy_out(storage, case.spans[0], after=before)
         if is_out
         else case.lanes.copy_back(case.spans[0], storage, after=(before,))
     )
     with pytest.raises(RaceError, match="without waiting for its writer"):
-        case.wait(passage)
+        case.wait(transfer)
 
     del storage
     case.close()
@@ -620,11 +620,11 @@ def test_work_that_does_not_wait_for_a_copy_shows(monkeypatch: pytest.MonkeyPatc
     case = Case(device)
     storage = case.new_storage()
 
-    passage = case.copy_back(case.spans[0], storage)
-    passage.done.recorded()
+    transfer = case.copy_back(case.spans[0], storage)
+    transfer.done.recorded()
     with pytest.raises(RaceError, match='"compute" reads a storage without waiting for its writer, "H2D"'):
         device.note_read(storage)
 
-    case.wait(passage)
+    case.wait(transfer)
     del storage
     case.close()

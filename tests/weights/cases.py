@@ -1,4 +1,4 @@
-"""Models and steps for the tests of streamed weights: each is run plainly, and with its layers streamed."""
+"""Models and steps for the tests of streamed weights: each is run without_modes, and with its layers streamed."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def compare(
     num_steps: int = 2,
     **options: Any,
 ) -> memkit.weights.LayerStats:
-    """See that a model does the same plainly and with streamed layers, in several steps; return the stats."""
+    """See that a model does the same without_modes and with streamed layers, in several steps; return the stats."""
     model.to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
     expected = [step(plain, batches) for _ in range(num_steps)]

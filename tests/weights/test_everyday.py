@@ -435,7 +435,7 @@ def test_weights_of_a_file_go_straight_to_the_host(how: str, device: Device, tmp
     before_bytes = counter.allocated_bytes()
 
     with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
-        streamed = {id(item.parameter) for extent in offload._extents for item in extent.parameters}
+        streamed = {id(item.parameter) for chunk in offload._chunks for item in chunk.parameters}
         resident = [parameter for parameter in model.parameters() if id(parameter) not in streamed]
         resident_bytes = sum(-(-parameter.nbytes // 512) * 512 for parameter in resident)
         assert counter.peak_bytes() - before_bytes <= offload.stats().slot_bytes + resident_bytes

@@ -383,13 +383,13 @@ def test_interrupt_while_layers_come_to_stay_on_the_device(monkeypatch: pytest.M
     case.begin()
     chosen = memkit.plan.plan_resident  # two of three stay
 
-    def choose(layers: Any, rehearsed: Any, plan: Any, **options: Any) -> Any:
+    def choose(layers: Any, times: Any, plan: Any, **options: Any) -> Any:
         return chosen([*_costs(layers)], 2, num_slots=options["num_slots"])
 
     from memkit.weights import layers as module
     from memkit.weights.shares import costs_of as _costs
 
-    monkeypatch.setattr(module, "plan_rehearsed", choose)
+    monkeypatch.setattr(module, "plan_measured", choose)
 
     def begin() -> None:
         case.offload.close()

@@ -1,4 +1,4 @@
-"""Models of many kinds compute the same with streamed layers as plainly, bit for bit."""
+"""Models of many kinds compute the same with streamed layers as without_modes, bit for bit."""
 
 from __future__ import annotations
 

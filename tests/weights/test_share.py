@@ -18,8 +18,8 @@ from memkit.device import Device, ReferenceDevice
 from memkit.plan import LayerCosts, ResidencyPlan, plan_fraction, predict_step
 from memkit.weights import layers as layers_module
 from memkit.weights.placement import Placement
-from memkit.weights.rehearsal import Rehearsed
-from memkit.weights.shares import plan_rehearsed
+from memkit.weights.shares import plan_measured
+from memkit.weights.timing import StepTimes
 from tests.clock import Clock, set_clock
 from tests.refusing import PinLimit
 from tests.weights.cases import WIDTH, Stack, assert_same, checkpointed, inputs, only_lora, run_step
@@ -28,16 +28,16 @@ MIB = 2**20
 
 
 @pytest.fixture
-def half(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsed]:
+def half(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
     """Whatever is measured, half of the layers stay. Return what was measured."""
     seen = []
 
-    def choose(candidates: Any, rehearsed: Rehearsed, plan: ResidencyPlan, **options: Any) -> ResidencyPlan:
-        seen.append(rehearsed)
+    def choose(candidates: Any, times: StepTimes, plan: ResidencyPlan, **options: Any) -> ResidencyPlan:
+        seen.append(times)
         costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
         return plan_fraction(costs, 0.5, num_slots=options["num_slots"])
 
-    monkeypatch.setattr(layers_module, "plan_rehearsed", choose)
+    monkeypatch.setattr(layers_module, "plan_measured", choose)
     return seen
 
 
@@ -197,7 +197,7 @@ def test_sampling_alone_is_timed_as_well(device: Device) -> None:
         assert len(offload.plan.streamed) == 4
 
 
-def test_samples_ahead_of_training_do_not_decide(half: list[Rehearsed], device: Device) -> None:
+def test_samples_ahead_of_training_do_not_decide(half: list[StepTimes], device: Device) -> None:
     model, batches = only_lora(Stack(8)).to(device.torch_device), inputs(device, 1)
     with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
         for _ in range(5):
@@ -208,8 +208,8 @@ def test_samples_ahead_of_training_do_not_decide(half: list[Rehearsed], device: 
             with torch.no_grad():
                 model(batches[0])
         assert len(offload.plan.streamed) == 4
-    (rehearsed,) = half
-    assert len(rehearsed.backward_s) == 8
+    (times,) = half
+    assert len(times.backward_s) == 8
 
 
 class _Sleep(torch.autograd.Function):
@@ -256,8 +256,8 @@ def test_layers_are_timed(resident: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert stats.actual_peak_bytes is not None
 
 
-def _rehearsed(forward_s: float = 1.0, peak_bytes: int | None = 20 * MIB, speed: float = 4.0 * MIB) -> Rehearsed:
-    return Rehearsed(
+def _times(forward_s: float = 1.0, peak_bytes: int | None = 20 * MIB, speed: float = 4.0 * MIB) -> StepTimes:
+    return StepTimes(
         forward_s={str(index): forward_s for index in range(12)},
         backward_s={str(index): 2 * forward_s for index in range(12)},
         taken_s=1.0,
@@ -270,23 +270,23 @@ def _rehearsed(forward_s: float = 1.0, peak_bytes: int | None = 20 * MIB, speed:
 def twelve(monkeypatch: pytest.MonkeyPatch) -> dict[str, None]:
     """Layers of 1 MiB each."""
 
-    def costs(name: str, _: None, rehearsed: Rehearsed | None) -> LayerCosts:
-        forward_s = rehearsed and rehearsed.forward_s[name]
-        return LayerCosts(name=name, num_bytes=MIB, forward_s=forward_s, backward_s=rehearsed and rehearsed.backward_s[name])
+    def costs(name: str, _: None, times: StepTimes | None) -> LayerCosts:
+        forward_s = times and times.forward_s[name]
+        return LayerCosts(name=name, num_bytes=MIB, forward_s=forward_s, backward_s=times and times.backward_s[name])
 
     monkeypatch.setattr("memkit.weights.shares._costs", costs)
     return {str(index): None for index in range(12)}
 
 
-def _chosen(layers: dict[str, None], rehearsed: Rehearsed, *, capacity_bytes: int | None = None, train: str = "frozen") -> int:
+def _chosen(layers: dict[str, None], times: StepTimes, *, capacity_bytes: int | None = None, train: str = "frozen") -> int:
     all_stream = plan_fraction([LayerCosts(name=name, num_bytes=MIB) for name in layers], 1.0, num_slots=3)
-    plan = plan_rehearsed(layers, rehearsed, all_stream, train=train, num_slots=3, capacity_bytes=capacity_bytes)
+    plan = plan_measured(layers, times, all_stream, train=train, num_slots=3, capacity_bytes=capacity_bytes)
     return len(plan.streamed)
 
 
 def test_most_that_hides_is_chosen(twelve: dict[str, None]) -> None:
-    assert _chosen(twelve, _rehearsed()) == 12
-    slow = _chosen(twelve, _rehearsed(speed=MIB / 2))
+    assert _chosen(twelve, _times()) == 12
+    slow = _chosen(twelve, _times(speed=MIB / 2))
     assert 0 < slow < 12
     costs = [LayerCosts(name=name, num_bytes=MIB, forward_s=1.0, backward_s=2.0) for name in twelve]
     plan = plan_fraction(costs, slow / 12, num_slots=3, link_bytes_per_s=MIB / 2)
@@ -296,23 +296,23 @@ def test_most_that_hides_is_chosen(twelve: dict[str, None]) -> None:
 
 @pytest.mark.parametrize(("train", "num_streamed"), [("frozen", 8), ("host", 11)])
 def test_least_that_fits_is_chosen_where_there_is_no_room(twelve: dict[str, None], train: str, num_streamed: int) -> None:
-    rehearsed = _rehearsed(speed=MIB / 100)  # next to nothing hides
-    assert _chosen(twelve, rehearsed, train=train) < 4
+    times = _times(speed=MIB / 100)  # next to nothing hides
+    assert _chosen(twelve, times, train=train) < 4
     # 20 MiB with 3 slots in it: 4 MiB are left, for four layers, or for one with its gradient and its optimizer's state
-    assert _chosen(twelve, rehearsed, train=train, capacity_bytes=int(24.01 * MIB / 0.95)) == num_streamed
-    assert _chosen(twelve, rehearsed, train=train, capacity_bytes=10 * MIB) == 12
+    assert _chosen(twelve, times, train=train, capacity_bytes=int(24.01 * MIB / 0.95)) == num_streamed
+    assert _chosen(twelve, times, train=train, capacity_bytes=10 * MIB) == 12
 
 
 def test_capacity_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int | None] = []
 
     def choose(
-        candidates: Any, rehearsed: Rehearsed, plan: ResidencyPlan, *, capacity_bytes: int | None, **_: Any
+        candidates: Any, times: StepTimes, plan: ResidencyPlan, *, capacity_bytes: int | None, **_: Any
     ) -> ResidencyPlan:
         seen.append(capacity_bytes)
         return plan
 
-    monkeypatch.setattr(layers_module, "plan_rehearsed", choose)
+    monkeypatch.setattr(layers_module, "plan_measured", choose)
     device = ReferenceDevice()
     device.capacity_bytes = 12345
     model = only_lora(Stack(4))
@@ -347,10 +347,10 @@ def test_counts_go_on_and_the_second_step_with_the_share_is_timed(device: Device
 
 @pytest.mark.parametrize("by_themselves", [False, True])
 def test_all_come_to_stay(by_themselves: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(candidates: Any, rehearsed: Rehearsed, plan: ResidencyPlan, **_: Any) -> ResidencyPlan:
+    def choose(candidates: Any, times: StepTimes, plan: ResidencyPlan, **_: Any) -> ResidencyPlan:
         return plan_fraction([LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers], 0, num_slots=3)
 
-    monkeypatch.setattr(layers_module, "plan_rehearsed", choose)
+    monkeypatch.setattr(layers_module, "plan_measured", choose)
     model = only_lora(Stack(4)).to(device.torch_device)
     plain = copy.deepcopy(model)
     with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
@@ -518,7 +518,7 @@ def test_forward_that_is_refused_beside_one_in_another_thread_is_no_step() -> No
 
 @pytest.mark.filterwarnings("ignore:LayerOffload. the system did not pin")
 def test_copies_of_memory_that_is_not_pinned_are_timed_one_by_one(
-    half: list[Rehearsed], monkeypatch: pytest.MonkeyPatch
+    half: list[StepTimes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, device = set_clock(monkeypatch), ReferenceDevice()
     PinLimit(device, monkeypatch, 0)
@@ -544,10 +544,10 @@ def test_profile_without_data_is_not_timed() -> None:
     with memkit.LayerOffload(model, num_resident=2, device=device) as offload:
         for _ in range(2):
             run_step(model, batches)
-        assert offload._rehearsal is not None
-        before = len(offload._rehearsal._points)
+        assert offload._timing is not None
+        before = len(offload._timing._points)
         memkit.profile_memory(model, batches[0], device="meta", print_table=False)
-        assert len(offload._rehearsal._points) == before > 0
+        assert len(offload._timing._points) == before > 0
 
 
 @pytest.mark.usefixtures("half")
@@ -557,5 +557,5 @@ def test_copies_are_not_noted_while_a_graph_puts_it_off(device: Device) -> None:
         alive = model(batches[0]).sum()
         for _ in range(3):
             run_step(model, batches)
-        assert offload._streams.passages is None
+        assert offload._streams.transfers is None
         alive.backward()

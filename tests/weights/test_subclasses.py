@@ -16,7 +16,7 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.owners import owner_of
 from memkit.weights.placement import move
-from memkit.weights.wrappers import parts_of, say_device
+from memkit.weights.wrappers import parts_of, set_reported_device
 from tests.weights.cases import RUNS, WIDTH, Result, Stack, assert_same, compare, inputs, results, run_step
 
 pytestmark = pytest.mark.full
@@ -284,9 +284,9 @@ def test_wrapper_says_another_device_and_goes_on() -> None:
     view = weight.t()
     before = weight.dequantize()
 
-    say_device(weight, torch.device("cuda", 0))  # needs no CUDA: the wrapper has no bytes of its own
+    set_reported_device(weight, torch.device("cuda", 0))  # needs no CUDA: the wrapper has no bytes of its own
     there = (weight.device, weight.is_cuda, type(weight), isinstance(weight, nn.Parameter), weight.size(), weight.stride())
-    say_device(weight, torch.device("cpu"))
+    set_reported_device(weight, torch.device("cpu"))
 
     assert there == (torch.device("cuda", 0), True, Int8, True, (4, 4), (4, 1))
     assert weight.device == torch.device("cpu")
@@ -314,7 +314,7 @@ def test_those_that_require_grad_stay_on_the_device(device: Device) -> None:
 
     with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device) as offload:
         run_step(model, inputs(device))
-        names = {item.name for extent in offload._extents for item in extent.parameters}
+        names = {item.name for chunk in offload._chunks for item in chunk.parameters}
         assert _devices(model.layers[2].base.weight) == {device.torch_device}
 
     assert "layers.2.base.weight" not in names
@@ -370,11 +370,11 @@ def test_write_at_rest_is_in_the_next_forward(write: Callable[[Wrapper], None], 
     with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         run_step(model, inputs(device))
         run_step(plain, inputs(device))
-        states = [extent.state() for extent in offload._extents]
+        states = [chunk.state() for chunk in offload._chunks]
         for tested in (model, plain):
             write(tested.layers[3].base.weight)
 
-        assert [extent.state() for extent in offload._extents][3] != states[3]
+        assert [chunk.state() for chunk in offload._chunks][3] != states[3]
         assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
 
 
@@ -599,7 +599,7 @@ def test_inner_tensor_that_is_made_anew_each_time_stays(device: Device) -> None:
     if device.torch_device.type == "cpu":
         model = _model(device, block)
         with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
-            names = [item.name for extent in offload._extents for item in extent.parameters]
+            names = [item.name for chunk in offload._chunks for item in chunk.parameters]
 
         assert not any("weight" in name for name in names)
 
@@ -690,7 +690,7 @@ def test_parameter_with_tensors_in_attributes_streams_without_those() -> None:
 
 
 def _compare_loaded(make: Callable[[], nn.Module], slots: int, device: Device) -> memkit.weights.LayerStats:
-    """See that a model that cannot be copied does the same plainly and with streamed layers."""
+    """See that a model that cannot be copied does the same without_modes and with streamed layers."""
     model, plain = make().to(device.torch_device), make().to(device.torch_device)
     plain.load_state_dict(model.state_dict())
     expected = [run_step(plain, inputs(device)) for _ in range(2)]

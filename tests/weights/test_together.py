@@ -19,7 +19,7 @@ from memkit.activations.copies import CopyLedger
 from memkit.activations.ledger import Record
 from memkit.device import Device, ReferenceDevice
 from memkit.owners import owner_of
-from memkit.weights.extents import LayerExtent
+from memkit.weights.chunks import LayerChunk
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import StreamedHandle, Streamer
 from tests.weights.cases import RUNS, WIDTH, Block, Result, Stack, assert_same, compare, inputs, only_lora, results, run_step
@@ -345,9 +345,9 @@ def test_what_is_needed_sooner_goes_first(run: str, slots: int, device: Device, 
     ticks: list[tuple[int, bool]] = []
     fetch_layer, fetch_record = Streamer._fetch, CopyLedger.fetch
 
-    def note_layer(self: Streamer, extent: LayerExtent, slot: Slot) -> None:
-        ticks.append((extent.tick, True))
-        fetch_layer(self, extent, slot)
+    def note_layer(self: Streamer, chunk: LayerChunk, slot: Slot) -> None:
+        ticks.append((chunk.tick, True))
+        fetch_layer(self, chunk, slot)
 
     def note_record(self: CopyLedger, record: Record) -> None:
         fetch_record(self, record)

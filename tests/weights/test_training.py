@@ -1,4 +1,4 @@
-"""`train="host"`: gradients go to host memory, and an optimizer steps the masters there."""
+"""`train="host"`: gradients go to host memory, and an optimizer steps the host copies there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever writes to streamed weights is seen by all later forwards, as plainly; and caught where autograd would."""
+"""Whoever writes to streamed weights is seen by all later forwards, as without_modes; and caught where autograd would."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import torch
 
 import memkit
 from memkit.activations.recorded import CostKey
+from memkit.activations.recording import Recording
 from memkit.activations.remat_entry import Entry
-from memkit.activations.tape import Tape
 from memkit.device import CpuDevice, Device
 from memkit.plan import planner
 from tests.activations.conftest import open_test_device
@@ -52,15 +52,15 @@ def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def any_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ops seem to take any time, drawn at random, so that anything may be dropped."""
-    drawn, read_times = random.Random(2), Tape.read_times
+    drawn, read_times = random.Random(2), Recording.read_times
 
-    def any_times(tape: Tape) -> dict[CostKey, float]:
-        found = read_times(tape)
-        tape.sync()
-        tape.lineage.seconds[:] = [drawn.random() * 1e-4 for _ in tape.lineage.seconds]
+    def any_times(recording: Recording) -> dict[CostKey, float]:
+        found = read_times(recording)
+        recording.sync()
+        recording.lineage.seconds[:] = [drawn.random() * 1e-4 for _ in recording.lineage.seconds]
         return {key: drawn.random() * 1e-4 for key in found}
 
-    monkeypatch.setattr(Tape, "read_times", any_times)
+    monkeypatch.setattr(Recording, "read_times", any_times)
     monkeypatch.setattr(Entry, "_estimate_s", lambda *_: drawn.random() * drawn.choice([0, 1e-6, 1e-5, 1e-3]))
 
 

@@ -18,7 +18,7 @@ def test_ops_are_timed_in_the_second_step_only(budget: float | str, torch_device
     timed = []
     for _ in range(5):
         with remat_on(budget, "timed") as context:
-            timed.append(context._entry._run.tape.is_timed)
+            timed.append(context._entry._run.recording.is_timed)
             loss = chain(x, [1] * 12).sum()
         loss.backward()
 
@@ -61,12 +61,12 @@ def test_forward_after_a_backward_in_the_same_context_is_timed_as_any_other(
     with remat_on(0.5, "turns") as context:
         chain(x, [1] * 12).sum().backward()
         loss = chain(x, [1] * 12).sum()
-        tape = context._entry._run.tape
-        num_timed = len({op for op, *_ in tape.times})
+        recording = context._entry._run.recording
+        num_timed = len({op for op, *_ in recording.times})
         loss.backward()
 
-    assert tape.is_timed
-    assert num_timed == len(tape.calls) > 12
+    assert recording.is_timed
+    assert num_timed == len(recording.calls) > 12
 
 
 def test_modules_of_a_forward_after_a_backward_in_the_same_context_are_noted(

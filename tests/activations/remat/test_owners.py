@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memkit.activations.tape import Tape
+from memkit.activations.recording import Recording
 from memkit.device import Device
 from memkit.owners import StreamedWeights, disown, own
 from tests.activations.cases import assert_same_bits
@@ -50,15 +50,15 @@ def weight(torch_device: torch.device) -> Iterator[Tensor]:
 
 
 def test_lent_storage_is_known_where_another_was_that_is_gone(weight: Tensor, device: Device) -> None:
-    slot, tape = Slot(weight), Tape(device)
+    slot, recording = Slot(weight), Recording(device)
     storage, gone = weight.untyped_storage(), weakref.ref(torch.empty(8).untyped_storage())
-    tape.current[storage._cdata] = gone, 7  # addresses are given out again
+    recording.current[storage._cdata] = gone, 7  # addresses are given out again
 
-    value = tape.value_of(weight)
+    value = recording.value_of(weight)
 
     assert value != 7
-    assert tape.was_there(storage)
-    assert tape.value_of(weight) != value  # it may be another's by then
+    assert recording.was_there(storage)
+    assert recording.value_of(weight) != value  # it may be another's by then
     assert slot.num_lent == 0
 
 

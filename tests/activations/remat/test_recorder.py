@@ -1,4 +1,4 @@
-"""What a tape remembers: values and roots, what each op reads and writes, and nothing that holds memory."""
+"""What a recording remembers: values and roots, what each op reads and writes, and nothing that holds memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.nn import functional
 
 import memkit
 from memkit.activations.ops import OpClass, kind_of
-from memkit.activations.tape import Tape
+from memkit.activations.recording import Recording
 from memkit.device import CpuDevice
 
 aten = torch.ops.aten
 
 
 @contextmanager
-def recorded() -> Iterator[Tape]:
+def recorded() -> Iterator[Recording]:
     context = memkit.Rematerialize("1GiB", "recorded", min_bytes=0, device=CpuDevice())
     with context:
         assert context._entry is not None
-        tape = context._entry._run.tape
-        yield tape
-        tape.sync()
+        recording = context._entry._run.recording
+        yield recording
+        recording.sync()
 
 
 def _leaf() -> Tensor:
@@ -34,78 +34,78 @@ def _leaf() -> Tensor:
 
 def test_ops_read_and_make_values() -> None:
     x = _leaf()
-    with recorded() as tape:
+    with recorded() as recording:
         y = x.sin()
         z = y * x
-        values = [tape.value_of(tensor) for tensor in (x, y, z)]
+        values = [recording.value_of(tensor) for tensor in (x, y, z)]
 
     assert values == [0, 1, 2]
-    assert tape.lineage.ins == [(0,), (1, 0)]
-    assert tape.lineage.outs == [(1,), (2,)]
-    assert tape.lineage.maker == [-1, 0, 1]
-    assert tape.lineage.num_bytes == [128] * 3
-    assert list(tape.roots) == [0]
+    assert recording.lineage.ins == [(0,), (1, 0)]
+    assert recording.lineage.outs == [(1,), (2,)]
+    assert recording.lineage.maker == [-1, 0, 1]
+    assert recording.lineage.num_bytes == [128] * 3
+    assert list(recording.roots) == [0]
 
 
 def test_views_make_no_value() -> None:
     x = _leaf()
-    with recorded() as tape:
+    with recorded() as recording:
         y = x.sin()
         for view in (y.t(), y[1:], y.view(2, 16), y.unsqueeze(0).expand(3, 4, 8), y.detach(), *y.chunk(2), y.reshape(-1)):
-            assert tape.value_of(view) == tape.value_of(y)
+            assert recording.value_of(view) == recording.value_of(y)
 
-    assert len(tape.calls) == 1
-    assert tape.num_values == 2
+    assert len(recording.calls) == 1
+    assert recording.num_values == 2
 
 
 def test_write_makes_the_next_value() -> None:
     x = _leaf()
-    with recorded() as tape:
+    with recorded() as recording:
         y = x.sin()
-        before = tape.value_of(y)
+        before = recording.value_of(y)
         y[0].mul_(2)
-        after = tape.value_of(y)
+        after = recording.value_of(y)
 
     assert (before, after) == (1, 2)
-    assert tape.lineage.taken == {1: ((1, 2),)}
-    assert tape.lineage.ins[1] == (1,)
+    assert recording.lineage.taken == {1: ((1, 2),)}
+    assert recording.lineage.ins[1] == (1,)
 
 
 def test_copy_over_all_needs_nothing_of_what_was_there() -> None:
     x = _leaf()
-    with recorded() as tape:
+    with recorded() as recording:
         whole, part = torch.empty(4, 8), torch.empty(4, 8)
         whole.copy_(x.sin())
         part[:2].copy_(x[:2])
-        made, unmade = tape.value_of(whole), tape.value_of(part)
+        made, unmade = recording.value_of(whole), recording.value_of(part)
 
-    assert tape.lineage.maker[made] == len(tape.calls) - 1
-    assert tape.lineage.taken == {}
-    assert unmade in tape.roots
-    assert tape.roots[unmade].is_inside
+    assert recording.lineage.maker[made] == len(recording.calls) - 1
+    assert recording.lineage.taken == {}
+    assert unmade in recording.roots
+    assert recording.roots[unmade].is_inside
 
 
 def test_leaf_that_is_written_to_is_a_root_again() -> None:
     x, buffer = _leaf(), torch.zeros(4, 8)
-    with recorded() as tape:
-        first = tape.value_of(buffer)
+    with recorded() as recording:
+        first = recording.value_of(buffer)
         buffer.add_(x.detach())
-        second = tape.value_of(buffer)
+        second = recording.value_of(buffer)
 
     assert first != second
-    assert {first, second} <= tape.roots.keys()
-    assert tape.roots[first].is_lost
-    assert not tape.roots[second].is_inside
+    assert {first, second} <= recording.roots.keys()
+    assert recording.roots[first].is_lost
+    assert not recording.roots[second].is_inside
 
 
 def test_batch_norm_statistics_are_not_read_again() -> None:
     x, norm = _leaf(), nn.BatchNorm1d(8)
-    with recorded() as tape:
+    with recorded() as recording:
         y = norm(x.sin())
-        statistics = tape.find(norm.running_mean.untyped_storage())
-        made = tape.value_of(y)
+        statistics = recording.find(norm.running_mean.untyped_storage())
+        made = recording.value_of(y)
 
-    call = tape.calls[tape.lineage.maker[made]]
+    call = recording.calls[recording.lineage.maker[made]]
     assert statistics is None
     assert [source[0] for source in call.sources] == [0, 1, 2]
     assert call.args[3:5] == [None, None]
@@ -113,14 +113,14 @@ def test_batch_norm_statistics_are_not_read_again() -> None:
 
 def test_random_op_remembers_its_generator_and_state() -> None:
     x, generator = _leaf(), torch.Generator().manual_seed(4)
-    with recorded() as tape:
+    with recorded() as recording:
         torch.manual_seed(1)
         state = torch.get_rng_state()
         functional.dropout(x, 0.5)
         own = generator.get_state()
         torch.rand(3, generator=generator)
 
-    notes = [call.notes for call in tape.calls if call.notes is not None and call.notes.generator is not None]
+    notes = [call.notes for call in recording.calls if call.notes is not None and call.notes.generator is not None]
     assert [note.generator.initial_seed() for note in notes] == [1, 4]
     assert torch.equal(notes[0].state, state)
     assert torch.equal(notes[1].state, own)
@@ -129,48 +129,48 @@ def test_random_op_remembers_its_generator_and_state() -> None:
 @pytest.mark.parametrize("num_results", [1, 2])
 def test_several_results_are_several_values(num_results: int) -> None:
     x = _leaf()
-    with recorded() as tape:
+    with recorded() as recording:
         results = [x.topk(3).values, *x.topk(3)][-num_results:]
-        values = [tape.value_of(tensor) for tensor in results]
+        values = [recording.value_of(tensor) for tensor in results]
 
-    assert len(tape.lineage.outs[-1]) == 2
-    assert set(values) <= set(tape.lineage.outs[-1])
+    assert len(recording.lineage.outs[-1]) == 2
+    assert set(values) <= set(recording.lineage.outs[-1])
 
 
 def test_copies_are_made_again_unless_they_cross_devices() -> None:
     x = torch.ones(2)
 
-    with recorded() as tape:
+    with recorded() as recording:
         for dtype in (torch.float64, torch.float16):  # the second takes the short path
             here = x.to(dtype)
             there = x.to("meta", dtype)
-            assert tape.value_of(here) not in tape.roots
-            assert tape.value_of(there) in tape.roots
+            assert recording.value_of(here) not in recording.roots
+            assert recording.value_of(there) in recording.roots
 
 
 def test_backward_is_not_recorded() -> None:
     x = _leaf()
-    with recorded() as tape:
+    with recorded() as recording:
         loss = x.sin().sum()
         grad = torch.ones(())
-        num_ops = len(tape.funcs)
+        num_ops = len(recording.funcs)
         loss.backward(grad)
 
-        assert len(tape.funcs) == num_ops
+        assert len(recording.funcs) == num_ops
 
 
 def test_tape_holds_no_tensors_while_nothing_is_dropped() -> None:
     import weakref
 
     x = _leaf()
-    with recorded() as tape, torch.no_grad():
+    with recorded() as recording, torch.no_grad():
         y = x.sin()
         gone = weakref.ref(y.untyped_storage())
         z = y.cos()
         del y
 
         assert gone() is None
-        assert tape.find(z.untyped_storage()) == 2
+        assert recording.find(z.untyped_storage()) == 2
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,11 @@ def test_error_of_an_op_is_its_own() -> None:
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(3, 3)
     with memkit.Rematerialize(1.0, "error", min_bytes=0, device=CpuDevice()) as context:
         x.mm(x)
-        num_ops = len(context._entry._run.tape.calls)
+        num_ops = len(context._entry._run.recording.calls)
         for _ in range(6):
             with pytest.raises(RuntimeError, match="cannot be multiplied"):
                 x.mm(w)
-        assert len(context._entry._run.tape.calls) == num_ops
+        assert len(context._entry._run.recording.calls) == num_ops
         x.mm(x)
 
 

@@ -19,7 +19,7 @@ class Phase(Enum):
     """In a backward, also where that runs a forward again."""
 
 
-class Route:
+class LayerOrder:
     """The order of one phase.
 
     Args:

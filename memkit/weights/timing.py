@@ -9,7 +9,7 @@ import torch
 
 from memkit.device.base import Device, Event
 from memkit.hooks import backward_task, when_backward_ends
-from memkit.transfer.lanes import Passage
+from memkit.transfer.lanes import Transfer
 from memkit.weights.streaming import Streamer
 
 _MOST_WITHOUT_BACKWARD = 3
@@ -19,7 +19,7 @@ _MOST_SAMPLES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsed:
+class StepTimes:
     """What one step took."""
 
     forward_s: Mapping[str, float]
@@ -45,7 +45,7 @@ class _Point:
         """Ahead of waiting for its weights, and behind that."""
 
 
-class Rehearsal:
+class StepTiming:
     """Times the second pass of its kind: the first one chooses kernels, and finds the order of the layers.
 
     Args:
@@ -62,7 +62,7 @@ class Rehearsal:
         self._num_unfit_left = {True: _MOST_WITHOUT_BACKWARD, False: _MOST_SAMPLES if is_trained else 0}
         """By grad mode, how many more passes without a backward are not what is to be timed."""
         self._points: list[_Point] = []
-        self._passages: list[Passage] = []
+        self._transfers: list[Transfer] = []
         self._seen = set[bool]()
         """The passes that there were: in grad mode, or not."""
         self._has_grad = self._is_timing = self._is_timed = False
@@ -79,13 +79,13 @@ class Rehearsal:
         if is_timed:
             self.pause()
             self._is_timed = True
-            self._passages, self._streamer.passages = self._streamer.passages or [], None
+            self._transfers, self._streamer.transfers = self._streamer.transfers or [], None
             return True
         self._has_grad = torch.is_grad_enabled()
         self._is_timing = self._has_grad in self._seen
         self._seen.add(self._has_grad)
         self._points.clear()
-        self._streamer.passages = [] if self._is_timing else None
+        self._streamer.transfers = [] if self._is_timing else None
         if self._is_timing and self._resets_peak:
             counter = self._device.memory_counter()
             if counter is not None:
@@ -121,7 +121,7 @@ class Rehearsal:
         if not self._is_timed:
             self._points.clear()
 
-    def result(self) -> Rehearsed:
+    def result(self) -> StepTimes:
         """Return what the pass took, once it was timed whole; the host waits for it."""
         self._device.synchronize(self._points[-1].before)
         forward_s: dict[str, float] = {}
@@ -132,13 +132,13 @@ class Rehearsal:
                 seconds = backward_s if point.is_backward else forward_s
                 seconds[point.name] = seconds.get(point.name, 0.0) + max(point.after.elapsed_s(following.before), 0.0)
                 taken_s += point.before.elapsed_s(following.before)
-        copied = [passage for passage in self._passages if passage.done.is_reached()]
-        copied_s = sum(passage.started.elapsed_s(passage.done) for passage in copied)
+        copied = [transfer for transfer in self._transfers if transfer.done.is_reached()]
+        copied_s = sum(transfer.started.elapsed_s(transfer.done) for transfer in copied)
         counter = self._device.memory_counter()
-        return Rehearsed(
+        return StepTimes(
             forward_s=forward_s,
             backward_s=backward_s,
             taken_s=taken_s,
-            h2d_bytes_per_s=sum(passage.num_bytes for passage in copied) / copied_s if copied_s > 0 else None,
+            h2d_bytes_per_s=sum(transfer.num_bytes for transfer in copied) / copied_s if copied_s > 0 else None,
             peak_bytes=None if counter is None else counter.peak_bytes(),
         )

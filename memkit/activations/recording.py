@@ -1,6 +1,6 @@
 """What is remembered of one forward so that its values can be made again: calls to repeat, and the roots that they start from.
 
-A tape holds no tensor of the forward but the roots that something dropped is made from. `recorder.py` writes it.
+A recording holds no tensor of the forward but the roots that something dropped is made from. `recorder.py` writes it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Anchor:
         return self.version is None or self.alias._version == self.version
 
 
-class Tape:
+class Recording:
     """What is remembered of one forward.
 
     Args:
@@ -399,12 +399,12 @@ class Tape:
         self.is_timed = False
         return found
 
-    def times_alone(self) -> Tape:
-        """Return a tape that has the times of this one, and holds none of its values."""
+    def times_alone(self) -> Recording:
+        """Return a recording that has the times of this one, and holds none of its values."""
         self.sync()
-        tape = Tape(self.device, is_timed=True)
-        tape.lineage, tape.times = self.lineage, self.times
-        return tape
+        recording = Recording(self.device, is_timed=True)
+        recording.lineage, recording.times = self.lineage, self.times
+        return recording
 
     def close(self) -> None:
         """The forward is over: nothing more is recorded."""

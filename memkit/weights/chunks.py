@@ -1,4 +1,4 @@
-"""What streams of one layer: which tensors, where they lie in its extent, and the master copy in host memory."""
+"""What streams of one layer: which tensors, where they lie in its chunk, and the copy in host memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from memkit.hooks import num_users
 from memkit.storages import byte_view, storage_key, tensor_over
 from memkit.transfer.arena import Span
 from memkit.weights.placement import has_plain_parts, overlapping
-from memkit.weights.wrappers import parts_of, say_device, wrappers_in
+from memkit.weights.wrappers import parts_of, set_reported_device, wrappers_in
 
 HEADER_BYTES = 512
-"""Where the first tensor of an extent begins: compilers treat offset 0 as a case of its own."""
+"""Where the first tensor of a chunk begins: compilers treat offset 0 as a case of its own."""
 _ALIGNMENT_BYTES = 512
 """As the caching allocator aligns: the kernel that is chosen may depend on it."""
 _HOST = torch.device("cpu")
@@ -28,45 +28,47 @@ _HOST = torch.device("cpu")
 class StreamedTensor:
     """A plain tensor that streams: a parameter, or one of those that a parameter wraps.
 
-    While its layer runs, `tensor.data` lies in a slot; at all other times it is `master`, in host memory.
+    While its layer runs, `tensor.data` lies in a slot; at all other times it is `host_copy`, in host memory.
     """
 
-    __slots__ = ("address", "dtype", "master", "offset", "size", "stride", "tensor")
+    __slots__ = ("address", "dtype", "host_copy", "offset", "size", "stride", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.offset = 0
-        """Where its first element lies in the extent, in bytes."""
+        """Where its first element lies in the chunk, in bytes."""
         self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
-        self.master: Tensor = tensor.data
+        self.host_copy: Tensor = tensor.data
         self.address = 0
-        """Where the master was made: elsewhere are the bytes of a storage that was moved in place."""
+        """Where the host copy was made: elsewhere are the bytes of a storage that was moved in place."""
 
     def over(self, storage: torch.UntypedStorage, *, start: int = 0) -> Tensor:
-        """Return the tensor as it lies in a storage whose first byte is that of the extent at `start`."""
+        """Return the tensor as it lies in a storage whose first byte is that of the chunk at `start`."""
         offset = (self.offset - start) // self.dtype.itemsize
         return tensor_over(storage, self.dtype, offset=offset, size=self.size, stride=self.stride)
 
-    def lie_as(self, source: Tensor) -> None:
-        """Let the elements of the master lie in the order of those of another tensor, if they can."""
-        is_alone = self.master.untyped_storage().nbytes() == source.nbytes
+    def adopt_layout(self, source: Tensor) -> None:
+        """Let the elements of the host copy lie in the order of those of another tensor, if they can."""
+        is_alone = self.host_copy.untyped_storage().nbytes() == source.nbytes
         if is_alone and _is_dense(self.size, self.stride) and _is_dense(source.size(), source.stride()):
             self.stride = source.stride()
-            self.master = tensor_over(self.master.untyped_storage(), self.dtype, offset=0, size=self.size, stride=self.stride)
+            self.host_copy = tensor_over(
+                self.host_copy.untyped_storage(), self.dtype, offset=0, size=self.size, stride=self.stride
+            )
 
-    def is_at_master(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor lies in the master's storage."""
-        return storage_key(tensor.untyped_storage()) == storage_key(self.master.untyped_storage())
+    def is_at_host_copy(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies in the host copy's storage."""
+        return storage_key(tensor.untyped_storage()) == storage_key(self.host_copy.untyped_storage())
 
-    def is_as_master(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is just what the master is."""
-        master = self.master
+    def is_as_host_copy(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is just what the host copy is."""
+        host_copy = self.host_copy
         return (
             tensor.dtype == self.dtype
-            and bool(tensor.storage_offset() == master.storage_offset())
+            and bool(tensor.storage_offset() == host_copy.storage_offset())
             and tensor.size() == self.size
             and tensor.stride() == self.stride
-            and self.is_at_master(tensor)
+            and self.is_at_host_copy(tensor)
         )
 
 
@@ -87,18 +89,18 @@ class StreamedParameter:
         """Where it was found."""
 
     def bind(self, storage: torch.UntypedStorage) -> None:
-        """Let the parameter lie in a slot. Only to be called in `plainly()`."""
+        """Let the parameter lie in a slot. Only to be called in `without_modes()`."""
         for part in self.parts:
             part.tensor.data = part.over(storage)
         for wrapper in self.wrappers:
-            say_device(wrapper, storage.device)
+            set_reported_device(wrapper, storage.device)
 
     def unbind(self) -> None:
-        """Let the parameter be the master. Only to be called in `plainly()`."""
+        """Let the parameter be the host copy. Only to be called in `without_modes()`."""
         for part in self.parts:
-            part.tensor.data = part.master
+            part.tensor.data = part.host_copy
         for wrapper in self.wrappers:
-            say_device(wrapper, _HOST)
+            set_reported_device(wrapper, _HOST)
 
     def replace(self, parameter: nn.Parameter) -> None:
         """Let another parameter of the same kind be the one that streams."""
@@ -115,20 +117,20 @@ class StreamedParameter:
         """Return a gradient of the parameter that fills a storage."""
         return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.gradient_stride)
 
-    def is_at_master(self, parameter: nn.Parameter) -> bool:
-        """Tell whether a parameter is the one that streams, and made of the masters."""
+    def is_at_host_copy(self, parameter: nn.Parameter) -> bool:
+        """Tell whether a parameter is the one that streams, and made of the host copies."""
         if parameter is not self.parameter:
             return False
         if not self.wrappers:  # asked of all parameters ahead of each pass
-            return self.parts[0].is_as_master(parameter)
+            return self.parts[0].is_as_host_copy(parameter)
         tensors = parts_of(parameter)
         if len(tensors) != len(self.parts):
             return False
         pairs = zip(self.parts, tensors, strict=True)
-        return all(part.tensor is tensor and part.is_as_master(tensor) for part, tensor in pairs)
+        return all(part.tensor is tensor and part.is_as_host_copy(tensor) for part, tensor in pairs)
 
     def is_of_kind(self, parameter: nn.Parameter) -> bool:
-        """Tell whether a parameter could be the master."""
+        """Tell whether a parameter could be the host copy."""
         tensors = parts_of(parameter)
         return (
             has_plain_parts(parameter)
@@ -152,7 +154,7 @@ class StreamedParameter:
         return list({id(tensor): tensor for tensor in (*(part.tensor for part in self.parts), *now)}.values())
 
 
-class LayerExtent:
+class LayerChunk:
     """The streamed parameters of one layer, packed side by side.
 
     Args:
@@ -167,21 +169,21 @@ class LayerExtent:
         self.module = module
         self.position = position
         self.span: Span | None = None
-        """The host memory for the master."""
+        """The host memory for the host copy."""
         self.is_on_host = False
-        """Whether the masters are in the span, and parameters may be those."""
+        """Whether the host copies are in the span, and parameters may be those."""
         self.num_changes = 0
-        """How often bytes were put into the master that no version counter knows of."""
+        """How often bytes were put into the host copy that no version counter knows of."""
         self.written: Event | None = None
-        """Behind the last copy to the master."""
+        """Behind the last write to the host copy."""
         self.tick = 0
         """When in the forward it has run last: see [Note: one queue for all] in `memkit.transfer.lanes`."""
         self.uses = set[object]()
         """Who has the parameters lie in a slot, or is about to: the calls of the layer that are going on, and its backward."""
         self._restored: dict[int, torch.UntypedStorage] = {}
-        """While the parameters are restored: storages of the master, by key, each with one of the same bytes elsewhere."""
+        """While the parameters are restored: storages of the host copy, by key, each with one of the same bytes elsewhere."""
         self.held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        """Since then: storages of the master that somebody else holds (a `state_dict`), each with one of the same bytes."""
+        """Since then: storages of the host copy that somebody else holds (a `state_dict`), each with one of the same bytes."""
         wanted = {id(parameter) for parameter in parameters}
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         named: dict[int, tuple[str, nn.Parameter]] = {}
@@ -193,7 +195,7 @@ class LayerExtent:
                     named.setdefault(id(parameter), (full, parameter))
         self.parameters = [StreamedParameter(*named[key], places[key]) for key in named]
         self._regions: list[tuple[int, int, list[StreamedTensor]]] = []
-        """Where each range of bytes that belongs together begins and ends in the extent, and what lies in it."""
+        """Where each range of bytes that belongs together begins and ends in the chunk, and what lies in it."""
         parts: dict[int, list[StreamedTensor]] = {id(part.tensor): [] for part in self._parts()}
         for part in self._parts():
             parts[id(part.tensor)].append(part)
@@ -218,12 +220,12 @@ class LayerExtent:
         return (part for streamed in self.parameters for part in streamed.parts)
 
     def move_to_host(self) -> None:
-        """Copy the parameters to the master, in `span`, and let them be that."""
+        """Copy the parameters to the host copy, in `span`, and let them be that."""
         assert self.span is not None
         assert self.span.whole is not None
         memory = self.span.whole.numpy()
         self._restored, self.held = {}, []
-        with plainly():
+        with without_modes():
             for start, stop, region in self._regions:
                 # A storage of its own, so that saving a parameter writes no more than its bytes.
                 if stop > start:
@@ -231,9 +233,9 @@ class LayerExtent:
                 else:
                     storage = torch.UntypedStorage(0)
                 for part in region:
-                    part.master = part.over(storage, start=start)
-                    part.address = part.master.data_ptr()
-                    _distinct(part.master).copy_(_distinct(part.tensor.data))
+                    part.host_copy = part.over(storage, start=start)
+                    part.address = part.host_copy.data_ptr()
+                    _distinct(part.host_copy).copy_(_distinct(part.tensor.data))
             self.is_on_host = True  # ahead of the first that is: an interrupt leaves some that are not, and `restore` knows
             for streamed in self.parameters:
                 streamed.unbind()
@@ -243,7 +245,7 @@ class LayerExtent:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the parameters are the masters, in the span, and it was not begun to restore them."""
+        """Whether the parameters are the host copies, in the span, and it was not begun to restore them."""
         return self.is_on_host and not self._restored
 
     def restore(self) -> None:
@@ -253,10 +255,10 @@ class LayerExtent:
         interrupt does the rest.
         """
         copied = self._restored
-        with plainly():
+        with without_modes():
             for streamed in self.parameters:
                 for part in streamed.parts:
-                    storage = part.master.untyped_storage()
+                    storage = part.host_copy.untyped_storage()
                     if storage_key(storage) not in copied:
                         copied[storage_key(storage)] = byte_view(storage).to(streamed.device, copy=True).untyped_storage()
                 for now in streamed.current_tensors():
@@ -267,12 +269,12 @@ class LayerExtent:
                     elif now.device != streamed.device:
                         now.data = now.data.to(streamed.device)
                 for wrapper in (wrapper for parameter in streamed.current_parameters() for wrapper in wrappers_in(parameter)):
-                    say_device(wrapper, streamed.device)
+                    set_reported_device(wrapper, streamed.device)
                 grad = streamed.parameter.grad
                 if grad is not None and grad.device != streamed.device:
                     streamed.parameter.grad = grad.to(streamed.device)
-        masters = [(region[0].master.untyped_storage(), len(region)) for _, _, region in self._regions]
-        self.held = [(storage, copied[storage_key(storage)]) for storage, num in masters if num_users(storage) > num + 1]
+        host_copies = [(region[0].host_copy.untyped_storage(), len(region)) for _, _, region in self._regions]
+        self.held = [(storage, copied[storage_key(storage)]) for storage, num in host_copies if num_users(storage) > num + 1]
         self.is_on_host = False
         self._restored = {}
 
@@ -281,25 +283,25 @@ class LayerExtent:
         is_first = not self.uses
         self.uses.add(use)
         if is_first:
-            with plainly():
+            with without_modes():
                 for streamed in self.parameters:
                     streamed.bind(storage)
 
     def write_back(self) -> None:
-        """Copy what the parameters are to the master."""
-        with plainly():
+        """Copy what the parameters are to the host copy."""
+        with without_modes():
             for part in self._parts():
                 if part.tensor.size() == part.size:
-                    _distinct(part.master).copy_(_distinct(part.tensor.data))
+                    _distinct(part.host_copy).copy_(_distinct(part.tensor.data))
 
     def unbind(self) -> None:
-        """Let the parameters be the master again."""
-        with plainly():
+        """Let the parameters be the host copy again."""
+        with without_modes():
             for streamed in self.parameters:
                 streamed.unbind()
 
     def state(self) -> tuple[int, ...]:
-        """Return what changes with every write to the master that can be seen."""
+        """Return what changes with every write to the host copy that can be seen."""
         wrappers = [wrapper._version for streamed in self.parameters for wrapper in streamed.wrappers]
         return (self.num_changes, *wrappers, *[part.tensor._version for part in self._parts()])
 
@@ -317,14 +319,14 @@ class LayerExtent:
             for inner, inner_key in streamed.places[1:]:
                 if inner._parameters.get(inner_key) is old:
                     inner._parameters[inner_key] = found
-            left = [weakref.ref(part.tensor) for part in streamed.parts if part.is_at_master(part.tensor)]
+            left = [weakref.ref(part.tensor) for part in streamed.parts if part.is_at_host_copy(part.tensor)]
             streamed.replace(found)
             del old
             now = {id(part.tensor) for part in streamed.parts}
             for is_kept in left:
                 kept = is_kept()
                 if kept is not None and id(kept) not in now:  # who has it reads and writes there what it is, not its successor
-                    with plainly():
+                    with without_modes():
                         kept.data = kept.data.clone()
         for streamed in adopted:
             self.num_changes += 1
@@ -361,12 +363,12 @@ class LayerExtent:
                 f'"{streamed.name}" has come to require grad while it streams. A {type(found).__name__} wraps tensors, and '
                 "streams as a frozen one. Set this before LayerOffload is made: it then stays on the device"
             )
-        if any(part.master.data_ptr() != part.address for part in streamed.parts):
+        if any(part.host_copy.data_ptr() != part.address for part in streamed.parts):
             raise LayerOffloadError(
                 f'"{streamed.name}" streams, and its bytes were moved to other memory in place: by model.share_memory(), or by '
                 f"sending its tensors to another process (torch.multiprocessing)? Send copies. {_ADVICE}"
             )
-        if streamed.is_at_master(found):
+        if streamed.is_at_host_copy(found):
             return False
         if not streamed.is_of_kind(found):
             was, now = (
@@ -379,23 +381,23 @@ class LayerExtent:
         return True
 
     def _take_over(self, streamed: StreamedParameter) -> None:
-        """Write to the master what a parameter is now, and let it be that."""
+        """Write to the host copy what a parameter is now, and let it be that."""
         for part in streamed.parts:
-            if part.is_as_master(part.tensor):
+            if part.is_as_host_copy(part.tensor):
                 continue
             source = part.tensor.data
-            if part.is_at_master(part.tensor):
+            if part.is_at_host_copy(part.tensor):
                 source = source.clone()
                 part.tensor.data = source
-            if num_users(part.master.untyped_storage()) > 2:
+            if num_users(part.host_copy.untyped_storage()) > 2:
                 raise LayerOffloadError(
                     f'"{streamed.name}" was given another tensor (`parameter.data = other`) while somebody still holds the one '
                     "that it was, which is where LayerOffload has its weights. Write to it instead: parameter.data.copy_(other)"
                 )
-            with plainly():
-                part.lie_as(source)
-                _distinct(part.master).copy_(_distinct(source))
-                part.tensor.data = part.master
+            with without_modes():
+                part.adopt_layout(source)
+                _distinct(part.host_copy).copy_(_distinct(source))
+                part.tensor.data = part.host_copy
         streamed.stride = streamed.parameter.stride()
 
 
@@ -429,7 +431,7 @@ def _distinct(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
+def without_modes() -> Iterator[None]:
     """Return a context in which `data` is set as it is meant: no mode sees it, and inference mode does not mark it."""
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
