@@ -16,6 +16,8 @@ from memkit.plan import Action, plan_ratio, simulate_lanes, timed_saves
 from memkit.transfer import Link
 from tests.bench.cases import NUM_LAYERS, assert_draws, assert_fails, run_command, square_layers
 
+pytestmark = pytest.mark.full
+
 WIDTH = 512  # each saved storage is 1 MiB
 
 

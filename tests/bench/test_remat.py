@@ -16,6 +16,8 @@ from memkit.bench.remat import budget_text
 from memkit.device import CpuDevice, ReferenceDevice, cuda_is_available
 from tests.bench.cases import NUM_LAYERS, assert_draws, assert_fails, run_command, square_layers
 
+pytestmark = pytest.mark.full
+
 WIDTH = 64  # each saved storage is 16 KiB
 
 

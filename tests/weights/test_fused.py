@@ -17,6 +17,8 @@ from memkit.device import Device
 from memkit.weights.fused import SteppedGradient
 from tests.weights.cases import RUNS, Block, Stack, inputs, reused
 
+pytestmark = pytest.mark.full
+
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
     "adamw": partial(torch.optim.AdamW, lr=0.01),

@@ -24,6 +24,8 @@ from tests.clock import Clock, set_clock
 from tests.refusing import PinLimit
 from tests.weights.cases import WIDTH, Stack, assert_same, checkpointed, inputs, only_lora, run_step
 
+pytestmark = pytest.mark.full
+
 MIB = 2**20
 
 
