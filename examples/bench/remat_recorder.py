@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
+from memkit.activations.ops import op_kinds
 from memkit.activations.recorder import Recorder
 from memkit.activations.recording import Recording
 from memkit.bench import Workload
@@ -139,13 +140,13 @@ def recorder_alone(num_calls: int) -> Engine:
         num_calls: how many ops it is to know the seconds of, so that it estimates none of them.
     """
     known_s = [0.0] * num_calls
-    return lambda: Recorder(Recording(CpuDevice(), known_s=known_s), default_generator, lambda *_: 0.0)
+    return lambda: Recorder(Recording(CpuDevice(), known_s=known_s), op_kinds(), default_generator, lambda *_: 0.0)
 
 
 def _num_calls(forward: Callable[[], Tensor]) -> int:
     """Return how many ops of a forward are recorded as calls."""
     recording = Recording(CpuDevice())
-    with Recorder(recording, default_generator, lambda *_: 0.0):
+    with Recorder(recording, op_kinds(), default_generator, lambda *_: 0.0):
         forward()
     return len(recording.calls)
 

@@ -22,7 +22,7 @@ from memkit.device import CpuDevice, Event, ReferenceDevice
 from memkit.device.reference import POISON
 from memkit.errors import HostMemoryError
 from memkit.storages import byte_view
-from memkit.transfer import Arena, Span, arena, room
+from memkit.transfer import Arena, Span, arena, host_memory
 from memkit.transfer.lanes import Lanes
 
 MIB = 2**20
@@ -77,19 +77,19 @@ class ManualEvent(Event):
 def _small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tests on any machine see the same one: one page per segment, and no limits."""
     monkeypatch.setattr(arena, "SMALLEST_SEGMENT_BYTES", PAGE)
-    monkeypatch.setattr(room, "OWN_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(room, "CGROUP", tmp_path / "groups")
-    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "groups")
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
 
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pin without touching: gigabytes of addresses cost a test nothing."""
-    monkeypatch.setattr(room.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end]))
+    monkeypatch.setattr(host_memory.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end]))
 
 
 def _set_meminfo(available_bytes: int, total_bytes: int = 0) -> None:
-    room.MEMINFO.write_text(f"MemTotal: {total_bytes // 1024} kB\nMemAvailable:  {available_bytes // 1024} kB\n")
+    host_memory.MEMINFO.write_text(f"MemTotal: {total_bytes // 1024} kB\nMemAvailable:  {available_bytes // 1024} kB\n")
 
 
 def _addresses(span: Span) -> list[tuple[int, int]]:
@@ -207,7 +207,7 @@ def test_storage_begins_with_pinned_memory() -> None:
 def test_spans_are_aligned_apart_and_cut_at_segment_edges(steps: list[tuple[int, int, bool]], loose_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arena, "LOOSE_BYTES", loose_bytes)
-        patch.setattr(room.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end]))
+        patch.setattr(host_memory.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end]))
         device = CountingDevice()
         host, spans = Arena(device), list[Span]()
         for size, which, is_give in steps:
@@ -238,7 +238,7 @@ def test_spans_are_aligned_apart_and_cut_at_segment_edges(steps: list[tuple[int,
 @given(st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=12), st.lists(st.sets(st.integers(0, 11)), max_size=8))
 def test_changing_steps_in_reverse_order_never_leave_gaps(sizes: list[int], subsets: list[set[int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end]))
+        patch.setattr(host_memory.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end]))
         host = Arena(CountingDevice())
         for subset in subsets:
             spans = [host.take(size) for index, size in enumerate(sizes) if index in subset]
@@ -430,7 +430,7 @@ def test_take_waits_only_for_its_own_segments() -> None:
 
     lowest = [0]
     host = Arena(GatedDevice())
-    host._addresses = room.Addresses()
+    host._addresses = host_memory.Addresses()
     lowest[0] = host._addresses.bytes.storage_offset()
     host.reserve(4 * PAGE)
     first.set()
@@ -584,7 +584,7 @@ def test_segment_that_could_not_be_pinned_is_passed_over() -> None:
 
     bad, device = [0], MiddleFails()
     host = Arena(device)
-    host._addresses = room.Addresses()
+    host._addresses = host_memory.Addresses()
     bad[0] = host._addresses.bytes.data_ptr() + PAGE
     host.reserve(3 * PAGE)
 
@@ -655,7 +655,7 @@ def test_memory_being_touched_counts_as_used(monkeypatch: pytest.MonkeyPatch) ->
             return super().wait(timeout)
 
     monkeypatch.setattr(threading, "Condition", Condition)
-    addresses = room.Addresses()
+    addresses = host_memory.Addresses()
     addresses._touching_bytes = PAGE  # as if another thread were at it
     _set_meminfo(2**30 + PAGE)
 
@@ -674,12 +674,12 @@ def test_memory_being_touched_counts_as_used(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_five_percent_of_a_large_machine_is_left_for_others() -> None:
     _set_meminfo(200 * 2**30, total_bytes=400 * 2**30)
-    assert room.available_bytes() == 180 * 2**30
+    assert host_memory.available_bytes() == 180 * 2**30
 
-    room.MEMINFO.write_text("MemTotal: 1 kB\n")
-    assert room.available_bytes() is None
-    room.MEMINFO.unlink()
-    assert room.available_bytes() is None
+    host_memory.MEMINFO.write_text("MemTotal: 1 kB\n")
+    assert host_memory.available_bytes() is None
+    host_memory.MEMINFO.unlink()
+    assert host_memory.available_bytes() is None
 
 
 def _set_group(folder: Path, limit: str, used_bytes: int, *, version: int = 2, cached_bytes: int = 0) -> None:
@@ -692,48 +692,48 @@ def _set_group(folder: Path, limit: str, used_bytes: int, *, version: int = 2, c
 
 
 def test_container_without_limit_has_no_room_to_tell() -> None:
-    assert room.container_room_bytes() is None
+    assert host_memory.container_room_bytes() is None
 
-    room.OWN_CGROUPS.write_text("0::/job\n")
-    assert room.container_room_bytes() is None
-    _set_group(room.CGROUP / "job", "max", 7)
-    assert room.container_room_bytes() is None
+    host_memory.OWN_CGROUPS.write_text("0::/job\n")
+    assert host_memory.container_room_bytes() is None
+    _set_group(host_memory.CGROUP / "job", "max", 7)
+    assert host_memory.container_room_bytes() is None
 
 
 @pytest.mark.parametrize(
     ("version", "line", "root"), [(2, "0::/job/step", "."), (1, "9:name=systemd:/other\n4:cpu,memory:/job/step", "memory")]
 )
 def test_container_room_is_the_least_of_all_groups_above(version: int, line: str, root: str) -> None:
-    room.OWN_CGROUPS.write_text(line)
-    _set_group(room.CGROUP / root / "job" / "step", "900", 100, version=version)
-    _set_group(room.CGROUP / root / "job", "700", 500, version=version, cached_bytes=50)
+    host_memory.OWN_CGROUPS.write_text(line)
+    _set_group(host_memory.CGROUP / root / "job" / "step", "900", 100, version=version)
+    _set_group(host_memory.CGROUP / root / "job", "700", 500, version=version, cached_bytes=50)
 
-    assert room.container_room_bytes() == 250
+    assert host_memory.container_room_bytes() == 250
 
-    _set_group(room.CGROUP / root, "150", 100, version=version)
+    _set_group(host_memory.CGROUP / root, "150", 100, version=version)
 
-    assert room.container_room_bytes() == 50
+    assert host_memory.container_room_bytes() == 50
 
 
 def test_limit_of_the_container_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "SMALLEST_SEGMENT_BYTES", 32 * MIB)
-    room.OWN_CGROUPS.write_text("0::/\n")
-    _set_group(room.CGROUP, str(5 * PAGE), 2 * PAGE)
+    host_memory.OWN_CGROUPS.write_text("0::/\n")
+    _set_group(host_memory.CGROUP, str(5 * PAGE), 2 * PAGE)
 
     with pytest.raises(HostMemoryError, match=r"8\.00 MiB more .* the container's memory limit leaves 6\.00 MiB"):
         Arena(CpuDevice()).take(4 * PAGE)
 
 
 def test_addresses_are_halved_until_the_system_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked = room.mmap.mmap, list[int]()
+    real, asked = host_memory.mmap.mmap, list[int]()
 
-    def stingy(fileno: int, length: int, **options: int) -> room.mmap.mmap:
+    def stingy(fileno: int, length: int, **options: int) -> host_memory.mmap.mmap:
         asked.append(length - PAGE)
         if length > 2**30:
             raise OSError("no")
         return real(fileno, length, **options)
 
-    monkeypatch.setattr(room.mmap, "mmap", stingy)
+    monkeypatch.setattr(host_memory.mmap, "mmap", stingy)
     host = Arena(CpuDevice())
     host.take(1)
 

@@ -15,7 +15,7 @@ import memkit
 from memkit.device import Device
 from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owner_of
-from memkit.transfer import room
+from memkit.transfer import host_memory
 from memkit.weights import forwards
 from memkit.weights.accumulation import _Sum
 from tests.weights.cases import Block, Stack, assert_same, inputs, only_lora, run_step
@@ -435,7 +435,7 @@ def test_limit_of_host_memory_is_met_before_anything_moved(device: Device) -> No
 
 def test_host_memory_ends_before_anything_moved(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(room, "available_bytes", lambda: 1024)
+        patch.setattr(host_memory, "available_bytes", lambda: 1024)
         model = only_lora(Stack(4)).to(device.torch_device)
         storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
         with pytest.raises(memkit.errors.HostMemoryError, match="available memory"):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import CudaDevice, Device, Stream
-from memkit.transfer import arena, room
+from memkit.transfer import arena, host_memory
 from tests.refusing import PinLimit
 from tests.weights.cases import (
     RUNS,
@@ -34,7 +34,7 @@ from tests.weights.cases import (
 
 pytestmark = pytest.mark.full
 
-PAGE = room.PAGE_BYTES
+PAGE = host_memory.PAGE_BYTES
 LIMITS = {"staged": 4 * PAGE, "pageable": 0}
 """How many bytes the system pins: four buffers of a page, fewer than six layers; or nothing."""
 WARNS = pytest.mark.filterwarnings("ignore:LayerOffload. the system did not pin")
@@ -210,7 +210,7 @@ def test_memory_that_is_short_is_an_error_before_anything_moved(device: Device) 
 
 @pytest.mark.usefixtures("limit")
 def test_memory_of_the_machine_that_is_short_is_an_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "available_bytes", lambda: PAGE - 1)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: PAGE - 1)
 
     with pytest.raises(memkit.errors.HostMemoryError, match="available memory"):
         memkit.LayerOffload(only_lora(Stack()).to(device.torch_device), offload_ratio=1.0, device=device)
