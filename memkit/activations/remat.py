@@ -54,8 +54,8 @@ class Rematerialize(ForwardContext):
             difference. Slow: to find out why a gradient is off.
         device: where to drop tensors, such as "cuda:1"; by default the first device that saves any.
         pure_ops: ops that may be run again, beside those of PyTorch and torchvision: the op (`torch.ops.mylib.myop`, or what
-            `torch.library.custom_op` returns), its name (`"mylib::myop"`), or `"mylib::*"` for all of a library. Who names an op
-            says that it only computes: it has no effect, reads nothing but its arguments, and draws from no random number
+            `torch.library.custom_op` returns), its name (`"mylib::myop"`), or `"mylib::*"` for all of a library. To name an op
+            is to say that it only computes: it has no effect, reads nothing but its arguments, and draws from no random number
             generator but the default one of its first tensor's device. What any other op makes is kept.
 
     Raises:
