@@ -26,6 +26,13 @@ class ForwardContext(Exclusive):
     @abstractmethod
     def __enter__(self) -> ForwardContext: ...
 
+    def end_block(self, *, has_failed: bool) -> None:
+        try:
+            if self._entry is not None:
+                self._entry.end(has_failed=has_failed)
+        finally:
+            self._entry = None
+
     def again(self: _Context) -> _Context:
         """Return a context that does the same, and was not entered yet. Cheap: it is called before each forward."""
         made = type(self).__new__(type(self))

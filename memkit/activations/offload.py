@@ -421,13 +421,6 @@ class CPUOffload(ForwardContext):
                 state.counts = self._entry.counts
             self._entry.begin()
 
-    def end_block(self, *, has_failed: bool) -> None:
-        try:
-            if self._entry is not None:
-                self._entry.end(has_failed=has_failed)
-        finally:
-            self._entry = None
-
     @property
     def plan(self) -> Plan | None:
         """What is kept and what leaves, by the saves of the last forward under the tag; None before one."""

@@ -155,13 +155,6 @@ class Rematerialize(ForwardContext):
                 state.counts = self._entry.counts
             self._entry.begin()
 
-    def end_block(self, *, has_failed: bool) -> None:
-        try:
-            if self._entry is not None:
-                self._entry.end(has_failed=has_failed)
-        finally:
-            self._entry = None
-
     @property
     def plan(self) -> RematPlan | None:
         """The plan that was given, or else the one that was followed last under the tag; None before one: the first step
