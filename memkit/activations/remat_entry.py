@@ -234,7 +234,7 @@ class Entry:
                 raise
             self._warn_of_budget(str(error))
             planner = trace.planner(options.score)
-            plan = planner.plan(budget_bytes, planner.smallest())
+            plan = planner.plan(budget_bytes, planner.least_found())
         state.plan = plan
         return plan
 
@@ -329,9 +329,7 @@ class Entry:
             if self._small_bytes is not None:
                 self._small_bytes[value] = num_bytes
             return self._keep_noted(run, value, tensor)
-        if tensor._version and tensor._version > recording.num_writes(
-            value
-        ):  # somebody else has written to it, as another thread
+        if tensor._version and tensor._version > recording.num_writes(value):  # written to elsewhere, as by another thread
             value = recording.add_root(tensor, storage, is_inside=True)
             root = recording.roots[value]
         if self._state.is_broken:

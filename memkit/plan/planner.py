@@ -128,6 +128,11 @@ class RematPlanner:
             self._found.append(self._smallest)
         return self._smallest
 
+    def least_found(self) -> Outcome:
+        """Return the step that takes the fewest bytes of all that were looked at, for whatever budget."""
+        self.smallest()
+        return self._least()
+
     def _search_smallest(self) -> Outcome:
         step_down = _STEP_DOWN**2 if self._is_large else _STEP_DOWN
         limit_bytes = self._saved_bytes * step_down
