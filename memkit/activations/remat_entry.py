@@ -351,7 +351,7 @@ class Entry:
                 if root is not None:
                     self.counts.note_kept(recording.why_kept.get(value), num_bytes)
                 self._raise_limit(run)
-            drops = self._drops(run, value, num_bytes)
+            drops = value not in run.others and self._drops(run, value, num_bytes)  # one that was offered is offered again
             if self._outer is not None and not (drops and run.secure(value)):
                 run.offered_bytes += num_bytes
                 return self._keep_noted(run, value, tensor)

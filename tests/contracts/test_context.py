@@ -126,6 +126,35 @@ def test_what_a_node_saved_comes_back_as_it_lay(context: Context) -> None:
     assert context.num_acts > 0
 
 
+class SavesViews(torch.autograd.Function):
+    """Saves a tensor and two views of it, and looks in the backward whether they still share a storage."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x.t(), x[2:5])
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        saved = ctx.saved_tensors
+        assert len({tensor.untyped_storage().data_ptr() for tensor in saved}) == 1
+        assert saved[2].data_ptr() == saved[0][2].data_ptr()
+        return grad * saved[0].cos()
+
+
+def test_views_share_a_storage_in_the_backward_too(context: Context) -> None:
+    """Else each view would take up as much as the whole."""
+    for _ in range(3):
+        x, w = inputs_on(context.torch_device)
+        with context():
+            for _ in range(3):
+                x = SavesViews.apply(functional.linear(x, w).exp().clamp(max=4))
+            loss = x.sum()
+        loss.backward()
+
+    assert context.num_acts > 0
+
+
 def test_saved_tensors_read_outside_a_backward(context: Context) -> None:
     for _ in range(3):
         x, w = inputs_on(context.torch_device)
