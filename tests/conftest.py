@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import memkit
-from memkit.activations import offload, remat_state, window
+from memkit.activations import cpu_offload, remat_state, window
 from memkit.profile import registry
 
 # the same examples each time, and none is too slow; `--hypothesis-profile search` looks for others
@@ -68,7 +68,7 @@ def _fresh_state() -> Iterator[None]:
     yield
     for tag in list(registry._reports):
         registry.forget_report(tag)
-    for tag in {*offload._states, *remat_state.states}:
+    for tag in {*cpu_offload._states, *remat_state.states}:
         memkit.reset(tag)
     window._retired.clear()
     assert torch.is_grad_enabled()

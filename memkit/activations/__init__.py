@@ -1,9 +1,10 @@
 """Act on saved tensors: move them to the host and back, or drop them and make them again."""
 
-from memkit.activations import offload, remat_state
+from memkit.activations import cpu_offload, remat_state
 from memkit.activations.attach import Attachment, attach
-from memkit.activations.offload import CPUOffload, no_offload
-from memkit.activations.remat import Rematerialize, keep, recompute
+from memkit.activations.cpu_offload import CPUOffload, no_offload
+from memkit.activations.marks import keep, offload, recompute
+from memkit.activations.rematerialize import Rematerialize
 from memkit.activations.stats import SavedTensorStats, stats
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "attach",
     "keep",
     "no_offload",
+    "offload",
     "recompute",
     "reset",
     "stats",
@@ -22,5 +24,5 @@ __all__ = [
 
 def reset(tag: str) -> None:
     """Forget what is kept under a tag: plans, counts, and the host memory once no graph needs it. Unknown tags are fine."""
-    offload.forget(tag)
+    cpu_offload.forget(tag)
     remat_state.forget(tag)

@@ -5,12 +5,31 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from memkit.hooks import KeptHandle
 from memkit.interrupts import Exclusive
+from memkit.plan import Action
+
+
+@runtime_checkable
+class Mover(Protocol):
+    """What is there while a context is entered that moves saved tensors to host memory."""
+
+    def take(self, tensor: Tensor, action: Action | None) -> KeptHandle:
+        """Return the handle of a tensor that a context inside does not drop.
+
+        Args:
+            tensor: the real one, with grad mode off.
+            action: what to do with it; by default the context decides.
+        """
+
+    def mark(self, tensor: Tensor, action: Action) -> None:
+        """Do this with what is in a tensor now."""
+
 
 _Context = TypeVar("_Context", bound="ForwardContext")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from memkit.device.base import Event
 from memkit.transfer.lanes import Transfer
@@ -34,10 +35,10 @@ class EventPairs:
 
 
 @dataclass(slots=True, eq=False)
-class IterationCounts:
-    """What one iteration has moved so far."""
+class Counts:
+    """What one iteration has done so far: what was moved, and what was dropped and made again."""
 
-    ratio: float
+    ratio: float = 0.0
     window_bytes: int = 0
     seen_bytes: int = 0
     unique_bytes: int = 0
@@ -53,27 +54,6 @@ class IterationCounts:
     busy_out: EventPairs = field(default_factory=EventPairs)
     busy_in: EventPairs = field(default_factory=EventPairs)
 
-    def note_out(self, transfer: Transfer) -> None:
-        self.moved_out_bytes += transfer.num_bytes
-        self.num_copies_out += 1
-        self.busy_out.add(transfer.started, transfer.done)
-
-    def note_in(self, transfer: Transfer) -> None:
-        self.moved_in_bytes += transfer.num_bytes
-        self.num_copies_in += 1
-        self.busy_in.add(transfer.started, transfer.done)
-
-    def note_stall_out(self, wait: tuple[Event, Event]) -> None:
-        self.stall_out.add(*wait)
-
-    def note_stall_in(self, wait: tuple[Event, Event]) -> None:
-        self.stall_in.add(*wait)
-
-
-@dataclass(slots=True, eq=False)
-class RematCounts:
-    """What one iteration has done so far."""
-
     budget: int | float = 1.0
     """As it was asked for."""
     budget_bytes: float = math.inf
@@ -81,7 +61,7 @@ class RematCounts:
     num_ops: int = 0
     num_saved: int = 0
     saved_bytes: int = 0
-    kept_bytes: dict[str, int] = field(default_factory=dict)
+    opless_bytes: dict[str, int] = field(default_factory=dict)
     """Of saved values that no op makes again: bytes by reason, where a user may wonder."""
     num_dropped: int = 0
     dropped_bytes: int = 0
@@ -95,12 +75,37 @@ class RematCounts:
     replayed_s: float = 0.0
     replayed: EventPairs = field(default_factory=EventPairs)
 
-    def note_kept(self, why: str | None, num_bytes: int) -> None:
+    def note_out(self, transfer: Transfer) -> None:
+        self.moved_out_bytes += transfer.num_bytes
+        self.num_copies_out += 1
+        self.busy_out.add(transfer.started, transfer.done)
+
+    def note_in(self, transfer: Transfer) -> None:
+        self.moved_in_bytes += transfer.num_bytes
+        self.num_copies_in += 1
+        self.busy_in.add(transfer.started, transfer.done)
+
+    def note_opless(self, why: str | None, num_bytes: int) -> None:
         """Note that a saved value stays since no op makes it again."""
         if why is not None:
-            self.kept_bytes[why] = self.kept_bytes.get(why, 0) + num_bytes
+            self.opless_bytes[why] = self.opless_bytes.get(why, 0) + num_bytes
 
     @property
     def exceeds_budget(self) -> bool:
         """Whether the score alone has not kept to the budget, beside what one op makes."""
         return not self.follows_plan and self.peak_bytes > self.budget_bytes + self.largest_bytes
+
+    def figures_of_copies(self) -> dict[str, Any]:
+        """Return what was moved, by the fields of `SavedTensorStats`."""
+        return {
+            "moved_out_bytes": self.moved_out_bytes,
+            "moved_in_bytes": self.moved_in_bytes,
+            "served_bytes": self.served_bytes,
+            "wasted_bytes": self.wasted_bytes,
+            "num_copies_out": self.num_copies_out,
+            "num_copies_in": self.num_copies_in,
+            "stall_out_s": self.stall_out.total_s(),
+            "stall_in_s": self.stall_in.total_s(),
+            "d2h_bytes_per_s": self.busy_out.rate(self.moved_out_bytes),
+            "h2d_bytes_per_s": self.busy_in.rate(self.moved_in_bytes),
+        }

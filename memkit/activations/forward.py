@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memkit.activations.counts import IterationCounts
+from memkit.activations.counts import Counts
 from memkit.activations.eligibility import counted_by
 from memkit.activations.forecast import Forecast
-from memkit.activations.ledger import Record
+from memkit.activations.records import Record
 from memkit.plan import Action, Plan, limit_of, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.storages import storage_key
@@ -119,7 +119,7 @@ class Traces:
 class Pass:
     """One forward: what it saved, what its trace says about each save, and how far its backward has come."""
 
-    def __init__(self, traces: Traces, *, ratio: float, window_bytes: int | None, counts: IterationCounts) -> None:
+    def __init__(self, traces: Traces, *, ratio: float, window_bytes: int | None, counts: Counts) -> None:
         self.counts = counts
         self.ratio = ratio
         self.is_forward = True
@@ -165,19 +165,25 @@ class Pass:
         record = found[1]()
         return record if record is not None and record.original() is storage and record.num_handles > 0 else None
 
-    def decide(self, key: SaveKey) -> Action | None:
-        """Return what to do with the next first save; None to leave it alone, because to move it would free nothing."""
+    def decide(self, key: SaveKey, asked: Action | None = None) -> Action | None:
+        """Return what to do with the next first save; None to leave it alone, because to move it would free nothing.
+
+        Args:
+            asked: what somebody else has said on it.
+        """
         if self.is_broken:
             return None
         index, place = len(self._keys), self._follow(key)
         self._keys.append(key)
         self._records.append(None)
-        if place is _STRANGER or (self._trace is not None and place in self._trace.held):
+        if asked is None and (place is _STRANGER or (self._trace is not None and place in self._trace.held)):
             self._held.add(index)
             return None
         self._seen_bytes += key.num_bytes
         self._largest_bytes = max(self._largest_bytes, key.num_bytes)
-        if self._plan is not None and place is not None:
+        if asked is not None:
+            action = asked
+        elif self._plan is not None and place is not None:
             action = self._plan.actions[place]
             if self._has_changed_trace:  # more or less has left than this plan would have let: end with its share
                 action = Action.OFFLOAD if self._moved_bytes < self._plan.offload_bytes else Action.KEEP

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memkit.activations.counts import RematCounts
+from memkit.activations.context import Mover
+from memkit.activations.counts import Counts
 from memkit.activations.dispatch import is_traced
 from memkit.activations.eligibility import is_range_of_bytes
-from memkit.activations.ledger import Residency
-from memkit.activations.ops import OpKinds
+from memkit.activations.forward import Pass
+from memkit.activations.ops import OpKinds, op_kinds
 from memkit.activations.recorded import cost_key
 from memkit.activations.recorder import Recorder
 from memkit.activations.recording import Recording
-from memkit.activations.remat_state import RematState, RunUnpacker
+from memkit.activations.records import Handle, Record
+from memkit.activations.remat_state import RematState, open_state
 from memkit.activations.replay import Run
 from memkit.activations.small import all_too_small
 from memkit.activations.traces import Follower, OpTrace, OpTraces, SaveKey
@@ -38,9 +40,10 @@ from memkit.hooks import (
     leave_mode,
     node_number,
     nothing,
+    stacked_owners,
 )
 from memkit.interrupts import Block
-from memkit.plan import NO_OP, DTRScore, RematPlan, Step, ends_of, tell_kept
+from memkit.plan import NO_OP, Action, DTRScore, RematPlan, Step, ends_of, tell_kept
 from memkit.sizes import format_bytes
 
 _NUM_WATCHED = 4
@@ -65,10 +68,12 @@ class RematOptions:
     device: Device | None
     kinds: OpKinds
     """What is known of ops, the user's word included."""
+    yields: bool = False
+    """Whether it gives way to any other context that is entered inside of it."""
 
 
 class OfferedHandle(KeptHandle):
-    """A saved tensor that stays as far as this context goes, and that the hooks outside of it were given."""
+    """A saved tensor that this context does not drop, and that the hooks outside of it were given."""
 
     __slots__ = ("_hooks", "_packed", "_size")
 
@@ -108,15 +113,18 @@ class Entry:
         self._state = state
         self._lock = state.lock
         self._options = options
+        self.yields = options.yields
         self._min_bytes = max(1, options.min_bytes)
         self._device = options.device or state.device
         self._torch_device = None if self._device is None else self._device.torch_device
         self._outer = innermost_hooks()
+        self._mover = self._outer.owner if self._outer is not None and isinstance(self._outer.owner, Mover) else None
+        """The context outside, if that moves saved tensors."""
         self._may_be_compiled = dynamo_is_loaded()
         self._ceilings: Ceilings | None = None
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.budget != 1.0 else None
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
-        self.counts = RematCounts()
+        self.counts = Counts()
         self._plan: RematPlan | None = None
         state.know(options.kinds)
         self._run = self._open_run(raises=options.strict)
@@ -174,7 +182,7 @@ class Entry:
             is_timed=state.num_iterations == 1 if trace is None else not state.traces.are_measured(),
             is_verified=options.verify,
         )
-        return Run(recording, state.ledger(device), options.score, self._limit_bytes(), self.counts)
+        return Run(recording, state.window(device), options.score, self._limit_bytes(), self.counts, state.begin_backward)
 
     def _budget_bytes(self) -> float:
         """Return the budget, as far as it is known: a share is one of what is saved in all."""
@@ -186,7 +194,7 @@ class Entry:
             return budget * trace.step.saved_bytes
         return math.inf if budget == 1 else budget * self.counts.saved_bytes
 
-    def _judge(self, counts: RematCounts, *, raises: bool) -> None:
+    def _judge(self, counts: Counts, *, raises: bool) -> None:
         """Tell if the score alone has not kept to the budget in the last iteration. What is planned by now is not judged."""
         is_to_be_judged, counts.is_to_be_judged = counts.is_to_be_judged, False
         if not (is_to_be_judged and counts.exceeds_budget and counts.budget == self._options.budget):
@@ -194,7 +202,7 @@ class Entry:
         message = (
             f"a budget of {format_bytes(math.ceil(counts.budget_bytes))} was exceeded: the last step took "
             f"{format_bytes(counts.peak_bytes)}, and no op of it makes more than {format_bytes(counts.largest_bytes)}"
-            f"{tell_kept(counts.kept_bytes)}"
+            f"{tell_kept(counts.opless_bytes)}"
         )
         if raises:
             raise BudgetInfeasible(message, counts.peak_bytes)
@@ -207,7 +215,7 @@ class Entry:
         self.counts.budget = self._options.budget
         self.counts.budget_bytes = self._budget_bytes()
         self.counts.follows_plan = self._plan is not None
-        self._to_drop = frozenset[int]() if self._plan is None else self._plan.dropped
+        self._planned = {} if self._plan is None else self._plan.actions
         return self.counts.budget_bytes if self._plan is None else self._plan.limit_bytes
 
     def _plan_of(self, trace: OpTrace | None, *, raises: bool) -> RematPlan | None:
@@ -244,6 +252,8 @@ class Entry:
         if not run.is_forward:
             return
         run.is_forward = False
+        if run.forward is not None:
+            run.window.end_forward(run.forward, learn=learn)
         recording = run.recording
         counts = self.counts
         counts.num_ops += len(recording.funcs)
@@ -328,7 +338,7 @@ class Entry:
         if num_bytes < self._min_bytes:
             if self._small_bytes is not None:
                 self._small_bytes[value] = num_bytes
-            return self._keep_noted(run, value, tensor)
+            return self._offer(run, value, tensor, None)
         if tensor._version and tensor._version > recording.num_writes(value):  # written to elsewhere, as by another thread
             value = recording.add_root(tensor, storage, is_inside=True)
             root = recording.roots[value]
@@ -339,7 +349,7 @@ class Entry:
         node = node_number()
         self._note_save(run, value, num_bytes, node)
         if root is not None and root.alias is not None:
-            return self._keep_noted(run, value, tensor)  # it is held, and counted, whatever becomes of the handle
+            return self._offer(run, value, tensor, Action.KEEP)  # it is held, and counted, whatever becomes of the handle
         record = run.record_of(value)
         if record is not None and record.version != tensor._version:
             run.note_offer(value, tensor)
@@ -349,40 +359,69 @@ class Entry:
                 self.counts.saved_bytes += num_bytes
                 self.counts.num_saved += 1
                 if root is not None:
-                    self.counts.note_kept(recording.why_kept.get(value), num_bytes)
+                    self.counts.note_opless(recording.why_kept.get(value), num_bytes)
                 self._raise_limit(run)
-            drops = value not in run.others and self._drops(run, value, num_bytes)  # one that was offered is offered again
-            if self._outer is not None and not (drops and run.secure(value)):
+            action = self._action(run, value, num_bytes)
+            drops = action is Action.RECOMPUTE and value not in run.others  # one that was offered is offered again
+            if action is Action.OFFLOAD or (self._outer is not None and not (drops and run.secure(value))):
                 run.offered_bytes += num_bytes
-                return self._keep_noted(run, value, tensor)
-            record = run.ledger.open_record(storage, tensor._version, owner=None, index=value)
+                return self._offer(run, value, tensor, action if action is Action.OFFLOAD else run.marks.get(value))
+            window = run.window
+            record = window.ledger.open_record(storage, tensor._version, maker=run, value=value)
             run.note_record(value, record)
-            handle = run.ledger.add_handle(record, tensor, RunUnpacker(self._state, run, node))
-            if value not in run.fixed and root is None:
+            handle = window.ledger.add_handle(record, tensor, window, node)
+            if run.marks.get(value) is not Action.KEEP and root is None:
                 run.admit(value)
                 if drops:
                     run.drop(value)
         else:
-            handle = run.ledger.add_handle(record, tensor, RunUnpacker(self._state, run, node))
+            handle = run.ledger.add_handle(record, tensor, run.window, node)
         if run.live_bytes > run.limit_bytes:
             run.make_room(0)
         run.note_peak()
         return handle
 
     def _keep(self, tensor: Tensor) -> KeptHandle:
+        if self._mover is not None:
+            return self._mover.take(tensor, None)
         return KeptHandle(tensor) if self._outer is None else OfferedHandle(tensor, self._outer)
 
-    def _keep_noted(self, run: Run, value: int, tensor: Tensor) -> KeptHandle:
-        handle = self._keep(tensor)
-        if self._outer is None or run.note_offer(value, tensor):
+    def _offer(self, run: Run, value: int, tensor: Tensor, action: Action | None) -> KeptHandle:
+        """Return the handle of a value that is not dropped: it may leave for host memory.
+
+        Args:
+            action: what is asked for; None leaves that to the context outside.
+        """
+        if self._mover is not None:
+            handle = self._mover.take(tensor, None if action is Action.RECOMPUTE else action)
+        elif action is Action.OFFLOAD:
+            handle = self._move(run, tensor)
+        else:
+            handle = KeptHandle(tensor) if self._outer is None else OfferedHandle(tensor, self._outer)
+        if type(handle) is KeptHandle or run.note_offer(value, tensor):
             run.others[value] = weakref.ref(handle)
         return handle
+
+    def _move(self, run: Run, tensor: Tensor) -> KeptHandle:
+        """Return the handle of a tensor that leaves."""
+        window = run.window
+        if isinstance(window.device, CpuDevice):
+            self._state.warn_once("offload", "there is no other memory to move saved tensors to: they stay.")
+            return KeptHandle(tensor)
+        return window.pack(self._forward_of(run), tensor, _get_storage(tensor), action=Action.OFFLOAD) or KeptHandle(tensor)
+
+    def _forward_of(self, run: Run) -> Pass:
+        """Return what leaves in a forward."""
+        if run.forward is None:
+            run.forward = Pass(run.window.traces, ratio=1.0, window_bytes=None, counts=self.counts)
+            run.window.open_pass(run.forward)
+        return run.forward
 
     def _note_save(self, run: Run, value: int, num_bytes: int, node: int) -> None:
         run.note_save(value, node)
         had_plan = self._plan is not None
-        word = value in run.fixed if value in run.fixed or value in run.wished else None
-        if self._follower.note(run.recording.funcs, SaveKey(len(run.recording.funcs), value, num_bytes, word)):
+        key = SaveKey(len(run.recording.funcs), value, num_bytes, run.marks.get(value))
+        if self._follower.note(run.recording.funcs, key):
             trace = self._follower.trace
             run.recording.known_s = () if trace is None else trace.step.lineage.seconds
             self._plan = self._plan_of(trace, raises=False)
@@ -396,13 +435,14 @@ class Entry:
         if self._plan is None:
             run.limit_bytes = self._limit_bytes()
 
-    def _drops(self, run: Run, value: int, num_bytes: int) -> bool:
-        """Tell whether a value is dropped as soon as it is saved."""
-        if value in run.fixed or value in run.wished:
-            return value in run.wished
-        if self._plan is not None:
-            return value in self._to_drop
-        return self._outer is not None and run.live_bytes + run.offered_bytes + num_bytes > run.limit_bytes
+    def _action(self, run: Run, value: int, num_bytes: int) -> Action | None:
+        """Return what is done with a value as soon as it is saved; None where nobody has said anything: it stays as far as this
+        context goes, until room is short."""
+        action = run.marks.get(value)
+        if action is not None or self._plan is not None:
+            return action or self._planned.get(value)
+        exceeds = self._outer is not None and run.live_bytes + run.offered_bytes + num_bytes > run.limit_bytes
+        return Action.RECOMPUTE if exceeds else None
 
     def _turn(self) -> Run:
         """A backward has begun since the last save: what comes now is another forward."""
@@ -421,7 +461,7 @@ class Entry:
             device = self._device = self._state.device = open_device(torch_device)
             self._torch_device = device.torch_device
             self._run.recording.device = device
-            self._run.ledger = self._state.ledger(device)
+            self._run.window = self._state.window(device)
         return device.torch_device == torch_device
 
     def _estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
@@ -441,36 +481,80 @@ class Entry:
 
     # The user's word
 
-    def mark(self, tensor: Tensor, *, keep: bool) -> None:
-        """What is in a tensor now is to be kept, or made again."""
+    def mark(self, tensor: Tensor, action: Action) -> None:
+        """Do this with what is in a tensor now."""
         run = self._run
         with torch._C._DisableTorchDispatch(), self._state.lock:
             try:
                 storage = tensor.untyped_storage()
-            except RuntimeError:  # it is no range of bytes, and is never dropped
+            except RuntimeError:  # it is no range of bytes, and always stays
                 return
-            value = run.recording.find(storage)
-            if value is None or value in run.recording.roots:
-                why_kept = None if keep or value is None else run.recording.why_kept.get(value)
-                if why_kept is not None:
+            recording = run.recording
+            value = recording.find(storage)
+            if value is None or value in recording.roots:
+                why_kept = None if value is None else recording.why_kept.get(value)
+                if self._mover is not None and action is not Action.RECOMPUTE:
+                    self._mover.mark(tensor, action)
+                elif action is Action.RECOMPUTE and why_kept is not None:
                     self._state.warn_once(
                         f"recompute {why_kept}",
                         f"memkit.recompute was given what cannot be made again: {why_kept}. It stays.",
                     )
                 return
-            run.recording.sync()
-            wanted, other = (run.fixed, run.wished) if keep else (run.wished, run.fixed)
-            wanted.add(value)
-            other.discard(value)
-            record = run.record_of(value)
-            if record is None:
-                return
-            if keep:
-                run.evictable.pop(value, None)
-                if record.residency is Residency.DROPPED:
-                    run.ledger.restore(record, storage)
-            elif record.residency is Residency.DEVICE:
-                run.drop(value)
+            recording.sync()
+            run.marks[value] = action
+            record, handle = run.record_of(value), run.other(value)
+            if record is not None:
+                self._change(run, record, tensor, storage, action)
+            elif isinstance(handle, Handle) and (action is not Action.RECOMPUTE or run.secure(value)):
+                if action is Action.RECOMPUTE:
+                    handle.record.maker, handle.record.value = run, value
+                    run.note_record(value, handle.record)
+                handle.unpacker.change(handle.record, storage, action)
+
+    def _change(self, run: Run, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action) -> None:
+        """Do something else with a value that is saved already, and that is in a storage of the user's."""
+        if action is Action.RECOMPUTE:
+            run.drop(record.value)
+            return
+        run.evictable.pop(record.value, None)
+        if action is Action.OFFLOAD and not isinstance(run.window.device, CpuDevice):
+            run.window.adopt(self._forward_of(run), record, tensor, storage)
+        run.window.change(record, storage, action)
+
+
+def open_entry(tag: str, options: RematOptions, block: Block) -> Entry:
+    """Return what is there while a context is entered, which has not begun yet."""
+    state = open_state(tag)
+    with state.lock:
+        entry = Entry(state, options, block)
+        state.num_iterations += 1
+        state.counts = entry.counts
+        return entry
+
+
+def open_recorder(tag: str, *, min_bytes: int, device: Device | None, block: Block) -> Entry:
+    """Return an entry that drops only what the user asks for."""
+    options = RematOptions(
+        budget=1.0,
+        policy="plan",
+        plan=None,
+        score=DTRScore(),
+        min_bytes=min_bytes,
+        strict=False,
+        verify=False,
+        device=device,
+        kinds=op_kinds(),
+        yields=True,
+    )
+    return open_entry(tag, options, block)
+
+
+def end_yielding() -> None:
+    """End the entries around that give way to another context."""
+    for owner in stacked_owners():
+        if isinstance(owner, Entry) and owner.yields:
+            owner.end(has_failed=False)
 
 
 def _unpack(packed: KeptHandle | PassedOn) -> Tensor:
@@ -489,7 +573,7 @@ def _trace_of(run: Run, saves: list[SaveKey], *, is_first: bool) -> OpTrace:
     recording.sync()
     lineage = recording.lineage
     made = [value for value in values if lineage.maker[value] != NO_OP]
-    words = {key.value: key.keep for key in saves}  # of those that were given before the save: they tell one trace from another
+    marks = {key.value: key.mark for key in saves}  # of those that were given before the save: they tell one trace from another
     return OpTrace(
         funcs=recording.funcs,
         saves=saves,
@@ -503,8 +587,9 @@ def _trace_of(run: Run, saves: list[SaveKey], *, is_first: bool) -> OpTrace:
             saves=tuple(run.saves),
             uses=tuple(reversed(run.saves)),
             use_ends=ends_of(run.save_nodes[::-1]),
-            fixed=frozenset(values) - frozenset(made) | {value for value, keep in words.items() if keep},
-            dropped=frozenset(value for value, keep in words.items() if keep is False),
+            fixed=frozenset(values) - frozenset(made) | {value for value, mark in marks.items() if mark is Action.KEEP},
+            dropped=frozenset(value for value, mark in marks.items() if mark is Action.RECOMPUTE),
+            moved=frozenset(value for value, mark in marks.items() if mark is Action.OFFLOAD),
             retained_bytes=recording.retained_bytes(),
             why_kept=recording.why_kept,
         ),

@@ -7,18 +7,16 @@ import threading
 import weakref
 from dataclasses import replace
 
-from torch import Tensor
-
-from memkit.activations.counts import RematCounts
-from memkit.activations.ledger import Handle, Ledger, Residency
+from memkit.activations.counts import Counts
 from memkit.activations.ops import OpKinds, op_kinds
 from memkit.activations.recorded import CostKey
 from memkit.activations.recording import Recording
 from memkit.activations.replay import Run
 from memkit.activations.traces import OpTrace, OpTraces
+from memkit.activations.window import OffloadWindow
 from memkit.device import Device
 from memkit.errors import warn_user
-from memkit.hooks import after_backward, backward_task
+from memkit.hooks import after_backward
 from memkit.interrupts import mended
 from memkit.plan import RematPlan, ends_of
 
@@ -35,14 +33,14 @@ class RematState:
         self.is_broken = False
         self.num_iterations = 0
         self.num_deviations = 0
-        self.counts = RematCounts()
+        self.counts = Counts()
         self.traces = OpTraces()
         self._kinds = op_kinds()
         self.plan: RematPlan | None = None
         """The one that was followed last."""
         self.device: Device | None = None
         """Where tensors are dropped."""
-        self._ledgers: dict[Device, Ledger] = {}
+        self._windows: dict[Device, OffloadWindow] = {}
         self.costs_s: dict[CostKey, float] = {}
         """What ops take, by their names and sizes, as it was measured."""
         self.guessed_s: dict[CostKey, float] = {}
@@ -52,24 +50,24 @@ class RematState:
         self.looks_for_large = True
         """Whether all that was saved so far was smaller than `min_bytes`, and nobody was told."""
 
-    def ledger(self, device: Device) -> Ledger:
-        if device not in self._ledgers:
-            self._ledgers[device] = Ledger(device)
-        return self._ledgers[device]
+    def window(self, device: Device) -> OffloadWindow:
+        if device not in self._windows:
+            self._windows[device] = OffloadWindow(device, self.tag, self.lock)
+        return self._windows[device]
 
-    def ledgers(self) -> list[Ledger]:
-        return list(self._ledgers.values())
+    def windows(self) -> list[OffloadWindow]:
+        return list(self._windows.values())
 
     def mend(self) -> None:
         """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
-        for ledger in self.ledgers():
-            ledger.mend()
+        for window in self.windows():
+            window.mend()
         self.is_broken = False
 
     @mended
     def sweep(self) -> None:
-        for ledger in self.ledgers():
-            ledger.sweep()
+        for window in self.windows():
+            window.settle()
 
     def warn_once(self, what: str, message: str) -> None:
         if what not in self._warned:
@@ -107,46 +105,8 @@ class RematState:
 
     # The backward
 
-    @mended
-    def unpack(self, run: Run, handle: Handle, node: int) -> Tensor:
-        """Return what a node has saved, for work on the current stream; make it again if it was dropped."""
-        record = handle.record
-        ledger, value, task = record.ledger, record.index, backward_task()
-        ledger.sweep()
-        if task != -1 and run.task != task:
-            self._begin_backward(run, task)
-        if task != -1:
-            run.note_use(value, node)
-        if handle.geometry is None:
-            run.evictable.pop(value, None)
-            ledger.serve(handle)
-            return handle.alias
-        original = record.original()
-        if original is not None:
-            ledger.serve(handle)
-            return handle.over_original(original)
-        ledger.fetched_copy(record)  # gives up one that was written to
-        if record.residency is Residency.DROPPED:
-            if task == -1:
-                run.compare_settings()
-            self._make(run, handle)
-        if record.num_awaiting <= 1:
-            run.evictable.pop(value, None)
-        return ledger.hand_out(handle)
-
-    def _make(self, run: Run, handle: Handle) -> None:
-        run.ledger.expect(handle.record)
-        counts, device = run.counts, run.ledger.device
-        start = device.record_event()
-        ops_before, seconds_before = run.num_replayed_ops, run.replayed_s
-        run.make(handle.record.index)
-        counts.num_replays += 1
-        counts.num_replayed_ops += run.num_replayed_ops - ops_before
-        counts.replayed_s += run.replayed_s - seconds_before
-        counts.replayed.add(start, device.record_event())
-        counts.peak_bytes = max(counts.peak_bytes, run.peak_bytes)
-
-    def _begin_backward(self, run: Run, task: int) -> None:
+    def begin_backward(self, run: Run, task: int) -> None:
+        """A backward asks for what a forward has saved, for the first time or again."""
         is_first = run.task == -1
         trace = run.trace
         run.begin_backward(task, trace.step.uses if isinstance(trace, OpTrace) and trace.has_order else None)
@@ -163,20 +123,6 @@ class RematState:
         if is_first and isinstance(trace, OpTrace) and not trace.has_order and next(run.records(), None) is None:
             trace.learn(replace(trace.step, uses=tuple(run.uses), use_ends=ends_of(run.use_nodes)))
             trace.has_order = True
-
-
-class RunUnpacker:
-    """Brings back what one node of a run's graph has saved. Handles hold it, so that the run goes with the last of them."""
-
-    __slots__ = ("_node", "_run", "_state")
-
-    def __init__(self, state: RematState, run: Run, node: int) -> None:
-        self._state = state
-        self._run = run
-        self._node = node
-
-    def unpack(self, handle: Handle) -> Tensor:
-        return self._state.unpack(self._run, handle, self._node)
 
 
 states: dict[str, RematState] = {}

@@ -8,7 +8,7 @@ the forward, and leave no trace in it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -16,16 +16,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memkit.activations.counts import RematCounts
+from memkit.activations.counts import Counts
 from memkit.activations.eligibility import counted_by
-from memkit.activations.ledger import Ledger, Record, Residency
+from memkit.activations.forward import Pass
+from memkit.activations.ledger import Ledger
 from memkit.activations.recorded import Call, tensor_of, tensors_in
 from memkit.activations.recording import Recording
+from memkit.activations.records import Handle, Record, Residency
 from memkit.activations.settings import current_settings, with_settings
+from memkit.activations.window import OffloadWindow
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
-from memkit.hooks import KeptHandle
-from memkit.plan import NO_OP, DTRScore, Residents
+from memkit.hooks import KeptHandle, backward_task
+from memkit.plan import NO_OP, Action, DTRScore, Residents
 from memkit.sizes import format_mib
 from memkit.storages import byte_view, storage_key
 
@@ -38,19 +41,29 @@ class Run(Residents):
 
     Args:
         recording: what made them.
-        ledger: where their records are.
+        window: where their records are.
         score: who goes when room is short.
         limit_bytes: what they and the replays may take on the device.
         counts: what is done is counted there.
+        begin: told when a backward begins to ask: which run, and autograd's number of the backward.
     """
 
-    def __init__(self, recording: Recording, ledger: Ledger, score: DTRScore, limit_bytes: float, counts: RematCounts) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        window: OffloadWindow,
+        score: DTRScore,
+        limit_bytes: float,
+        counts: Counts,
+        begin: Callable[[Run, int], None],
+    ) -> None:
         super().__init__(recording.lineage, score, limit_bytes)
         self.recording = recording
         self.counts = counts
         self.trace: object = None
         """What is known of forwards like this one."""
-        self.ledger = ledger
+        self.window = window
+        self._begin = begin
         self.is_forward = True
         self.saves: list[int] = []
         """The value of each save that counts."""
@@ -59,17 +72,17 @@ class Run(Residents):
         self.save_nodes: list[int] = []
         self.use_nodes: list[int] = []
         """The numbers of the nodes that save, and that ask."""
-        self.fixed = set[int]()
-        """Saved values that stay."""
-        self.wished = set[int]()
-        """Saved values that the user asked to be made again."""
+        self.forward: Pass | None = None
+        """What leaves for host memory, in their order; None as long as nothing does."""
+        self.marks = dict[int, Action]()
+        """What the user has asked to do with values."""
         self.offered_bytes = 0
-        """Bytes of what stays, and was given to a context outside, which may move it."""
+        """Bytes of what may leave for host memory, since this context does not drop it."""
         self.task = -1
         """Autograd's number of the backward that asks now; -1 before the first."""
         self._records: dict[int, weakref.ref[Record]] = {}
         self.others: dict[int, weakref.ref[KeptHandle]] = {}
-        """What else is saved: small values, and those that another context was given."""
+        """What else is saved: small values, and those that may leave for host memory."""
         self._offered: dict[tuple[int, int, int], int] = {}
         """Which value another context was given: by the storage's key, the tensor that counts writes to it, and its count."""
         self._secured: dict[int, bool] = {}
@@ -83,6 +96,11 @@ class Run(Residents):
         self._now = 0
         self._has_other_settings = False
 
+    @property
+    def ledger(self) -> Ledger:
+        """The records."""
+        return self.window.ledger
+
     # Forward
 
     def note_save(self, value: int, node: int) -> None:
@@ -93,9 +111,9 @@ class Run(Residents):
         self.save_nodes.append(node)
 
     def note_offer(self, value: int, tensor: Tensor) -> bool:
-        """Note that another context is given a tensor; tell whether it then has all bytes of the value that is in the storage.
+        """Note that a tensor may leave for host memory; tell whether all bytes of the value in its storage do so with it.
 
-        It may have taken them before, when this tensor was as it is and other parts of the storage were not: see `counted_by`.
+        They may have left before, when this tensor was as it is and other parts of the storage were not: see `counted_by`.
         """
         key = storage_key(tensor.untyped_storage()), id(counted_by(tensor)), tensor._version
         return self._offered.setdefault(key, value) == value
@@ -140,8 +158,20 @@ class Run(Residents):
         """Tell replays whether they must change what is set for the process: looked at once for each backward."""
         self._has_other_settings = current_settings() != self.recording.settings
 
-    def note_use(self, value: int, node: int) -> None:
-        """The backward asks for a value, for a node of the graph."""
+    def note_request(self, record: Record, node: int) -> None:
+        """A node of the graph asks for a record."""
+        task = backward_task()
+        if task == -1:
+            return
+        if self.task != task:
+            self._begin(self, task)
+        self._note_use(record.value, node)
+
+    def note_last_use(self, record: Record) -> None:
+        """The backward is about to be given a record that it will not ask for again, as far as is known."""
+        self.evictable.pop(record.value, None)
+
+    def _note_use(self, value: int, node: int) -> None:
         self.clock += 1
         self.uses.append(value)
         self.use_nodes.append(node)
@@ -157,11 +187,12 @@ class Run(Residents):
 
     @property
     def live_bytes(self) -> int:
-        return self.ledger.live_bytes + self.recording.held_bytes
+        ledger = self.window.ledger
+        return ledger.live_bytes - ledger.moving_bytes + self.recording.held_bytes
 
     def is_available(self, value: int) -> bool:
         record = self.record_of(value)
-        if record is not None and self._storage_of_record(record) is not None:
+        if record is not None and (self._has_copy(record) or self._storage_of_record(record) is not None):
             return True
         if record is not None and record.residency is Residency.DROPPED:
             return False
@@ -170,7 +201,7 @@ class Run(Residents):
         anchor = self.recording.anchors.get(value)
         if anchor is not None and anchor.is_unchanged():
             return True
-        return self._other(value) is not None
+        return self.other(value) is not None
 
     def is_wanted(self, value: int) -> bool:
         record = self.record_of(value)
@@ -184,18 +215,23 @@ class Run(Residents):
                 return place - self._now + 1
         return len(self.saves) + 1
 
+    def _has_copy(self, record: Record) -> bool:
+        """Tell whether a record's bytes are in host memory, or on their way."""
+        return record.span is not None and record.value not in self.recording.overwritten
+
     def _storage_of_record(self, record: Record) -> torch.UntypedStorage | None:
         """Return a storage that has the bytes of a record, None if none has."""
         if record.residency is Residency.BACK:
             return self.ledger.fetched_copy(record)
-        if record.residency is Residency.DROPPED or record.index in self.recording.overwritten:
+        if record.residency is Residency.DROPPED or record.value in self.recording.overwritten:
             return None  # if the original lives on, that may end while a replay makes room
         for handle in record.live_handles():
             if handle.is_unchanged():
                 return handle.alias.untyped_storage() if handle.geometry is None else record.original()
         return None
 
-    def _other(self, value: int) -> KeptHandle | None:
+    def other(self, value: int) -> KeptHandle | None:
+        """Return the handle of a value that was saved and is no record of this context's, if a graph may still ask for it."""
         reference = None if value in self.recording.overwritten else self.others.get(value)
         handle = None if reference is None else reference()
         return handle if handle is not None and handle.is_unchanged() else None
@@ -206,6 +242,8 @@ class Run(Residents):
         if storage is not None:
             return storage
         record = self.record_of(value)
+        if record is not None and self._has_copy(record):
+            return self.window.lend(next(iter(record.live_handles())))
         storage = None if record is None else self._storage_of_record(record)
         if storage is not None:
             self.ledger.device.note_read(storage)
@@ -216,9 +254,9 @@ class Run(Residents):
         anchor = self.recording.anchors.get(value)
         if anchor is not None:
             return anchor.alias.untyped_storage()
-        handle = handle or self._other(value)
+        handle = handle or self.other(value)
         assert handle is not None
-        return handle.unpack().untyped_storage()
+        return handle.unpacker.lend(handle) if isinstance(handle, Handle) else handle.unpack().untyped_storage()
 
     def secure(self, value: int) -> bool:
         """Hold all roots that a value is made from; tell whether it can be made again."""
@@ -246,7 +284,7 @@ class Run(Residents):
         """Hold a value that cannot be made again, if it is there."""
         if value in self.recording.pinned:
             return True
-        handle = self._other(value)
+        handle = self.other(value)
         record = None if value in self.recording.overwritten else self.record_of(value)
         if handle is None and record is not None:
             held = next((held for held in record.live_handles() if held.geometry is None and held.is_unchanged()), None)
@@ -258,7 +296,7 @@ class Run(Residents):
 
     def _drop(self, value: int) -> bool:
         record = self.record_of(value)
-        if record is None or record.residency not in (Residency.DEVICE, Residency.BACK) or not self.secure(value):
+        if record is None or record.residency is Residency.DROPPED or not self.secure(value):
             return False
         self.ledger.drop(record)
         if value not in self._dropped:
@@ -286,17 +324,23 @@ class Run(Residents):
 
     # Running ops
 
-    def make(self, value: int) -> None:
-        """Make a value again, for work on the current stream.
+    def make(self, record: Record) -> None:
+        """DROPPED -> BACK: make a value again, for work on the current stream.
 
         Raises:
             RuntimeError: what it is made from was written to.
             torch.OutOfMemoryError: there is no room, also after all was dropped that can be.
             ReplayMismatchError: with verification, an op has made something else than in the forward.
         """
+        if backward_task() == -1:
+            self.compare_settings()
         self.recording.sync()
         self.recording.see_versions()
-        device = self.ledger.device
+        ledger, counts = self.ledger, self.counts
+        ledger.expect(record)
+        device = ledger.device
+        start = device.record_event()
+        ops_before, seconds_before = self.num_replayed_ops, self.replayed_s
         here = device.current_stream()
         others = [stream for stream in self._streams if stream != here]
         self._streams[here] = None
@@ -315,12 +359,17 @@ class Run(Residents):
                 settings,
                 torch.profiler.record_function("memkit::replay"),
             ):
-                self.rebuild(value)
+                self.rebuild(record.value)
         finally:
             self._temps.clear()
             self.temp_bytes = 0
             for stream in others:  # they may use the bytes again that the replay has read
                 device.wait_event(stream, device.record_event(here, timed=False))
+        counts.num_replays += 1
+        counts.num_replayed_ops += self.num_replayed_ops - ops_before
+        counts.replayed_s += self.replayed_s - seconds_before
+        counts.replayed.add(start, device.record_event())
+        counts.peak_bytes = max(counts.peak_bytes, self.peak_bytes)
 
     def _run(self, op: int, in_place: Collection[int]) -> None:
         call = self.recording.calls[op]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from memkit.plan import DTRScore, RematPlan, RematPlanner, Step
+from memkit.plan import Action, DTRScore, RematPlan, RematPlanner, Step
 
 _MAX_TRACES = 16
 
@@ -18,8 +18,8 @@ class SaveKey(NamedTuple):
     """How many ops were seen before."""
     value: int
     num_bytes: int
-    keep: bool | None = None
-    """The user's word on it until then: whether it stays, or is made again."""
+    mark: Action | None = None
+    """What the user has asked to do with it, if that was said by then."""
 
 
 @dataclass(eq=False, slots=True)

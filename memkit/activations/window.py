@@ -7,18 +7,18 @@ the backward, whatever falls free is filled with what is needed next.
 
 from __future__ import annotations
 
-import threading
 import weakref
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from memkit.activations.copies import CopyLedger
 from memkit.activations.forward import Pass, SaveKey, Traces, trace_of
-from memkit.activations.ledger import Handle, Record, Residency
+from memkit.activations.ledger import Ledger
+from memkit.activations.records import Handle, Record, Residency
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_on, warn_user
-from memkit.hooks import KeptHandle, after_backward, backward_task, node_number
+from memkit.hooks import after_backward, backward_task, node_number
 from memkit.interrupts import mended
 from memkit.plan import Action
 from memkit.profile import MemoryReport
@@ -35,15 +35,15 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {}
 class OffloadWindow:
     """The saved tensors of one tag on one device: what every pack and unpack does. May be used from several threads."""
 
-    def __init__(self, device: Device, tag: str) -> None:
+    def __init__(self, device: Device, tag: str, lock: AbstractContextManager[object]) -> None:
         self.device = device
         self.arena = Arena(device)
         self.traces = Traces()
-        self._tag = tag
-        self.lock = threading.RLock()
+        self.tag = tag
+        self.lock = lock
         self._lanes = lanes_of(device)
-        self._lanes.join(self)
-        self._ledger = CopyLedger(device, self._lanes, self.arena)
+        self.ledger = Ledger(device, self._lanes, self.arena)
+        """The records, for whoever reads figures from them."""
         self._passes: list[weakref.ref[Pass]] = []
         self._counter = device.memory_counter()
         self._most_passes = 1
@@ -59,13 +59,8 @@ class OffloadWindow:
         """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
         for run in self._live_passes():
             run.break_off()
-        self._ledger.mend()
+        self.ledger.mend()
         self._is_asking = self.is_broken = False
-
-    @property
-    def ledger(self) -> CopyLedger:
-        """The records, for whoever reads figures from them."""
-        return self._ledger
 
     @property
     def limit_bytes(self) -> int:
@@ -84,8 +79,9 @@ class OffloadWindow:
     @mended
     def open_pass(self, run: Pass) -> None:
         """Begin a forward: free what is done with, and pin ahead what its plan will need."""
-        self._ledger.sweep()
-        self._ledger.release_dead(wait=False)
+        self.ledger.sweep()
+        self.ledger.release_dead(wait=False)
+        self._lanes.join(self)
         self._passes.append(weakref.ref(run))
         self._most_passes = max(self._most_passes, len(self._live_passes()))
         self._size_arena(run)
@@ -107,32 +103,67 @@ class OffloadWindow:
     # Saving
 
     @mended
-    def pack(self, run: Pass, tensor: Tensor, storage: torch.UntypedStorage) -> KeptHandle:
-        """Return the handle of a tensor that may leave."""
-        self._ledger.sweep()
-        self._send_written(run, but_for=node_number())
+    def pack(self, run: Pass, tensor: Tensor, storage: torch.UntypedStorage, *, action: Action | None = None) -> Handle | None:
+        """Return the handle of a tensor that may leave; None if it is to be left alone, as to move it would free nothing.
+
+        Args:
+            action: what the user, or the context inside, has said; by default the forward decides.
+        """
+        self.ledger.sweep()
+        node = node_number()
+        self._send_written(run, but_for=node)
         record = run.find(storage, tensor)
         if record is None:
-            action = run.decide(_key_of(tensor, storage))
-            if action is None:
-                return KeptHandle(tensor)
-            record = self._ledger.open_record(storage, tensor._version, owner=run, index=run.num_saves - 1, counts=run.counts)
+            decided = run.decide(_key_of(tensor, storage), action)
+            if decided is None:
+                return None
+            record = self.ledger.open_record(storage, tensor._version, owner=run, index=run.num_saves - 1, counts=run.counts)
             record.tick = self._lanes.tick()
             run.note_record(record, storage, tensor)
             run.counts.unique_bytes += record.num_bytes
-            handle = self._ledger.add_handle(record, tensor, self)
-            if action is Action.KEEP:
+            handle = self.ledger.add_handle(record, tensor, self, node)
+            if decided is Action.KEEP:
                 run.counts.kept_bytes += record.num_bytes
             elif tensor.requires_grad:
                 self._leave(run, record, storage)
             else:
-                run.unwritten.append((record, node_number()))
+                run.unwritten.append((record, node))
             self._make_room()
         elif self.device.current_stream() != record.stream:
-            return KeptHandle(tensor)  # the work to come reads it there, and nothing tells when: it stays until the backward
+            return None  # the work to come reads it there, and nothing tells when: it stays until the backward
         else:
-            handle = self._ledger.add_handle(record, tensor, self)
+            handle = self.ledger.add_handle(record, tensor, self, node)
         return handle
+
+    @mended
+    def change(self, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
+        """Do something else with a record, whose bytes are also in a storage of the user's."""
+        ledger, run = self.ledger, record.owner
+        ledger.sweep()
+        if action is Action.RECOMPUTE:
+            ledger.drop(record)
+            return
+        if record.residency is Residency.DROPPED or (action is Action.KEEP and record.residency is Residency.HOST):
+            ledger.restore(record, storage)
+        if run is None:
+            return
+        run.unwritten = [waiting for waiting in run.unwritten if waiting[0] is not record]
+        if action is Action.KEEP:
+            run.refused_bytes += record.num_bytes
+            if record.residency is Residency.LEAVING:
+                ledger.stay(record)
+        elif record.left is None:
+            self._leave(run, record, storage)
+            self._make_room()
+
+    @mended
+    def adopt(self, run: Pass, record: Record, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        """A record that could only be dropped is one of a forward's from now on, and may leave."""
+        if record.owner is None:
+            run.decide(_key_of(tensor, storage), Action.OFFLOAD)
+            self.ledger.adopt(record, owner=run, index=run.num_saves - 1, counts=run.counts)
+            record.tick = self._lanes.tick()
+            run.note_record(record, storage, tensor)
 
     def pass_over(self, run: Pass, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         """Take note of a tensor that is known to be the caller's."""
@@ -157,18 +188,18 @@ class OffloadWindow:
 
     def _leave(self, run: Pass, record: Record, storage: torch.UntypedStorage) -> None:
         try:
-            self._ledger.leave(record, storage)
+            self.ledger.leave(record, storage)
         except HostMemoryError as error:
             run.refused_bytes += record.num_bytes
             run.counts.kept_bytes += record.num_bytes
             if not self._has_warned:
                 self._has_warned = True
-                warn_user(f'CPUOffload (tag "{self._tag}") leaves {format_mib(record.num_bytes)} on the device: {error}')
+                warn_user(f'CPUOffload (tag "{self.tag}") leaves {format_mib(record.num_bytes)} on the device: {error}')
 
     def _make_room(self) -> None:
-        limit_bytes = self.limit_bytes
-        while self._ledger.live_bytes > limit_bytes and self._ledger.backlog:
-            self._ledger.release_oldest()
+        ledger, limit_bytes = self.ledger, self.limit_bytes
+        while ledger.moving_bytes > limit_bytes and ledger.backlog:
+            ledger.release_oldest()
 
     @mended
     def end_forward(self, run: Pass, *, learn: bool) -> None:
@@ -177,7 +208,7 @@ class OffloadWindow:
         self._make_room()
         if run.is_forward and run.finish_forward(learn=learn):
             warn_user(
-                f'the report under the tag "{self._tag}" is of another model, or of other shapes: what was saved does not '
+                f'the report under the tag "{self.tag}" is of another model, or of other shapes: what was saved does not '
                 "follow it. This pass is taken as the new measure. Profile again, or use another tag."
             )
 
@@ -186,18 +217,58 @@ class OffloadWindow:
     @mended
     def unpack(self, handle: Handle) -> Tensor:
         """Return a saved tensor, for work on the current stream; fetch what is needed after it."""
-        self._ledger.sweep()
-        record = handle.record
-        run = record.owner
-        assert isinstance(run, Pass)
-        if self._follow_backward(run):
-            self._note_use(run, record)
-        in_place = self._in_place(handle)
-        if in_place is None:
-            self._fetch_now(record)
-        if run.task != -1:
+        ledger, record = self.ledger, handle.record
+        ledger.sweep()
+        run, maker = record.owner, record.maker
+        if maker is not None:
+            maker.note_request(record, handle.node)
+        if run is not None:
+            self._note_request(run, record)
+        tensor = self._in_place(handle)
+        if tensor is not None:
+            ledger.serve(handle)
+        else:
+            self._bring(record)
+        if run is not None and run.task != -1:
             self._fetch_ahead(run)
-        return self._ledger.hand_out(handle) if in_place is None else in_place
+        if maker is not None and (handle.geometry is None or (tensor is None and record.num_awaiting <= 1)):
+            maker.note_last_use(record)
+        return ledger.hand_out(handle) if tensor is None else tensor
+
+    @mended
+    def lend(self, handle: Handle) -> torch.UntypedStorage:
+        """Return a storage with the bytes that a handle stands for, to be read by work on the current stream. The handle waits
+        for its tensor as before, and what was fetched for this stays until then."""
+        ledger, record = self.ledger, handle.record
+        ledger.sweep()
+        if record.owner is not None:
+            self._note_request(record.owner, record)
+        tensor = self._in_place(handle)
+        if tensor is not None:
+            return tensor.untyped_storage()
+        self._bring(record)
+        if record.residency is Residency.COMING:
+            ledger.land(record)
+        storage = ledger.fetched_copy(record)
+        assert storage is not None
+        self.device.note_read(storage)
+        return storage
+
+    def _note_request(self, run: Pass, record: Record) -> None:
+        if self._follow_backward(run) and not run.is_used(record):
+            self._note_use(run, record)
+
+    def _bring(self, record: Record) -> None:
+        """Have the bytes of a record on the device, or on their way there, for work on the current stream."""
+        ledger = self.ledger
+        if record.residency is Residency.LEAVING:
+            ledger.release(record)  # it was made again before it left
+        ledger.fetched_copy(record)  # gives up one that was written to
+        if record.span is not None:
+            self._fetch_now(record)
+        elif record.residency is Residency.DROPPED:
+            assert record.maker is not None
+            record.maker.make(record)
 
     def _follow_backward(self, run: Pass) -> bool:
         """Notice that a backward has begun, for the first time or again; tell whether one is running at all."""
@@ -221,9 +292,7 @@ class OffloadWindow:
                 run.note_held(record)
 
     def _note_use(self, run: Pass, record: Record) -> None:
-        if run.is_used(record):
-            return
-        run.note_use(record, 0 if self._counter is None else self._counter.allocated_bytes() - self._ledger.live_bytes)
+        run.note_use(record, 0 if self._counter is None else self._counter.allocated_bytes() - self.ledger.moving_bytes)
         if record.left is not None and (record.residency is Residency.LEAVING or record.original() is not None):
             run.counts.served_bytes += record.num_bytes
         self._take_back(run, until=run.place_of(record) - _PASSED_OVER)
@@ -237,7 +306,7 @@ class OffloadWindow:
 
     def _fetch_now(self, record: Record) -> None:
         """Make a fetched copy of the record available to the current stream, whatever room there is."""
-        ledger = self._ledger
+        ledger = self.ledger
         if record.residency in (Residency.COMING, Residency.BACK):
             if ledger.fetched_copy(record) is not None and record.fetched_on == self.device.current_stream():
                 return
@@ -252,7 +321,7 @@ class OffloadWindow:
             except torch.OutOfMemoryError as error:
                 note_on(
                     error,
-                    f'memkit: no room on the device for {format_mib(record.num_bytes)} that CPUOffload (tag "{self._tag}") '
+                    f'memkit: no room on the device for {format_mib(record.num_bytes)} that CPUOffload (tag "{self.tag}") '
                     "had moved to the host, also after all that was fetched ahead was dropped. Use a higher offload_ratio.",
                 )
                 raise
@@ -261,14 +330,14 @@ class OffloadWindow:
         """Give up all that was fetched ahead, to make room for what cannot wait."""
         for run in self._live_passes():
             self._take_back(run, until=None)
-        self._ledger.release_dead(wait=True)
-        self._ledger.settle_all()
+        self.ledger.release_dead(wait=True)
+        self.ledger.settle_all()
 
     def _take_back(self, run: Pass, *, until: int | None) -> None:
         """Drop what was fetched for places before `until` (None: any) and not asked for."""
-        for record in list(self._ledger.coming):
+        for record in list(self.ledger.coming):
             if record.owner is run and (until is None or run.place_of(record) < until):
-                self._ledger.take_back(record)
+                self.ledger.take_back(record)
 
     def _fetch_ahead(self, run: Pass) -> None:
         """Fetch what the backward needs next, while there is room for it all the way to its use."""
@@ -307,12 +376,12 @@ class OffloadWindow:
     def _make_room_for(self, run: Pass, record: Record) -> bool:
         """Tell whether a record may be fetched ahead of its use, if need be once what is dead is gone."""
         if not self._has_room(run, record):
-            self._ledger.release_dead(wait=True)
+            self.ledger.release_dead(wait=True)
         return self._has_room(run, record)
 
     def _try_to_fetch(self, record: Record) -> bool:
         try:
-            self._ledger.fetch(record)
+            self.ledger.fetch(record)
         except torch.OutOfMemoryError:
             return False  # it may be needed less soon than what took the room
         return True
@@ -323,7 +392,7 @@ class OffloadWindow:
         Where the levels of the backward are known, it may if that does not raise the step's peak, and then a window more may be
         on the device than in the forward.
         """
-        live_bytes, limit_bytes = self._ledger.live_bytes + record.num_bytes, self.limit_bytes
+        live_bytes, limit_bytes = self.ledger.moving_bytes + record.num_bytes, self.limit_bytes
         forecast = run.forecast if self._counter is not None and len(self._live_passes()) == 1 else None
         if forecast is None:
             return live_bytes <= limit_bytes
@@ -334,18 +403,18 @@ class OffloadWindow:
     @mended
     def _end_backward(self, run: Pass, task: int) -> None:
         """A backward has ended well."""
-        self._ledger.sweep()
+        self.ledger.sweep()
         if run.task == task:
             self._take_back(run, until=None)
             run.end_backward()
-            self._ledger.release_dead(wait=True)  # what was served: its copy was made in the forward, and is long done
+            self.ledger.release_dead(wait=True)  # what was served: its copy was made in the forward, and is long done
         self.settle()
 
     @mended
     def settle(self) -> None:
         """Take up what has died, and free what waited for copies that are done."""
-        self._ledger.sweep()
-        self._ledger.release_dead(wait=False)
+        self.ledger.sweep()
+        self.ledger.release_dead(wait=False)
         if self in _retired and self.arena.in_use_bytes == 0:
             self.arena.close()
             if self.arena.held_bytes == 0:
@@ -355,9 +424,9 @@ class OffloadWindow:
     def retire(self) -> None:
         """Give the host memory back, at once or when the last graph and the last copy that need it are gone."""
         _retired.add(self)
-        self._ledger.sweep()
-        self._ledger.release_dead(wait=True)
-        self._ledger.settle_all()
+        self.ledger.sweep()
+        self.ledger.release_dead(wait=True)
+        self.ledger.settle_all()
         self.settle()
 
 

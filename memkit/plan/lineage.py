@@ -129,6 +129,8 @@ class Step:
     """Saved values that stay, whatever the plan: no op makes them, or the user asked for it."""
     dropped: frozenset[int] = field(default_factory=frozenset)
     """Saved values that the user asked to be made again."""
+    moved: frozenset[int] = field(default_factory=frozenset)
+    """Saved values that leave for host memory, whatever the plan, and come back to what reads them."""
     retained_bytes: dict[int, int] = field(default_factory=dict)
     """Roots that are gone unless they are held on purpose, and what that takes: made here by what cannot run again, or
     written over. All other roots are somebody else's and cost nothing."""

@@ -57,6 +57,11 @@ class RematPlan:
         return frozenset(planned.value for planned in self.values if planned.action is Action.RECOMPUTE)
 
     @property
+    def actions(self) -> dict[int, Action]:
+        """What is done with each value."""
+        return {planned.value: planned.action for planned in self.values}
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes of the values that stay."""
         return sum(planned.num_bytes for planned in self.values if planned.action is Action.KEEP)
@@ -70,11 +75,9 @@ class RematPlan:
         """Return the plan with another action for one of its values. What it predicts is not computed anew.
 
         Raises:
-            ValueError: the action is neither KEEP nor RECOMPUTE, or nothing can make the value again.
+            ValueError: nothing can make the value again.
             IndexError: there is no such value.
         """
-        if action not in (Action.KEEP, Action.RECOMPUTE):
-            raise ValueError(f"a plan of Rematerialize knows KEEP and RECOMPUTE; found {action}")
         planned = self.values[index]
         if action is Action.RECOMPUTE and not planned.op:
             raise ValueError(f"value {index} cannot be made again: {planned.reason}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import memkit
 from memkit import schedules
-from memkit.activations.offload import _states
+from memkit.activations.cpu_offload import _states
 from memkit.device import CudaDevice, Device, ReferenceDevice
 from memkit.hooks import innermost_pack
 from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips

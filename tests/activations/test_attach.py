@@ -297,5 +297,5 @@ def test_step_inside_an_except_block_counts_as_any_other(device: Device) -> None
     except ValueError:
         model(x * 1).sum().backward()
 
-    (window,) = memkit.activations.offload._states["except"].windows()
+    (window,) = memkit.activations.cpu_offload._states["except"].windows()
     assert len(window.traces) == 1

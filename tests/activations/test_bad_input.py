@@ -167,8 +167,8 @@ def test_new_window_or_min_bytes_is_a_new_question_to_auto(
 
     model = nn.Linear(4, 4)
     report = memkit.profile_memory(model, torch.randn(2, 4), backward=True, tag="asked", print_table=False)
-    monkeypatch.setattr(memkit.activations.offload, "auto_ratio", answer)
-    monkeypatch.setattr(memkit.activations.offload, "measure_link", lambda _: None)
+    monkeypatch.setattr(memkit.activations.cpu_offload, "auto_ratio", answer)
+    monkeypatch.setattr(memkit.activations.cpu_offload, "measure_link", lambda _: None)
     for window_bytes in (64, 64, 128):
         with offloading("auto", "asked", profile=report, window_bytes=window_bytes):
             model(torch.randn(2, 4))

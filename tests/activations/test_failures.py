@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.offload import _states
+from memkit.activations.cpu_offload import _states
 from memkit.device import Device, ReferenceDevice
 from memkit.hooks import innermost_pack
 from memkit.transfer.arena import PAGE_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import memkit
-from memkit.activations.offload import _states
+from memkit.activations.cpu_offload import _states
 from memkit.device import Device
 from tests.activations.cases import inputs_on, mlp
 from tests.activations.conftest import Offload

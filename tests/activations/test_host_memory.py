@@ -20,7 +20,7 @@ def test_what_was_served_from_the_device_leaves_no_host_memory_in_use(device: De
 
     for _ in range(3):
         step(x, units, lambda: offloading(0.5, "served", window_bytes=4 * UNIT_BYTES))
-        used_bytes = memkit.activations.offload._states["served"].windows()[0].arena.in_use_bytes
+        used_bytes = memkit.activations.cpu_offload._states["served"].windows()[0].arena.in_use_bytes
         assert used_bytes == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 import memkit
-from memkit.activations.offload import _states
+from memkit.activations.cpu_offload import _states
 from memkit.device import Device, ReferenceDevice
 from tests.activations.chains import UNIT_BYTES, leaf_on, step
 from tests.activations.conftest import Offload

@@ -83,7 +83,7 @@ def test_reset_gives_host_memory_back_once_the_copies_are_done() -> None:
     x = torch.randn(64, 64).requires_grad_()
     with memkit.CPUOffload(1.0, "back", window_bytes=2**20, min_bytes=0, device=device):
         y = (x * 2).exp().exp()
-    arena = memkit.activations.offload._states["back"].windows()[0].arena
+    arena = memkit.activations.cpu_offload._states["back"].windows()[0].arena
 
     del y
     memkit.reset("back")

@@ -12,8 +12,8 @@ import pytest
 from torch import Tensor
 
 import memkit
-from memkit.activations.ledger import Record, Residency
-from memkit.activations.offload import _states
+from memkit.activations.cpu_offload import _states
+from memkit.activations.records import Record, Residency
 from memkit.device import Device, ReferenceDevice
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step, three_backwards, units_that_stay

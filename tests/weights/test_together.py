@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memkit
-from memkit.activations.copies import CopyLedger
-from memkit.activations.ledger import Record
+from memkit.activations.ledger import Ledger
+from memkit.activations.records import Record
 from memkit.device import Device, ReferenceDevice
 from memkit.owners import owner_of
 from memkit.weights.chunks import LayerChunk
@@ -343,13 +343,13 @@ def test_module_inside_of_a_layer_is_called_by_itself(device: Device) -> None:
 def test_what_is_needed_sooner_goes_first(run: str, slots: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and activations come back on one lane: none is put there past another that the backward needs before it."""
     ticks: list[tuple[int, bool]] = []
-    fetch_layer, fetch_record = Streamer._fetch, CopyLedger.fetch
+    fetch_layer, fetch_record = Streamer._fetch, Ledger.fetch
 
     def note_layer(self: Streamer, chunk: LayerChunk, slot: Slot) -> None:
         ticks.append((chunk.tick, True))
         fetch_layer(self, chunk, slot)
 
-    def note_record(self: CopyLedger, record: Record) -> None:
+    def note_record(self: Ledger, record: Record) -> None:
         fetch_record(self, record)
         ticks.append((record.tick, False))
 
@@ -360,7 +360,7 @@ def test_what_is_needed_sooner_goes_first(run: str, slots: int, device: Device, 
                 loss = model(inputs(device)[0]).square().mean()
             if step == 2:
                 monkeypatch.setattr(Streamer, "_fetch", note_layer)
-                monkeypatch.setattr(CopyLedger, "fetch", note_record)
+                monkeypatch.setattr(Ledger, "fetch", note_record)
             loss.backward()
     memkit.reset("order")
 

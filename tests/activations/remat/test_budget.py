@@ -13,7 +13,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
-from memkit.activations import remat_entry, remat_state
+from memkit.activations import remat_entry
+from memkit.activations.records import Handle
+from memkit.activations.window import OffloadWindow
 from memkit.device import CpuDevice, Device
 from tests.activations.cases import assert_same_bits, gradients, inputs_on
 from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
@@ -88,13 +90,13 @@ def test_plan_keeps_to_the_budget_with_nothing_over(device: Device, remat_on: Re
 def _counted(run: Callable[[Context], None], make: Context, tag: str) -> list[tuple[int, int]]:
     """Return the bytes that the ledger counts as live, and those that are, at each request of a backward."""
     found: list[tuple[int, int]] = []
-    unpack = remat_state.RematState.unpack
+    unpack = OffloadWindow.unpack
 
-    def watched(state: remat_state.RematState, run: object, handle: object, node: int) -> Tensor:
-        tensor = unpack(state, run, handle, node)
-        if state.tag == tag:
-            state.sweep()
-            (ledger,) = state.ledgers()
+    def watched(window: OffloadWindow, handle: Handle) -> Tensor:
+        tensor = unpack(window, handle)
+        if window.tag == tag:
+            window.settle()
+            ledger = window.ledger
             live = {}
             for record in records():
                 for storage in (record.original(), ledger.fetched_copy(record)):
@@ -114,7 +116,7 @@ def _counted(run: Callable[[Context], None], make: Context, tag: str) -> list[tu
         return runs[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remat_state.RematState, "unpack", watched)
+        patch.setattr(OffloadWindow, "unpack", watched)
         patch.setattr(remat_entry.Entry, "_open_run", opened)
         run(make)
     return found

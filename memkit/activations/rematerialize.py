@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from memkit.activations.context import ForwardContext
 from memkit.activations.ops import names_of_ops, op_kinds
 from memkit.activations.recording_cost import recording_cost_s
-from memkit.activations.remat_entry import Entry, RematOptions
-from memkit.activations.remat_state import RematState, find_state, open_state, states
+from memkit.activations.remat_entry import Entry, RematOptions, end_yielding, open_entry
+from memkit.activations.remat_state import RematState, find_state, states
 from memkit.activations.stats import SavedTensorStats, report_from, stats
 from memkit.device import CpuDevice, Device, is_capturing, open_device
 from memkit.hooks import end_left, in_checkpoint, refuse_in_profile, stacked_owners
@@ -142,17 +142,14 @@ class Rematerialize(ForwardContext):
                 f'Rematerialize (tag "{self.tag}") was entered inside a checkpointed function, which would undo the '
                 "checkpoint. Put the context around the checkpoint, or leave out the checkpoint"
             )
+        end_yielding()
         if any(isinstance(owner, Entry) for owner in stacked_owners()):
             raise ValueError(
                 f'Rematerialize (tag "{self.tag}") was entered inside another Rematerialize: one budget holds for all that is '
-                "saved. Use memkit.keep and memkit.recompute to treat parts of a model differently"
+                "saved. Use memkit.keep, memkit.offload and memkit.recompute to treat parts of a model differently"
             )
         if is_on:
-            state = open_state(self.tag)
-            with state.lock:
-                self._entry = Entry(state, self._options, block)
-                state.num_iterations += 1
-                state.counts = self._entry.counts
+            self._entry = open_entry(self.tag, self._options, block)
             self._entry.begin()
 
     @property
@@ -232,42 +229,6 @@ class _Within:
         self._entry.end(has_failed=kind is not None)
 
 
-def _current_entry() -> Entry | None:
-    return next((owner for owner in reversed(stacked_owners()) if isinstance(owner, Entry)), None)
-
-
-def _mark(tensor: Tensor, *, keep: bool) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        name = "keep" if keep else "recompute"
-        raise TypeError(f"memkit.{name} takes one tensor; found {type(tensor).__name__}")
-    entry = _current_entry()
-    if entry is not None:
-        entry.mark(tensor, keep=keep)
-    return tensor
-
-
-def keep(tensor: Tensor) -> Tensor:
-    """Return the tensor, and have the `Rematerialize` around keep it if it is saved. Without one around, nothing happens.
-
-    What is meant is all that is in the tensor's storage now; what is written there later is another value. The word counts for
-    this forward. What is no range of bytes, such as a sparse tensor, is never dropped anyway.
-
-    Raises:
-        TypeError: it is no tensor.
-    """
-    return _mark(tensor, keep=True)
-
-
-def recompute(tensor: Tensor) -> Tensor:
-    """Return the tensor, and have the `Rematerialize` around drop it when it is saved, whatever the budget. Without one around,
-    nothing happens. The word counts for this forward.
-
-    Raises:
-        TypeError: it is no tensor.
-    """
-    return _mark(tensor, keep=False)
-
-
 def _figures(tag: str) -> dict[str, Any] | None:
     """Return what `Rematerialize` knows under a tag, by the fields of `SavedTensorStats`."""
     state = find_state(tag)
@@ -275,7 +236,7 @@ def _figures(tag: str) -> dict[str, Any] | None:
         return None
     with state.lock:
         state.sweep()
-        counts, ledgers = state.counts, state.ledgers()
+        counts, ledgers = state.counts, [window.ledger for window in state.windows()]
         counter = None if state.device is None else state.device.memory_counter()
         return {
             "num_iterations": state.num_iterations,
@@ -298,6 +259,7 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "num_replayed_ops": counts.num_replayed_ops,
             "estimated_replay_s": counts.replayed_s,
             "measured_replay_s": counts.replayed.total_s(),
+            **(counts.figures_of_copies() if counts.num_copies_out else {}),
         }
 
 

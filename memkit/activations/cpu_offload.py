@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memkit.activations.context import ForwardContext
-from memkit.activations.counts import IterationCounts
-from memkit.activations.eligibility import is_from_leaf, is_range_of_bytes, leaves_with
+from memkit.activations.counts import Counts
+from memkit.activations.eligibility import counted_by, is_from_leaf, is_range_of_bytes, leaves_with
 from memkit.activations.forward import Pass
+from memkit.activations.remat_entry import Entry, end_yielding, open_recorder
 from memkit.activations.small import all_too_small
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint, report_from, stats
 from memkit.activations.window import OffloadWindow, settle_retired
@@ -35,7 +36,7 @@ from memkit.hooks import (
     refuse_in_profile,
 )
 from memkit.interrupts import Block
-from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
+from memkit.plan import Action, Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
 from memkit.profile.registry import forget_report
 from memkit.profile.tree import ModuleTree
@@ -85,13 +86,15 @@ class _TagState:
         self.lock = threading.RLock()
         self.num_iterations = 0
         self.ratios: deque[float] = deque(maxlen=_MAX_RATIOS)
-        self.counts = IterationCounts(0.0)
+        self.counts = Counts(0.0)
         self.report: MemoryReport | None = None
         self.auto: tuple[_AutoKey, float] | None = None
         self.has_warned_of_cpu = False
         self.has_warned_of_whole_model = False
         self.looks_for_large = True
         """Whether all that was saved so far was smaller than `min_bytes`, and nobody was told."""
+        self.is_recorded = False
+        """Whether forwards are recorded, since something of them was to be made again."""
         self._windows: dict[Device, OffloadWindow] = {}
 
     def window(self, device: Device, min_bytes: int) -> OffloadWindow:
@@ -99,7 +102,7 @@ class _TagState:
         with self.lock:
             window = self._windows.get(device)
             if window is None:
-                window = self._windows[device] = OffloadWindow(device, self.tag)
+                window = self._windows[device] = OffloadWindow(device, self.tag, self.lock)
             if self.report is not None and not len(window.traces):
                 window.seed_from(self.report, min_bytes)
             return window
@@ -147,12 +150,17 @@ class _Entry:
         self._state = state
         self._options = options
         self._resident = resident
-        self.counts = IterationCounts(ratio)
+        self._block = block
+        self._recorder: Entry | None = None
+        """Records the forward, where something is to be made again."""
+        self.counts = Counts(ratio)
         self._passes: dict[Device, tuple[OffloadWindow, Pass]] = {}
         self._devices: dict[torch.device, Device | None] = {}
         self._saw_cpu = False
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
         """Bytes of what could be moved but for its size, by storage, as long as nothing larger is known."""
+        self._marks: dict[tuple[int, int, int], tuple[weakref.ref[Tensor], Action]] = {}
+        """What the user has asked to do with what is in a tensor: see `_mark_key`."""
         self._may_be_compiled = dynamo_is_loaded()
         self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
         """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
@@ -173,9 +181,17 @@ class _Entry:
                 self._pass_on(window.device)
         assert self._hooks is not None
         self._hooks.__enter__()
+        if self._state.is_recorded:
+            options = self._options
+            self._recorder = open_recorder(
+                self._state.tag, min_bytes=options.min_bytes, device=options.device, block=self._block
+            )
+            self._recorder.begin()
 
     def end(self, *, has_failed: bool) -> None:
         """The context was left. After an interrupt in here this may be called again."""
+        if self._recorder is not None:
+            self._recorder.end(has_failed=has_failed)
         if self._hooks is not None:
             self._hooks.__exit__()
         self._hooks = None  # they hold `pack`, and so the entry
@@ -215,6 +231,33 @@ class _Entry:
             message = all_too_small(self._small_bytes.values(), self._options.min_bytes, done="moved")
             warn_user(f'CPUOffload (tag "{self._state.tag}"): {message}')
 
+    def take(self, tensor: Tensor, action: Action | None) -> KeptHandle:
+        """See `Mover`."""
+        if _paused.regions or isinstance(tensor, nn.Parameter):
+            return KeptHandle(tensor)
+        return self._pack(tensor, action)
+
+    def mark(self, tensor: Tensor, action: Action) -> None:
+        """See `Mover`. What is to be made again is so from the next forward on, which is recorded then."""
+        if action is Action.RECOMPUTE:
+            self._state.is_recorded = True
+            return
+        with torch._C._DisableTorchDispatch(), self._state.lock:
+            if not is_range_of_bytes(tensor):
+                return
+            storage = tensor.untyped_storage()
+            self._marks[_mark_key(tensor, storage)] = (weakref.ref(counted_by(tensor)), action)
+            device = self._device_of(tensor)
+            found = None if device is None else self._passes.get(device)
+            record = None if found is None else found[1].find(storage, tensor)
+            if found is not None and record is not None:
+                found[0].change(record, storage, action)
+
+    def _marked(self, tensor: Tensor, storage: torch.UntypedStorage) -> Action | None:
+        """Return what the user has asked to do with what is in a tensor."""
+        found = self._marks.get(_mark_key(tensor, storage))
+        return found[1] if found is not None and found[0]() is counted_by(tensor) else None
+
     def pack(self, tensor: Tensor) -> KeptHandle | _Flattened:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
         if backward_task() != -1 or _paused.regions:
@@ -230,7 +273,7 @@ class _Entry:
             return _Flattened(tensor, self.pack)
         return KeptHandle(tensor)
 
-    def _pack(self, tensor: Tensor) -> KeptHandle:
+    def _pack(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         if not is_range_of_bytes(tensor):
             return KeptHandle(tensor)
         device = self._device_of(tensor)
@@ -251,7 +294,10 @@ class _Entry:
         if self._may_be_compiled:
             self._saves_of_nodes[node_number()].append(storage.nbytes())
         window, run = self._pass_on(device)
-        return window.pack(run, tensor, storage)
+        if self._marks and action is None:
+            action = self._marked(tensor, storage)
+        handle = window.pack(run, tensor, storage, action=action)
+        return KeptHandle(tensor) if handle is None else handle
 
     def _note_small(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         is_small = 0 < storage.nbytes() < self._options.min_bytes
@@ -399,6 +445,7 @@ class CPUOffload(ForwardContext):
                 f'CPUOffload (tag "{self.tag}") was entered inside a checkpointed function, which would undo the '
                 "checkpoint. Put the context around the checkpoint: then what the checkpoint saves is offloaded"
             )
+        end_yielding()
         if is_in_last():
             raise ValueError(
                 f'CPUOffload (tag "{self.tag}") was entered inside a Rematerialize, which would see no saved tensor any more. '
@@ -498,6 +545,11 @@ def forget(tag: str) -> None:
     settle_retired()
 
 
+def _mark_key(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, int, int]:
+    """Return what tells what is in a tensor now from what is in others, or was in it before."""
+    return storage_key(storage), id(counted_by(tensor)), tensor._version
+
+
 class _NoOffload(ForwardContext):
     """What `no_offload` returns."""
 
@@ -540,16 +592,7 @@ def _figures(tag: str) -> dict[str, Any] | None:
         "seen_bytes": counts.seen_bytes,
         "unique_bytes": counts.unique_bytes,
         "kept_bytes": counts.kept_bytes,
-        "moved_out_bytes": counts.moved_out_bytes,
-        "moved_in_bytes": counts.moved_in_bytes,
-        "served_bytes": counts.served_bytes,
-        "wasted_bytes": counts.wasted_bytes,
-        "num_copies_out": counts.num_copies_out,
-        "num_copies_in": counts.num_copies_in,
-        "stall_out_s": counts.stall_out.total_s(),
-        "stall_in_s": counts.stall_in.total_s(),
-        "d2h_bytes_per_s": counts.busy_out.rate(counts.moved_out_bytes),
-        "h2d_bytes_per_s": counts.busy_in.rate(counts.moved_in_bytes),
+        **counts.figures_of_copies(),
         "host_in_use_bytes": sum(window.arena.in_use_bytes for window in windows),
         "host_peak_bytes": sum(window.arena.peak_in_use_bytes for window in windows),
         "host_held_bytes": sum(window.arena.held_bytes for window in windows),

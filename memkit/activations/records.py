@@ -1,0 +1,246 @@
+"""What is known of each saved storage: a `Record` stands for one version of it, however many tensors autograd saved of it; a
+`Handle` is what autograd holds for one save. `Ledger` moves records from one `Residency` to the next."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from memkit.activations.counts import Counts
+from memkit.device.base import Stream
+from memkit.hooks import KeptHandle, nothing
+from memkit.plan import Action
+from memkit.storages import tensor_over
+from memkit.transfer.arena import Span
+from memkit.transfer.lanes import Transfer
+
+if TYPE_CHECKING:
+    from memkit.activations.ledger import Ledger
+
+
+class Residency(Enum):
+    """Where the bytes of a record are."""
+
+    DEVICE = "device"
+    """On the device only, held by the handles."""
+    LEAVING = "leaving"
+    """On the device, held by the ledger; a copy to the host is under way or done."""
+    HOST = "host"
+    """In host memory; the ledger has let go of the device's storage, though somebody else may still hold it."""
+    COMING = "coming"
+    """In host memory; a copy to the device is under way or done, held by the ledger for the backward."""
+    BACK = "back"
+    """On the device in a later copy, fetched or made again: held by who was given it, and by the ledger for as long as other
+    handles of the record wait for theirs. What was fetched is in host memory as well."""
+    DROPPED = "dropped"
+    """Nowhere: what it was made from can make it again."""
+    GONE = "gone"
+    """Nowhere: the last handle has died."""
+
+
+ON_DEVICE = frozenset({Residency.DEVICE, Residency.LEAVING, Residency.COMING, Residency.BACK})
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the tensor with this geometry over a storage."""
+        return tensor_over(
+            storage,
+            self.dtype,
+            offset=self.offset,
+            size=self.size,
+            stride=self.stride,
+            is_conj=self.is_conj,
+            is_neg=self.is_neg,
+        )
+
+
+class Unpacker(Protocol):
+    """What brings the tensors of handles back."""
+
+    def unpack(self, handle: Handle) -> Tensor:
+        """Return the tensor, for work on the current stream."""
+
+    def lend(self, handle: Handle) -> torch.UntypedStorage:
+        """Return a storage with its bytes, to be read by work on the current stream, while the handle goes on waiting."""
+
+    def change(self, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
+        """Do something else with a record, whose bytes are also in a storage of the user's."""
+
+
+class Maker(Protocol):
+    """What can make records again that were dropped."""
+
+    def note_request(self, record: Record, node: int) -> None:
+        """A node of the graph asks for a record."""
+
+    def note_last_use(self, record: Record) -> None:
+        """The backward is about to be given a record that it will not ask for again, as far as is known."""
+
+    def make(self, record: Record) -> None:
+        """DROPPED -> BACK, for work on the current stream."""
+
+
+class Handle(KeptHandle):
+    """One save of a tensor whose storage has a record.
+
+    Once the record has left the device, the alias is an empty tensor that only shares the version counter.
+    """
+
+    __slots__ = ("geometry", "node", "record", "reference", "unpacker")
+
+    def __init__(self, tensor: Tensor, record: Record, unpacker: Unpacker, node: int) -> None:
+        super().__init__(tensor)
+        self.record = record
+        self.unpacker = unpacker
+        self.node = node
+        """The number of the node of the graph that saved it."""
+        self.geometry: Geometry | None = None
+        self.reference = HandleReference(self, record)
+
+    def unpack(self) -> Tensor:
+        self.check_version()
+        return self.unpacker.unpack(self)
+
+    @property
+    def size(self) -> torch.Size:
+        return self.alias.size() if self.geometry is None else self.geometry.size
+
+    def over_original(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the tensor over the storage that it was saved from. Writes to it count as writes to the saved tensor."""
+        assert self.geometry is not None
+        tensor = self.alias.detach()
+        tensor.data = self.geometry.over(storage)
+        return tensor
+
+    def let_go(self) -> None:
+        """Keep the version counter of the tensor, and none of its bytes."""
+        if self.geometry is None:
+            self.geometry = Geometry.of(self.alias)
+            self.alias.data = nothing(self.alias.dtype, self.alias.device)
+
+
+class HandleReference(weakref.ref[Handle]):
+    """What a record knows of one of its handles, also after that has died."""
+
+    __slots__ = ("is_awaiting", "is_counted", "record")
+
+    def __new__(cls, handle: Handle, record: Record) -> HandleReference:
+        return super().__new__(cls, handle, record.ledger.deaths.append)
+
+    def __init__(self, handle: Handle, record: Record) -> None:
+        self.record = record
+        self.is_awaiting = True
+        """Whether the backward has not been given this tensor yet, since the record was last fetched."""
+        self.is_counted = False
+        """Whether it is one of the record's `num_handles`."""
+
+
+class CopyReference(weakref.ref[torch.UntypedStorage]):
+    """What a record knows of a later copy of its bytes."""
+
+    __slots__ = ("record",)
+
+    def __new__(cls, storage: torch.UntypedStorage, record: Record) -> CopyReference:
+        return super().__new__(cls, storage, record.ledger.deaths.append)
+
+    def __init__(self, storage: torch.UntypedStorage, record: Record) -> None:
+        self.record = weakref.ref(record)
+
+
+class Record:
+    """One version of one storage that autograd saved."""
+
+    __slots__ = (
+        "__weakref__",
+        "came",
+        "counts",
+        "fetched",
+        "fetched_on",
+        "handles",
+        "index",
+        "ledger",
+        "left",
+        "lent",
+        "maker",
+        "num_awaiting",
+        "num_bytes",
+        "num_handles",
+        "original",
+        "owner",
+        "residency",
+        "span",
+        "storage",
+        "stream",
+        "tick",
+        "value",
+        "version",
+    )
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        storage: torch.UntypedStorage,
+        version: int,
+        *,
+        owner: Any,
+        index: int,
+        counts: Counts | None,
+        maker: Maker | None,
+        value: int,
+        stream: Stream,
+    ) -> None:
+        self.ledger = ledger
+        self.owner = owner
+        """The forward that it belongs to, if that moves any: kept alive for as long as a graph may ask for the record."""
+        self.index = index
+        """Its number among its forward's records."""
+        self.maker = maker
+        """What can make it again, kept alive as well; None if nothing can."""
+        self.value = value
+        """Its number among what the maker makes."""
+        self.counts = counts
+        self.num_bytes = storage.nbytes()
+        self.version = version
+        self.tick = 0
+        """When in the forward it was saved: see [Note: one queue for all] in `memkit.transfer.lanes`."""
+        self.stream = stream
+        """The stream that was current when the storage was saved first: it has written the storage, and waits for the copy."""
+        self.residency = Residency.GONE
+        self.original = weakref.ref(storage)
+        self.storage: torch.UntypedStorage | None = None
+        """What the ledger itself holds: what leaves while LEAVING, the later copy while COMING and perhaps while BACK."""
+        self.handles: list[HandleReference] = []
+        self.num_handles = 0
+        self.num_awaiting = 0
+        self.span: Span | None = None
+        self.left: Transfer | None = None
+        self.came: Transfer | None = None
+        self.fetched: CopyReference | None = None
+        self.fetched_on: Stream | None = None
+        self.lent: list[KeptHandle] = []
+        """What was handed out over the later copy, without its bytes: tells whether somebody has written to them."""
+
+    def live_handles(self) -> Iterator[Handle]:
+        for reference in self.handles:
+            handle = reference()
+            if handle is not None:
+                yield handle
