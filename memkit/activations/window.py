@@ -183,7 +183,7 @@ class OffloadWindow:
             storage = record.original()
             if node == but_for:
                 run.unwritten.append((record, node))
-            elif record.num_handles > 0 and storage is not None:
+            elif record.num_handles > 0 and record.residency is Residency.DEVICE and storage is not None:
                 self._leave(run, record, storage)
 
     def _leave(self, run: Pass, record: Record, storage: torch.UntypedStorage) -> None:

@@ -56,6 +56,9 @@ OPERATIONS = (
     "dropout_",
     "swap_",
     "sum_into",
+    "keep",
+    "offload",
+    "recompute",
 )
 
 steps = st.lists(
@@ -109,6 +112,9 @@ def _apply(step: Step, tensors: list[Tensor]) -> None:
         "zero_": lambda: a[:, place].zero_(),
         "dropout_": lambda: torch.nn.functional.dropout(a, 0.3, inplace=True),
         "swap_": lambda: a.t_(),
+        "keep": lambda: memkit.keep(a),
+        "offload": lambda: memkit.offload(a),
+        "recompute": lambda: memkit.recompute(a),
     }[name]()
 
 
