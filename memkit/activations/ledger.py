@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memkit.activations.counts import IterationCounts
 from memkit.device.base import Device, Stream
-from memkit.hooks import KeptHandle, nothing
+from memkit.kept import KeptHandle, nothing
 from memkit.storages import tensor_over
 from memkit.transfer.arena import Span
 from memkit.transfer.lanes import Transfer

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from memkit import torch_private
 from memkit.activations.counts import RematCounts
 from memkit.activations.ledger import Handle, Ledger, Residency
 from memkit.activations.ops import OpKinds, op_kinds
@@ -18,9 +19,9 @@ from memkit.activations.replay import Run
 from memkit.activations.traces import OpTrace, OpTraces
 from memkit.device import Device
 from memkit.errors import warn_user
-from memkit.hooks import after_backward, backward_task
 from memkit.interrupts import mended
 from memkit.plan import RematPlan, ends_of
+from memkit.torch_state import after_backward
 
 _MAX_COSTS = 8192
 """For so many kinds and sizes of ops it is remembered what they take."""
@@ -111,7 +112,7 @@ class RematState:
     def unpack(self, run: Run, handle: Handle, node: int) -> Tensor:
         """Return what a node has saved, for work on the current stream; make it again if it was dropped."""
         record = handle.record
-        ledger, value, task = record.ledger, record.index, backward_task()
+        ledger, value, task = record.ledger, record.index, torch_private.backward_task()
         ledger.sweep()
         if task != -1 and run.task != task:
             self._begin_backward(run, task)

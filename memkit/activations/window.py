@@ -13,16 +13,18 @@ import weakref
 import torch
 from torch import Tensor
 
+from memkit import torch_private
 from memkit.activations.copies import CopyLedger
 from memkit.activations.forward import Pass, SaveKey, Traces, trace_of
 from memkit.activations.ledger import Handle, Record, Residency
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_on, warn_user
-from memkit.hooks import KeptHandle, after_backward, backward_task, node_number
 from memkit.interrupts import mended
+from memkit.kept import KeptHandle
 from memkit.plan import Action
 from memkit.profile import MemoryReport
 from memkit.sizes import format_mib
+from memkit.torch_state import after_backward
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
 
@@ -110,13 +112,15 @@ class OffloadWindow:
     def pack(self, run: Pass, tensor: Tensor, storage: torch.UntypedStorage) -> KeptHandle:
         """Return the handle of a tensor that may leave."""
         self._ledger.sweep()
-        self._send_written(run, but_for=node_number())
+        self._send_written(run, but_for=torch_private.node_number())
         record = run.find(storage, tensor)
         if record is None:
             action = run.decide(_key_of(tensor, storage))
             if action is None:
                 return KeptHandle(tensor)
-            record = self._ledger.open_record(storage, tensor._version, owner=run, index=run.num_saves - 1, counts=run.counts)
+            record = self._ledger.open_record(
+                storage, torch_private.version_of(tensor), owner=run, index=run.num_saves - 1, counts=run.counts
+            )
             record.tick = self._lanes.tick()
             run.note_record(record, storage, tensor)
             run.counts.unique_bytes += record.num_bytes
@@ -126,7 +130,7 @@ class OffloadWindow:
             elif tensor.requires_grad:
                 self._leave(run, record, storage)
             else:
-                run.unwritten.append((record, node_number()))
+                run.unwritten.append((record, torch_private.node_number()))
             self._make_room()
         elif self.device.current_stream() != record.stream:
             return KeptHandle(tensor)  # the work to come reads it there, and nothing tells when: it stays until the backward
@@ -201,7 +205,7 @@ class OffloadWindow:
 
     def _follow_backward(self, run: Pass) -> bool:
         """Notice that a backward has begun, for the first time or again; tell whether one is running at all."""
-        task = backward_task()
+        task = torch_private.backward_task()
         if task == -1:
             return False
         if run.task != task:
