@@ -18,17 +18,9 @@ if TYPE_CHECKING:
     from memkit import plan as plan
     from memkit import profile as profile
     from memkit import weights as weights
-    from memkit.activations import (
-        CPUOffload,
-        Rematerialize,
-        attach,
-        keep,
-        no_offload,
-        offload,
-        recompute,
-        reset,
-        stats,
-    )
+    from memkit.activations import CPUOffload, Rematerialize, keep, no_offload, offload, recompute, reset
+    from memkit.activations.attach import attach  # there, since `memkit.activations.attach` is a module as well
+    from memkit.activations.stats import stats
     from memkit.attached import detach
     from memkit.plan import schedules
     from memkit.profile import profile_memory

@@ -9,6 +9,7 @@
     ├── BudgetInfeasible           no plan keeps to the budget that was asked for
     ├── LayerOffloadError          streamed weights are not where they were left, or cannot be used like this
     ├── ReplayMismatchError        an op that was run again has made something else
+    ├── MissingTorchNameError      torch is newer than this memkit, and has not what a feature needs of it
     └── RaceError                  two streams touched the same bytes in no order (only `ReferenceDevice` can tell)
 
 Wrong arguments raise the built-in `ValueError` and `TypeError`. Exceptions of the user's own model keep their type: memkit
@@ -65,6 +66,19 @@ class LayerOffloadError(MemkitError):
 
 class ReplayMismatchError(MemkitError):
     """Raised when `Rematerialize` has run an op again and it has made something else than in the forward."""
+
+
+class MissingTorchNameError(MemkitError):
+    """Raised when torch, newer than this memkit, does not have a private name that a feature needs. All that needs none of it
+    goes on.
+
+    Attributes:
+        symbol: the name.
+    """
+
+    def __init__(self, message: str, symbol: str) -> None:
+        super().__init__(message)
+        self.symbol = symbol
 
 
 class RaceError(MemkitError):

@@ -1,7 +1,7 @@
 """The one door to torch's module hooks and saved-tensor hooks.
 
 Every hook that memkit sets on a model, a graph node or the autograd engine is set here, so that each is removed again, in
-reverse order, on success and on error. The functions that look into torch's private state are at the end.
+reverse order, on success and on error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -21,35 +21,17 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
-from torch.utils._pytree import tree_leaves
 
-from memkit.errors import ProfileError
+from memkit import torch_private
+from memkit.errors import MissingTorchNameError, ProfileError
 from memkit.interrupts import Block
-
-_eval_frame = torch._C._dynamo.eval_frame
+from memkit.torch_state import after_backward, leave_untraced
 
 
 class RemovableHandle(Protocol):
     """What torch's `register_*` functions return."""
 
     def remove(self) -> None: ...
-
-
-_SKIP = _eval_frame._FrameAction.SKIP  # where it is called
-
-
-def leave_untraced(function: Callable[..., Any]) -> None:
-    """Have Dynamo neither compile a function where it is called, nor whatever that calls. Where nothing is compiled it costs
-    nothing."""
-    _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
 
 
 class _Untraced:
@@ -64,8 +46,7 @@ class _Untraced:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._hook(*args, **kwargs)
 
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]  # where its caller is traced
-    __call__._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+    vars(__call__).update(torch_private.UNTRACED_MARKS)  # where its caller is traced
 
 
 class _Uncopied(_Untraced):
@@ -76,7 +57,8 @@ class _Uncopied(_Untraced):
         return getattr, (nullcontext(), "__exit__")
 
 
-leave_untraced(_Untraced.__call__)
+with suppress(MissingTorchNameError):  # the contexts tell, before anything of theirs could be compiled
+    leave_untraced(_Untraced.__call__)
 
 
 class HookSet:
@@ -188,7 +170,7 @@ class _AfterAccumulation:
 
 def may_step_in_backward(parameter: Tensor) -> bool:
     """Tell whether a hook runs when the parameter's gradient is accumulated that may write to parameters."""
-    hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    hooks = torch_private.post_accumulate_hooks(parameter) or {}
     return any(not isinstance(hook, _AfterAccumulation) or hook.steps for hook in hooks.values())
 
 
@@ -241,6 +223,8 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         """Whether somebody is in the context, if that is known. Else `end_left` takes the hooks off, and has the owner end."""
         self._was_taken_off: list[bool] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        self._push, self._pop = torch_private.push_saved_tensor_hooks, torch_private.pop_saved_tensor_hooks
+        """What `__exit__` needs: looked up before anything is on."""
 
     def __enter__(self) -> SavedTensorHooks:
         end_left()
@@ -263,21 +247,21 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         above = []
         while (pair := innermost_pair()) is not None and pair[0] is not self.pack:
             above.append(pair)
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._pop()
         if pair is not None:
-            _take_off(self._was_taken_off)  # above it are those that were set after an interrupt has left it there
+            _take_off(self._pop, self._was_taken_off)  # above it are those that were set after an interrupt has left it there
         elif not self._was_taken_off:
             del above[:1]  # after an interrupt somebody else's exit has taken it off, and left this one instead
         if above and not self.hands_on:
             above = [pair for pair in above if not _is_of_left(pair)]
         for pair in reversed(above):
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+            self._push(*pair)
         _stacked.hooks.remove(self)  # last: until then, who interrupts this leaves it to `end_left`
 
 
-def _take_off(was_taken_off: list[bool]) -> None:
+def _take_off(pop: Callable[[], None], was_taken_off: list[bool]) -> None:
     """Take off the innermost hooks and note that, in one call of C: no interrupt comes between the two."""
-    steps = partial(torch._C._autograd._pop_saved_tensors_default_hooks), partial(was_taken_off.append, True)
+    steps = partial(pop), partial(was_taken_off.append, True)
     deque(map(partial.__call__, steps), maxlen=0)
 
 
@@ -294,72 +278,6 @@ def _is_of_left(pair: HookPair) -> bool:
     """Tell whether hooks that are on top of those of a context, when that is left, are of a layer that an interrupt has left
     before: they would hand on to the context what others save from now on."""
     return any(hooks.hands_on and hooks.pack is pair[0] for hooks in _stacked.hooks)
-
-
-_PLAIN_TYPES = (Tensor, nn.Parameter)
-
-
-class KeptHandle:
-    """A saved tensor that stays as it is.
-
-    Saved-tensor hooks switch off autograd's check that nobody wrote to a saved tensor; this does it again. The alias shares
-    the version counter of the tensor, so it counts writes through any view. It is not the tensor itself, which may hold the
-    graph.
-    """
-
-    __slots__ = ("__weakref__", "alias", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        if type(tensor) in _PLAIN_TYPES:
-            self.alias, self.version = tensor.detach(), tensor._version
-        else:  # torch gives back no class that only has functions of its own, and it may refuse these
-            with torch._C.DisableTorchFunctionSubclass():
-                self.alias, self.version = tensor.detach(), tensor._version
-
-    def unpack(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it was written to since it was saved.
-        """
-        self.check_version()
-        return self.alias
-
-    def is_unchanged(self) -> bool:
-        """Tell whether nobody has written to the tensor since it was saved."""
-        return self.version_now == self.version
-
-    def check_version(self) -> None:
-        """Raise autograd's own error if the tensor was written to since it was saved."""
-        if not self.is_unchanged():
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._description()}] is at version {self.version_now}; expected version "
-                f"{self.version} instead. Hint: the backtrace of the operation that failed to compute its gradient is shown "
-                "by torch.autograd.set_detect_anomaly(True)."
-            )
-
-    def _description(self) -> str:
-        try:
-            return f"{self.alias.type()} {list(self.size)}"
-        except RuntimeError:  # not every layout has these
-            return f"{'nested ' * self.alias.is_nested}{self.alias.dtype}, {self.alias.layout}"
-
-    @property
-    def size(self) -> torch.Size:
-        return self.alias.size()
-
-    @property
-    def version_now(self) -> int:
-        """What `version` would be if it were saved now."""
-        return self.alias._version
-
-
-@functools.cache
-def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor without elements: an alias that holds no bytes shares its empty storage."""
-    with _disable_current_modes():  # one of them might make it a tensor of its own kind, for good
-        return torch.empty(0, dtype=dtype, device=device)
 
 
 class _Stacked(threading.local):
@@ -423,88 +341,6 @@ def innermost_hooks() -> SavedTensorHooks | None:
     return hooks if hooks is not None and innermost_pack() is hooks.pack else None
 
 
-def leave_mode(mode: TorchDispatchMode) -> None:
-    """Take a dispatch mode off the stack if it is on it, from below others as well."""
-    if not any(other is mode for other in _get_current_dispatch_mode_stack()):
-        return
-    above: list[TorchDispatchMode] = []
-    while (other := _get_current_dispatch_mode()) is not None and other is not mode:
-        above.append(other)
-        _pop_mode()
-    mode.__exit__(None, None, None)
-    for other in reversed(above):
-        _push_mode(other)
-
-
-def has_own_dispatch(tensor: Tensor) -> bool:
-    """Tell whether a tensor's class says itself what ops do, as those that wrap other tensors."""
-    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-
-
-def sharing_counters() -> AbstractContextManager[object]:
-    """Return a context in which an alias of a tensor shares its version counter, also for a mode that handles an op: there
-    autograd's layers are off, which see to that."""
-    is_off = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
-    return torch.overrides.enable_reentrant_dispatch() if is_off else nullcontext()
-
-
-def dynamo_is_loaded() -> bool:
-    """Tell whether anything may have been compiled in this process. Loading Dynamo to ask it would take seconds."""
-    return "torch._dynamo" in sys.modules
-
-
-def in_compiled_function() -> bool:
-    """Tell whether the caller runs inside a function that was to be compiled, and runs as plain Python instead.
-
-    That is what Dynamo does where it cannot compile, as under a dispatch mode: its callback stays set. To be asked only where
-    `dynamo_is_loaded`.
-    """
-    callback = _eval_frame.get_eval_frame_callback()
-    return callback is not None and callback is not False
-
-
-def num_users(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and variables hold a storage; the one that asks counts as well."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
-
-
-def node_number() -> int:
-    """Return a number that is the same for all tensors that one graph node saves in this thread, and another for each node."""
-    return int(torch._C._autograd._get_sequence_nr())
-
-
-def backward_task() -> int:
-    """Return autograd's number of the backward that runs in this thread, -1 outside of one."""
-    return int(torch._C._current_graph_task_id())
-
-
-def in_differentiating_transform() -> bool:
-    """Tell whether the caller runs inside `torch.func.grad` or `jvp`, or what is made of them; `vmap` is none.
-
-    Source: `torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters`.
-    """
-    stack = torch._C._functorch.get_interpreter_stack()
-    kinds = torch._C._functorch.TransformType
-    return stack is not None and any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
-
-
-def gradient_node(parameter: Tensor) -> Any:
-    """Return the node that adds to a parameter's gradient: a new one if no graph that is alive has used it as it is now.
-
-    Source: `torch.autograd.graph.get_gradient_edge`.
-    """
-    with torch.enable_grad(), _disable_current_modes():
-        return torch.autograd.graph.get_gradient_edge(parameter).node
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback()` once the backward that runs in this thread is over, unless it fails.
-
-    Source: `torch.autograd.Variable._execution_engine.queue_callback`, which DistributedDataParallel uses.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
 class BackwardEnd:
     """Tells when a backward is over: see `when_backward_ends`.
 
@@ -553,7 +389,7 @@ def before_backward_of(outputs: object, hook: Callable[[], None]) -> None:
     def pre_hook(_: tuple[Tensor, ...]) -> None:
         hook()
 
-    tensors = (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs)
+    tensors = (outputs,) if isinstance(outputs, Tensor) else torch_private.tree_leaves(outputs)
     nodes = (tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor))
     for node in dict.fromkeys(node for node in nodes if node is not None):
         metadata: Any = node.metadata  # torch says that it is a method
@@ -564,8 +400,7 @@ def before_backward_of(outputs: object, hook: Callable[[], None]) -> None:
 
 def innermost_pair() -> HookPair | None:
     """Return the hooks that a tensor saved now would be given to, and had back from; None if there are none."""
-    pair: HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return pair
+    return torch_private.top_saved_tensor_hooks(True)
 
 
 def innermost_pack() -> Callable[[Tensor], object] | None:
@@ -600,7 +435,7 @@ def in_checkpoint() -> bool:
     The non-reentrant kind shows by its saved-tensor hooks, the reentrant kind (which only turns grad mode off) by its frame on
     the Python stack.
     """
-    if any(getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__ for pack, _ in _packs_on_top()):
+    if any(getattr(pack, "__module__", "") == torch_private.CHECKPOINT_HOOKS for pack, _ in _packs_on_top()):
         return True
     if torch.is_grad_enabled():
         return False

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
+
 
 class Owner(Protocol):
     """Who lends a storage out: its bytes are another's at times, so that nobody may hold a reference to it."""
@@ -42,12 +44,12 @@ _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 
 def own(storage: torch.UntypedStorage, owner: Owner) -> None:
     """Say who owns a storage whose bytes will be overwritten, for as long as the owner lives or until `disown`."""
-    _owners[int(storage._cdata)] = owner
+    _owners[torch_private.storage_address(storage)] = owner
 
 
 def disown(storage: torch.UntypedStorage) -> None:
     """A storage is nobody's any more."""
-    _owners.pop(int(storage._cdata), None)
+    _owners.pop(torch_private.storage_address(storage), None)
 
 
 def owners() -> list[Owner]:
@@ -57,7 +59,7 @@ def owners() -> list[Owner]:
 
 def owner_of(storage: torch.UntypedStorage) -> Owner | None:
     """Return who owns a storage, None if nobody has said so."""
-    return _owners.get(int(storage._cdata)) if _owners else None
+    return _owners.get(torch_private.storage_address(storage)) if _owners else None
 
 
 class _Aside(threading.local):

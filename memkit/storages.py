@@ -11,10 +11,10 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from memkit import torch_private
 
 _SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
@@ -28,14 +28,17 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     A plain tensor has one. A sparse tensor has those of its parts, and a wrapper subclass (`DTensor`: the local shard; jagged
     and quantized tensors) those of its inner tensors, found by `__tensor_flatten__`. Opaque layouts have none.
     """
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
+    if torch_private.is_wrapper(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
         for name in names:
             inner = getattr(tensor, name)
             if isinstance(inner, Tensor):  # DTensor also names its mesh
                 yield from storages_of(inner)
     elif tensor.layout == torch.strided:
         yield tensor.untyped_storage()
+    elif tensor.layout is torch.sparse_coo:
+        yield from storages_of(torch_private.sparse_indices(tensor))
+        yield from storages_of(torch_private.sparse_values(tensor))
     else:
         for part in _SPARSE_PARTS.get(tensor.layout, ()):
             yield from storages_of(getattr(tensor, part)())
@@ -43,7 +46,7 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return what tells two storages apart: it is theirs for as long as either a reference or a weak reference is held."""
-    return int(storage._cdata)
+    return torch_private.storage_address(storage)
 
 
 def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -77,11 +80,11 @@ def tensor_over(
 ) -> Tensor:
     """Return a tensor that lies so in a storage. No dispatch mode sees how: nothing is read or written."""
     # `set_` says that it writes. CUDA's stream sanitizer, such a mode, would take it for a write to the bytes.
-    has_modes = torch._C._len_torch_dispatch_stack() > 0
-    with _disable_current_modes() if has_modes else nullcontext():
+    has_modes = torch_private.num_dispatch_modes() > 0
+    with torch_private.without_dispatch_modes() if has_modes else nullcontext():
         tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
         if is_conj:
-            torch._C._set_conj(tensor, True)
+            torch_private.set_conj(tensor, True)
         if is_neg:
-            torch._C._set_neg(tensor, True)
+            torch_private.set_neg(tensor, True)
         return tensor

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memkit.hooks import SavedTensorHooks, end_left, innermost_pack, leave_mode
+from memkit.hooks import SavedTensorHooks, end_left, innermost_pack
 from memkit.interrupts import Block, Exclusive
+from memkit.torch_state import leave_mode
 
 
 class Context(Exclusive):

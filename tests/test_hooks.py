@@ -7,15 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memkit.hooks import (
-    HookSet,
-    SavedTensorHooks,
-    in_checkpoint,
-    innermost_pack,
-    may_step_in_backward,
-    node_number,
-    receiving_pack,
-)
+from memkit import torch_private
+from memkit.hooks import HookSet, SavedTensorHooks, in_checkpoint, innermost_pack, may_step_in_backward, receiving_pack
 from memkit.owners import are_owners_set_aside, owners_set_aside
 
 
@@ -148,7 +141,7 @@ def test_node_number_tells_the_saves_of_nodes_apart() -> None:
     numbers: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        numbers.append(node_number())
+        numbers.append(torch_private.node_number())
         return tensor
 
     x = torch.ones(2, requires_grad=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import memkit
-from memkit import _torch_floor
+from memkit import _torch_floor, torch_private
 
 PACKAGE = Path(memkit.__file__).parent
 
@@ -21,25 +21,28 @@ RANKS = {
     "interrupts": 0,
     "sizes": 0,
     "_torch_floor": 0,
-    "storages": 0,
-    "attached": 1,
-    "calls": 1,
-    "hooks": 1,
-    "owners": 1,
-    "device": 1,
-    "transfer": 2,
-    "profile": 3,
-    "plan": 4,
-    "activations": 5,
-    "weights": 5,
-    "distributed": 5,
-    "specs": 6,
-    "progress": 6,
-    "bench": 6,
-    "commands": 7,
-    "cli": 8,
-    "__main__": 9,
-    "__init__": 9,
+    "torch_private": 1,
+    "torch_state": 2,
+    "storages": 2,
+    "kept": 2,
+    "attached": 3,
+    "calls": 3,
+    "hooks": 3,
+    "owners": 3,
+    "device": 3,
+    "transfer": 4,
+    "profile": 5,
+    "plan": 6,
+    "activations": 7,
+    "weights": 7,
+    "distributed": 7,
+    "specs": 8,
+    "progress": 8,
+    "bench": 8,
+    "commands": 9,
+    "cli": 10,
+    "__main__": 11,
+    "__init__": 11,
 }
 
 
@@ -82,6 +85,101 @@ def test_only_the_cuda_device_names_torch_cuda() -> None:
     naming = [path.name for path in PACKAGE.rglob("*.py") if "torch.cuda" in _code_of(path)]
 
     assert naming == ["cuda.py"]
+
+
+def test_only_torch_private_names_what_is_private_in_torch() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    own = set[str]().union(*map(_own_names, trees.values()))
+
+    found = {path.name: _private_names(tree, own) for path, tree in trees.items() if path.name != "torch_private.py"}
+
+    assert {name: names for name, names in found.items() if names} == {}
+    private = {name.symbol.rpartition(".")[2] for name in torch_private.NAMES.values()}
+    assert own & private == {"_should_skip_dynamo", "_unscale_grads_"}  # which are overridden; all others would be found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch._ops import OpOverload",
+        "from torch.utils import _pytree",
+        "import torch._dynamo",
+        "torch._C.DisableTorchFunction()",
+        "aten._to_copy.default",
+        "tensor._version",
+        "self.alias._version",
+        "hasattr(module, '_parameters')",
+        "attrgetter('_cdata')",
+        "sys.modules['torch._dynamo']",
+        "from memkit.torch_private import version_of",
+    ],
+)
+def test_check_of_private_names_can_fail(code: str) -> None:
+    assert _private_names(ast.parse(code), {"_own"}) != []
+
+
+@pytest.mark.parametrize("code", ["self._own", "other._own", "sys._getframe(1)", "tensor.__dict__", "torch.ops.aten.mul"])
+def test_check_of_private_names_leaves_others_alone(code: str) -> None:
+    assert _private_names(ast.parse(code), {"_own"}) == []
+
+
+def test_each_name_of_torch_private_is_used() -> None:
+    others = [path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "torch_private.py"]
+    used = {node.attr for code in others for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
+    used |= {node.value for code in others for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
+
+    assert torch_private.NAMES.keys() - used == {"skips_dynamo"}  # which is overridden
+
+
+def _own_names(tree: ast.AST) -> set[str]:
+    """Return what classes define: their methods and attributes, slots, and what is set on `self` or `cls`."""
+    own = set[str]()
+    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(kind):
+            if isinstance(node, ast.FunctionDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+                own.add(node.attr)
+    return own
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def _is_private(name: object) -> bool:
+    return isinstance(name, str) and any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+_READERS = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
+
+
+def _private_names(tree: ast.AST, own: set[str]) -> list[str]:
+    """Return what code names that is private in torch, or must be that: no class of ours defines it."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names if name.name.startswith("torch.") and _is_private(name.name)]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{name.name}" for name in node.names]
+            found += [name for name in names if name.startswith("torch.") and _is_private(name)]
+            looked_up = node.module == "memkit.torch_private"  # at once, and not when it is used
+            found += [name for name in names if looked_up and name.rpartition(".")[2] not in _FOR_TYPE_CHECKING]
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
+            is_ours = isinstance(node.value, ast.Name) and node.value.id in sys.stdlib_module_names
+            found += [] if is_ours else [ast.unparse(node)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _READERS:
+            texts = [given.value for given in node.args if isinstance(given, ast.Constant)]
+            found += [str(text) for text in texts if _is_private(text) and text not in own]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            is_name = node.value.startswith("torch.") and " " not in node.value
+            found += [node.value] if is_name and _is_private(node.value) else []
+    return found
+
+
+_FOR_TYPE_CHECKING = ("OpOverload", "DispatchMode")
 
 
 def _code_of(path: Path) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from memkit import torch_private
 from memkit.activations.context import ForwardContext
 from memkit.activations.unused import Unused
 from memkit.attached import attached_to, note_attached, note_detached
@@ -76,7 +76,7 @@ class Attachment:
         if self._unused is not None and torch.is_grad_enabled():
             self._end_unused()
         known = [*model.parameters(), *model.buffers()]
-        known += [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known += [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         context = self.context.again()
         call.end = functools.partial(_end, context.__exit__)  # held as long as the call is, as a `with` block would hold it
         context.enter_with({key: weakref.ref(storage) for key, storage in unique_storages(known).items()})

@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from memkit.hooks import KeptHandle
 from memkit.interrupts import Exclusive
+from memkit.kept import KeptHandle
 from memkit.plan import Action
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from memkit import torch_private
 from memkit.activations.context import ForwardContext
 from memkit.activations.counts import Counts
 from memkit.activations.eligibility import counted_by, is_from_leaf, is_range_of_bytes, leaves_with
@@ -23,25 +23,16 @@ from memkit.activations.stats import SavedTensorStats, fragmentation_hint, repor
 from memkit.activations.window import OffloadWindow, settle_retired
 from memkit.device import Device, open_device
 from memkit.errors import warn_user
-from memkit.hooks import (
-    KeptHandle,
-    SavedTensorHooks,
-    backward_task,
-    dynamo_is_loaded,
-    end_left,
-    has_own_dispatch,
-    in_checkpoint,
-    is_in_last,
-    node_number,
-    refuse_in_profile,
-)
+from memkit.hooks import SavedTensorHooks, end_left, in_checkpoint, is_in_last, refuse_in_profile
 from memkit.interrupts import Block
+from memkit.kept import KeptHandle
 from memkit.plan import Action, Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
 from memkit.profile.registry import forget_report
 from memkit.profile.tree import ModuleTree
 from memkit.sizes import check_budget_bytes, check_bytes, format_bytes
 from memkit.storages import storage_key
+from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
 from memkit.transfer.link import measure_link
 
 Ratio = float | str | Callable[..., float]
@@ -65,7 +56,7 @@ class _Flattened:
             name: pack(part) if isinstance(part, Tensor) and leaves_with(tensor, name) else part for name, part in parts.items()
         }
         self._size, self._stride, self._type = tensor.size(), tensor.stride(), type(tensor)
-        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        with torch_private.without_subclass_functions(), torch_private.without_python_dispatch():
             self._counter = KeptHandle(tensor)  # wraps nothing, and counts what is written by the wrapper's own ops
 
     def unpack(self) -> Tensor:
@@ -242,7 +233,7 @@ class _Entry:
         if action is Action.RECOMPUTE:
             self._state.is_recorded = True
             return
-        with torch._C._DisableTorchDispatch(), self._state.lock:
+        with torch_private.without_python_dispatch(), self._state.lock:
             if not is_range_of_bytes(tensor):
                 return
             storage = tensor.untyped_storage()
@@ -260,16 +251,16 @@ class _Entry:
 
     def pack(self, tensor: Tensor) -> KeptHandle | _Flattened:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
-        if backward_task() != -1 or _paused.regions:
+        if torch_private.backward_task() != -1 or _paused.regions:
             return KeptHandle(tensor)
         if type(tensor) is Tensor:
             return self._pack(tensor)
         if isinstance(tensor, nn.Parameter):
             return KeptHandle(tensor)
         if not has_own_dispatch(tensor):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.without_subclass_functions():
                 return self._pack(tensor)
-        if is_traceable_wrapper_subclass(tensor) and not is_from_leaf(tensor):
+        if torch_private.is_wrapper(tensor) and not is_from_leaf(tensor):
             return _Flattened(tensor, self.pack)
         return KeptHandle(tensor)
 
@@ -292,7 +283,7 @@ class _Entry:
                     window.pass_over(run, tensor, storage)
             return KeptHandle(tensor)
         if self._may_be_compiled:
-            self._saves_of_nodes[node_number()].append(storage.nbytes())
+            self._saves_of_nodes[torch_private.node_number()].append(storage.nbytes())
         window, run = self._pass_on(device)
         if self._marks and action is None:
             action = self._marked(tensor, storage)
@@ -390,6 +381,7 @@ class CPUOffload(ForwardContext):
         profile: MemoryReport | None = None,
         device: str | torch.device | Device | None = None,
     ) -> None:
+        torch_private.require(torch_private.Feature.OFFLOAD)
         if isinstance(offload_ratio, str):
             if offload_ratio != "auto":
                 raise ValueError(f'offload_ratio is a number from 0 to 1, a schedule, or "auto"; found "{offload_ratio}"')
@@ -547,7 +539,7 @@ def forget(tag: str) -> None:
 
 def _mark_key(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, int, int]:
     """Return what tells what is in a tensor now from what is in others, or was in it before."""
-    return storage_key(storage), id(counted_by(tensor)), tensor._version
+    return storage_key(storage), id(counted_by(tensor)), torch_private.version_of(tensor)
 
 
 class _NoOffload(ForwardContext):

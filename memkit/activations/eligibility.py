@@ -5,22 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-_VIEW_NAMES = (
-    "T",
-    "Transpose",
-    "View",
-    "UnsafeView",
-    "ReshapeAlias",
-    "Permute",
-    "Expand",
-    "Slice",
-    "Select",
-    "Unsqueeze",
-    "Squeeze",
-    "AsStrided",
-    "Alias",
-)
-_VIEWS = frozenset(f"{name}Backward0" for name in _VIEW_NAMES)
+from memkit import torch_private
+
 _MAX_VIEWS = 8
 _STRIDED = torch.strided
 
@@ -32,7 +18,7 @@ def is_range_of_bytes(tensor: Tensor) -> bool:
     The others are kept as they are: sparse ones and those in a layout of oneDNN, nested ones (strided; those of the jagged
     layout are of a class that says what it is made of), quantized ones, and the zeros without bytes of forward-mode autograd.
     """
-    return tensor.layout is _STRIDED and not (tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor())
+    return tensor.layout is _STRIDED and not (tensor.is_nested or tensor.is_quantized or torch_private.is_zero_tensor(tensor))
 
 
 def leaves_with(wrapper: Tensor, name: str) -> bool:
@@ -40,13 +26,14 @@ def leaves_with(wrapper: Tensor, name: str) -> bool:
 
     Tensors of the jagged layout have the same shape if they have the very same offsets, so these stay: their values leave.
     """
-    return not wrapper.is_nested or name == "_values"
+    return not wrapper.is_nested or name == torch_private.JAGGED_VALUES
 
 
 def counted_by(tensor: Tensor) -> Tensor:
     """Return the tensor whose version counter a tensor shares: the base of a view. One storage may have several counters, which
     know nothing of each other's writes (`Tensor.data`, `Tensor.set_`, the parts of `unsafe_chunk`)."""
-    return tensor if tensor._base is None else tensor._base
+    base = torch_private.base_of(tensor)
+    return tensor if base is None else base
 
 
 def is_from_leaf(tensor: Tensor) -> bool:
@@ -55,7 +42,7 @@ def is_from_leaf(tensor: Tensor) -> bool:
     A linear layer saves `weight.t()`, which is no parameter; autocast saves `weight.to(dtype).t()`. Their owner keeps the first
     anyway, and autocast's cache the second, so to move them frees nothing.
     """
-    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+    if isinstance(tensor, nn.Parameter) or isinstance(torch_private.base_of(tensor), nn.Parameter):
         return True
     if not tensor.requires_grad:
         return False
@@ -64,11 +51,11 @@ def is_from_leaf(tensor: Tensor) -> bool:
     node = tensor.grad_fn
     for _ in range(_MAX_VIEWS):
         name = type(node).__name__
-        if name == "AccumulateGrad":
+        if name == torch_private.LEAF_NODE:
             return True
-        if name == "ToCopyBackward0":
+        if name == torch_private.CAST_NODE:
             return _is_leaf(_first_input(node))
-        if name not in _VIEWS:
+        if name not in torch_private.VIEW_NODES:
             return False
         node = _first_input(node)
     return False
@@ -79,4 +66,4 @@ def _first_input(node: torch.autograd.graph.Node | None) -> torch.autograd.graph
 
 
 def _is_leaf(node: torch.autograd.graph.Node | None) -> bool:
-    return type(node).__name__ == "AccumulateGrad"
+    return type(node).__name__ == torch_private.LEAF_NODE

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memkit import torch_private
 from memkit.activations.counts import Counts
 from memkit.activations.eligibility import counted_by
 from memkit.activations.forecast import Forecast
@@ -159,7 +160,7 @@ class Pass:
     def find(self, storage: torch.UntypedStorage, tensor: Tensor) -> Record | None:
         """Return the record of a tensor's storage at its version, if this pass has saved that already."""
         root = counted_by(tensor)
-        found = self._by_storage.get((storage_key(storage), id(root), tensor._version))
+        found = self._by_storage.get((storage_key(storage), id(root), torch_private.version_of(tensor)))
         if found is None or found[0]() is not root:
             return None
         record = found[1]()
@@ -233,7 +234,7 @@ class Pass:
         """Remember the record of the last first save."""
         root, reference = counted_by(tensor), weakref.ref(record)
         self._records[-1] = reference
-        self._by_storage[storage_key(storage), id(root), tensor._version] = (weakref.ref(root), reference)
+        self._by_storage[storage_key(storage), id(root), torch_private.version_of(tensor)] = (weakref.ref(root), reference)
 
     @property
     def num_saves(self) -> int:

@@ -25,7 +25,7 @@ from memkit.activations.records import (
     Unpacker,
 )
 from memkit.device.base import Device, Event, Stream
-from memkit.hooks import KeptHandle, nothing
+from memkit.kept import KeptHandle, nothing
 from memkit.transfer.arena import Arena, Span
 from memkit.transfer.lanes import Lanes
 

@@ -9,11 +9,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._library.custom_ops import CustomOpDef
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from memkit import torch_private
+
+if TYPE_CHECKING:
+    from memkit.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -103,7 +106,7 @@ _BATCH_NORMS: dict[OpOverload, OpOverload | None] = {
     aten.native_batch_norm.default: None,
     aten.cudnn_batch_norm.default: None,
     aten.miopen_batch_norm.default: None,
-    aten._native_batch_norm_legit.default: aten._native_batch_norm_legit.no_stats,
+    **dict(zip(torch_private.known("batch_norm_legit"), torch_private.known("batch_norm_legit_no_stats"), strict=False)),
 }
 """They write running statistics in training mode; without them they compute the same."""
 
@@ -132,7 +135,7 @@ class OpKinds:
         return kind
 
     def _classify(self, func: Any) -> OpKind:
-        if not isinstance(func, OpOverload):
+        if not isinstance(func, torch_private.OpOverload):
             return OpKind(OpClass.UNKNOWN, why_kept=f"{_name_of(func) or func} is a higher-order op, which is not run again")
         if func in _BATCH_NORMS:
             return OpKind(
@@ -141,7 +144,7 @@ class OpKinds:
                 training_at=_BATCH_NORM_TRAINING_AT,
                 replayed_by=_BATCH_NORMS[func],
             )
-        schema = func._schema
+        schema = torch_private.schema_of(func)
         written: list[int | str] = []
         is_out = False
         for position, argument in enumerate(schema.arguments):
@@ -165,7 +168,7 @@ class OpKinds:
 
     def _why_kept(self, func: OpOverload) -> str:
         """Return why nobody can tell that an op only computes, "" if somebody can."""
-        name = func._schema.name
+        name = torch_private.schema_of(func).name
         if func.namespace in _KNOWN_NAMESPACES:
             return ""
         if self._pure_ops.isdisjoint((name, f"{func.namespace}::*")):
@@ -180,15 +183,13 @@ def op_kinds(pure_ops: frozenset[str] = frozenset()) -> OpKinds:
 
 
 def _cannot_run_again(func: OpOverload) -> bool:
-    if func._schema.name in _NOT_REPLAYED:
+    if torch_private.schema_of(func).name in _NOT_REPLAYED:
         return True
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _has_effect(func: OpOverload) -> bool:
-    from torch._higher_order_ops.effects import _get_effect
-
-    return _get_effect(func) is not None
+    return torch_private.higher_order_effect(func) is not None
 
 
 # The user's word
@@ -201,7 +202,9 @@ def names_of_ops(pure_ops: object) -> frozenset[str]:
         TypeError: it is no list of ops, or of their names.
         ValueError: a name is none, or a word on the op would change nothing.
     """
-    if isinstance(pure_ops, str | OpOverload | OpOverloadPacket | CustomOpDef) or not isinstance(pure_ops, Iterable):
+    if isinstance(
+        pure_ops, str | torch_private.OpOverload | torch_private.OpOverloadPacket | torch_private.CustomOpDef
+    ) or not isinstance(pure_ops, Iterable):
         raise TypeError(f"pure_ops is a list of ops, or of their names; found {pure_ops!r}. Put it into a list")
     return frozenset(map(_named, pure_ops))
 
@@ -228,10 +231,10 @@ def _named(op: object) -> str:
 
 def _name_of(op: object) -> str | None:
     """Return the name of an op, with its namespace and without the overload; None if it is none."""
-    if isinstance(op, CustomOpDef):
-        op = op._opoverload
-    if isinstance(op, OpOverload):
-        return str(op._schema.name)
-    if isinstance(op, OpOverloadPacket):
-        return str(op._qualified_op_name)
-    return f"higher_order::{op.name()}" if isinstance(op, HigherOrderOperator) else None
+    if isinstance(op, torch_private.CustomOpDef):
+        op = torch_private.op_of_custom(op)
+    if isinstance(op, torch_private.OpOverload):
+        return str(torch_private.schema_of(op).name)
+    if isinstance(op, torch_private.OpOverloadPacket):
+        return torch_private.packet_name(op)
+    return f"higher_order::{op.name()}" if isinstance(op, torch_private.HigherOrderOperator) else None

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
 from memkit.activations.eligibility import is_range_of_bytes
 from memkit.activations.ops import OpKind
-from memkit.hooks import has_own_dispatch
 from memkit.storages import tensor_over
+from memkit.torch_state import has_own_dispatch
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _STRIDED = torch.strided
@@ -119,7 +120,7 @@ def written_by(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
     for key in kind.written:
         argument = (kwargs or {}).get(key) if isinstance(key, str) else args[key] if key < len(args) else None
         for tensor in tensors_in(argument):
-            found.setdefault(Tensor.untyped_storage(tensor)._cdata, tensor)
+            found.setdefault(torch_private.storage_address(Tensor.untyped_storage(tensor)), tensor)
     return list(found.values())
 
 

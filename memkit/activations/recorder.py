@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
+from memkit import torch_private
 from memkit.activations.dispatch import QuietMode
 from memkit.activations.ops import OpClass, OpKind, OpKinds
 from memkit.activations.recorded import (
@@ -35,7 +34,8 @@ from memkit.storages import byte_view
 
 _get_storage = Tensor.untyped_storage
 _STRIDED = torch.strided
-_is_in_backward = torch._C._current_graph_task_id
+_address_of, _version_of = torch_private.storage_address, torch_private.version_of
+_is_in_backward = torch_private.backward_task
 _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than all that is in it
 _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
 
@@ -98,7 +98,7 @@ class Recorder(QuietMode):
             for key, argument in enumerate(args):
                 if isinstance(argument, Tensor):
                     storage = _get_storage(argument)
-                    found = current.get(storage._cdata)
+                    found = current.get(_address_of(storage))
                     if found is not None and found[0]() is storage:
                         value = found[1]
                     else:
@@ -127,7 +127,7 @@ class Recorder(QuietMode):
             self._note(func, kept, kwargs, sources, args, results)
             return results
         storage = _get_storage(results)
-        before = current.get(storage._cdata) or recording.lent.get(storage._cdata)  # `was_there`, in place
+        before = current.get(_address_of(storage)) or recording.lent.get(_address_of(storage))  # `was_there`, in place
         if before is not None and before[0]() is storage:
             return results
         if path is _COPY and results.device != args[0].device:
@@ -138,7 +138,7 @@ class Recorder(QuietMode):
             recording.seconds[len(calls)] = self._estimate_s(func, args, results)
         recording.num_values = value + 1  # first, as in `Recording.add_root`
         calls.append(_new_tuple(Call, (func, kept, kwargs, sources, value, (storage.nbytes(),), None)))
-        current[storage._cdata] = (weakref.ref(storage), value)
+        current[_address_of(storage)] = (weakref.ref(storage), value)
         if value in recording.retained:
             recording.hold_made(value, results)
         return results
@@ -211,7 +211,7 @@ class Recorder(QuietMode):
     def _take(self, key: int | str, argument: Any, sources: list[Source]) -> Any:
         if isinstance(argument, Tensor):
             storage = _get_storage(argument)
-            found = self.recording.current.get(storage._cdata)
+            found = self.recording.current.get(_address_of(storage))
             if found is not None and found[0]() is storage:
                 value = found[1]
             else:
@@ -268,8 +268,8 @@ class Recorder(QuietMode):
         keys = set[int]()
         for place, tensor in enumerate(tensors_in(results)):
             storage = _get_storage(tensor)
-            if storage._cdata not in keys and not recording.was_there(storage):
-                keys.add(storage._cdata)
+            if _address_of(storage) not in keys and not recording.was_there(storage):
+                keys.add(_address_of(storage))
                 made.append(tensor)
                 storages.append(storage)
                 places.append(place)
@@ -321,12 +321,12 @@ class Recorder(QuietMode):
         kind, recording = self._kind_of(func), self.recording
         targets = written_by(kind, args, kwargs)
         are_inside = [self._before_write(target) for target in targets]
-        given = {_get_storage(tensor)._cdata: tensor for tensor in tensors_in(tree_leaves((args, kwargs)))}
-        versions = {} if isinstance(func, OpOverload) else _versions(given)
+        given = {_address_of(_get_storage(tensor)): tensor for tensor in tensors_in(torch_private.tree_leaves((args, kwargs)))}
+        versions = {} if isinstance(func, torch_private.OpOverload) else _versions(given)
         results = func(*args, **kwargs) if kwargs else func(*args)
         self._add_written_roots(targets, are_inside, kind.why_kept)
-        changed = [given[key] for key, version in versions.items() if given[key]._version != version]
-        changed += [tensor for tensor in tensors_in(results) if _get_storage(tensor)._cdata not in given]
+        changed = [given[key] for key, version in versions.items() if _version_of(given[key]) != version]
+        changed += [tensor for tensor in tensors_in(results) if _address_of(_get_storage(tensor)) not in given]
         for tensor in changed:
             value = recording.find(_get_storage(tensor))
             if value is not None:
@@ -425,9 +425,9 @@ class Recorder(QuietMode):
         """Run an op that writes to what nothing here was made from: counters, buffers."""
         results = self._run(func, args, kwargs)
         if results is not args[0]:
-            written = {_get_storage(target)._cdata for target in targets}
+            written = {_address_of(_get_storage(target)) for target in targets}
             for tensor in tensors_in(results):
-                if _get_storage(tensor)._cdata not in written:
+                if _address_of(_get_storage(tensor)) not in written:
                     self.recording.add_roots(tensor)
         return results
 
@@ -471,4 +471,4 @@ def _view_of_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
 
 def _versions(tensors: dict[int, Tensor]) -> dict[int, int]:
     """Return how often tensors were written to, as far as that is counted."""
-    return {key: tensor._version for key, tensor in tensors.items() if not tensor.is_inference()}
+    return {key: _version_of(tensor) for key, tensor in tensors.items() if not tensor.is_inference()}

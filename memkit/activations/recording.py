@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkit import torch_private
 from memkit.activations.eligibility import is_range_of_bytes
 from memkit.activations.recorded import Call, CostKey, source_of, tensor_of, tensors_in
 from memkit.activations.settings import current_settings
 from memkit.device.base import Device, Event
-from memkit.hooks import KeptHandle, sharing_counters
+from memkit.kept import KeptHandle
 from memkit.owners import owner_of
 from memkit.plan import NO_OP, Lineage
 from memkit.storages import byte_view
+from memkit.torch_state import sharing_counters
 
 
 class Root:
@@ -61,7 +63,7 @@ class Anchor:
 
     def is_unchanged(self) -> bool:
         """Tell whether nobody has written to it since."""
-        return self.version is None or self.alias._version == self.version
+        return self.version is None or torch_private.version_of(self.alias) == self.version
 
 
 class Recording:
@@ -151,12 +153,14 @@ class Recording:
 
     def find(self, storage: torch.UntypedStorage) -> int | None:
         """Return the value that is in a storage now, None if the storage was never seen."""
-        found = self.current.get(storage._cdata)
+        found = self.current.get(torch_private.storage_address(storage))
         return found[1] if found is not None and found[0]() is storage else None
 
     def was_there(self, storage: torch.UntypedStorage) -> bool:
         """Tell whether a storage that an op has returned is no new one, as that of what an op returns as it is."""
-        found = self.current.get(storage._cdata) or self.lent.get(storage._cdata)
+        found = self.current.get(torch_private.storage_address(storage)) or self.lent.get(
+            torch_private.storage_address(storage)
+        )
         return found is not None and found[0]() is storage
 
     def is_known(self, tensor: Tensor) -> bool:
@@ -192,16 +196,16 @@ class Recording:
             raise RuntimeError("what is no range of bytes is no value")
         value = self.num_values
         self.num_values = value + 1  # first: an interrupt leaves a number that is nobody's, and none that is two values'
-        version = None if is_written or tensor.is_inference() else tensor._version
-        base = tensor._base  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
+        version = None if is_written or tensor.is_inference() else torch_private.version_of(tensor)
+        base = torch_private.base_of(tensor)  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
         root = self.roots[value] = Root(tensor if base is None else base, storage, version, is_inside=is_inside)
         if is_hidden:
             self.hidden.add(value)
         if root.lent is None:
-            self.current[storage._cdata] = (weakref.ref(storage), value)
+            self.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
         else:
-            self.current.pop(storage._cdata, None)
-            self.lent[storage._cdata] = (weakref.ref(storage),)
+            self.current.pop(torch_private.storage_address(storage), None)
+            self.lent[torch_private.storage_address(storage)] = (weakref.ref(storage),)
         if value in self.retained:
             self.hold(value, is_in_dispatch=True)
         return value
@@ -235,7 +239,7 @@ class Recording:
         self.num_values = value + len(storages)  # first, as in `add_root`
         self.calls.append(call)
         for storage in storages:
-            current[storage._cdata] = (weakref.ref(storage), value)
+            current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
             value += 1
         return range(call.first, value)
 
@@ -271,7 +275,7 @@ class Recording:
             if is_in_dispatch:
                 self.unversioned.append(root)
             else:
-                root.version = tensor._version
+                root.version = torch_private.version_of(tensor)
         if root.is_inside and counts:
             self.held_bytes += root.num_bytes
         return True
@@ -279,7 +283,7 @@ class Recording:
     def _copy_root(self, root: Root, tensor: Tensor) -> None:
         """Hold a root as it is now, whatever is written to it later."""
         root.alias = tensor_of(source_of(None, 0, tensor), tensor.untyped_storage().clone())
-        root.version = root.alias._version
+        root.version = torch_private.version_of(root.alias)
         self.held_bytes += root.num_bytes
 
     def see_versions(self) -> None:
@@ -287,11 +291,13 @@ class Recording:
         while self.unversioned:
             held = self.unversioned.pop()
             if held.alias is not None and held.version is None and not held.alias.is_inference():
-                held.version = held.alias._version
+                held.version = torch_private.version_of(held.alias)
 
     def hold_made(self, value: int, tensor: Tensor, *, is_written: bool = False) -> None:
         """Hold a value that an op has just made."""
-        anchor = self.anchors[value] = Anchor(_alias_in_dispatch(tensor), None if is_written else tensor._version)
+        anchor = self.anchors[value] = Anchor(
+            _alias_in_dispatch(tensor), None if is_written else torch_private.version_of(tensor)
+        )
         if is_written:
             self.unversioned.append(anchor)
         self.held_bytes += tensor.untyped_storage().nbytes()
@@ -361,11 +367,12 @@ class Recording:
             return root.lent().untyped_storage()
         alias = root.alias
         assert alias is not None, "a root that is needed for a replay is not held"
-        if root.version is not None and alias._version != root.version:
+        version = None if root.version is None else torch_private.version_of(alias)
+        if version != root.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{alias.type()} {list(alias.size())}], from which Rematerialize makes saved tensors again, is at version "
-                f"{alias._version}; expected version {root.version} instead. Hint: write to it after the backward, or mark "
+                f"{version}; expected version {root.version} instead. Hint: write to it after the backward, or mark "
                 "with memkit.keep what is computed from it."
             )
         if root.is_lost:
@@ -415,5 +422,5 @@ class Recording:
 
 def _alias_in_dispatch(tensor: Tensor) -> Tensor:
     """Return an alias of a tensor that shares its version counter, though autograd's layers are off, as they are in a mode."""
-    with sharing_counters(), torch._C._DisableTorchDispatch(), torch.no_grad():
+    with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
         return tensor.detach()

@@ -7,10 +7,9 @@ import time
 from statistics import median
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memkit import torch_private
 from memkit.activations.ops import op_kinds
-from memkit.activations.recorder import Recorder
 from memkit.activations.recording import Recording
 from memkit.device import CpuDevice, default_generator
 
@@ -20,9 +19,11 @@ _NUM_MEASURED = 100
 @functools.cache
 def recording_cost_s() -> float:
     """Return what it takes the host to record a small op, without running it: measured once, on a chain of them."""
+    from memkit.activations.recorder import Recorder  # a dispatch mode: its base is a private class of torch
+
     recording = Recording(CpuDevice(), known_s=[0.0] * _NUM_MEASURED)
     x, taken_s = torch.ones(1), []
-    with _disable_current_modes(), torch.no_grad():
+    with torch_private.without_dispatch_modes(), torch.no_grad():
         for _ in range(5):
             start_s = time.perf_counter()
             for _ in range(_NUM_MEASURED):

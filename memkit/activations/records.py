@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memkit.activations.counts import Counts
 from memkit.device.base import Stream
-from memkit.hooks import KeptHandle, nothing
+from memkit.kept import KeptHandle, nothing
 from memkit.plan import Action
 from memkit.storages import tensor_over
 from memkit.transfer.arena import Span

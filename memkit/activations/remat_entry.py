@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memkit import torch_private
 from memkit.activations.context import Mover
 from memkit.activations.counts import Counts
-from memkit.activations.dispatch import is_traced
 from memkit.activations.eligibility import is_range_of_bytes
 from memkit.activations.forward import Pass
 from memkit.activations.ops import OpKinds, op_kinds
 from memkit.activations.recorded import cost_key
-from memkit.activations.recorder import Recorder
 from memkit.activations.recording import Recording
 from memkit.activations.records import Handle, Record
 from memkit.activations.remat_state import RematState, open_state
@@ -30,28 +28,17 @@ from memkit.activations.trail import ModuleTrail
 from memkit.device import CpuDevice, Device, default_generator, open_device
 from memkit.device.ceilings import GUESSED, Ceilings, measure_ceilings
 from memkit.errors import BudgetInfeasible
-from memkit.hooks import (
-    KeptHandle,
-    SavedTensorHooks,
-    dynamo_is_loaded,
-    has_own_dispatch,
-    in_compiled_function,
-    innermost_hooks,
-    leave_mode,
-    node_number,
-    nothing,
-    stacked_owners,
-)
+from memkit.hooks import SavedTensorHooks, innermost_hooks, stacked_owners
 from memkit.interrupts import Block
+from memkit.kept import KeptHandle, nothing
 from memkit.plan import NO_OP, Action, DTRScore, RematPlan, Step, ends_of, tell_kept
 from memkit.sizes import format_bytes
+from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, in_compiled_function, is_traced, leave_mode
 
 _NUM_WATCHED = 4
 """In so many first iterations it is noted which module each op is in: that takes the host some time."""
 _PLAIN_TYPES = (Tensor, nn.Parameter)
-_NoDispatch = torch._C._DisableTorchDispatch
 _get_storage = Tensor.untyped_storage
-_is_in_backward = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +97,8 @@ class Entry:
     """One time in the context: from `with` to its end."""
 
     def __init__(self, state: RematState, options: RematOptions, block: Block | None = None) -> None:
+        from memkit.activations.recorder import Recorder  # a dispatch mode: its base is a private class of torch
+
         self._state = state
         self._lock = state.lock
         self._options = options
@@ -290,7 +279,7 @@ class Entry:
 
     def pack(self, tensor: Tensor) -> KeptHandle | PassedOn:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
-        if _is_in_backward() != -1 or is_traced():
+        if torch_private.backward_task() != -1 or is_traced():
             return KeptHandle(tensor)
         if (self._may_be_compiled or dynamo_is_loaded()) and in_compiled_function():
             raise RuntimeError(
@@ -300,14 +289,14 @@ class Entry:
             )
         if type(tensor) not in _PLAIN_TYPES:
             return self._pack_of_class(tensor)
-        with _NoDispatch():  # what is done here is no part of the forward
+        with torch_private.without_python_dispatch():  # what is done here is no part of the forward
             return self._pack_locked(tensor)
 
     def _pack_of_class(self, tensor: Tensor) -> KeptHandle | PassedOn:
         if has_own_dispatch(tensor):
-            with _disable_current_modes():
+            with torch_private.without_dispatch_modes():
                 return KeptHandle(tensor) if self._outer is None else PassedOn(tensor, self._outer)
-        with torch._C.DisableTorchFunctionSubclass(), _NoDispatch():
+        with torch_private.without_subclass_functions(), torch_private.without_python_dispatch():
             return self._pack_locked(tensor)
 
     def _pack_locked(self, tensor: Tensor) -> KeptHandle:
@@ -328,7 +317,7 @@ class Entry:
             run = self._turn()
         storage = _get_storage(tensor)
         recording = run.recording
-        found = recording.current.get(storage._cdata)
+        found = recording.current.get(torch_private.storage_address(storage))
         if found is None or found[0]() is not storage:
             return self._keep(tensor)  # it was there before
         value, num_bytes = found[1], storage.nbytes()
@@ -339,19 +328,20 @@ class Entry:
             if self._small_bytes is not None:
                 self._small_bytes[value] = num_bytes
             return self._offer(run, value, tensor, None)
-        if tensor._version and tensor._version > recording.num_writes(value):  # written to elsewhere, as by another thread
+        version = torch_private.version_of(tensor)
+        if version and version > recording.num_writes(value):  # written to elsewhere, as by another thread
             value = recording.add_root(tensor, storage, is_inside=True)
             root = recording.roots[value]
         if self._state.is_broken:
             self._state.mend()
         run.ledger.sweep()
         is_new = not run.is_saved(value)
-        node = node_number()
+        node = torch_private.node_number()
         self._note_save(run, value, num_bytes, node)
         if root is not None and root.alias is not None:
             return self._offer(run, value, tensor, Action.KEEP)  # it is held, and counted, whatever becomes of the handle
         record = run.record_of(value)
-        if record is not None and record.version != tensor._version:
+        if record is not None and record.version != version:
             run.note_offer(value, tensor)
             return self._keep(tensor)  # it was written to behind the recorder's back
         if record is None:
@@ -367,7 +357,7 @@ class Entry:
                 run.offered_bytes += num_bytes
                 return self._offer(run, value, tensor, action if action is Action.OFFLOAD else run.marks.get(value))
             window = run.window
-            record = window.ledger.open_record(storage, tensor._version, maker=run, value=value)
+            record = window.ledger.open_record(storage, version, maker=run, value=value)
             run.note_record(value, record)
             handle = window.ledger.add_handle(record, tensor, window, node)
             if run.marks.get(value) is not Action.KEEP and root is None:
@@ -484,7 +474,7 @@ class Entry:
     def mark(self, tensor: Tensor, action: Action) -> None:
         """Do this with what is in a tensor now."""
         run = self._run
-        with torch._C._DisableTorchDispatch(), self._state.lock:
+        with torch_private.without_python_dispatch(), self._state.lock:
             try:
                 storage = tensor.untyped_storage()
             except RuntimeError:  # it is no range of bytes, and always stays

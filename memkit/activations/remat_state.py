@@ -16,9 +16,9 @@ from memkit.activations.traces import OpTrace, OpTraces
 from memkit.activations.window import OffloadWindow
 from memkit.device import Device
 from memkit.errors import warn_user
-from memkit.hooks import after_backward
 from memkit.interrupts import mended
 from memkit.plan import RematPlan, ends_of
+from memkit.torch_state import after_backward
 
 _MAX_COSTS = 8192
 """For so many kinds and sizes of ops it is remembered what they take."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
 from memkit.activations.context import ForwardContext
 from memkit.activations.ops import names_of_ops, op_kinds
 from memkit.activations.recording_cost import recording_cost_s
@@ -19,7 +20,6 @@ from memkit.device import CpuDevice, Device, is_capturing, open_device
 from memkit.hooks import end_left, in_checkpoint, refuse_in_profile, stacked_owners
 from memkit.interrupts import Block
 from memkit.plan import DTRScore, RematPlan
-from memkit.profile.passes import run_without_data
 from memkit.profile.step import Step as ProfiledStep
 from memkit.sizes import check_budget, check_bytes, format_bytes
 
@@ -91,6 +91,7 @@ class Rematerialize(ForwardContext):
         device: str | torch.device | Device | None = None,
         pure_ops: Iterable[Any] = (),
     ) -> None:
+        torch_private.require(torch_private.Feature.REMAT)
         if not isinstance(tag, str):
             raise TypeError(f"tag is a string; found {type(tag).__name__}")
         if policy not in _POLICIES:
@@ -205,6 +206,8 @@ class Rematerialize(ForwardContext):
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"min_budget needs a torch.nn.Module; found {type(model).__name__}")
+        from memkit.profile.passes import run_without_data  # only now: a private class of torch is a base in there
+
         step = ProfiledStep(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=True)
         state = RematState("min_budget")
         device = CpuDevice(torch.device("meta"))

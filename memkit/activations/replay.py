@@ -7,15 +7,16 @@ the forward, and leave no trace in it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memkit import torch_private
 from memkit.activations.counts import Counts
 from memkit.activations.eligibility import counted_by
 from memkit.activations.forward import Pass
@@ -27,13 +28,16 @@ from memkit.activations.settings import current_settings, with_settings
 from memkit.activations.window import OffloadWindow
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
-from memkit.hooks import KeptHandle, backward_task
+from memkit.kept import KeptHandle
 from memkit.plan import NO_OP, Action, DTRScore, Residents
 from memkit.sizes import format_mib
 from memkit.storages import byte_view, storage_key
 
-_VMAP_MODE = torch._C.DispatchKeySet(cast(torch._C.DispatchKey, torch._C._parse_dispatch_key("VmapMode")))
-"""The layer that is on while gradients are batched: it refuses every random op, whatever that is given."""
+
+@functools.cache
+def _vmap_mode() -> Any:
+    """Return the layer that is on while gradients are batched: it refuses every random op, whatever that is given."""
+    return torch_private.DispatchKeySet(torch_private.key_named("VmapMode"))
 
 
 class Run(Residents):
@@ -115,7 +119,7 @@ class Run(Residents):
 
         They may have left before, when this tensor was as it is and other parts of the storage were not: see `counted_by`.
         """
-        key = storage_key(tensor.untyped_storage()), id(counted_by(tensor)), tensor._version
+        key = storage_key(tensor.untyped_storage()), id(counted_by(tensor)), torch_private.version_of(tensor)
         return self._offered.setdefault(key, value) == value
 
     def record_of(self, value: int) -> Record | None:
@@ -160,7 +164,7 @@ class Run(Residents):
 
     def note_request(self, record: Record, node: int) -> None:
         """A node of the graph asks for a record."""
-        task = backward_task()
+        task = torch_private.backward_task()
         if task == -1:
             return
         if self.task != task:
@@ -332,7 +336,7 @@ class Run(Residents):
             torch.OutOfMemoryError: there is no room, also after all was dropped that can be.
             ReplayMismatchError: with verification, an op has made something else than in the forward.
         """
-        if backward_task() == -1:
+        if torch_private.backward_task() == -1:
             self.compare_settings()
         self.recording.sync()
         self.recording.see_versions()
@@ -349,13 +353,13 @@ class Run(Residents):
         try:
             settings = with_settings(self.recording.settings) if self._has_other_settings else nullcontext()
             with (  # an op is run as it was recorded: below autograd, autocast, transforms, modes and hooks
-                torch._C.DisableTorchFunction(),
-                _disable_current_modes(),
+                torch_private.without_functions(),
+                torch_private.without_dispatch_modes(),
                 torch.no_grad(),
-                torch._C._DisableAutocast(),
-                torch._C._DisableFuncTorch(),
-                torch._C._ExcludeDispatchKeyGuard(_VMAP_MODE),
-                torch._C._AutoDispatchBelowAutograd(),
+                torch_private.without_autocast(),
+                torch_private.without_functorch(),
+                torch_private.excluding_keys(_vmap_mode()),
+                torch_private.without_autograd(),
                 settings,
                 torch.profiler.record_function("memkit::replay"),
             ):

@@ -13,16 +13,17 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from memkit import torch_private
 from memkit.activations.forward import Pass, SaveKey, Traces, trace_of
 from memkit.activations.ledger import Ledger
 from memkit.activations.records import Handle, Record, Residency
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_on, warn_user
-from memkit.hooks import after_backward, backward_task, node_number
 from memkit.interrupts import mended
 from memkit.plan import Action
 from memkit.profile import MemoryReport
 from memkit.sizes import format_mib
+from memkit.torch_state import after_backward
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
 
@@ -110,14 +111,16 @@ class OffloadWindow:
             action: what the user, or the context inside, has said; by default the forward decides.
         """
         self.ledger.sweep()
-        node = node_number()
+        node = torch_private.node_number()
         self._send_written(run, but_for=node)
         record = run.find(storage, tensor)
         if record is None:
             decided = run.decide(_key_of(tensor, storage), action)
             if decided is None:
                 return None
-            record = self.ledger.open_record(storage, tensor._version, owner=run, index=run.num_saves - 1, counts=run.counts)
+            record = self.ledger.open_record(
+                storage, torch_private.version_of(tensor), owner=run, index=run.num_saves - 1, counts=run.counts
+            )
             record.tick = self._lanes.tick()
             run.note_record(record, storage, tensor)
             run.counts.unique_bytes += record.num_bytes
@@ -272,7 +275,7 @@ class OffloadWindow:
 
     def _follow_backward(self, run: Pass) -> bool:
         """Notice that a backward has begun, for the first time or again; tell whether one is running at all."""
-        task = backward_task()
+        task = torch_private.backward_task()
         if task == -1:
             return False
         if run.task != task:

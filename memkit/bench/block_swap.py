@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
 from memkit.device import Device, Event
-from memkit.hooks import HookSet, backward_task
+from memkit.hooks import HookSet
 from memkit.storages import byte_view, tensor_over
 
 
@@ -64,7 +65,7 @@ class BlockSwap:
 
     def _ahead_of(self, number: int) -> int | None:
         """Return the layer that comes next. At the turn to the backward, and to the next step, that is the same once more."""
-        if backward_task() != -1:
+        if torch_private.backward_task() != -1:
             return number - 1 if number else None
         if number + 1 < len(self._hosts):
             return number + 1

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from memkit import torch_private
 from memkit.device import Device, Event
 
 _log = logging.getLogger("memkit.bench")
@@ -68,7 +68,7 @@ def sum_of_outputs(result: Any) -> Tensor:
     Raises:
         ValueError: there is nothing of the kind.
     """
-    roots = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    roots = [leaf for leaf in torch_private.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not roots:
         raise ValueError(f"nothing that the model returned requires grad; it returned {type(result).__name__}")
     return torch.stack([root.float().sum() for root in roots]).sum()

@@ -33,7 +33,7 @@ class Ceilings:
         Source: `torch.utils.flop_counter.flop_registry`.
         """
         num_bytes = _bytes_in(args) + _bytes_in(results)
-        count = flop_registry.get(getattr(func, "_overloadpacket", None))
+        count = flop_registry.get(getattr(func, "overloadpacket", None))
         flops = 0.0
         if count is not None:
             try:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from memkit import torch_private
 from memkit.device.base import Device, Event, MemoryCounter, Stream
 from memkit.errors import RaceError
 from memkit.storages import byte_view, storage_key
@@ -389,7 +390,7 @@ class ReferenceDevice(Device):
         if isinstance(entry, ReferenceEvent):
             self._land(entry.stream, entry.position)
         else:
-            with torch._C._DisableTorchDispatch():  # a mode that saw it might come back here
+            with torch_private.without_python_dispatch():  # a mode that saw it might come back here
                 entry.destination.tensor().copy_(entry.source.tensor())
         stream.queue.popleft()
 

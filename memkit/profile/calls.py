@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
 from memkit.hooks import HookSet
 from memkit.profile.gauges import Gauge
 from memkit.profile.tree import ModuleTree
@@ -34,7 +35,7 @@ class CallStack:
         # From which autograd sequence number on each module is the innermost: ascending, for `_owner_of_node`.
         self._first_numbers: list[int] = []
         self._owners: list[int] = []
-        self.first_number = torch._C._autograd._get_sequence_nr()
+        self.first_number = torch_private.node_number()
         """Nodes with lower autograd sequence numbers were made before."""
 
     @property
@@ -97,7 +98,7 @@ class CallStack:
         return before
 
     def _owner_of_node(self, node: torch.autograd.graph.Node) -> int:
-        position = bisect_right(self._first_numbers, node._sequence_nr()) - 1
+        position = bisect_right(self._first_numbers, torch_private.node_number_of(node)()) - 1
         return self._owners[position] if position >= 0 else self._tree.outside
 
     def _before(self, index: int) -> Callable[..., None]:
@@ -129,7 +130,7 @@ class CallStack:
         self._note_owner()
 
     def _note_owner(self) -> None:
-        self._first_numbers.append(torch._C._autograd._get_sequence_nr())
+        self._first_numbers.append(torch_private.node_number())
         self._owners.append(self.current)
 
 
@@ -150,7 +151,7 @@ class BackwardGraph:
                 continue
             seen.add(node)
             pending.extend(following for following, _ in node.next_functions if following is not None)
-            if isinstance(node, torch._C._functions.AccumulateGrad):
+            if isinstance(node, torch_private.AccumulateGrad):
                 self.leaves.append(node.variable)
             else:
                 self.nodes.append(node)

@@ -23,7 +23,11 @@ from memkit.profile.restore import preserved
 from memkit.profile.rows import Found
 from memkit.profile.saves import SavedStorages, SaveTimes
 from memkit.profile.signatures import Signatures
-from memkit.profile.simulate import META, MetaTwins, MixedDevices, MixedDtypesError, TargetKernels, TargetMode
+from memkit.profile.simulate import META
+from memkit.profile.simulate.dtypes import MixedDtypesError
+from memkit.profile.simulate.kernels import TargetKernels
+from memkit.profile.simulate.target import TargetMode
+from memkit.profile.simulate.twins import MetaTwins, MixedDevices
 from memkit.profile.step import Step, say_where
 from memkit.profile.streamed import ModelStorages
 from memkit.profile.tree import ModuleTree

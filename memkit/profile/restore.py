@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
 from memkit.storages import byte_view, unique_storages
 
 
@@ -36,7 +37,7 @@ def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, conte
             tensors = [tensor for state in states for tensor in state.tensors()]
             versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
             # The bytes will be what they were, so that graphs which the user holds are as good as before.
-            after.enter_context(torch.autograd.grad_mode._unsafe_preserve_version_counter(versioned))
+            after.enter_context(torch_private.keeping_versions(versioned))
             for storage in unique_storages(tensors).values():
                 after.callback(_put_back_bytes, storage, byte_view(storage).to("cpu", copy=True))
         for state in states:

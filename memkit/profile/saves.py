@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from memkit import torch_private
 from memkit.device.base import Device, Event
 from memkit.profile.calls import CallStack
 from memkit.profile.records import SavedCategory, SavedTensorRecord
@@ -98,15 +99,15 @@ class SavedStorages:
         saves = tuple(self._note(storage, tensor) for storage in storages_of(tensor) if self._counts(storage))
         self._num_packs += 1
         self._num_saves += bool(saves)
-        return _Packed(tensor.detach(), tensor._version, saves)
+        return _Packed(tensor.detach(), torch_private.version_of(tensor), saves)
 
     def unpack(self, packed: _Packed) -> Tensor:
         """Note a use; give the tensor back, if it is still what was saved (with hooks set, autograd does not look)."""
-        if packed.alias._version != packed.version:
+        if torch_private.version_of(packed.alias) != packed.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a tensor of shape {shapes_of(packed.alias)[0]} was saved at version {packed.version} and is at version "
-                f"{packed.alias._version}"
+                f"{torch_private.version_of(packed.alias)}"
             )
         if self._in_backward:
             for save in packed.saves:
@@ -158,10 +159,10 @@ class SavedStorages:
         seen = self._seen.get(storage_key(storage))
         first = seen is None or seen.reference() is not storage
         if seen is None or first:
-            seen = _Seen(weakref.ref(storage), self._num_storages, tensor._version)
+            seen = _Seen(weakref.ref(storage), self._num_storages, torch_private.version_of(tensor))
             self._seen[storage_key(storage)] = seen
             self._num_storages += 1
-        version = tensor._version - seen.first_version
+        version = torch_private.version_of(tensor) - seen.first_version
         save = self._saves.get((seen.number, version))
         if save is None:
             save = _Save(

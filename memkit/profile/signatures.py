@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from memkit import torch_private
 from memkit.hooks import HookSet
 from memkit.profile.records import Shapes
 from memkit.profile.tree import ModuleTree
@@ -49,7 +49,7 @@ class Signatures:
 
 def shapes_of(nested: Any) -> Shapes:
     """Return the shapes of the tensors in a nested structure, in its order; -1 for sizes that vary within a tensor."""
-    return tuple(_shape_of(leaf) for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor))
+    return tuple(_shape_of(leaf) for leaf in torch_private.tree_leaves(nested) if isinstance(leaf, Tensor))
 
 
 def _shape_of(tensor: Tensor) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ def _shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 def first_dtype(nested: Any) -> str:
     """Return the dtype ("float32") of the first tensor in a nested structure, or "" if there is none."""
-    return next((dtype_name(leaf.dtype) for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)), "")
+    return next((dtype_name(leaf.dtype) for leaf in torch_private.tree_leaves(nested) if isinstance(leaf, Tensor)), "")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

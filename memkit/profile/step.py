@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from memkit import torch_private
 from memkit.errors import ProfileError, note_on
 from memkit.hooks import HookSet, name_of_hooks_around, profiled
 from memkit.owners import StreamedWeights
@@ -55,7 +55,7 @@ class Step:
 
     def input_tensors(self) -> list[Tensor]:
         """Return the tensors in the model's arguments."""
-        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        return [leaf for leaf in torch_private.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
     def modules(self) -> list[nn.Module]:
         """Return the model, and the loss where it is a module or a method of one."""
@@ -128,7 +128,7 @@ class Step:
     def _for_one_run(self) -> Step:
         """Lists and dicts among the inputs are made anew, and inputs that were computed become leaves, so that the backward
         ends there and not in a graph of the caller's."""
-        args, kwargs = pytree.tree_map(_as_leaf, (self.args, self.kwargs))
+        args, kwargs = torch_private.tree_map(_as_leaf, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
 
     def _run_backward(
@@ -163,7 +163,7 @@ def _backward_roots(step: Step, result: Any) -> list[Tensor]:
         raise ValueError(f"with backward=True, loss_fn must return a tensor with one element; found {found}")
     roots = [
         leaf
-        for leaf in pytree.tree_leaves(result)
+        for leaf in torch_private.tree_leaves(result)
         if isinstance(leaf, Tensor) and leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
     ]
     if not roots:
@@ -177,7 +177,7 @@ def _backward_roots(step: Step, result: Any) -> list[Tensor]:
 
 def _check_graph(graph: BackwardGraph, stack: CallStack) -> None:
     """Raise before a backward that would run into a graph of the caller's, or into tensors that have data on meta."""
-    if any(node._sequence_nr() < stack.first_number for node in graph.nodes):
+    if any(torch_private.node_number_of(node)() < stack.first_number for node in graph.nodes):
         raise ProfileError(
             "the backward would run on into a graph that was there before (of a tensor that the model or the loss holds), and "
             "free it; detach that tensor"

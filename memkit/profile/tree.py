@@ -12,6 +12,7 @@ from enum import Enum
 import torch
 from torch import nn
 
+from memkit import torch_private
 from memkit.owners import StreamedWeights
 from memkit.profile.streamed import NOTHING_STREAMED
 from memkit.storages import storage_key, storages_of, unique_storages
@@ -85,7 +86,7 @@ class ModuleTree:
         for index, node in enumerate(self.nodes):
             inside_compiled = node.parent is not None and self.nodes[node.parent].compiled
             scripted = isinstance(node.module, torch.jit.ScriptModule)
-            if not inside_compiled and not scripted and node.module._compiled_call_impl is None:
+            if not inside_compiled and not scripted and torch_private.code_when_compiled(node.module) is None:
                 yield index, node
 
     def fingerprint(self) -> str:
@@ -107,11 +108,11 @@ def is_compiled(module: nn.Module) -> bool:
     (`torch.compile(module)`, `module.compile()`) or of a function that it holds."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and needed only if something is compiled
+    dynamo = sys.modules.get(f"{torch_private.DYNAMO}.eval_frame")  # slow to import, and needed only if something is compiled
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         return True
-    return module._compiled_call_impl is not None or any(
-        hasattr(value, "_torchdynamo_orig_callable")
+    return torch_private.code_when_compiled(module) is not None or any(
+        hasattr(value, torch_private.COMPILED_FUNCTION_MARK)
         for place in (module, *type(module).__mro__)
         for value in vars(place).values()
     )

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from memkit import torch_private
 from memkit.device.base import MemoryCounter
 from memkit.hooks import in_checkpoint, receiving_pack
 from memkit.profile.calls import CallStack
 from memkit.profile.streamed import ModelStorages
 from memkit.storages import storage_key, storages_of, unique_storages
+
+if TYPE_CHECKING:
+    from memkit.torch_private import OpOverload
 
 # CUDA's caching allocator hands out multiples of this.
 CUDA_ROUNDING_BYTES = 512
@@ -26,10 +29,10 @@ CUDA_ROUNDING_BYTES = 512
 class OpObserver(Protocol):
     """Sees every operation that runs under an `OpWatch`."""
 
-    def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None: ...
+    def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None: ...
 
 
-class OpWatch(TorchDispatchMode):
+class OpWatch(torch_private.DispatchMode):
     """Shows each operation to some observers, after it ran."""
 
     def __init__(self, *observers: OpObserver) -> None:
@@ -37,7 +40,7 @@ class OpWatch(TorchDispatchMode):
         self._observers = observers
 
     def __torch_dispatch__(
-        self, op: torch._ops.OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         outputs = op(*args, **(kwargs or {}))
         for observer in self._observers:
@@ -79,7 +82,7 @@ class LiveStorages(MemoryCounter):
     def reset_peak(self) -> None:
         self._peak_bytes = self._allocated_bytes
 
-    def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
+    def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
         """Count the storages of an operation's outputs."""
         for tensor in tensors_in(outputs):
             for storage in storages_of(tensor):
@@ -124,9 +127,9 @@ class ParamCasts:
         self._resident = resident
         self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
+    def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
         """Note the output of a cast whose input is a parameter, a buffer or such a cast."""
-        if op is torch.ops.aten._to_copy.default and any(
+        if op in torch_private.known("to_copy") and any(
             source in self._resident or source in self for source in storages_of(args[0])
         ):
             for storage in storages_of(outputs):
@@ -148,11 +151,11 @@ class Writes:
         self._names = names
         self.written: dict[str, None] = {}
 
-    def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
+    def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
         """Look at the arguments that the operation's schema says it writes to."""
-        if not op._schema.is_mutable:
+        if not torch_private.schema_of(op).is_mutable:
             return
-        for argument, value in zip(op._schema.arguments, args, strict=False):
+        for argument, value in zip(torch_private.schema_of(op).arguments, args, strict=False):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             for tensor in tensors_in(value):
@@ -176,7 +179,7 @@ class HiddenRegions:
         self.under_other_hooks: set[int] = set()
         """Modules in which another pair of saved-tensor hooks was innermost, not a checkpoint's."""
 
-    def saw(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
+    def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
         """Look at the hooks that are in force at this operation."""
         pack = receiving_pack()
         if self._stack.in_backward or (pack == self._pack and torch.is_grad_enabled()):

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
 from memkit.errors import LayerOffloadError
-from memkit.hooks import BackwardEnd, HookSet, backward_task, gradient_node, when_backward_ends
+from memkit.hooks import BackwardEnd, HookSet, when_backward_ends
+from memkit.torch_state import gradient_node
 from memkit.weights.chunks import LayerChunk, StreamedParameter
 
 _TOKEN = "memkit"
@@ -154,7 +156,7 @@ class Accumulation(ABC):
 
     def _enter_backward(self) -> int:
         """Return the backward that runs; the first time, have its end seen."""
-        task = backward_task()
+        task = torch_private.backward_task()
         if task not in self._tasks:
             self._tasks[task] = when_backward_ends(partial(self._end_backward, task))
         return task
@@ -169,7 +171,7 @@ class Accumulation(ABC):
 
     def _after(self, streamed: StreamedParameter) -> None:
         """The engine has put a gradient, or a part of one, to `grad`."""
-        task, known, made = backward_task(), self._sums[streamed], streamed.parameter.grad
+        task, known, made = torch_private.backward_task(), self._sums[streamed], streamed.parameter.grad
         streamed.parameter.grad = None
         known.due = -1
         if made is None:
@@ -240,4 +242,4 @@ class _Firing:
         self._token = token
 
     def __call__(self, _: Any) -> None:
-        self._token.task = backward_task()
+        self._token.task = torch_private.backward_task()

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memkit import torch_private
 from memkit.device.base import Event
 from memkit.errors import LayerOffloadError
-from memkit.hooks import num_users
 from memkit.storages import byte_view, storage_key, tensor_over
+from memkit.torch_state import num_users
 from memkit.transfer.arena import Span
 from memkit.weights.placement import has_plain_parts, overlapping
 from memkit.weights.wrappers import parts_of, set_reported_device, wrappers_in
@@ -144,7 +144,7 @@ class StreamedParameter:
 
     def current_parameters(self) -> list[nn.Parameter]:
         """Return the parameter, and what somebody has put in its place since."""
-        found = (module._parameters.get(key) for module, key in self.places)
+        found = (torch_private.parameters_of(module).get(key) for module, key in self.places)
         now = (parameter for parameter in found if isinstance(parameter, nn.Parameter) and has_plain_parts(parameter))
         return list({id(parameter): parameter for parameter in (self.parameter, *now)}.values())
 
@@ -188,7 +188,7 @@ class LayerChunk:
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         named: dict[int, tuple[str, nn.Parameter]] = {}
         for prefix, inner in module.named_modules(remove_duplicate=True):
-            for key, parameter in inner._parameters.items():
+            for key, parameter in torch_private.parameters_of(inner).items():
                 if parameter is not None and id(parameter) in wanted:
                     places.setdefault(id(parameter), []).append((inner, key))
                     full = ".".join(part for part in (name, prefix, key) if part)
@@ -302,8 +302,8 @@ class LayerChunk:
 
     def state(self) -> tuple[int, ...]:
         """Return what changes with every write to the host copy that can be seen."""
-        wrappers = [wrapper._version for streamed in self.parameters for wrapper in streamed.wrappers]
-        return (self.num_changes, *wrappers, *[part.tensor._version for part in self._parts()])
+        wrappers = [torch_private.version_of(wrapper) for streamed in self.parameters for wrapper in streamed.wrappers]
+        return (self.num_changes, *wrappers, *[torch_private.version_of(part.tensor) for part in self._parts()])
 
     def adopt(self) -> list[StreamedParameter]:
         """Take over parameters that were put in the place of others (`load_state_dict(assign=True)`), and return them.
@@ -314,11 +314,11 @@ class LayerChunk:
         adopted = [streamed for streamed in self.parameters if self._is_replaced(streamed)]
         for streamed in adopted:
             module, key = streamed.places[0]
-            old, found = streamed.parameter, module._parameters[key]
+            old, found = streamed.parameter, torch_private.parameters_of(module)[key]
             assert found is not None
             for inner, inner_key in streamed.places[1:]:
-                if inner._parameters.get(inner_key) is old:
-                    inner._parameters[inner_key] = found
+                if torch_private.parameters_of(inner).get(inner_key) is old:
+                    torch_private.parameters_of(inner)[inner_key] = found
             left = [weakref.ref(part.tensor) for part in streamed.parts if part.is_at_host_copy(part.tensor)]
             streamed.replace(found)
             del old
@@ -343,14 +343,14 @@ class LayerChunk:
         """
         for streamed in self.parameters:
             module, key = streamed.places[0]
-            if self._is_replaced(streamed) and module._parameters[key] is streamed.parameter:
+            if self._is_replaced(streamed) and torch_private.parameters_of(module)[key] is streamed.parameter:
                 self.num_changes += 1
                 self._take_over(streamed)
 
     def _is_replaced(self, streamed: StreamedParameter) -> bool:
         """Tell whether somebody has put another tensor in the place of a parameter; raise where it is of another kind."""
         module, key = streamed.places[0]
-        found = module._parameters.get(key)
+        found = torch_private.parameters_of(module).get(key)
         if found is None:
             raise LayerOffloadError(f'"{streamed.name}" is gone from its module while LayerOffload streams it. {_ADVICE}')
         if not isinstance(found, nn.Parameter):
@@ -433,5 +433,5 @@ def _distinct(tensor: Tensor) -> Tensor:
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Return a context in which `data` is set as it is meant: no mode sees it, and inference mode does not mark it."""
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    with torch_private.without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
         yield

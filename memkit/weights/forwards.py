@@ -9,10 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from memkit import torch_private
 from memkit.calls import Call, Calls, Claims, Ending
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet, backward_task, before_backward_of, in_differentiating_transform
+from memkit.hooks import HookSet, before_backward_of
 from memkit.owners import are_owners_set_aside
+from memkit.torch_state import in_differentiating_transform
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.chunks import LayerChunk, StreamedParameter
 from memkit.weights.saving import WeightHooks
@@ -108,7 +110,7 @@ class Forwards(NotCopied):
             LayerOffloadError: one is going on, or a backward.
         """
         self._calls.end_interrupted()
-        if len(self._calls) or backward_task() != -1:
+        if len(self._calls) or torch_private.backward_task() != -1:
             which = "forward of the model" if len(self._calls) else "backward"
             raise LayerOffloadError(f"offload.close() was called within a {which}. Call it when that is over")
         for hooks in (self._outer_hooks, self._hooks, self._timing_hooks):
@@ -136,7 +138,7 @@ class Forwards(NotCopied):
         Raises:
             LayerOffloadError: that is so.
         """
-        if backward_task() == -1 and not self._calls.claim(self._claims):
+        if torch_private.backward_task() == -1 and not self._calls.claim(self._claims):
             raise LayerOffloadError(
                 f"a forward of {type(self._model).__name__} began in one thread while one in another was going on: the layers "
                 "stream through slots that they share. Have one thread at a time run the model (a lock), or give each a model "
@@ -157,9 +159,9 @@ class Forwards(NotCopied):
             )
         if self._gradients is not None:
             refuse_replicated(self._streamer.chunks)
-            if len(self._calls) == 1 and backward_task() == -1:
+            if len(self._calls) == 1 and torch_private.backward_task() == -1:
                 self._gradients.drop_interrupted()
-        if len(self._calls) == 1 and backward_task() == -1 and not self._streamer.is_continued_by(first):
+        if len(self._calls) == 1 and torch_private.backward_task() == -1 and not self._streamer.is_continued_by(first):
             if first is None:  # what stays on the device may run first, and fail by what all were cast to
                 for chunk in self._streamer.chunks:
                     self._adopt(chunk)
@@ -230,7 +232,7 @@ class Forwards(NotCopied):
             return
         if self._gradients is not None:
             self._gradients.watch(chunk)
-            if backward_task() != -1:
+            if torch_private.backward_task() != -1:
                 self._gradients.note_recompute()
         elif any(item.parameter.requires_grad for item in chunk.parameters):
             raise LayerOffloadError(
@@ -246,7 +248,7 @@ class Forwards(NotCopied):
         chunk.lie_in(slot.storage, use=call)
         if torch.is_grad_enabled():
             # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
-            is_part = module is not chunk.module and backward_task() != -1
+            is_part = module is not chunk.module and torch_private.backward_task() != -1
             hooks = WeightHooks(self._streamer, hands_on_weights=is_part)
             call.end_here = hooks.end
             hooks.begin()
@@ -254,7 +256,7 @@ class Forwards(NotCopied):
     def _end_layer(self, chunk: LayerChunk, call: Call, state: object, ending: Ending) -> None:
         if self._gradients is not None and torch.is_grad_enabled():
             self._gradients.note_forward(chunk)
-        if self._timing is not None and ending is not Ending.RETURNED and backward_task() == -1:
+        if self._timing is not None and ending is not Ending.RETURNED and torch_private.backward_task() == -1:
             self._timing.fail()
         if ending is Ending.LEFT and chunk.uses <= {call}:  # since then the slot was what somebody may have written to
             chunk.write_back()

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet, backward_task
+from memkit.hooks import HookSet
 from memkit.storages import storage_bytes
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
@@ -49,7 +50,7 @@ class SteppedGradient(Tensor):
             moved = func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **(kwargs or {}))
             return cls(args[0].size(), moved.dtype, moved.device)
         if name in ("__get__", "__set__") or name in _READS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.without_subclass_functions():
                 found = func(*args, **(kwargs or {}))
             if not isinstance(found, Tensor):  # as `data` is
                 return found
@@ -61,10 +62,10 @@ class SteppedGradient(Tensor):
 
 
 _READS = {"size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous"}
-_READS |= {"untyped_storage", "storage_offset", "data_ptr", "is_inference", "is_conj", "is_neg", "_is_view", "__hash__"}
-_READS |= {"_has_compatible_shallow_copy_type"}
+_READS |= {"untyped_storage", "storage_offset", "data_ptr", "is_inference", "is_conj", "is_neg", "__hash__"}
+_READS |= torch_private.READ_BY_MODULES
 _MOVES = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double"}
-_ZERO_GRAD = {"zero_", "detach_", "requires_grad_", "_foreach_zero_"}
+_ZERO_GRAD = {"zero_", "detach_", "requires_grad_", torch_private.ZEROING_ALL}
 
 
 class FusedSteps(NotCopied, Accumulation):
@@ -192,7 +193,7 @@ class FusedSteps(NotCopied, Accumulation):
         if torch.compiler.is_compiling():
             return
         self._watch_groups()
-        if backward_task() != -1:
+        if torch_private.backward_task() != -1:
             self._enter_backward()
 
     def note_recompute(self) -> None:
@@ -380,7 +381,7 @@ _MISSING = object()
 
 
 def _version(value: object) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    return torch_private.version_of(value) if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def state_bytes_per_byte(make: MakeOptimizer) -> float:

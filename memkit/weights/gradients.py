@@ -17,10 +17,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
-from memkit.hooks import num_users
 from memkit.storages import byte_view
+from memkit.torch_state import num_users
 from memkit.transfer.arena import ALIGNMENT_BYTES, Arena, Span
 from memkit.transfer.lanes import lanes_of
 from memkit.weights.accumulation import Accumulation, sum_of
@@ -257,7 +258,7 @@ class HostGradients(Accumulation):
             packed = streamed.over_gradient(device.allocate(span.num_bytes))
             packed.copy_(made)
             storage = packed.untyped_storage()
-        device.note_written(storage, made._version)
+        device.note_written(storage, torch_private.version_of(made))
         while self._in_flight and self._in_flight_bytes + span.num_bytes > self._window_bytes:
             self._settle_oldest()  # may raise, and then nothing writes to the span
         flight = _Flight(storage)

@@ -12,6 +12,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from memkit import torch_private
 from memkit.attached import note_attached, note_detached
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
@@ -114,6 +115,7 @@ class LayerOffload(NotCopied):
         host_limit_bytes: int | str | None = None,
         device: str | torch.device | Device | None = None,
     ) -> None:
+        torch_private.require(torch_private.Feature.LAYERS)
         if not isinstance(model, nn.Module):
             raise TypeError(f"LayerOffload needs a torch.nn.Module; found {type(model).__name__}")
         host_limit_bytes = (

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from memkit import torch_private
 from memkit.storages import byte_view, storage_key, tensor_over, unique_storages
 from memkit.weights.wrappers import parts_of, set_reported_device, wrappers_in
 
@@ -45,7 +45,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def has_plain_parts(tensor: Tensor) -> bool:
     """Tell whether a parameter or a buffer is plain, or wraps tensors that are: the same at any time, and where it says."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not torch_private.is_wrapper(tensor):
         return is_plain(tensor)
     parts = parts_of(tensor)
     are_same = all(one is other for one, other in zip(parts, parts_of(tensor), strict=True))
@@ -55,7 +55,7 @@ def has_plain_parts(tensor: Tensor) -> bool:
 
 def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
     """Move tensors, each in place; those that have bytes in common still have them in common then."""
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+    with torch.inference_mode(False), torch.no_grad(), torch_private.without_dispatch_modes():
         movable = [tensor for tensor in tensors if has_plain_parts(tensor)]
         for tensor in tensors:
             if not has_plain_parts(tensor):
@@ -109,7 +109,7 @@ def shared_between(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[in
     names: dict[int, list[str]] = {}
     of_buffers = unique_storages(model.buffers())
     for prefix, module in model.named_modules():
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for key, tensor in (*torch_private.parameters_of(module).items(), *torch_private.buffers_of(module).items()):
             for storage in () if tensor is None else unique_storages([tensor]):
                 if isinstance(tensor, nn.Parameter):
                     homes.setdefault(storage, set()).update(layers_of.get(id(module), {-1}))

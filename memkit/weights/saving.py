@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memkit.hooks import KeptHandle, SavedTensorHooks, dynamo_is_loaded, has_own_dispatch
+from memkit import torch_private
+from memkit.hooks import SavedTensorHooks
+from memkit.kept import KeptHandle
+from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
 from memkit.weights.streaming import StreamedHandle, Streamer
 from memkit.weights.wrappers import parts_of
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_NoDispatch = torch._C._DisableTorchDispatch
 
 
 class _Passed:
@@ -38,7 +39,7 @@ class _WrapperHandle(KeptHandle):
     __slots__ = ("_context", "_kind", "_packed", "_size", "_stride")
 
     def __init__(self, tensor: Any, pack: Callable[[Tensor], Any]) -> None:
-        with torch._C.DisableTorchFunctionSubclass(), _NoDispatch():
+        with torch_private.without_subclass_functions(), torch_private.without_python_dispatch():
             super().__init__(tensor)  # the alias wraps nothing, and counts what is written by the wrapper's own ops
         names, self._context = tensor.__tensor_flatten__()
         self._packed = {name: pack(getattr(tensor, name)) for name in names}
@@ -78,12 +79,12 @@ class WeightHooks:
     def pack(self, tensor: Tensor) -> KeptHandle | _Passed:
         """Take a tensor that autograd saves."""
         is_plain = type(tensor) in _PLAIN_TYPES or not has_own_dispatch(tensor)
-        parts = [tensor] if is_plain else parts_of(tensor) if is_traceable_wrapper_subclass(tensor) else []
+        parts = [tensor] if is_plain else parts_of(tensor) if torch_private.is_wrapper(tensor) else []
         if any(map(self._is_in_slot, parts)):
             if self._hooks.outer is None or not self._hands_on_weights:
                 if not is_plain:
                     return _WrapperHandle(tensor, self.pack)
-                with _NoDispatch():  # it is no part of the forward
+                with torch_private.without_python_dispatch():  # it is no part of the forward
                     return StreamedHandle(self._streamer, tensor)
             tensor = tensor.detach()  # the parameter itself leaves the slot before this is used
         if self._hooks.outer is not None:

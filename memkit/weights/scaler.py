@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkit import torch_private
 from memkit.errors import LayerOffloadError
 
-_FUSED = "_step_supports_amp_scaling"
+_FUSED = torch_private.SCALES_IN_STEP_MARK
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -41,7 +42,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # From pageable host memory to a device, torch has read a tensor when the call returns; the other way it may not wait.
-        return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
+        return torch_private.unscale_grads(self, optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
 
 
 def refuse_unscaled(is_streamed: Callable[[Tensor], bool], optimizer: torch.optim.Optimizer) -> None:
@@ -54,7 +55,10 @@ def refuse_unscaled(is_streamed: Callable[[Tensor], bool], optimizer: torch.opti
     while frame.f_back is not None and frame.f_code is not _STEP:
         frame = frame.f_back
     scaler = frame.f_locals.get("self") if frame.f_code is _STEP else None
-    if scaler is None or isinstance(scaler, GradScaler) or scaler._scale is None or scaler._scale.is_cpu:
+    if scaler is None or isinstance(scaler, GradScaler):
+        return
+    scale = torch_private.scale_of(scaler)
+    if scale is None or scale.is_cpu:
         return
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if any(is_streamed(parameter) and parameter.grad is not None for parameter in parameters):

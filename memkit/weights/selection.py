@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from memkit import torch_private
 from memkit.errors import LayerOffloadError
 from memkit.plan import slot_sizes
 from memkit.weights.chunks import LayerChunk
@@ -256,14 +257,14 @@ def refuse_wrapped(model: nn.Module) -> None:
         ValueError: the model is wrapped by FSDP, or its parameters are sharded.
     """
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        if kind.startswith("FSDP") or kind == "FullyShardedDataParallel":
+        if torch_private.is_sharded_by_fsdp(module):
+            kind = type(module).__name__
             raise ValueError(
                 f'LayerOffload: "{name or kind}" is wrapped by FSDP ({kind}), which moves its parameters itself. Use one of '
                 "the two: FSDP2 has torch.distributed.fsdp.CPUOffloadPolicy"
             )
     for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor":  # importing the class takes seconds
+        if torch_private.is_dtensor(parameter.data):
             raise ValueError(f'LayerOffload: "{name}" is a DTensor, whose shards another library moves. Use one of the two')
 
 
@@ -289,10 +290,12 @@ def refuse_replicated(chunks: Iterable[LayerChunk]) -> None:
         LayerOffloadError: it reduces gradients of what streams, which are taken away before.
     """
     # Source: torch.nn.parallel.DistributedDataParallel._inside_ddp_forward.
-    active: nn.Module | None = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return  # without a group of processes there is no such module
+    active = torch_private.active_replica(nn.parallel.DistributedDataParallel)
     if active is None:
         return
-    reduced = {id(parameter) for parameter in getattr(active, "_module_parameters", active.parameters())}
+    reduced = {id(parameter) for parameter in torch_private.parameters_of_replica(active)}
     for streamed in (item for chunk in chunks for item in chunk.parameters):
         if id(streamed.parameter) in reduced and streamed.parameter.requires_grad:
             raise LayerOffloadError(

@@ -11,10 +11,10 @@ from contextlib import suppress
 import torch
 
 from memkit.device.base import Device, Event, Stream
-from memkit.hooks import num_users
 from memkit.owners import Owner, disown, own
 from memkit.plan import slot_size_of
 from memkit.storages import storage_key
+from memkit.torch_state import num_users
 from memkit.weights.chunks import LayerChunk
 
 

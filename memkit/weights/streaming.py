@@ -28,18 +28,20 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from memkit import torch_private
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
-from memkit.hooks import KeptHandle, backward_task, nothing, sharing_counters, when_backward_ends
+from memkit.hooks import when_backward_ends
+from memkit.kept import KeptHandle, nothing
 from memkit.owners import StreamedWeights
 from memkit.storages import tensor_over
+from memkit.torch_state import sharing_counters
 from memkit.transfer.lanes import Transfer, lanes_of
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.order import LayerOrder, Phase
 from memkit.weights.slots import Slot, SlotRing
 
 _MOST_PENDING = 256
-_NoDispatch = torch._C._DisableTorchDispatch
 
 
 class Stalls:
@@ -120,7 +122,7 @@ class Streamer:
 
     def begin_pass(self) -> None:
         """A forward begins that is no part of another, nor of a backward."""
-        with _NoDispatch(), self.lock:
+        with torch_private.without_python_dispatch(), self.lock:
             self.rest()
             self.ring.forget()
             self._current = None
@@ -130,7 +132,7 @@ class Streamer:
             self._prefetch()
 
     def _find_phase(self) -> Phase:
-        if backward_task() == -1:
+        if torch_private.backward_task() == -1:
             return Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
         if self._phase is not Phase.BACKWARD:  # reentrant checkpoints have their forwards without grad mode
             layer_order = self._orders[Phase.BACKWARD]
@@ -147,7 +149,7 @@ class Streamer:
             LayerOffloadError: this is closed.
             torch.OutOfMemoryError: all slots are in use, and the device has no room for one more.
         """
-        with _NoDispatch(), self.lock:  # no mode is to see what is no part of the forward
+        with torch_private.without_python_dispatch(), self.lock:  # no mode is to see what is no part of the forward
             if self._is_closed:
                 raise LayerOffloadError(
                     f'the weights of "{chunk.name}" do not stream any more: its LayerOffload is closed. Run the backward before'
@@ -171,12 +173,12 @@ class Streamer:
         Autograd's saved tensors do not need that. Whatever else knows the parameters does: a `torch.autograd.Function` that
         keeps them in its `ctx`, a checkpoint inside of the layer that computes with them.
         """
-        with _NoDispatch(), self.lock:
+        with torch_private.without_python_dispatch(), self.lock:
             if self._is_closed or self._in_backward is chunk or not chunk.is_on_host:
                 return
-            if self._backward != backward_task():
+            if self._backward != torch_private.backward_task():
                 when_backward_ends(lambda _: self.rest())
-                self._backward = backward_task()
+                self._backward = torch_private.backward_task()
             slot = self.use(chunk)
             self._in_backward = chunk
             chunk.lie_in(slot.storage, use=self)
@@ -187,7 +189,7 @@ class Streamer:
 
     def rest(self) -> None:
         """No backward of a layer is going on."""
-        with _NoDispatch(), self.lock:
+        with torch_private.without_python_dispatch(), self.lock:
             chunk = self._in_backward
             if chunk is not None:
                 if chunk.uses == {self} and self.ring.holding(chunk) is None:  # somebody has written to the parameters
@@ -197,8 +199,8 @@ class Streamer:
 
     def leave(self, chunk: LayerChunk, *, use: object) -> None:
         """A forward of a layer is over, or its backward: its work is on the current stream."""
-        with _NoDispatch(), self.lock:
-            if backward_task() == -1:
+        with torch_private.without_python_dispatch(), self.lock:
+            if torch_private.backward_task() == -1:
                 chunk.tick = self._lanes.tick()
             chunk.uses.discard(use)
             if not chunk.uses:  # else it runs on
@@ -239,7 +241,7 @@ class Streamer:
             is_free = self.lock.acquire(blocking=False)
             if not is_free:
                 return True  # another thread is at it, and perhaps waits for the one that asks
-            with _NoDispatch():
+            with torch_private.without_python_dispatch():
                 return self._is_closed or self._phase is not Phase.BACKWARD or self._prefetch(until=tick)
         finally:
             if is_free:
@@ -313,7 +315,7 @@ class Streamer:
 
         Also for those that nobody knows of, since an interrupt came ahead of that.
         """
-        with _NoDispatch(), self.lock:
+        with torch_private.without_python_dispatch(), self.lock:
             for slot in self.ring:
                 if slot.is_dirty and slot.chunk is not None:
                     with suppress(Exception):  # a copy that fails: what is in the slot is lost, and whoever steps is told
@@ -335,7 +337,7 @@ class Streamer:
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what gives a tensor again whose bytes are in a slot now: see `memkit.owners.Owner`."""
-        with sharing_counters(), _NoDispatch(), torch.no_grad():
+        with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
             return StreamedHandle(self, tensor).unpack
 
     def streamed(self) -> StreamedWeights:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from memkit import torch_private
 from memkit.device.base import Device, Event
-from memkit.hooks import backward_task, when_backward_ends
+from memkit.hooks import when_backward_ends
 from memkit.transfer.lanes import Transfer
 from memkit.weights.streaming import Streamer
 
@@ -96,7 +97,7 @@ class StepTiming:
         """The current stream has come to a layer, and is about to wait for its weights, unless it has them (see `go`)."""
         if not self._is_timing or self._is_timed:
             return
-        task = backward_task()
+        task = torch_private.backward_task()
         is_backward = task != -1
         last = self._points[-1] if self._points else None
         if last is not None and (last.name, last.is_backward) == (name, is_backward):

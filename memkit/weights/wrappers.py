@@ -11,19 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memkit import torch_private
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that a tensor is made of: itself, if it wraps no others."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not torch_private.is_wrapper(tensor):
         return [tensor]
     return [part for inner in _inner(tensor) for part in parts_of(inner)]
 
 
 def wrappers_in(tensor: Tensor) -> list[Tensor]:
     """Return the wrappers among a tensor and those that it is made of."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not torch_private.is_wrapper(tensor):
         return []
     return [tensor, *(wrapper for inner in _inner(tensor) for wrapper in wrappers_in(inner))]
 
@@ -38,9 +39,9 @@ def set_reported_device(wrapper: Tensor, torch_device: torch.device) -> None:
     """Let a wrapper say that it is on a device, as those that it wraps are by now. It stays the same object."""
     if wrapper.device == torch_device:
         return
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+    with torch_private.without_subclass_functions(), torch_private.without_python_dispatch():
         # Setting `data` takes over what a tensor says of itself, and nothing that Python has put on it.
-        wrapper.data = Tensor._make_wrapper_subclass(
+        wrapper.data = torch_private.make_wrapper_subclass(
             type(wrapper),
             wrapper.size(),
             strides=wrapper.stride(),

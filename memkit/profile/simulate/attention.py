@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from memkit import torch_private
+
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 # From this version on cuDNN is asked for probabilities of dropout that it has exactly: multiples of 1/16.
 _COARSE_CUDNN_DROPOUT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
@@ -212,11 +214,11 @@ def fused_take_three_dims() -> bool:
 def _is_fused(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> bool:
     query, key = (torch.empty(shape, device="cpu") for shape in (query_shape, key_shape))
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # whatever is switched off now
-        return bool(torch._fused_sdp_choice(query, key, key) == SDPBackend.FLASH_ATTENTION.value)
+        return bool(torch_private.fused_sdp_choice(query, key, key) == SDPBackend.FLASH_ATTENTION.value)
 
 
 def _flash_cpu(call: _Call) -> Tensor:
-    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    output: Tensor = torch_private.flash_attention_cpu(
         call.query, call.key, call.value, call.dropout_p, call.is_causal, attn_mask=call.bias(), scale=call.scale
     )[0]
     return output
@@ -224,7 +226,7 @@ def _flash_cpu(call: _Call) -> Tensor:
 
 def _cudnn(call: _Call) -> Tensor:
     tensors = (call.query, call.key, call.value)
-    output: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    output: Tensor = torch_private.cudnn_attention(
         *tensors, call.bias(), call.needs_grad(), call.dropout_p, call.is_causal, False, scale=call.scale
     )[0]
     return output
@@ -237,9 +239,7 @@ def _flash_cuda(call: _Call) -> Tensor:
     tensors = [call.query, call.key, call.value]
     if padding:
         tensors = [functional.pad(tensor, (0, padding)) for tensor in tensors]
-    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        *tensors, call.dropout_p, call.is_causal, False, scale=scale
-    )[0]
+    output: Tensor = torch_private.flash_attention(*tensors, call.dropout_p, call.is_causal, False, scale=scale)[0]
     return output[..., :head_dim] if padding else output
 
 
@@ -251,7 +251,7 @@ def _efficient_cuda(call: _Call) -> Tensor:
             key_len = bias.shape[-1]
             bias = functional.pad(bias, (0, 8 - key_len % 8))[..., :key_len]
         bias = bias.expand(*call.query.shape[:3], call.key.shape[2])
-    output: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+    output: Tensor = torch_private.efficient_attention(
         *(call.query, call.key, call.value, bias),
         *(call.needs_grad(), call.dropout_p, call.is_causal),
         scale=call.scale,
@@ -280,7 +280,7 @@ def _math_cuda(call: _Call) -> Tensor:
     weights = (query * factor) @ (key.transpose(-2, -1) * factor)
     if bias is not None:
         weights = weights + bias
-    weights = torch.native_dropout(torch.ops.aten._safe_softmax(weights, -1), call.dropout_p, True)[0]
+    weights = torch.native_dropout(torch_private.safe_softmax(weights, -1), call.dropout_p, True)[0]
     return (weights @ value).to(dtype)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from memkit import torch_private
 
 
 class Rule(Enum):
@@ -88,7 +89,7 @@ def autocast_ops(target: str) -> frozenset[str]:
         key = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}[target]
         _autocast_ops[target] = frozenset(
             name.removeprefix("aten::").partition(".")[0]
-            for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
+            for name in torch_private.dispatch_registrations(key)
             if name.startswith("aten::")
         )
     return _autocast_ops[target]
@@ -125,7 +126,7 @@ class MetaAutocast:
             half = any(_is_eligible(leaf) and leaf.dtype != torch.float32 for leaf in args[:1])
             return args, {**kwargs, "dtype": torch.float32} if half and kwargs.get("dtype") is None else kwargs
         if rule is Rule.PROMOTE:
-            dtypes = [leaf.dtype for leaf in pytree.arg_tree_leaves(*args, **kwargs) if _is_eligible(leaf)]
+            dtypes = [leaf.dtype for leaf in torch_private.arg_tree_leaves(*args, **kwargs) if _is_eligible(leaf)]
             dtype = torch.float32 if torch.float32 in dtypes else dtype
         elif rule is Rule.FLOAT32:
             dtype = torch.float32
@@ -133,7 +134,7 @@ class MetaAutocast:
         def cast(leaf: Any) -> Any:
             return self._cast(leaf, dtype)
 
-        new_args, new_kwargs = pytree.tree_map(cast, (args, kwargs))
+        new_args, new_kwargs = torch_private.tree_map(cast, (args, kwargs))
         return new_args, new_kwargs
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from memkit import torch_private
+
+if TYPE_CHECKING:
+    from memkit.torch_private import OpOverload
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
@@ -16,7 +21,7 @@ class MixedDtypesError(RuntimeError):
     """Raised where a run with data would raise a RuntimeError: an operation does not take these dtypes together."""
 
 
-def check_dtypes(op: torch._ops.OpOverload, args: Sequence[Any], target: str) -> None:
+def check_dtypes(op: OpOverload, args: Sequence[Any], target: str) -> None:
     """Raise if an operation on `target` does not take arguments of these dtypes together.
 
     Raises:
@@ -46,7 +51,7 @@ def uses_onednn(tensor: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) 
     on_cpu = [
         None if given is None else given.new_empty((), device="cpu").expand(given.shape) for given in (tensor, weight, bias)
     ]
-    backend = torch._C._select_conv_backend(*on_cpu, *how, bias_sizes=None)
+    backend = torch_private.select_conv_backend(*on_cpu, *how, bias_sizes=None)
     return "Slow" not in str(backend)  # torch has not given all of oneDNN's a name
 
 
@@ -56,14 +61,14 @@ def _dtypes_at(args: Sequence[Any], positions: Sequence[int]) -> list[torch.dtyp
     return list(dict.fromkeys(value.dtype for value in found if isinstance(value, Tensor)))
 
 
-def _refusal(op: torch._ops.OpOverload, dtypes: Sequence[torch.dtype]) -> MixedDtypesError:
-    name = op._schema.name.removeprefix("aten::")
+def _refusal(op: OpOverload, dtypes: Sequence[torch.dtype]) -> MixedDtypesError:
+    name = torch_private.schema_of(op).name.removeprefix("aten::")
     names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     return MixedDtypesError(f"{name} needs tensors of one dtype; found {names}")
 
 
 # Of these operations all tensors at these positions have the same dtype.
-_ALIKE: dict[torch._ops.OpOverload, tuple[int, ...]] = {
+_ALIKE: dict[OpOverload, tuple[int, ...]] = {
     _aten.mm.default: (0, 1),
     _aten.bmm.default: (0, 1),
     _aten.mv.default: (0, 1),
@@ -73,8 +78,7 @@ _ALIKE: dict[torch._ops.OpOverload, tuple[int, ...]] = {
     _aten.addbmm.default: (0, 1, 2),
     _aten.baddbmm.default: (0, 1, 2),
     _aten.convolution.default: (0, 1, 2),
-    _aten._prelu_kernel.default: (0, 1),
-    _aten._euclidean_dist.default: (0, 1),
+    **dict.fromkeys(torch_private.known("prelu_kernel", "euclidean_dist"), (0, 1)),
     _aten.linalg_cross.default: (0, 1),
     _aten.grid_sampler_2d.default: (0, 1),
     _aten.grid_sampler_3d.default: (0, 1),
@@ -82,14 +86,14 @@ _ALIKE: dict[torch._ops.OpOverload, tuple[int, ...]] = {
     _aten.nll_loss2d_forward.default: (0, 2),
     _aten.binary_cross_entropy.default: (0, 1),
     **dict.fromkeys((_aten.index_put.default, _aten.index_put_.default), (0, 2)),
-    **dict.fromkeys((_aten._index_put_impl_.default, _aten._unsafe_index_put.default), (0, 2)),
+    **dict.fromkeys(torch_private.known("index_put_impl", "unsafe_index_put"), (0, 2)),
     **dict.fromkeys((_aten.index_add.default, _aten.index_add_.default), (0, 3)),
     **dict.fromkeys((_aten.index_copy.default, _aten.index_copy_.default), (0, 3)),
     **dict.fromkeys((_aten.index_reduce.default, _aten.index_reduce_.default), (0, 3)),
     **dict.fromkeys((_aten.put.default, _aten.put_.default), (0, 2)),
 }
 # And of these the parameters, and on the CPU the running statistics, at these positions, go with the input.
-_NORMALIZATIONS: dict[str, dict[torch._ops.OpOverload, tuple[int, ...]]] = {
+_NORMALIZATIONS: dict[str, dict[OpOverload, tuple[int, ...]]] = {
     "cuda": {
         _aten.native_batch_norm.default: (1, 2),
         _aten.native_group_norm.default: (1, 2),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from memkit import torch_private
 from memkit.profile.simulate.dtypes import check_dtypes, uses_onednn
+
+if TYPE_CHECKING:
+    from memkit.torch_private import OpOverload
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
@@ -18,7 +21,7 @@ Outputs = Any  # a tensor, or several
 Rule = Callable[..., Outputs]
 
 
-class TargetKernels(TorchDispatchMode):
+class TargetKernels(torch_private.DispatchMode):
     """Gives outputs the memory format and the dtypes that they have on `target`, and refuses what `target` refuses.
 
     Statistics of normalizations that the target does not keep become empty.
@@ -30,7 +33,7 @@ class TargetKernels(TorchDispatchMode):
         self._rules = _CUDA_RULES if target == "cuda" else _CPU_RULES
 
     def __torch_dispatch__(
-        self, op: torch._ops.OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         check_dtypes(op, args, self._target)
         outputs = op(*args, **(kwargs or {}))
@@ -169,7 +172,7 @@ def _with_statistics(outputs: Sequence[Tensor], dtype: torch.dtype, *, keep: boo
 # Source: the kernels in aten/src/ATen/native (Convolution.cpp, Normalization.cpp, group_norm.cpp, layer_norm.cpp,
 # Activation.cpp, ReflectionPad.cpp, ReplicationPadding.cpp, MaxUnpooling.cpp, PixelShuffle.cpp, ChanelShuffle.cpp,
 # TensorTransformations.cpp), and those in its folder cuda.
-_CPU_RULES: dict[torch._ops.OpOverload, Rule] = {
+_CPU_RULES: dict[OpOverload, Rule] = {
     _aten.convolution.default: _convolution_cpu,
     _aten.native_batch_norm.default: _batch_norm_cpu,
     _aten.native_group_norm.default: _group_norm,
@@ -185,7 +188,7 @@ _CPU_RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.channel_shuffle.default: _as_first,
     _aten.roll.default: _as_first,
 }
-_CUDA_RULES: dict[torch._ops.OpOverload, Rule] = {
+_CUDA_RULES: dict[OpOverload, Rule] = {
     _aten.convolution.default: _convolution_cuda,
     _aten.native_batch_norm.default: _batch_norm_cuda,
     _aten.native_group_norm.default: _group_norm,

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from memkit import torch_private
 from memkit.profile.simulate.attention import (
     fused_broadcast_heads,
     fused_take_three_dims,
@@ -25,8 +26,6 @@ from memkit.profile.simulate.attention import (
 )
 from memkit.profile.simulate.autocast import MetaAutocast, Rule, rule_for
 from memkit.profile.simulate.kernels import format_of, uses_cudnn_batch_norm
-
-TARGETS = ("cuda", "cpu")
 
 Operation = Callable[..., Any]
 
@@ -115,9 +114,10 @@ class TargetMode(TorchFunctionMode):
     def _pad(self, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Tensor:  # noqa: A002
         # Which operation it is made of, and so what autocast does, depends on an argument.
         name = {"reflect": "reflection", "replicate": "replication"}.get(mode)
-        padding = getattr(torch._C._nn, f"{name}_pad{len(pad) // 2}d", None)
+        padding = getattr(torch_private.nn_functions, f"{name}_pad{len(pad) // 2}d", None)
         if padding is None:
-            return torch._C._nn.pad(input, pad, mode, value)
+            constant: Tensor = torch_private.nn_functions.pad(input, pad, mode, value)
+            return constant
         with self:
             padded: Tensor = padding(input, pad)
             return padded

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from memkit import torch_private
+from memkit.profile.simulate import META
 from memkit.storages import storage_key, unique_storages
 
-META = torch.device("meta")
+if TYPE_CHECKING:
+    from memkit.torch_private import OpOverload
 
 
 class MetaTwins:
@@ -39,11 +40,11 @@ class MetaTwins:
 
     def of_tree(self, tree: Any) -> Any:
         """Return a nested structure with twins for its tensors: the same object if it holds no tensor with data."""
-        leaves, spec = pytree.tree_flatten(tree)
+        leaves, spec = torch_private.tree_flatten(tree)
         twins = [self.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if all(twin is leaf for twin, leaf in zip(twins, leaves, strict=True)):
             return tree
-        return pytree.tree_unflatten(twins, spec)
+        return torch_private.tree_unflatten(twins, spec)
 
     def stand_in(self, model: nn.Module) -> None:
         """Put twins in the place of all parameters, buffers and tensor attributes of a model's modules.
@@ -51,25 +52,25 @@ class MetaTwins:
         Putting the originals back is for whoever kept the modules' state (see `restore.py`).
         """
         for module in model.modules():
-            members: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            members: tuple[dict[str, Any], ...] = (torch_private.parameters_of(module), torch_private.buffers_of(module))
             for tensors in members:
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         tensors[name] = self.of(tensor)
             for name, value in module.__dict__.items():
-                if isinstance(value, (Tensor, list, tuple, dict)) and name not in _MODULE_STATE:
+                if isinstance(value, (Tensor, list, tuple, dict)) and name not in torch_private.MODULE_STATE:
                     module.__dict__[name] = self.of_tree(value)
 
     def _make(self, tensor: Tensor) -> Tensor:
-        if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+        if torch_private.is_wrapper(tensor) or tensor.layout != torch.strided:
             twin = tensor.detach().to(META)
         else:
             storage = self._storage_of(tensor)
             twin = torch.empty(0, dtype=tensor.dtype, device=storage.device).set_(
                 storage, tensor.storage_offset(), tensor.shape, tensor.stride()
             )
-        if type(tensor) is not Tensor and not is_traceable_wrapper_subclass(tensor):
-            twin = Tensor._make_subclass(type(tensor), twin)
+        if type(tensor) is not Tensor and not torch_private.is_wrapper(tensor):
+            twin = torch_private.make_subclass(type(tensor), twin)
         twin.requires_grad_(tensor.requires_grad)
         twin.__dict__.update(tensor.__dict__)
         return twin
@@ -89,7 +90,7 @@ def _is_small_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MAX_CONSTANT_NUMEL
 
 
-class MixedDevices(TorchDispatchMode):
+class MixedDevices(torch_private.DispatchMode):
     """Lets tensors with data and tensors without meet in an operation, as they would on one device.
 
     A constant that the forward makes on the CPU, or the labels in a loss, are replaced by their twins. The other way round,
@@ -109,36 +110,36 @@ class MixedDevices(TorchDispatchMode):
         self._on_host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
-        self, op: torch._ops.OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in torch_private.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
         with_data = [tensor for tensor in tensors if not tensor.is_meta]
         if len(with_data) == len(tensors):
             return self._with_data(op, args, kwargs, with_data)
         if with_data:
-            if op._schema.is_mutable:
+            if torch_private.schema_of(op).is_mutable:
                 self._note_unknown(with_data)
             args, kwargs = MetaTwins().of_tree((args, kwargs))
         return op(*args, **kwargs)
 
-    def _with_data(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
+    def _with_data(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
         """Run an operation none of whose inputs is on the meta device; keep a constant that it would put there on the CPU."""
         unknown = any(storage_key(storage) in self._unknown for storage in unique_storages(inputs).values())
         if unknown and op in _READS:
             raise RuntimeError("the value depends on a meta tensor")
         on_host = self._target == "cuda" and (op is _LIFT or all(map(self._is_on_host, inputs)))
         asks_for_target = kwargs.get("device") is not None and torch.device(kwargs["device"]) == META
-        if op is _MOVE and asks_for_target and not on_host and not unknown and torch._C._current_graph_task_id() == -1:
-            output = _moved(inputs[0], kwargs)
+        if op in _MOVES and asks_for_target and not on_host and not unknown and torch_private.backward_task() == -1:
+            output = _moved(op, inputs[0], kwargs)
         else:
             output = op(*args, **kwargs)
             if asks_for_target and isinstance(output, Tensor) and output.is_meta and _is_small_integer(output):
                 output = op(*args, **{**kwargs, "device": torch.device("cpu")})
             elif on_host:
-                self._note_on_host([leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+                self._note_on_host([leaf for leaf in torch_private.tree_leaves(output) if isinstance(leaf, Tensor)])
         if unknown:
-            self._note_unknown([leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+            self._note_unknown([leaf for leaf in torch_private.tree_leaves(output) if isinstance(leaf, Tensor)])
         return output
 
     def _note_unknown(self, tensors: list[Tensor]) -> None:
@@ -153,30 +154,28 @@ class MixedDevices(TorchDispatchMode):
         )
 
 
-def _moved(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _moved(op: OpOverload, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """Move a tensor with data that is on the target already: only what else is asked for is done."""
     changes = {name: kwargs.get(name) not in (None, was) for name, was in (("dtype", tensor.dtype), ("layout", tensor.layout))}
     as_it_was = kwargs.get("memory_format") in (None, torch.preserve_format)
     if not any(changes.values()) and as_it_was and not tensor.requires_grad:
         output: Tensor = torch.ops.aten.alias.default(tensor)
     else:
-        output = torch.ops.aten._to_copy.default(tensor, **{**kwargs, "device": tensor.device})
+        output = op(tensor, **{**kwargs, "device": tensor.device})
     return output
 
 
-_MOVE = torch.ops.aten._to_copy.default
+_MOVES = torch_private.known("to_copy")
 _LIFT = torch.ops.aten.lift_fresh.default  # the last step of torch.tensor
 # Operations whose result, or its shape, is known to Python.
 _READS = frozenset(
     {
-        torch.ops.aten._local_scalar_dense.default,
+        *torch_private.known("local_scalar", "unique2"),
         torch.ops.aten.equal.default,
         torch.ops.aten.nonzero.default,
         torch.ops.aten.masked_select.default,
-        torch.ops.aten._unique2.default,
         torch.ops.aten.unique_consecutive.default,
     }
 )
 
 _MAX_CONSTANT_NUMEL = 2**20
-_MODULE_STATE = ("_parameters", "_buffers", "_modules")

@@ -1,0 +1,461 @@
+"""Every private name of torch that memkit uses: what each is for, and which feature stops without it.
+
+A name is looked up when it is first used (PEP 562), and is a plain global of this module from then on: write
+`torch_private.backward_task()`, and never `from memkit.torch_private import backward_task`, which would look it up at once.
+Where torch has a name no more, `MissingTorchNameError` says so, and what needs none of it goes on. `torch_state.py` asks
+questions by these names.
+
+What memkit overrides in a class of torch's (`_should_skip_dynamo`, `_unscale_grads_`) is here as well, and is defined there.
+Names of operators in tables (of what autocast casts, of what is not run again) are data, and are where they are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from operator import attrgetter
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit.errors import MissingTorchNameError
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef as CustomOpDef
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    DispatchMode = TorchDispatchMode
+
+# Looking names up
+
+
+class Feature(Enum):
+    """What stops without a name. The first three look up all of theirs before they begin: see `require`."""
+
+    OFFLOAD = "CPUOffload"
+    REMAT = "Rematerialize"
+    LAYERS = "LayerOffload"
+    PURE_OPS = "Rematerialize(pure_ops=...)"
+    REPLICAS = "LayerOffload within DistributedDataParallel"
+    SCALER = "a GradScaler with LayerOffload"
+    PROFILE = "profile_memory"
+    META = 'profile_memory(device="meta")'
+    SPARSE = "what memkit does with sparse tensors"
+
+
+class Kind(Enum):
+    """What a name of this module is."""
+
+    VALUE = "what torch has under that name"
+    FIELD = "reads the attribute of what it is called with: whether there is one is asked of the class, once"
+    SETTER = "sets it"
+    INSTANCE_FIELD = "reads an attribute that the class does not show: whether there is one is asked each time"
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """One private name of torch."""
+
+    symbol: str
+    """Where it is in torch."""
+    purpose: str
+    features: tuple[Feature, ...]
+    """What stops without it; nothing where it is only asked for by `known`."""
+    kind: Kind = Kind.VALUE
+    sample: str = ""
+    """Of a field that instances have and the class has not: the same field of some instance."""
+
+    def find(self) -> Any:
+        """Look it up.
+
+        Raises:
+            MissingTorchNameError: torch does not have it.
+        """
+        if self.kind is Kind.INSTANCE_FIELD:
+            return self._read
+        try:
+            found = _look_up(self.sample or self.symbol)
+        except AttributeError:
+            raise self.missing() from None
+        if self.kind is Kind.SETTER:
+            return functools.partial(setattr, _look_up(self.symbol.rpartition(".")[0]), self._attribute)
+        return attrgetter(self._attribute) if self.kind is Kind.FIELD else found
+
+    def missing(self) -> MissingTorchNameError:
+        """Return what to raise where torch does not have it."""
+        needing = ", ".join(feature.value for feature in self.features) or "memkit"
+        return MissingTorchNameError(
+            f"{needing} {'need' if len(self.features) > 1 else 'needs'} {self.symbol} ({self.purpose}); found torch "
+            f"{torch.__version__}, which does not have it. Install an older torch, or a newer memkit",
+            symbol=self.symbol,
+        )
+
+    @property
+    def _attribute(self) -> str:
+        return self.symbol.rpartition(".")[2]
+
+    def _read(self, instance: object) -> Any:
+        try:
+            return getattr(instance, self._attribute)
+        except AttributeError:
+            raise self.missing() from None
+
+
+def _look_up(symbol: str) -> Any:
+    """Return what torch has under a name, whose module may have to be imported.
+
+    Raises:
+        AttributeError: nothing.
+    """
+    parts = symbol.split(".")
+    found: Any = torch
+    for number, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part):
+            if isinstance(found, type) and part in getattr(found, "__annotations__", ()):
+                return None  # a field that is set when an instance is made
+            if isinstance(found, ModuleType):
+                with suppress(ImportError):
+                    import_module(".".join(parts[:number]))
+        found = getattr(found, part)
+    return found
+
+
+if not TYPE_CHECKING:  # to whom the annotations below tell all that there is
+
+    def __getattr__(name):
+        private = NAMES.get(name)
+        if private is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = private.find()
+        return found
+
+
+@functools.cache
+def require(feature: Feature) -> None:
+    """Look up all that a feature needs, before it has begun anything.
+
+    Raises:
+        MissingTorchNameError: torch does not have one of them.
+    """
+    for name, private in NAMES.items():
+        if feature in private.features and name not in globals():
+            globals()[name] = private.find()
+
+
+@functools.cache
+def known(*names: str) -> tuple[Any, ...]:
+    """Return those of some names of this module that torch has: of an op that is not there, nothing needs to be known."""
+    found = []
+    for name in names:
+        with suppress(MissingTorchNameError):
+            found.append(globals().get(name) or NAMES[name].find())
+    return tuple(found)
+
+
+# What the names are
+
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+_Guard = Callable[[], AbstractContextManager[object]]
+_Op = Callable[..., Any]
+
+AccumulateGrad: type[Any]
+DispatchModeKey: Any
+DispatchKey: Any
+DispatchKeySet: Callable[[Any], Any]
+FrameAction: Any
+FrameExecStrategy: Callable[[Any, Any], Any]
+FunctorchTransform: Any
+active_replica: Callable[[type[nn.Module]], nn.Module | None]
+arg_tree_leaves: Callable[..., list[Any]]
+backward_task: Callable[[], int]
+base_of: Callable[[Tensor], Tensor | None]
+batch_norm_legit: OpOverload
+batch_norm_legit_no_stats: OpOverload
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]]
+code_when_compiled: Callable[[nn.Module], Any]
+cudnn_attention: _Op
+current_dispatch_mode: Callable[[], DispatchMode | None]
+dispatch_mode_at: Callable[[Any], DispatchMode | None]
+dispatch_modes: Callable[[], list[DispatchMode]]
+dispatch_registrations: Callable[[str], list[str]]
+dynamo_callback: Callable[[], Any]
+efficient_attention: _Op
+engine: Any
+excluding_keys: Callable[[Any], AbstractContextManager[object]]
+flash_attention: _Op
+flash_attention_cpu: _Op
+functorch_stack: Callable[[], list[Any] | None]
+fused_sdp_choice: Callable[[Tensor, Tensor, Tensor], int]
+get_cudnn_benchmark: Callable[[], bool]
+get_cudnn_deterministic: Callable[[], bool]
+get_cudnn_enabled: Callable[[], bool]
+get_mkldnn_enabled: Callable[[], bool]
+higher_order_effect: Callable[[OpOverload], Any]
+is_key_excluded: Callable[[Any], bool]
+is_wrapper: Callable[[Any], bool]
+is_zero_tensor: Callable[[Tensor], bool]
+keeping_versions: Callable[[tuple[Tensor, ...]], AbstractContextManager[object]]
+key_named: Callable[[str], Any]
+make_subclass: Callable[[type[Tensor], Tensor], Tensor]
+make_wrapper_subclass: Callable[..., Tensor]
+nn_functions: Any
+no_own_dispatch: object
+node_number: Callable[[], int]
+node_number_of: Callable[[torch.autograd.graph.Node], Callable[[], int]]
+num_dispatch_modes: Callable[[], int]
+num_storage_users: Callable[[int], int]
+op_of_custom: Callable[[CustomOpDef], OpOverload]
+packet_name: Callable[[OpOverloadPacket], str]
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]]
+parameters_of_replica: Callable[[nn.Module], list[nn.Parameter]]
+pop_dispatch_mode: Callable[[], DispatchMode]
+pop_saved_tensor_hooks: Callable[[], None]
+post_accumulate_hooks: Callable[[Tensor], dict[int, Any] | None]
+push_dispatch_mode: Callable[[DispatchMode], None]
+push_saved_tensor_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
+safe_softmax: _Op
+scale_of: Callable[[torch.amp.GradScaler], Tensor | None]
+schema_of: Callable[[Any], Any]
+select_conv_backend: Callable[..., Any]
+set_code_strategy: Callable[[CodeType, Any], None]
+set_conj: Callable[[Tensor, bool], None]
+set_cudnn_benchmark: Callable[[bool], None]
+set_cudnn_deterministic: Callable[[bool], None]
+set_cudnn_enabled: Callable[[bool], None]
+set_mkldnn_enabled: Callable[[bool], None]
+set_neg: Callable[[Tensor, bool], None]
+set_shows_to_compiler: Callable[[Any], None]
+set_shows_to_guards: Callable[[bool], None]
+shows_to_compiler: Callable[[], bool]
+sparse_indices: Callable[[Tensor], Tensor]
+sparse_values: Callable[[Tensor], Tensor]
+storage_address: Callable[[torch.UntypedStorage], int]
+top_saved_tensor_hooks: Callable[[bool], _Hooks | None]
+tree_flatten: Callable[[Any], tuple[list[Any], Any]]
+tree_leaves: Callable[[Any], list[Any]]
+tree_map: Callable[[Callable[[Any], Any], Any], Any]
+tree_unflatten: Callable[[list[Any], Any], Any]
+unscale_grads: Callable[..., dict[torch.device, Tensor]]
+version_of: Callable[[Tensor], int]
+without_autocast: _Guard
+without_autograd: _Guard
+without_dispatch_modes: _Guard
+without_functions: _Guard
+without_functorch: _Guard
+without_python_dispatch: _Guard
+without_subclass_functions: _Guard
+
+_OFFLOAD, _REMAT, _LAYERS, _PROFILE, _META = Feature.OFFLOAD, Feature.REMAT, Feature.LAYERS, Feature.PROFILE, Feature.META
+_CONTEXTS = (_OFFLOAD, _REMAT, _LAYERS)
+_ALL = (*_CONTEXTS, _PROFILE)
+
+
+def _of(symbol: str, purpose: str, *features: Feature) -> PrivateName:
+    return PrivateName(symbol, purpose, features)
+
+
+def _field(symbol: str, purpose: str, *features: Feature, sample: str = "") -> PrivateName:
+    return PrivateName(symbol, purpose, features, Kind.FIELD, sample)
+
+
+def _setter(symbol: str, purpose: str, *features: Feature) -> PrivateName:
+    return PrivateName(symbol, purpose, features, Kind.SETTER)
+
+
+def _instance_field(symbol: str, purpose: str, *features: Feature) -> PrivateName:
+    return PrivateName(symbol, purpose, features, Kind.INSTANCE_FIELD)
+
+
+_AUTOGRAD = "torch._C._autograd"
+_DISPATCH = "torch.utils._python_dispatch"
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
+_ATEN = "torch.ops.aten"
+_MODULE = "torch.nn.Module"
+
+NAMES: dict[str, PrivateName] = {
+    # What autograd saves, and which backward runs
+    "top_saved_tensor_hooks": _of(f"{_AUTOGRAD}._top_saved_tensors_default_hooks", "the saved-tensor hooks on top", *_ALL),
+    "push_saved_tensor_hooks": _of(f"{_AUTOGRAD}._push_saved_tensors_default_hooks", "to put hooks back on top", *_ALL),
+    "pop_saved_tensor_hooks": _of(f"{_AUTOGRAD}._pop_saved_tensors_default_hooks", "to take hooks off", *_ALL),
+    "backward_task": _of("torch._C._current_graph_task_id", "which backward runs, -1 outside of one", *_CONTEXTS, _META),
+    "node_number": _of(f"{_AUTOGRAD}._get_sequence_nr", "one number for all that a graph node saves", *_ALL),
+    "node_number_of": _field("torch.autograd.graph.Node._sequence_nr", "when a graph node was made", _PROFILE),
+    "AccumulateGrad": _of("torch._C._functions.AccumulateGrad", "to tell the leaves of a graph", _PROFILE),
+    "engine": _of("torch.autograd.Variable._execution_engine", "to be called when a backward has ended", *_CONTEXTS),
+    "keeping_versions": _of(
+        "torch.autograd.grad_mode._unsafe_preserve_version_counter", "to put bytes back unnoticed", _PROFILE
+    ),
+    "post_accumulate_hooks": _field("torch.Tensor._post_accumulate_grad_hooks", "whether a backward steps", _PROFILE),
+    # Tensors and storages
+    "version_of": _field("torch.Tensor._version", "how often a tensor was written to", *_ALL),
+    "base_of": _field("torch.Tensor._base", "what a tensor is a view of", _OFFLOAD, _REMAT),
+    "is_zero_tensor": _of("torch.Tensor._is_zerotensor", "to tell zeros without bytes", _OFFLOAD, _REMAT),
+    "storage_address": _field("torch.UntypedStorage._cdata", "to tell storages apart", *_ALL),
+    "num_storage_users": _of("torch._C._storage_Use_Count", "whether a slot is in use", _LAYERS),
+    "set_conj": _of("torch._C._set_conj", "to read a tensor conjugated", *_CONTEXTS),
+    "set_neg": _of("torch._C._set_neg", "to read a tensor negated", *_CONTEXTS),
+    "sparse_indices": _of("torch.Tensor._indices", "where the elements of a sparse tensor are", Feature.SPARSE),
+    "sparse_values": _of("torch.Tensor._values", "the elements of a sparse tensor", Feature.SPARSE),
+    "is_wrapper": _of(f"{_DISPATCH}.is_traceable_wrapper_subclass", "whether a tensor is made of others", *_ALL),
+    "make_wrapper_subclass": _of("torch.Tensor._make_wrapper_subclass", "to move what wraps other tensors", _LAYERS),
+    "make_subclass": _of("torch.Tensor._make_subclass", "to stand in for a parameter", _META),
+    "no_own_dispatch": _of("torch._C._disabled_torch_dispatch_impl", "whether a class says what ops do", *_CONTEXTS),
+    # Dispatch modes, and running below them
+    "DispatchMode": _of(f"{_DISPATCH}.TorchDispatchMode", "to see each op", _REMAT, _PROFILE),
+    "current_dispatch_mode": _of(f"{_DISPATCH}._get_current_dispatch_mode", "to leave a mode below others", _REMAT),
+    "dispatch_modes": _of(f"{_DISPATCH}._get_current_dispatch_mode_stack", "whether a mode is on", _REMAT),
+    "pop_dispatch_mode": _of(f"{_DISPATCH}._pop_mode", "to leave a mode below others", _REMAT),
+    "push_dispatch_mode": _of(f"{_DISPATCH}._push_mode", "to leave a mode below others", _REMAT),
+    "num_dispatch_modes": _of("torch._C._len_torch_dispatch_stack", "whether a mode would see a tensor made", *_ALL),
+    "dispatch_mode_at": _of("torch._C._get_dispatch_mode", "whether ops are traced", _REMAT),
+    "DispatchModeKey": _of("torch._C._TorchDispatchModeKey", "whether ops are traced", _REMAT),
+    "without_dispatch_modes": _of(f"{_DISPATCH}._disable_current_modes", "to hide ops from modes", *_CONTEXTS),
+    "without_python_dispatch": _of("torch._C._DisableTorchDispatch", "to hide ops from modes and classes", *_CONTEXTS),
+    "without_functions": _of("torch._C.DisableTorchFunction", "to replay below function modes", _REMAT),
+    "without_subclass_functions": _of("torch._C.DisableTorchFunctionSubclass", "to alias any class", *_CONTEXTS),
+    "without_autocast": _of("torch._C._DisableAutocast", "to replay below autocast", _REMAT),
+    "without_functorch": _of("torch._C._DisableFuncTorch", "to replay below transforms", _REMAT),
+    "without_autograd": _of("torch._C._AutoDispatchBelowAutograd", "to replay below autograd", _REMAT),
+    "excluding_keys": _of("torch._C._ExcludeDispatchKeyGuard", "to replay below vmap", _REMAT),
+    "key_named": _of("torch._C._parse_dispatch_key", "to replay below vmap", _REMAT),
+    "DispatchKeySet": _of("torch._C.DispatchKeySet", "to replay below vmap", _REMAT),
+    "DispatchKey": _of("torch._C.DispatchKey", "whether an alias shares its version counter", _REMAT, _LAYERS),
+    "is_key_excluded": _of(
+        "torch._C._dispatch_tls_is_dispatch_key_excluded", "whether an alias shares its version counter", _REMAT, _LAYERS
+    ),
+    "functorch_stack": _of("torch._C._functorch.get_interpreter_stack", "to refuse torch.func.grad", _LAYERS),
+    "FunctorchTransform": _of("torch._C._functorch.TransformType", "to refuse torch.func.grad", _LAYERS),
+    # Settings that change what an op computes
+    "get_mkldnn_enabled": _of("torch._C._get_mkldnn_enabled", "to replay by the same kernels", _REMAT),
+    "set_mkldnn_enabled": _of("torch._C._set_mkldnn_enabled", "to replay by the same kernels", _REMAT),
+    "get_cudnn_enabled": _of("torch._C._get_cudnn_enabled", "to replay by the same kernels", _REMAT),
+    "set_cudnn_enabled": _of("torch._C._set_cudnn_enabled", "to replay by the same kernels", _REMAT),
+    "get_cudnn_benchmark": _of("torch._C._get_cudnn_benchmark", "to replay by the same kernels", _REMAT),
+    "set_cudnn_benchmark": _of("torch._C._set_cudnn_benchmark", "to replay by the same kernels", _REMAT),
+    "get_cudnn_deterministic": _of("torch._C._get_cudnn_deterministic", "to replay by the same kernels", _REMAT),
+    "set_cudnn_deterministic": _of("torch._C._set_cudnn_deterministic", "to replay by the same kernels", _REMAT),
+    # Compiling
+    "set_code_strategy": _of(f"{_EVAL_FRAME}.set_code_exec_strategy", "to keep hooks from being compiled", *_CONTEXTS),
+    "FrameAction": _of(f"{_EVAL_FRAME}._FrameAction", "to keep hooks from being compiled", *_CONTEXTS),
+    "FrameExecStrategy": _of(f"{_EVAL_FRAME}._FrameExecStrategy", "to keep hooks from being compiled", *_CONTEXTS),
+    "dynamo_callback": _of(f"{_EVAL_FRAME}.get_eval_frame_callback", "whether compiled code runs as Python", _REMAT),
+    "set_shows_to_guards": _of(
+        "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals", "to compile higher-order ops", _REMAT
+    ),
+    "shows_to_compiler": _of(
+        f"{_DISPATCH}.is_in_any_mode_without_ignore_compile_internals", "to compile higher-order ops", _REMAT
+    ),
+    "set_shows_to_compiler": _setter(
+        f"{_DISPATCH}._is_in_any_mode_without_ignore_compile_internals", "to compile higher-order ops", _REMAT
+    ),
+    "skips_dynamo": _of(f"{_DISPATCH}.TorchDispatchMode._should_skip_dynamo", "overridden by the recorder, where it is there"),
+    "in_hop_compile": _of("torch._higher_order_ops.utils._in_hop_compile", "whether a higher-order op compiles"),
+    "asks_modes_on_stack": _of(f"{_DISPATCH}.any_torch_dispatch_mode_on_stack", "whether Dynamo asks each mode"),
+    "code_when_compiled": _field(f"{_MODULE}._compiled_call_impl", "whether a module is compiled", _PROFILE),
+    # Ops
+    "OpOverload": _of("torch._ops.OpOverload", "to tell kinds of ops", _REMAT),
+    "OpOverloadPacket": _of("torch._ops.OpOverloadPacket", "to tell kinds of ops", _REMAT),
+    "HigherOrderOperator": _of("torch._ops.HigherOrderOperator", "to tell kinds of ops", _REMAT),
+    "CustomOpDef": _of("torch._library.custom_ops.CustomOpDef", "to tell kinds of ops", _REMAT),
+    "schema_of": _field(
+        "torch._ops.OpOverload._schema", "what an op writes to", _REMAT, _PROFILE, sample=f"{_ATEN}.mul.Tensor._schema"
+    ),
+    "op_of_custom": _instance_field("torch._library.custom_ops.CustomOpDef._opoverload", "its name", Feature.PURE_OPS),
+    "packet_name": _field(
+        "torch._ops.OpOverloadPacket._qualified_op_name",
+        *("its name", Feature.PURE_OPS),
+        sample=f"{_ATEN}.mul._qualified_op_name",
+    ),
+    "higher_order_effect": _of("torch._higher_order_ops.effects._get_effect", "whether an op has one", Feature.PURE_OPS),
+    "batch_norm_legit": _of(f"{_ATEN}._native_batch_norm_legit.default", "an op with statistics"),
+    "batch_norm_legit_no_stats": _of(f"{_ATEN}._native_batch_norm_legit.no_stats", "the same without"),
+    "to_copy": _of(f"{_ATEN}._to_copy.default", "to tell casts and moves"),
+    "local_scalar": _of(f"{_ATEN}._local_scalar_dense.default", "an op that reads values"),
+    "unique2": _of(f"{_ATEN}._unique2.default", "an op that reads values"),
+    "prelu_kernel": _of(f"{_ATEN}._prelu_kernel.default", "an op with arguments of one dtype"),
+    "euclidean_dist": _of(f"{_ATEN}._euclidean_dist.default", "an op with arguments of one dtype"),
+    "index_put_impl": _of(f"{_ATEN}._index_put_impl_.default", "an op with arguments of one dtype"),
+    "unsafe_index_put": _of(f"{_ATEN}._unsafe_index_put.default", "an op with arguments of one dtype"),
+    "flash_attention_cpu": _of(
+        f"{_ATEN}._scaled_dot_product_flash_attention_for_cpu", "to save what the CPU's attention does", _META
+    ),
+    "flash_attention": _of(f"{_ATEN}._scaled_dot_product_flash_attention", "to save what CUDA's attention does", _META),
+    "efficient_attention": _of(f"{_ATEN}._scaled_dot_product_efficient_attention", "to save what CUDA's attention does", _META),
+    "cudnn_attention": _of(f"{_ATEN}._scaled_dot_product_cudnn_attention", "to save what CUDA's attention does", _META),
+    "safe_softmax": _of(f"{_ATEN}._safe_softmax", "to save what CUDA's attention does", _META),
+    "fused_sdp_choice": _of("torch._fused_sdp_choice", "which attention this torch fuses", _META),
+    "nn_functions": _of("torch._C._nn", "to pad as the target does", _META),
+    "select_conv_backend": _of("torch._C._select_conv_backend", "which kernel the CPU would take", _META),
+    "dispatch_registrations": _of("torch._C._dispatch_get_registrations_for_dispatch_key", "which ops autocast casts", _META),
+    # Modules, and what is around them
+    "parameters_of": _field(f"{_MODULE}._parameters", "to put another parameter in place", _LAYERS, _META),
+    "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _LAYERS, _META),
+    "active_replica": _field("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "to refuse it", Feature.REPLICAS),
+    "parameters_of_replica": _instance_field(
+        "torch.nn.parallel.DistributedDataParallel._module_parameters", "to refuse it", Feature.REPLICAS
+    ),
+    "scale_of": _instance_field("torch.amp.GradScaler._scale", "where the scale is", Feature.SCALER),
+    "unscale_grads": _of("torch.amp.GradScaler._unscale_grads_", "to wait for the scale", Feature.SCALER),
+    "tree_leaves": _of("torch.utils._pytree.tree_leaves", "to find tensors in what is passed", *_CONTEXTS, _PROFILE),
+    "tree_map": _of("torch.utils._pytree.tree_map", "to replace tensors in what is passed", _PROFILE),
+    "tree_flatten": _of("torch.utils._pytree.tree_flatten", "to replace tensors in what is passed", _META),
+    "tree_unflatten": _of("torch.utils._pytree.tree_unflatten", "to replace tensors in what is passed", _META),
+    "arg_tree_leaves": _of("torch.utils._pytree.arg_tree_leaves", "to find tensors in what an op is given", _META),
+}
+"""By the names of this module."""
+
+# What torch calls its classes, and marks that it reads or sets: recognised by name, so nothing can be looked up. Where torch
+# has renamed one, what it is for goes unnoticed; the tests of this file hold each against the torch that is installed.
+
+LEAF_NODE = "AccumulateGrad"
+"""The graph node of a parameter: what is saved of one is kept by `CPUOffload` and `Rematerialize`."""
+CAST_NODE = "ToCopyBackward0"
+"""That of a cast: autocast keeps those of parameters."""
+VIEW_NODES = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("T", "Transpose", "View", "UnsafeView", "ReshapeAlias", "Permute", "Expand", "Slice", "Select", "Unsqueeze"),
+        *("Squeeze", "AsStrided", "Alias"),
+    )
+)
+"""Those of views, which are looked through for the other two."""
+CHECKPOINT_HOOKS = "torch.utils.checkpoint"
+"""The module of the saved-tensor hooks that a checkpoint sets: no context may be entered inside."""
+JAGGED_VALUES = "_values"
+"""The one tensor of a jagged one that may leave."""
+UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None}
+"""What Dynamo reads on a function that it is not to look into: memkit's hooks."""
+COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"
+"""What Dynamo sets on a function that it compiles: `profile_memory` looks for it on modules."""
+DYNAMO = "torch._dynamo"
+"""The module that is loaded where anything may be compiled."""
+HIGHER_ORDER_OPS = "torch._higher_order_ops.utils"
+"""The module that is loaded where a higher-order op may compile by itself."""
+SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"
+"""What a fused optimizer says of itself: `GradScaler` scales for it."""
+MODULE_STATE = ("_parameters", "_buffers", "_modules")
+"""The attributes of a module that are no tensors of its own: `profile_memory` without data leaves them."""
+READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})
+"""What is asked of a gradient whose module is moved: allowed on one that `LayerOffload` has used up."""
+ZEROING_ALL = "_foreach_zero_"
+"""How `zero_grad` zeroes many gradients at once: the same."""
+
+
+def is_sharded_by_fsdp(module: nn.Module) -> bool:
+    """Tell whether FSDP, of either kind, has wrapped a module: `LayerOffload` refuses it."""
+    kind = type(module).__name__
+    return kind.startswith("FSDP") or kind == "FullyShardedDataParallel"
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor, whose class takes seconds to import: `LayerOffload` refuses it."""
+    return type(tensor).__name__ == "DTensor"

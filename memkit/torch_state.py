@@ -1,0 +1,124 @@
+"""What torch is doing where it is asked: which modes are on, whether anything is compiled, who holds a storage.
+
+Only questions that are asked by private names of torch (`torch_private.py`), and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memkit import torch_private
+
+if TYPE_CHECKING:
+    from memkit.torch_private import DispatchMode
+
+# Modes and classes
+
+
+def leave_mode(mode: DispatchMode) -> None:
+    """Take a dispatch mode off the stack if it is on it, from below others as well."""
+    if not any(other is mode for other in torch_private.dispatch_modes()):
+        return
+    above: list[DispatchMode] = []
+    while (other := torch_private.current_dispatch_mode()) is not None and other is not mode:
+        above.append(other)
+        torch_private.pop_dispatch_mode()
+    mode.__exit__(None, None, None)
+    for other in reversed(above):
+        torch_private.push_dispatch_mode(other)
+
+
+def has_own_dispatch(tensor: Tensor) -> bool:
+    """Tell whether a tensor's class says itself what ops do, as those that wrap other tensors."""
+    return type(tensor).__torch_dispatch__ is not torch_private.no_own_dispatch
+
+
+def sharing_counters() -> AbstractContextManager[object]:
+    """Return a context in which an alias of a tensor shares its version counter, also for a mode that handles an op: there
+    autograd's layers are off, which see to that."""
+    is_off = torch_private.is_key_excluded(torch_private.DispatchKey.ADInplaceOrView)
+    return torch.overrides.enable_reentrant_dispatch() if is_off else nullcontext()
+
+
+def in_differentiating_transform() -> bool:
+    """Tell whether the caller runs inside `torch.func.grad` or `jvp`, or what is made of them; `vmap` is none.
+
+    Source: `torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters`.
+    """
+    stack, kinds = torch_private.functorch_stack(), torch_private.FunctorchTransform
+    return stack is not None and any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
+
+
+def num_users(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and variables hold a storage; the one that asks counts as well."""
+    return torch_private.num_storage_users(torch_private.storage_address(storage))
+
+
+# Compiling
+
+
+def leave_untraced(function: Callable[..., Any]) -> None:
+    """Have Dynamo neither compile a function where it is called, nor whatever that calls. Where nothing is compiled it costs
+    nothing."""
+    skip = torch_private.FrameAction.SKIP
+    torch_private.set_code_strategy(function.__code__, torch_private.FrameExecStrategy(skip, skip))
+
+
+def dynamo_is_loaded() -> bool:
+    """Tell whether anything may have been compiled in this process. Loading Dynamo to ask it would take seconds."""
+    return torch_private.DYNAMO in sys.modules
+
+
+def in_compiled_function() -> bool:
+    """Tell whether the caller runs inside a function that was to be compiled, and runs as plain Python instead.
+
+    That is what Dynamo does where it cannot compile, as under a dispatch mode: its callback stays set. To be asked only where
+    `dynamo_is_loaded`.
+    """
+    callback = torch_private.dynamo_callback()
+    return callback is not None and callback is not False
+
+
+def in_higher_order_op() -> bool:
+    """Tell whether the caller runs inside what a higher-order op, such as `torch.cond` or `flex_attention`, compiles by itself.
+    They do so also where the program compiles nothing.
+
+    Source: `torch._higher_order_ops.utils.setup_compilation_env`.
+    """
+    if torch_private.HIGHER_ORDER_OPS in sys.modules:
+        for is_compiling in torch_private.known("in_hop_compile"):
+            return bool(is_compiling())
+    dynamo: Any = sys.modules.get(torch_private.DYNAMO)
+    return dynamo is not None and bool(dynamo.config.allow_empty_graphs)  # which is set there alone
+
+
+def is_traced() -> bool:
+    """Tell whether ops are being traced into a graph, as those of a branch of `torch.cond`: a tensor that is made unseen by the
+    tracer becomes a constant of the graph."""
+    return torch_private.dispatch_mode_at(torch_private.DispatchModeKey.PROXY) is not None
+
+
+# Backwards
+
+
+def gradient_node(parameter: Tensor) -> Any:
+    """Return the node that adds to a parameter's gradient: a new one if no graph that is alive has used it as it is now.
+
+    Source: `torch.autograd.graph.get_gradient_edge`.
+    """
+    with torch.enable_grad(), torch_private.without_dispatch_modes():
+        return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback()` once the backward that runs in this thread is over, unless it fails.
+
+    Source: DistributedDataParallel, which does so.
+    """
+    torch_private.engine.queue_callback(callback)

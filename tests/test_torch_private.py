@@ -1,0 +1,355 @@
+"""Each private name of torch, taken away: one feature says so by name, and the others go on."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memkit
+from memkit import torch_private
+from memkit.activations import ops
+from memkit.activations.eligibility import is_from_leaf
+from memkit.device import ReferenceDevice
+from memkit.errors import MissingTorchNameError
+from memkit.profile.simulate import attention, autocast, dtypes, target, twins
+from memkit.storages import storages_of
+from memkit.torch_private import NAMES, Feature
+from memkit.weights import scaler, selection
+
+CONTEXTS = (Feature.OFFLOAD, Feature.REMAT, Feature.LAYERS)
+TAGGED = [(name, feature) for name, private in NAMES.items() for feature in private.features]
+OPTIONAL = [name for name, private in NAMES.items() if not private.features]
+
+
+@pytest.fixture
+def take_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has torch be without a name, for memkit alone: torch itself uses most of them."""
+    look_up, taken = torch_private._look_up, set[str]()
+    monkeypatch.setattr(torch_private, "require", torch_private.require.__wrapped__)  # which remembers
+
+    def take(name: str) -> None:
+        taken.update((NAMES[name].symbol, NAMES[name].sample))
+
+        def refuse(symbol: str) -> Any:
+            if symbol in taken:
+                raise AttributeError(symbol)
+            return look_up(symbol)
+
+        monkeypatch.setattr(torch_private, "_look_up", refuse)
+        monkeypatch.delitem(vars(torch_private), name, raising=False)
+
+    return take
+
+
+class Model(nn.Module):
+    """What a profile looks into: buffers, a mask that the forward makes, what reads values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(3, dtype=torch.bool).to(x.device)
+        return self.norm(self.convolution(x)).relu() * int(mask.sum())
+
+
+def profile(device: str) -> None:
+    memkit.profile_memory(
+        Model(), torch.ones(2, 3, 8, 8), device=device, backward=True, print_table=False, tag="torch_private", warmup=0
+    )
+
+
+def attend(fused: Callable[[Any], Tensor]) -> Callable[[], object]:
+    tensors = [torch.empty(1, 2, 8, 8, device="meta") for _ in range(3)]
+    return lambda: fused(attention._Call(*tensors, None, 0.5, False, None, False))
+
+
+def names_autocast() -> None:
+    autocast._autocast_ops.clear()
+    autocast.autocast_ops("cuda")
+
+
+class Replica(nn.Module):
+    """Stands for a DistributedDataParallel without what the refusal reads."""
+
+
+def name_of(op: object) -> None:
+    ops.names_of_ops([op])
+
+
+OPENERS: dict[Feature, Callable[[], object]] = {
+    Feature.OFFLOAD: lambda: memkit.CPUOffload(0.5, "torch_private", device=ReferenceDevice()),
+    Feature.REMAT: lambda: memkit.Rematerialize(0.5, "torch_private", device=ReferenceDevice()),
+    Feature.LAYERS: lambda: memkit.LayerOffload(Model(), ["convolution"], num_resident=0, device=ReferenceDevice()),
+    Feature.PROFILE: lambda: profile("cpu"),
+    Feature.META: lambda: profile("meta"),
+}
+"""What raises where a name is missing that a feature cannot do without."""
+
+USES: dict[str, Callable[[], object]] = {
+    "active_replica": lambda: torch_private.active_replica,
+    "parameters_of_replica": lambda: torch_private.parameters_of_replica(Replica()),
+    "scale_of": lambda: torch_private.scale_of(Replica()),  # type: ignore[arg-type]  # no scaler, on purpose
+    "unscale_grads": lambda: scaler.GradScaler("cpu")._unscale_grads_(None, torch.ones(1), torch.ones(1), False),  # type: ignore[arg-type]
+    "op_of_custom": lambda: torch_private.op_of_custom(Replica()),  # type: ignore[arg-type]  # no op, on purpose
+    "packet_name": lambda: name_of(torch.ops.aten.mul),
+    "higher_order_effect": lambda: ops._has_effect(torch.ops.aten.mul.Tensor),
+    "sparse_indices": lambda: list(storages_of(torch.eye(2).to_sparse())),
+    "sparse_values": lambda: list(storages_of(torch.eye(2).to_sparse())),
+    "make_subclass": lambda: twins.MetaTwins().of(nn.Parameter(torch.ones(1))),
+    "flash_attention_cpu": attend(attention._flash_cpu),
+    "flash_attention": attend(attention._flash_cuda),
+    "efficient_attention": attend(attention._efficient_cuda),
+    "cudnn_attention": attend(attention._cudnn),
+    "safe_softmax": attend(attention._math_cuda),
+    "fused_sdp_choice": lambda: attention._is_fused((1, 2, 8), (1, 2, 8)),
+    "select_conv_backend": lambda: dtypes.uses_onednn(
+        torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1
+    ),
+    "dispatch_registrations": names_autocast,
+    "nn_functions": lambda: pad_as_on_target(),
+    "backward_task": lambda: move_as_on_target(),
+}
+"""The same of names that only some models, or some arguments, need."""
+
+
+def pad_as_on_target() -> None:
+    with target.TargetMode("cuda", backend_dependent=lambda: None):
+        functional.pad(torch.ones(1, 1, 4, 4, device="meta"), (1, 1, 1, 1), mode="reflect")
+
+
+def move_as_on_target() -> None:
+    with twins.MixedDevices("cpu"):
+        torch.ones(1).to("meta")
+
+
+@pytest.mark.parametrize(("name", "feature"), TAGGED)
+def test_feature_says_which_name_it_misses(name: str, feature: Feature, take_away: Callable[[str], None]) -> None:
+    if name == "DispatchMode" and feature is Feature.PROFILE:
+        pytest.skip("looked up when the modules are imported: see the test with processes of their own")
+    take_away(name)
+    use = OPENERS[feature] if feature in CONTEXTS else USES.get(name) or OPENERS[feature]
+
+    with pytest.raises(MissingTorchNameError) as raised:
+        use()
+
+    assert raised.value.symbol == NAMES[name].symbol
+    assert feature.value in str(raised.value)
+    assert f"found torch {torch.__version__}, which does not have it" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_feature_goes_on_without_what_it_only_compares(name: str, take_away: Callable[[str], None]) -> None:
+    take_away(name)
+    torch_private.known.cache_clear()
+    try:
+        assert torch_private.known(name) == ()
+        for feature in (*CONTEXTS, Feature.META):
+            OPENERS[feature]()
+    finally:
+        torch_private.known.cache_clear()
+
+
+@pytest.mark.parametrize("feature", CONTEXTS)
+def test_context_needs_nothing_that_is_not_its_own(feature: Feature, take_away: Callable[[str], None]) -> None:
+    for name, private in NAMES.items():
+        if feature not in private.features:
+            take_away(name)
+
+    OPENERS[feature]()
+
+
+_IN_PROCESSES = """
+import json, os, sys, traceback
+import torch
+from memkit import torch_private
+
+LOOK_UP, NAMES = torch_private._look_up, torch_private.NAMES
+
+def child(missing, act):
+    # Runs in a process of its own, in which torch was imported, and nothing of memkit beside the table.
+    read, write = os.pipe()
+    if (number := os.fork()) == 0:
+        symbols = {text for name in missing for text in (NAMES[name].symbol, NAMES[name].sample) if text}
+        def look_up(symbol):
+            if symbol in symbols:
+                raise AttributeError(symbol)
+            return LOOK_UP(symbol)
+        torch_private._look_up = look_up
+        try:
+            answer = act()
+        except BaseException as error:
+            answer = [type(error).__name__, getattr(error, "symbol", traceback.format_exc())]
+        os.write(write, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answers:
+        answer = json.loads(answers.read())
+    os.waitpid(number, 0)
+    return answer
+
+def import_all():
+    import memkit
+    return [getattr(memkit, name).__name__ for name in memkit.__all__]
+
+def profile():
+    import memkit
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+    report = memkit.profile_memory(model, torch.ones(2, 3, 8, 8), device="meta", print_table=False)
+    others = [name for name in sys.modules if not name.startswith("memkit")]
+    return [report.activation_bytes, sorted(set(NAMES) & set(vars(torch_private))), others]
+
+plain = child([], profile)
+used = plain[1]
+for name in plain[2]:  # once for all that follow
+    __import__(name)
+print(json.dumps({
+    "imported": child(NAMES, import_all),
+    "plain": plain[0],
+    "without all others": child(set(NAMES) - set(used), profile)[0],
+    "used": {name: child([name], profile)[:2] for name in used},
+}))
+"""
+
+
+def test_import_and_profile_without_data_survive() -> None:
+    found = json.loads(subprocess.run([sys.executable, "-c", _IN_PROCESSES], capture_output=True, check=True).stdout)
+
+    assert len(found["imported"]) == len(memkit.__all__)  # with no name of all left
+    assert found["without all others"] == found["plain"] > 0
+    for name, answer in found["used"].items():
+        assert answer[0] == found["plain"] or answer == ["MissingTorchNameError", NAMES[name].symbol], answer
+    assert "DispatchMode" in found["used"]
+
+
+def test_error_says_need_found_and_what_to_do(take_away: Callable[[str], None]) -> None:
+    take_away("num_storage_users")
+
+    with pytest.raises(MissingTorchNameError) as raised:
+        torch_private.num_storage_users  # noqa: B018
+
+    assert str(raised.value) == (
+        "LayerOffload needs torch._C._storage_Use_Count (whether a slot is in use); found torch "
+        f"{torch.__version__}, which does not have it. Install an older torch, or a newer memkit"
+    )
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing_like_it'"):
+        torch_private.nothing_like_it  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("name", [name for name, private in NAMES.items() if private.features])
+def test_torch_has_what_is_needed_of_it(name: str) -> None:
+    assert getattr(torch_private, name) is not None
+    assert vars(torch_private)[name] is getattr(torch_private, name)  # it is looked up once
+
+
+def test_table_and_annotations_agree() -> None:
+    annotated = set(torch_private.__annotations__) - {"NAMES"}
+    classes = {"CustomOpDef", "DispatchMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket"}
+
+    assert annotated | classes == {name for name, private in NAMES.items() if private.features or name in annotated}
+    assert len({private.symbol for private in NAMES.values()}) == len(NAMES)
+
+
+# What is recognised by name
+
+
+def _views() -> dict[str, Tensor]:
+    leaf = torch.ones(4, 4, requires_grad=True)
+    return {
+        "T": leaf.t(),
+        "Transpose": leaf.transpose(0, 1),
+        "View": leaf.view(16),
+        "UnsafeView": torch.ops.aten._unsafe_view(leaf, (16,)),
+        "ReshapeAlias": torch.ops.aten._reshape_alias(leaf, (16,), (1,)),
+        "Permute": leaf.permute(1, 0),
+        "Expand": leaf.expand(2, 4, 4),
+        "Slice": leaf[1:],
+        "Select": leaf[1],
+        "Unsqueeze": leaf.unsqueeze(0),
+        "Squeeze": leaf.squeeze(),
+        "AsStrided": leaf.as_strided((2, 2), (1, 1)),
+        "Alias": torch.ops.aten.alias(leaf),
+    }
+
+
+def test_graph_nodes_are_called_as_they_were() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+
+    assert {type(view.grad_fn).__name__ for view in _views().values()} == torch_private.VIEW_NODES
+    assert all(map(is_from_leaf, _views().values()))
+    assert type(leaf.expand_as(leaf).grad_fn.next_functions[0][0]).__name__ == torch_private.LEAF_NODE  # type: ignore[union-attr]
+    assert type(leaf.to(torch.float64).grad_fn).__name__ == torch_private.CAST_NODE
+
+
+def test_checkpoint_sets_hooks_of_its_own_module() -> None:
+    packs: list[Any] = []
+
+    def run(x: Tensor) -> Tensor:
+        hooks = torch_private.top_saved_tensor_hooks(True)
+        assert hooks is not None
+        packs.append(hooks[0])
+        return x.sin()
+
+    torch.utils.checkpoint.checkpoint(run, torch.ones(1, requires_grad=True), use_reentrant=False)
+
+    assert packs[0].__module__ == torch_private.CHECKPOINT_HOOKS
+
+
+def test_dynamo_reads_and_sets_the_marks() -> None:
+    compiled, disabled = torch.compile(lambda x: x, backend="eager"), torch.compiler.disable(lambda x: x)
+
+    assert torch_private.DYNAMO in sys.modules
+    assert hasattr(compiled, torch_private.COMPILED_FUNCTION_MARK)
+    assert all(hasattr(disabled, mark) for mark in torch_private.UNTRACED_MARKS)
+
+
+def test_fused_optimizer_has_the_mark() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], fused=True)
+
+    assert getattr(optimizer, torch_private.SCALES_IN_STEP_MARK) is True
+
+
+def test_jagged_tensor_is_made_of_its_values() -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+    assert torch_private.JAGGED_VALUES in jagged.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+
+
+def test_module_has_the_dictionaries_that_are_left() -> None:
+    assert set(torch_private.MODULE_STATE) <= vars(nn.Module()).keys()
+
+
+def test_functions_that_a_used_gradient_allows_exist() -> None:
+    assert all(hasattr(torch.Tensor, name) or hasattr(torch, name) for name in torch_private.READ_BY_MODULES)
+    assert hasattr(torch, torch_private.ZEROING_ALL)
+
+
+def test_sharded_modules_and_tensors_are_recognised() -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    tensor = pytest.importorskip("torch.distributed.tensor")
+    sharded = type("FSDPLinear", (fsdp.FSDPModule, nn.Linear), {})
+
+    assert fsdp.FSDPModule.__name__.startswith("FSDP")
+    assert torch_private.is_sharded_by_fsdp(object.__new__(fsdp.FullyShardedDataParallel))
+    assert torch_private.is_sharded_by_fsdp(object.__new__(sharded))
+    assert not torch_private.is_sharded_by_fsdp(nn.Linear(1, 1))
+    assert tensor.DTensor.__name__ == "DTensor"
+    assert inspect.isclass(nn.parallel.DistributedDataParallel)
+
+
+def test_replica_is_refused_only_within_a_group_of_processes(take_away: Callable[[str], None]) -> None:
+    take_away("active_replica")
+
+    selection.refuse_replicated([])
