@@ -210,6 +210,7 @@ make_wrapper_subclass: Callable[..., Tensor]
 nn_functions: Any
 no_own_dispatch: object
 node_number: Callable[[], int]
+profiler_is_on: Callable[[], bool]
 node_number_of: Callable[[torch.autograd.graph.Node], Callable[[], int]]
 num_dispatch_modes: Callable[[], int]
 num_storage_users: Callable[[int], int]
@@ -290,6 +291,7 @@ NAMES: dict[str, PrivateName] = {
     "node_number": _of(f"{_AUTOGRAD}._get_sequence_nr", "one number for all that a graph node saves", *_ALL),
     "node_number_of": _field("torch.autograd.graph.Node._sequence_nr", "when a graph node was made", _PROFILE),
     "AccumulateGrad": _of("torch._C._functions.AccumulateGrad", "to tell the leaves of a graph", _PROFILE),
+    "profiler_is_on": _of(f"{_AUTOGRAD}._profiler_enabled", "to label what is done in a trace", *_CONTEXTS),
     "engine": _of("torch.autograd.Variable._execution_engine", "to be called when a backward has ended", *_CONTEXTS),
     "keeping_versions": _of(
         "torch.autograd.grad_mode._unsafe_preserve_version_counter", "to put bytes back unnoticed", _PROFILE

@@ -8,6 +8,7 @@ where none has, it keeps the ratio as it goes.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from memkit.plan import Action, Plan, limit_of, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.storages import storage_key
 
+_LOGGER = logging.getLogger(__name__)
 _MAX_TRACES = 16
 _MAX_STRANGERS = 8
 
@@ -214,6 +216,8 @@ class Pass:
             other = self._traces.beginning_with((*self._keys, key))
             if other is not None:
                 self._has_changed_trace = bool(self._keys)
+                if self._keys:
+                    _LOGGER.debug("save %d is not that of the plan: another one is followed", len(self._keys))
                 self._take(other, place=len(self._keys))
             elif (
                 trace is not None and trace.is_report and self._place < len(trace.keys) and self._num_strangers < _MAX_STRANGERS
@@ -281,6 +285,7 @@ class Pass:
             order = trace.order if trace is not None and is_same else None
             held = set() if was_misled else set(self._held)  # a report of something else knows nothing about what is held
             trace = self._traces.learned(self._keys) or Trace(keys=tuple(self._keys), held=held, order=order)
+            _LOGGER.debug("a new forward: %s", trace.plan(self.ratio, self._window_bytes))
         self._trace = trace
         self._traces.drop_report()
         self._traces.add(trace)

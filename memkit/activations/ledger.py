@@ -26,6 +26,7 @@ from memkit.activations.records import (
 )
 from memkit.device.base import Device, Event, Stream
 from memkit.kept import KeptHandle, nothing
+from memkit.labels import label
 from memkit.transfer.arena import Arena, Span
 from memkit.transfer.lanes import Lanes
 
@@ -147,9 +148,10 @@ class Ledger:
 
     def _wait(self, stream: Stream, event: Event) -> tuple[Event, Event]:
         """Let a stream wait, and return what tells how long it did."""
-        before = self.device.record_event(stream)
-        self.device.wait_event(stream, event)
-        return before, self.device.record_event(stream)
+        with label("wait"):
+            before = self.device.record_event(stream)
+            self.device.wait_event(stream, event)
+            return before, self.device.record_event(stream)
 
     # Dropping, and staying after all
 

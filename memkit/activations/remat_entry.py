@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from memkit.plan import NO_OP, Action, DTRScore, RematPlan, Step, ends_of, tell_
 from memkit.sizes import format_bytes
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, in_compiled_function, is_traced, leave_mode
 
+_LOGGER = logging.getLogger(__name__)
 _NUM_WATCHED = 4
 """In so many first iterations it is noted which module each op is in: that takes the host some time."""
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -232,6 +234,8 @@ class Entry:
             self._warn_of_budget(str(error))
             planner = trace.planner(options.score)
             plan = planner.plan(budget_bytes, planner.least_found())
+        if plan is not state.plan:
+            _LOGGER.debug('Rematerialize (tag "%s"): %s', state.tag, plan)
         state.plan = plan
         return plan
 
@@ -419,6 +423,7 @@ class Entry:
             run.limit_bytes = self._limit_bytes()
             if trace is None and had_plan:
                 self._state.num_deviations += 1
+                _LOGGER.debug('Rematerialize (tag "%s"): save %d is not that of the plan', self._state.tag, len(run.saves))
 
     def _raise_limit(self, run: Run) -> None:
         """What is saved has grown, and with it a budget that is a share of it."""

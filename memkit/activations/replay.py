@@ -29,6 +29,7 @@ from memkit.activations.window import OffloadWindow
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.kept import KeptHandle
+from memkit.labels import label
 from memkit.plan import NO_OP, Action, DTRScore, Residents
 from memkit.sizes import format_mib
 from memkit.storages import byte_view, storage_key
@@ -361,7 +362,7 @@ class Run(Residents):
                 torch_private.excluding_keys(_vmap_mode()),
                 torch_private.without_autograd(),
                 settings,
-                torch.profiler.record_function("memkit::replay"),
+                label("replay"),
             ):
                 self.rebuild(record.value)
         finally:

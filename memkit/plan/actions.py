@@ -7,7 +7,7 @@ from enum import Enum
 
 from tabulate import tabulate
 
-from memkit.sizes import format_mib
+from memkit.sizes import format_bytes, format_mib
 
 
 class Action(str, Enum):
@@ -52,6 +52,9 @@ class Plan:
     def limit_bytes(self) -> int:
         """The most bytes of these storages that the device holds at once: see `limit_of`."""
         return limit_of(self.seen_bytes, self.ratio, self.window_bytes)
+
+    def __str__(self) -> str:
+        return f"offload {format_bytes(self.offload_bytes)} of {format_bytes(self.seen_bytes)}, in {len(self.actions)} storages"
 
     def explain(self) -> str:
         """Return the plan as a table, one line per storage, with the totals in the last three."""

@@ -64,12 +64,25 @@ class RematPlan:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the values that stay."""
-        return sum(planned.num_bytes for planned in self.values if planned.action is Action.KEEP)
+        return self._bytes(Action.KEEP)
+
+    @property
+    def offload_bytes(self) -> int:
+        """Bytes of the values that leave for host memory."""
+        return self._bytes(Action.OFFLOAD)
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of all values."""
         return sum(planned.num_bytes for planned in self.values)
+
+    def __str__(self) -> str:
+        shares = (f"{action.value} {format_bytes(self._bytes(action))}" for action in Action if self._bytes(action))
+        peak = format_bytes(self.predicted_peak_bytes)
+        return f"{', '.join(shares)}; predicted peak {peak}, replays {1e3 * self.predicted_replay_s:.2f} ms"
+
+    def _bytes(self, action: Action) -> int:
+        return sum(planned.num_bytes for planned in self.values if planned.action is action)
 
     def with_action(self, index: int, action: Action) -> RematPlan:
         """Return the plan with another action for one of its values. What it predicts is not computed anew.
@@ -113,6 +126,7 @@ class RematPlan:
                 table,
                 f"saved: {format_bytes(self.saved_bytes)}",
                 f"kept: {format_bytes(self.kept_bytes)}",
+                *([f"offloaded: {format_bytes(self.offload_bytes)}"] if self.offload_bytes else []),
                 f"budget: {format_bytes(self.budget_bytes)}, predicted peak {format_bytes(self.predicted_peak_bytes)}",
                 f"predicted replays: {self.num_replayed_ops} ops, {1e3 * self.predicted_replay_s:.2f} ms",
             )

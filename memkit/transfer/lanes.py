@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from memkit.device.base import Device, Event, Stream
+from memkit.labels import label
 from memkit.storages import byte_view
 from memkit.transfer.arena import Span
 
@@ -80,6 +81,12 @@ class Lanes:
         return self._copy(self._back, storage, span, is_out=False, after=after)
 
     def _copy(
+        self, lane: Stream, storage: torch.UntypedStorage, span: Span, *, is_out: bool, after: Iterable[Event]
+    ) -> Transfer:
+        with label("evict" if is_out else "fetch"):
+            return self._copy_labelled(lane, storage, span, is_out=is_out, after=after)
+
+    def _copy_labelled(
         self, lane: Stream, storage: torch.UntypedStorage, span: Span, *, is_out: bool, after: Iterable[Event]
     ) -> Transfer:
         device = self._device

@@ -19,6 +19,7 @@ from memkit import torch_private
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
+from memkit.labels import label
 from memkit.storages import storage_bytes
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
@@ -242,7 +243,7 @@ class FusedSteps(NotCopied, Accumulation):
 
     def _write_back(self, chunk: LayerChunk) -> None:
         """Have the host copy of a layer be what is in its slot."""
-        with torch.profiler.record_function(f"memkit::write back ({chunk.name})"):
+        with label(f"write back ({chunk.name})"):
             self._written.append(self.streamer.write_back(chunk))
         del self._waiting[chunk]
         self.d2h_bytes += chunk.num_bytes
@@ -322,7 +323,7 @@ class FusedSteps(NotCopied, Accumulation):
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
                 state[name] = value.to(parameter.device)  # `load_state_dict` puts it to where the parameter is at rest
-        with self._only(parameter), torch.profiler.record_function("memkit::step"):
+        with self._only(parameter), label("step"):
             self.optimizer.step()
 
     @contextmanager

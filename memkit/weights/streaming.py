@@ -33,6 +33,7 @@ from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import when_backward_ends
 from memkit.kept import KeptHandle, nothing
+from memkit.labels import label
 from memkit.owners import StreamedWeights
 from memkit.storages import tensor_over
 from memkit.torch_state import sharing_counters
@@ -293,7 +294,7 @@ class Streamer:
                 self.transfers.append(transfer)
             return transfer.done
 
-        with torch.profiler.record_function(f"memkit::fetch ({chunk.name})"):
+        with label(f"fetch ({chunk.name})"):
             self.ring.fill(slot, chunk, copy)
         self.h2d_bytes += chunk.num_bytes
         self.num_fetches += 1
