@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -64,6 +65,25 @@ def mended(call: Callable[Concatenate[_Held, _Args], _Result]) -> Callable[Conca
 
 Block = weakref.ref[Any]
 """What is alive for as long as somebody is in a context: something that a `with` block holds, or else the context itself."""
+
+
+class Blocks(threading.local):
+    """The blocks of one kind that a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        """Perhaps with some that an interrupt has kept from being taken out: ask `are_any`."""
+
+    def are_any(self) -> bool:
+        """Tell whether the thread is in one."""
+        blocks = self.blocks
+        while blocks and blocks[-1]() is None:
+            blocks.pop()
+        return bool(blocks)
+
+    def leave(self, block: Block | None) -> None:
+        """The thread is not in a block any more; it may not have been."""
+        self.blocks[:] = [other for other in self.blocks if other is not block]
 
 
 class _HeldExit:
