@@ -167,11 +167,11 @@ class LayerOffload(NotCopied):
                 self._gradients.begin(self._chunks)
                 self._hooks.before_any_step(partial(refuse_unscaled, _is_streamed))
             self._warn_of_refusal()
+            note_attached(self, is_on=LayerOffload._is_over, take_off=LayerOffload.close)
             self._begin(optimizer)
         except BaseException:
             self.close()
             raise
-        note_attached(self, is_on=LayerOffload._is_over, take_off=LayerOffload.close)
 
     def _is_over(self, module: nn.Module) -> bool:
         return self.model is module
@@ -416,8 +416,8 @@ class LayerOffload(NotCopied):
         # The arena has given the memory back; the addresses still are whose tensors are there.
         for storage, copied in self._held:
             byte_view(storage).copy_(byte_view(copied))
-        self._held, self._is_closed = [], True
         note_detached(self)
+        self._held, self._is_closed = [], True
 
     @contextmanager
     def gather(self, layer: str | nn.Module) -> Iterator[nn.Module]:

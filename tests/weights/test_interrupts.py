@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -376,6 +377,41 @@ def test_interrupted_construction_leaves_the_model_as_it_was(kind: str) -> None:
         case.assert_nothing_is_left(place)
         for parameter, grad in zip(case.model.parameters(), grads, strict=True):
             assert (parameter.grad is None) if grad is None else torch.equal(parameter.grad, grad), place
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_construction_that_was_interrupted_at_its_end_leaves_the_model_as_it_was(kind: str) -> None:
+    case = Case(kind)
+
+    for place in interrupts(case.begin, 100, prepare=_detach_all(case.model), within="note_attached"):
+        case.assert_nothing_is_left(place)
+        with pytest.raises(ValueError, match="found none"):
+            memkit.detach(case.model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("function", ["note_detached", "close"])
+def test_close_that_was_interrupted_at_its_end_is_over_or_done_by_detach(function: str, kind: str) -> None:
+    case = Case(kind)
+    prepare = _detach_all(case.model)
+
+    def begin() -> None:
+        prepare()
+        case.begin()
+
+    for place in interrupts(lambda: case.offload.close(), 100, prepare=begin, within=function):
+        prepare()
+        case.assert_nothing_is_left(place)
+        with pytest.raises(ValueError, match="found none"):
+            memkit.detach(case.model)
+
+
+def _detach_all(model: nn.Module) -> Callable[[], None]:
+    def detach_all() -> None:
+        with suppress(ValueError):
+            memkit.detach(model)
+
+    return detach_all
 
 
 def test_interrupt_while_layers_come_to_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
