@@ -13,7 +13,9 @@
   is lost, and the rest of the finalizer with it.
 - *What was entered is left.* If the interrupt comes in `__enter__`, all is undone at once. If it comes in `__exit__`, the next
   context to be entered in the thread finishes that. See `Exclusive`, and `memkit.hooks.end_left`.
-- *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking one, or of giving it back.
+- *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking one, or of giving it back. It
+  may let one in right after it was given back: what a call returns then reaches nobody. So what the caller must know of can be
+  found: by what dies with it, or, of host memory, as what is taken and held by nobody (`Arena.give_all`).
 """
 
 from __future__ import annotations

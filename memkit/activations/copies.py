@@ -15,7 +15,11 @@ from memkit.transfer.lanes import Lanes
 
 
 class CopyLedger(Ledger):
-    """A ledger whose records may go to the host and come back."""
+    """A ledger whose records may go to the host and come back.
+
+    Args:
+        arena: where they are then. Nobody else takes of it.
+    """
 
     def __init__(self, device: Device, lanes: Lanes, arena: Arena) -> None:
         super().__init__(device)
@@ -159,6 +163,7 @@ class CopyLedger(Ledger):
         super().mend()
         self.backlog.clear()
         self._orphans.clear()
+        self.arena.give_all(but_for=[record.span for record in self.records if record.span is not None])
 
     def _put_down(self, record: Record) -> None:
         """DEVICE, or anything else -> HOST. A copy is whole if its record is LEAVING or has left."""

@@ -19,7 +19,7 @@ from memkit.hooks import HookSet
 from memkit.plan import plan_again
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.storages import byte_view, unique_storages
-from memkit.transfer.arena import Arena
+from memkit.transfer.arena import Arena, Span
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 from memkit.weights.forwards import Forwards, NotCopied
 from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
@@ -163,7 +163,9 @@ class LayerOffload(NotCopied):
             if self.train != "frozen":
                 refuse_replicas(self.model, self.train)
             if self.train == "host":
-                self._gradients = HostGradients(self.device, self._arena, self._chunks, lambda: self._streams.rest())
+                self._gradients = HostGradients(
+                    self.device, self._arena, self._chunks, rest=lambda: self._streams.rest(), others=self._spans_of_weights
+                )
                 self._gradients.begin(self._chunks)
                 self._hooks.before_any_step(partial(refuse_unscaled, _is_streamed))
             self._warn_of_refusal()
@@ -215,6 +217,9 @@ class LayerOffload(NotCopied):
             if chosen:
                 found[name] = LayerChunk(name, module, chosen, len(found))
         return found
+
+    def _spans_of_weights(self) -> list[Span]:
+        return [chunk.span for chunk in filter(None, self._candidates.values()) if chunk.span is not None]
 
     def _begin(self, make: MakeOptimizer | None) -> None:
         """Move everything to where it belongs, and have the model's forwards seen."""

@@ -19,7 +19,7 @@ from memkit.device import Device
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import open_test_device
 from tests.activations.remat.conftest import NO_PLAN_FITS
-from tests.interrupts import count_lines, hooks_around, interrupts
+from tests.interrupts import count_lines, hooks_around, interrupted_after, interrupts
 
 TAG = "interrupted"
 NUM_LINES = 60
@@ -230,6 +230,24 @@ def test_what_a_copy_touches_is_held_before_the_copy_is_issued(function: str, co
     _check(loop, count, within=function, repeats=True)
 
     assert loop.held_bytes() == before
+
+
+def test_host_memory_whose_taker_an_interrupt_kept_from_hearing_of_it_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(FEATURES["offload all"])
+    for _ in range(3):
+        loop.step()
+    before = loop.held_bytes()
+    (window,) = offload._states[TAG].windows()
+    with monkeypatch.context() as patch:
+        patch.setattr(window.arena, "take", interrupted_after(window.arena.take, num_calls=2))
+        with pytest.raises(KeyboardInterrupt):
+            loop.step()
+
+    for _ in range(2):
+        assert_same_bits(loop.step(), _plain())
+    assert loop.held_bytes() == before
+    memkit.reset(TAG)
+    assert window.arena.held_bytes == 0
 
 
 class LoopWithOneContext(Loop):
