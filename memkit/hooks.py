@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memkit import torch_private
 from memkit.errors import MissingTorchNameError, ProfileError
-from memkit.interrupts import Block
+from memkit.interrupts import Block, Blocks, Exclusive
 from memkit.torch_state import after_backward, leave_untraced
 
 
@@ -285,10 +285,10 @@ class _Stacked(threading.local):
 
     def __init__(self) -> None:
         self.hooks: list[SavedTensorHooks] = []
-        self.is_profiled = False
 
 
 _stacked = _Stacked()
+_profiled = Blocks()
 
 
 def stacked_owners() -> list[object]:
@@ -306,14 +306,17 @@ def name_of_hooks_around() -> str:
     return names[0] if names else "a pair of saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu)"
 
 
-@contextmanager
-def profiled() -> Iterator[None]:
-    """Return a context in which this thread runs a model to see all that autograd saves: see `refuse_in_profile`."""
-    before, _stacked.is_profiled = _stacked.is_profiled, True
-    try:
-        yield
-    finally:
-        _stacked.is_profiled = before
+class Profiled(Exclusive):
+    """A context in which this thread runs a model to see all that autograd saves: see `refuse_in_profile`."""
+
+    def __enter__(self) -> Block:
+        block = self.claim("this profile is going on already")
+        self.is_entered = True
+        _profiled.blocks.append(block)
+        return block
+
+    def end_block(self, *, has_failed: bool) -> None:
+        _profiled.leave(self._block)
 
 
 def refuse_in_profile(name: str) -> None:
@@ -322,7 +325,7 @@ def refuse_in_profile(name: str) -> None:
     Raises:
         ProfileError: it is.
     """
-    if _stacked.is_profiled:
+    if _profiled.are_any():
         raise ProfileError(
             f"a profile needs to see all that autograd saves; found {name}, which the model enters in its forward and which "
             "would take it. Profile the model before memkit.attach, or after its handle's remove(), and without a context in "

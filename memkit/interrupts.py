@@ -13,12 +13,15 @@
   is lost, and the rest of the finalizer with it.
 - *What was entered is left.* If the interrupt comes in `__enter__`, all is undone at once. If it comes in `__exit__`, the next
   context to be entered in the thread finishes that. See `Exclusive`, and `memkit.hooks.end_left`.
-- *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking one, or of giving it back.
+- *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking one, or of giving it back. It
+  may let one in right after it was given back: what a call returns then reaches nobody. So what the caller must know of can be
+  found: by what dies with it, or, of host memory, as what is taken and held by nobody (`Arena.give_all`).
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -64,6 +67,25 @@ def mended(call: Callable[Concatenate[_Held, _Args], _Result]) -> Callable[Conca
 
 Block = weakref.ref[Any]
 """What is alive for as long as somebody is in a context: something that a `with` block holds, or else the context itself."""
+
+
+class Blocks(threading.local):
+    """The blocks of one kind that a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        """Perhaps with some that an interrupt has kept from being taken out: ask `are_any`."""
+
+    def are_any(self) -> bool:
+        """Tell whether the thread is in one."""
+        blocks = self.blocks
+        while blocks and blocks[-1]() is None:
+            blocks.pop()
+        return bool(blocks)
+
+    def leave(self, block: Block | None) -> None:
+        """The thread is not in a block any more; it may not have been."""
+        self.blocks[:] = [other for other in self.blocks if other is not block]
 
 
 class _HeldExit:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dis
 import functools
 import gc
+import itertools
 import linecache
 import sys
 from collections.abc import Callable, Iterator
@@ -154,6 +155,20 @@ def interrupts(
         place = interrupt(step, line, within)
         if place is not None:  # else the interrupts before have made it shorter
             yield place
+
+
+def interrupted_after(function: Callable[..., Any], *, num_calls: int = 1) -> Callable[..., Any]:
+    """Return the function with an interrupt behind its so many-th call, whose result reaches nobody: as one that comes when the
+    function gives a lock back, where no line begins."""
+    calls = itertools.count(1)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if next(calls) == num_calls:
+            raise KeyboardInterrupt
+        return result
+
+    return call
 
 
 def hooks_around(*modules: nn.Module) -> tuple[object, ...]:

@@ -24,7 +24,7 @@ from memkit.activations.window import OffloadWindow, settle_retired
 from memkit.device import Device, open_device
 from memkit.errors import warn_user
 from memkit.hooks import SavedTensorHooks, end_left, in_checkpoint, is_in_last, refuse_in_profile
-from memkit.interrupts import Block
+from memkit.interrupts import Block, Blocks
 from memkit.kept import KeptHandle
 from memkit.plan import Action, Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
@@ -107,14 +107,8 @@ _states: dict[str, _TagState] = {}
 _states_lock = threading.RLock()
 
 
-class _Paused(threading.local):
-    """The `no_offload` regions that a thread is in."""
-
-    def __init__(self) -> None:
-        self.regions: list[Block] = []
-
-
-_paused = _Paused()
+_paused = Blocks()
+"""The `no_offload` regions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +218,7 @@ class _Entry:
 
     def take(self, tensor: Tensor, action: Action | None) -> KeptHandle:
         """See `Mover`."""
-        if _paused.regions or isinstance(tensor, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) or (_paused.blocks and _paused.are_any()):
             return KeptHandle(tensor)
         return self._pack(tensor, action)
 
@@ -251,7 +245,7 @@ class _Entry:
 
     def pack(self, tensor: Tensor) -> KeptHandle | _Flattened:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
-        if torch_private.backward_task() != -1 or _paused.regions:
+        if torch_private.backward_task() != -1 or (_paused.blocks and _paused.are_any()):
             return KeptHandle(tensor)
         if type(tensor) is Tensor:
             return self._pack(tensor)
@@ -549,11 +543,11 @@ class _NoOffload(ForwardContext):
         end_left()
         block = self.claim("this no_offload is entered already; call no_offload() for each region")
         self.is_entered = True
-        _paused.regions.append(block)
+        _paused.blocks.append(block)
         return self
 
     def end_block(self, *, has_failed: bool) -> None:
-        _paused.regions[:] = [block for block in _paused.regions if block() is not None and block is not self._block]
+        _paused.leave(self._block)
 
     def __repr__(self) -> str:
         return "<no_offload: nothing that is saved here moves>"

@@ -32,7 +32,13 @@ from memkit.transfer.lanes import Lanes
 
 
 class Ledger:
-    """The records of one tag on one device, and their moves. Callers hold the lock of who owns the ledger."""
+    """The records of one tag on one device, and their moves. Callers hold the lock of who owns the ledger.
+
+    Args:
+        device: where they are at first.
+        lanes: what they leave and come back by.
+        arena: where they are in between. Nobody else takes of it.
+    """
 
     def __init__(self, device: Device, lanes: Lanes, arena: Arena) -> None:
         self.device = device
@@ -377,6 +383,7 @@ class Ledger:
         self.backlog.clear()
         self.coming.clear()
         self._orphans.clear()
+        self.arena.give_all(but_for=[record.span for record in self.records if record.span is not None])
 
     def _put_down(self, record: Record) -> None:
         """Let go of what the ledger itself holds on the device: nothing is under way. DEVICE and DROPPED stay, and all else

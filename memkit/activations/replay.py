@@ -481,9 +481,14 @@ def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
     generator, state = notes.generator, notes.state
     assert generator is not None
     assert state is not None
-    now = generator.get_state()
+    now, is_as_before = generator.get_state(), False
     try:
-        generator.set_state(state)
-        return call.func(*args, **kwargs)
+        try:
+            generator.set_state(state)
+            return call.func(*args, **kwargs)
+        finally:
+            generator.set_state(now)
+            is_as_before = True
     finally:
-        generator.set_state(now)
+        if not is_as_before:  # an interrupt came in between
+            generator.set_state(now)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import weakref
+from types import FrameType
 
 import torch
 from torch import nn
@@ -21,6 +23,8 @@ class Unused:
     As with a LightningModule, whose `training_step` calls the modules in it. Until `end()` this costs a look at each optimizer
     step, and nothing from then on. The parts of a module may be called ahead of its forward: only the step tells.
 
+    The hook is never removed within a step: torch goes through all hooks of its kind there, and fails if one goes meanwhile.
+
     Args:
         module: held weakly.
         what: what was attached, for the warning. That points at the line outside of memkit from where this is made.
@@ -32,9 +36,11 @@ class Unused:
         self._filename, self._line = users_line()
         self._ignores_next = any(parameter.grad is not None for parameter in module.parameters())
         """Whether there are gradients of an earlier forward, which the next step is about."""
+        self._has_warned = False
+        _remove_left()
         self._hooks = HookSet()
         self._hooks.before_any_step(functools.partial(_note_step, weakref.ref(self)))
-        weakref.finalize(self, self._hooks.remove).atexit = False
+        weakref.finalize(self, _remove_outside_of_steps, self._hooks).atexit = False
 
     def end(self) -> None:
         """Warn of nothing any more: the forward was called with grad mode on, or nothing is attached any more."""
@@ -42,7 +48,7 @@ class Unused:
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         module = self._module()
-        if module is None:
+        if module is None or self._has_warned:
             return
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         stepped = {id(parameter) for parameter in parameters if parameter.grad is not None}
@@ -52,7 +58,7 @@ class Unused:
         if self._ignores_next:
             self._ignores_next = False
             return
-        self.end()
+        self._has_warned = True
         parts = list(dict.fromkeys(name.partition(".")[0] for name in names if "." in name))
         shown = ", ".join(parts[:_MOST_NAMES]) + (", ..." if len(parts) > _MOST_NAMES else "")
         called = f"the modules in it that are called ({shown})" if parts else "what is called"
@@ -70,3 +76,26 @@ def _note_step(reference: weakref.ref[Unused], optimizer: torch.optim.Optimizer)
     unused = reference()
     if unused is not None:
         unused.note_step(optimizer)
+
+
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
+"""What calls the hooks around every step."""
+
+_left: list[HookSet] = []
+"""Hooks of what has died within a step. They do nothing any more, and go when the next is made."""
+
+
+def _remove_outside_of_steps(hooks: HookSet) -> None:
+    """Remove the hooks of what has died: garbage may be collected within a step."""
+    _left.append(hooks)
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _STEP:
+        frame = frame.f_back
+    if frame is None:
+        _remove_left()
+
+
+def _remove_left() -> None:
+    while _left:
+        _left[-1].remove()
+        _left.pop()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.errors import ProfileError, note_on
-from memkit.hooks import HookSet, name_of_hooks_around, profiled
+from memkit.hooks import HookSet, Profiled, SavedTensorHooks, end_left, name_of_hooks_around
 from memkit.owners import StreamedWeights
 from memkit.profile.calls import BackwardGraph, CallStack
 from memkit.profile.restore import grads_set_aside
@@ -89,6 +89,7 @@ class Step:
         Raises:
             ProfileError: the caller runs under saved-tensor hooks.
         """
+        end_left()
         around = name_of_hooks_around()
         if around:
             raise ProfileError(
@@ -115,8 +116,10 @@ class Step:
             explain: called with an exception of the model's and the name of the module that raised it; may raise another.
         """
         step = self._for_one_run()
-        with HookSet() as hooks, profiled():
+        with HookSet() as hooks, Profiled() as block:
             stack.hook(hooks)
+            if isinstance(packing, SavedTensorHooks):
+                packing.block = block
             with packing or nullcontext(), _explained(stack, explain):
                 result = stack.call(ROOT, step.model, *step.args, **step.kwargs)
                 if step.loss_fn is not None:

@@ -114,7 +114,9 @@ class Arena:
     [Note: interrupted arena] As all of memkit, the arena is left as it is at whatever line Ctrl-C comes (see [Note: interrupts]
     in `memkit.interrupts`). What counts is what the segments and the spans say. If a call was broken off, the next one
     puts the gaps and the sums right, and frees the spans that nobody was given. So that this can be, a segment is noted before
-    it is pinned and until it is unpinned, and a last use before its span is free.
+    it is pinned and until it is unpinned, and a last use before its span is free. Of a call that has come to its end nobody may
+    hear, if the interrupt comes when it gives the lock back: whoever takes spans gives back those that it does not know of when
+    it mends (`give_all`).
 
     Args:
         device: whose copies use the memory.
@@ -266,11 +268,15 @@ class Arena:
             self._free(byte_range)
 
     @_mended
-    def give_all(self) -> None:
+    def give_all(self, *, but_for: Iterable[Span] = ()) -> None:
         """Take back all spans that are taken, where the caller needs none of them any more, and the host has waited for all
         copies: also those of which an interrupt has kept the taker from hearing.
+
+        Args:
+            but_for: those that are needed.
         """
-        for span in [span for span in self._spans.values() if span not in self._buffers]:
+        needed = {*but_for, *self._buffers}
+        for span in [span for span in self._spans.values() if span not in needed]:
             self._note_free(span)
             del self._spans[span.offset]
         self._recount()

@@ -88,11 +88,21 @@ class HostGradients(Accumulation):
         arena: where they go.
         chunks: the layers that stream.
         rest: has all parameters be where they are at rest.
+        others: returns what others have taken of the arena.
     """
 
-    def __init__(self, device: Device, arena: Arena, chunks: Sequence[LayerChunk], rest: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        arena: Arena,
+        chunks: Sequence[LayerChunk],
+        *,
+        rest: Callable[[], None],
+        others: Callable[[], list[Span]],
+    ) -> None:
         super().__init__()
         self._rest = rest
+        self._others = others
         self._device = device
         self._arena = arena
         self._lanes = lanes_of(device)
@@ -107,6 +117,8 @@ class HostGradients(Accumulation):
         self.d2h_bytes = 0
         self._spans: list[Span] = []
         """What was taken of the arena, and is given back in the end."""
+        self._may_have_lost = False
+        """Whether an interrupt may have kept us from hearing of what was taken."""
         self._kept: list[_Buffer] = []
         """With gradients that somebody holds, of layers that do not stream any more."""
         trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
@@ -115,11 +127,19 @@ class HostGradients(Accumulation):
     def _take_memory(self, groups: Sequence[Sequence[StreamedParameter]]) -> None:
         """Take memory for the gradients of groups of parameters, each group's pinned as one."""
         ends = [list(accumulate((_room_bytes(item) for item in group), initial=0)) for group in groups]
-        spans = self._arena.take_pinned_as_one([found[-1] for found in ends])
-        self._spans += spans
+        spans = self._take_pinned([found[-1] for found in ends])
         for group, starts, span in zip(groups, ends, spans, strict=True):
             for item, start in zip(group, starts, strict=False):
                 self._gradients[item] = _Gradient(_Buffer(span.part(start, start + _gradient_bytes(item)), span))
+
+    def _take_pinned(self, sizes_bytes: Sequence[int]) -> list[Span]:
+        try:
+            spans = self._arena.take_pinned_as_one(sizes_bytes)
+            self._spans += spans
+        except BaseException:
+            self._may_have_lost = True
+            raise
+        return spans
 
     def unwatch(self, chunk: LayerChunk) -> None:
         super().unwatch(chunk)
@@ -131,7 +151,7 @@ class HostGradients(Accumulation):
         super().close()
         self._threads.shutdown()
         self._leave(list(self._gradients))
-        self._rest = lambda: None  # the one before belongs to an object that holds this one
+        self._rest, self._others = lambda: None, list  # those before belong to an object that holds this one
         return [(buffer.storage, byte_view(buffer.storage).clone().untyped_storage()) for buffer in self._kept]
 
     def _leave(self, parameters: Sequence[StreamedParameter]) -> None:
@@ -169,7 +189,15 @@ class HostGradients(Accumulation):
             self._lose()
             if not has_failed:
                 raise
+        if has_failed or self._may_have_lost:
+            self._give_lost()
         self._put_back()
+
+    def _give_lost(self) -> None:
+        """Give back what was taken and nobody knows of. All copies have come."""
+        self._threads.submit(int).result()  # an addition of which nobody knows has come to its end then
+        self._arena.give_all(but_for=[*self._spans, *self._others()])
+        self._may_have_lost = False
 
     def _lose(self) -> None:
         """A copy has failed, or nobody knows: what came of this backward is not to be used."""
@@ -195,6 +223,7 @@ class HostGradients(Accumulation):
 
     def _drop(self) -> None:
         self._lose()
+        self._give_lost()
         for gradient in self._gradients.values():
             gradient.kept = None  # the user may have cleared `grad` since
 
@@ -224,8 +253,8 @@ class HostGradients(Accumulation):
                 buffer.renew()
             idle = next((buffer for buffer in gradient.buffers if buffer.is_idle), None)
             if idle is None:  # somebody keeps the gradient of an earlier step
-                self._spans += self._arena.take_pinned_as_one([gradient.num_bytes])
-                idle = _Buffer(self._spans[-1], self._spans[-1])
+                (span,) = self._take_pinned([gradient.num_bytes])
+                idle = _Buffer(span, span)
                 gradient.buffers.append(idle)
             self._copy_out(streamed, made, idle.span)
             gradient.total = streamed.over_gradient(idle.storage)

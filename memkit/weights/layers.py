@@ -20,7 +20,7 @@ from memkit.hooks import HookSet
 from memkit.plan import plan_again
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.storages import byte_view, unique_storages
-from memkit.transfer.arena import Arena
+from memkit.transfer.arena import Arena, Span
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 from memkit.weights.forwards import Forwards, NotCopied
 from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
@@ -165,15 +165,17 @@ class LayerOffload(NotCopied):
             if self.train != "frozen":
                 refuse_replicas(self.model, self.train)
             if self.train == "host":
-                self._gradients = HostGradients(self.device, self._arena, self._chunks, lambda: self._streams.rest())
+                self._gradients = HostGradients(
+                    self.device, self._arena, self._chunks, rest=lambda: self._streams.rest(), others=self._spans_of_weights
+                )
                 self._gradients.begin(self._chunks)
                 self._hooks.before_any_step(partial(refuse_unscaled, _is_streamed))
             self._warn_of_refusal()
+            note_attached(self, is_on=LayerOffload._is_over, take_off=LayerOffload.close)
             self._begin(optimizer)
         except BaseException:
             self.close()
             raise
-        note_attached(self, is_on=LayerOffload._is_over, take_off=LayerOffload.close)
 
     def _is_over(self, module: nn.Module) -> bool:
         return self.model is module
@@ -217,6 +219,9 @@ class LayerOffload(NotCopied):
             if chosen:
                 found[name] = LayerChunk(name, module, chosen, len(found))
         return found
+
+    def _spans_of_weights(self) -> list[Span]:
+        return [chunk.span for chunk in filter(None, self._candidates.values()) if chunk.span is not None]
 
     def _begin(self, make: MakeOptimizer | None) -> None:
         """Move everything to where it belongs, and have the model's forwards seen."""
@@ -418,8 +423,8 @@ class LayerOffload(NotCopied):
         # The arena has given the memory back; the addresses still are whose tensors are there.
         for storage, copied in self._held:
             byte_view(storage).copy_(byte_view(copied))
-        self._held, self._is_closed = [], True
         note_detached(self)
+        self._held, self._is_closed = [], True
 
     @contextmanager
     def gather(self, layer: str | nn.Module) -> Iterator[nn.Module]:

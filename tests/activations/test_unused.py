@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -160,3 +162,77 @@ def test_model_that_is_gone_leaves_no_hook() -> None:
     gc.collect()
 
     assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks
+
+
+@pytest.fixture
+def _hook_of_the_user() -> Iterator[None]:
+    handle = torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None)
+    yield
+    handle.remove()
+
+
+def test_step_goes_on_where_others_have_hooks_behind_this_one(
+    lit: tuple[Lit, Tensor, torch.optim.Optimizer], request: pytest.FixtureRequest
+) -> None:
+    model, x, optimizer = lit
+    _attach(model)
+    request.getfixturevalue("_hook_of_the_user")
+
+    for is_first in (True, False):
+        before = model.head.weight.detach().clone()
+        with pytest.warns(UserWarning, match="does nothing") if is_first else contextlib.nullcontext():
+            _step(model.training_step(x), optimizer)
+        assert not torch.equal(model.head.weight, before)
+
+
+def test_each_of_two_modules_that_are_not_called_warns_once() -> None:
+    first, second, x = Lit(), Lit(), torch.randn(4, 8)
+    _attach(first)
+    _attach(second)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    with pytest.warns(UserWarning, match="does nothing") as caught:
+        _step(first.training_step(x) + second.training_step(x), optimizer)
+    _step(first.training_step(x) + second.training_step(x), optimizer)
+
+    assert len(caught) == 2
+
+
+@pytest.mark.filterwarnings("ignore:LayerOffload frees no memory on the device")
+def test_step_of_a_module_that_is_not_called_beside_one_whose_layers_stream() -> None:
+    model, x = Lit(), torch.randn(4, 8)
+    _attach(model)
+    streamed = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    with memkit.LayerOffload(streamed, list(streamed), offload_ratio=1.0, train="host", device=DEVICE):
+        optimizer = torch.optim.SGD([*model.parameters(), *streamed.parameters()], lr=0.1)
+        with pytest.warns(UserWarning, match="does nothing"):
+            _step(model.training_step(x) + streamed(x).sum(), optimizer)
+
+
+def test_hook_goes_with_the_first_forward_after_the_warning(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+    model, x, optimizer = lit
+    num_hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+    _attach(model)
+    with pytest.warns(UserWarning, match="does nothing"):
+        _step(model.training_step(x), optimizer)
+    model(x)
+
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks
+
+
+def test_model_that_is_collected_within_a_step_does_not_break_it(request: pytest.FixtureRequest) -> None:
+    model, other = Lit(), nn.Linear(8, 2)
+    num_hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+    _attach(model)
+    collecting = torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _collect())
+    request.addfinalizer(collecting.remove)
+    request.getfixturevalue("_hook_of_the_user")
+    del model
+
+    _step(other(torch.ones(1, 8)).sum(), torch.optim.SGD(other.parameters(), lr=0.1))
+    memkit.attach(other, memkit.CPUOffload(1.0, "unused", device=DEVICE)).remove()
+
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks + 2
+
+
+def _collect() -> None:
+    gc.collect()

@@ -6,7 +6,8 @@ import pytest
 from torch import Tensor
 
 from memkit.device import CpuDevice, Event, ReferenceDevice, Stream
-from memkit.transfer import Link, link, measure_link
+from memkit.transfer import Arena, Link, link, measure_link
+from tests.interrupts import interrupted_after
 
 KIB = 1024
 
@@ -106,3 +107,12 @@ def test_prints_gigabytes_per_second() -> None:
     )
     assert link.Link.__doc__ is not None
     assert "both at once are slower" in link.Link.__doc__
+
+
+def test_interrupt_that_keeps_a_span_from_its_taker_is_what_the_caller_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ReferenceDevice()
+    monkeypatch.setattr(Arena, "take", interrupted_after(Arena.take))
+    with pytest.raises(KeyboardInterrupt):
+        measure_link(device, num_bytes=KIB, repeats=1)
+
+    assert not device._pinned

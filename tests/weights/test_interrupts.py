@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owner_of
 from memkit.weights.fused import SteppedGradient
 from tests import interrupts as harness
-from tests.interrupts import count_lines, hooks_around, interrupt, interrupts, spread
+from tests.interrupts import count_lines, hooks_around, interrupt, interrupted_after, interrupts, spread
 from tests.weights.cases import RUNS, WIDTH, Stack, inputs, only_lora
 
 KINDS = ("frozen", "host", "fused")
@@ -376,6 +377,96 @@ def test_interrupted_construction_leaves_the_model_as_it_was(kind: str) -> None:
         case.assert_nothing_is_left(place)
         for parameter, grad in zip(case.model.parameters(), grads, strict=True):
             assert (parameter.grad is None) if grad is None else torch.equal(parameter.grad, grad), place
+
+
+@pytest.mark.parametrize("method", ["take", "take_pinned_as_one"])
+def test_host_memory_whose_taker_an_interrupt_kept_from_hearing_of_it_is_given_back(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a gradient that is added to another, and of one that somebody has kept from the step before."""
+    case = _begun("host")
+    arena, parameters = case.offload._arena, [*case.model.parameters()]
+
+    def step_again() -> None:
+        kept = [parameter.grad for parameter in parameters] if method == "take_pinned_as_one" else []
+        if kept:
+            case.model.zero_grad()
+        case.model(case.batch).square().mean().backward()
+        kept.clear()
+
+    before = arena.in_use_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, method, interrupted_after(getattr(arena, method)))
+        with pytest.raises(KeyboardInterrupt):
+            step_again()
+    case.step_plain()
+    case.assert_next_step_is_exact()
+
+    assert arena.in_use_bytes == before
+    case.offload.close()
+    case.assert_nothing_is_left()
+
+
+def test_memory_for_gradients_of_what_comes_to_be_trained_is_not_lost_by_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case("host")
+    case.model.layers[0].requires_grad_(False)
+    case.plain.layers[0].requires_grad_(False)
+    case.begin()
+    for _ in range(3):
+        case.assert_next_step_is_exact()
+    arena = case.offload._arena
+    needed_bytes = sum(-(-parameter.nbytes // 512) * 512 for parameter in case.model.layers[0].parameters())
+    before = arena.in_use_bytes
+    for model in case.model, case.plain:
+        model.layers[0].requires_grad_(True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "take_pinned_as_one", interrupted_after(arena.take_pinned_as_one))
+        with pytest.raises(KeyboardInterrupt):
+            case.step()
+    case.step_plain()
+    case.assert_next_step_is_exact()
+
+    assert arena.in_use_bytes == before + needed_bytes
+    case.offload.close()
+    case.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_construction_that_was_interrupted_at_its_end_leaves_the_model_as_it_was(kind: str) -> None:
+    case = Case(kind)
+
+    for place in interrupts(case.begin, 100, prepare=_detach_all(case.model), within="note_attached"):
+        case.assert_nothing_is_left(place)
+        with pytest.raises(ValueError, match="found none"):
+            memkit.detach(case.model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("function", ["note_detached", "close"])
+def test_close_that_was_interrupted_at_its_end_is_over_or_done_by_detach(function: str, kind: str) -> None:
+    case = Case(kind)
+    prepare = _detach_all(case.model)
+
+    def begin() -> None:
+        prepare()
+        case.begin()
+
+    for place in interrupts(lambda: case.offload.close(), 100, prepare=begin, within=function):
+        prepare()
+        case.assert_nothing_is_left(place)
+        with pytest.raises(ValueError, match="found none"):
+            memkit.detach(case.model)
+
+
+def _detach_all(model: nn.Module) -> Callable[[], None]:
+    def detach_all() -> None:
+        with suppress(ValueError):
+            memkit.detach(model)
+
+    return detach_all
 
 
 def test_interrupt_while_layers_come_to_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,56 @@
+"""What is seen of memkit from outside: labels in a profiler's trace, and what is logged."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import memkit
+from memkit.device import ReferenceDevice
+from tests.activations.chains import UNIT_BYTES, leaf_on, step
+
+
+def _labels(context: object, units: list[int]) -> set[str]:
+    device = torch.device("cpu")
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        step(leaf_on(device), units, lambda: context)  # type: ignore[arg-type, return-value]
+    return {event.name for event in trace.events() if event.name.startswith("memkit::")}
+
+
+def test_copies_and_waits_are_in_a_trace() -> None:
+    context = memkit.CPUOffload(1.0, "traced", min_bytes=0, window_bytes=0, device=ReferenceDevice())
+
+    assert _labels(context, [1] * 6) == {"memkit::evict", "memkit::fetch", "memkit::wait"}
+
+
+def test_replays_are_in_a_trace() -> None:
+    context = memkit.Rematerialize(2 * UNIT_BYTES, "traced", policy="dtr", min_bytes=0, device=ReferenceDevice())
+
+    assert _labels(context, [1] * 6) == {"memkit::replay"}
+
+
+@pytest.mark.parametrize("kind", ["offload", "remat"])
+def test_plans_and_deviations_are_logged(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    device = ReferenceDevice()
+    x = leaf_on(device.torch_device)
+
+    def context() -> object:
+        if kind == "offload":
+            return memkit.CPUOffload(0.5, "logged", min_bytes=0, window_bytes=0, device=device)
+        return memkit.Rematerialize(0.5, "logged", min_bytes=0, device=device)
+
+    with caplog.at_level(logging.DEBUG, logger="memkit"):
+        for _ in range(4):  # the plan is made again once it is known what each op takes
+            step(x, [1] * 6, context)  # type: ignore[arg-type]
+        known = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        step(x, [1] * 6, context)  # type: ignore[arg-type]
+        steady = list(caplog.records)
+        step(x, [1, 1, 2, 1], context)  # type: ignore[arg-type]
+
+    assert any(text.endswith("offload 3.00 KiB of 6.00 KiB, in 6 storages") or "recompute 3.00 KiB" in text for text in known)
+    assert not steady
+    assert caplog.records
