@@ -20,15 +20,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals as _set_shows_to_guards
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from memkit.errors import ProfileError
@@ -276,8 +271,12 @@ class SavedTensorHooks(AbstractContextManager[Any]):
 
 
 def _take_off(was_taken_off: list[bool]) -> None:
-    """Take off the innermost hooks and note that, in one call of C: no interrupt comes between the two."""
-    steps = partial(torch._C._autograd._pop_saved_tensors_default_hooks), partial(was_taken_off.append, True)
+    """Take off the innermost hooks and note that: no interrupt comes between the two."""
+    _do_at_once(partial(torch._C._autograd._pop_saved_tensors_default_hooks), partial(was_taken_off.append, True))
+
+
+def _do_at_once(*steps: partial[Any]) -> None:
+    """Call functions that are written in C, in one call of C: an interrupt comes before all of them, or after."""
     deque(map(partial.__call__, steps), maxlen=0)
 
 
@@ -423,17 +422,36 @@ def innermost_hooks() -> SavedTensorHooks | None:
     return hooks if hooks is not None and innermost_pack() is hooks.pack else None
 
 
+_MODE_FLAGS = {
+    "_is_in_torch_dispatch_mode": "old_dispatch_mode_flags",
+    "_is_in_non_infra_torch_dispatch_mode": "old_non_infra_dispatch_mode_flags",
+    "_is_in_any_mode_without_ignore_compile_internals": "old_without_ignore_compile_internals_dispatch_mode_flags",
+}
+"""What torch keeps of the process as long as a dispatch mode is on, and where in a mode it notes what was there before."""
+
+
 def leave_mode(mode: TorchDispatchMode) -> None:
-    """Take a dispatch mode off the stack if it is on it, from below others as well."""
-    if not any(other is mode for other in _get_current_dispatch_mode_stack()):
-        return
-    above: list[TorchDispatchMode] = []
-    while (other := _get_current_dispatch_mode()) is not None and other is not mode:
-        above.append(other)
-        _pop_mode()
-    mode.__exit__(None, None, None)
-    for other in reversed(above):
-        _push_mode(other)
+    """Take a dispatch mode off the stack if it is on it, from below others as well, and set torch's flags back to what they
+    were before it was entered. Calling it again does nothing, also where an interrupt has broken off `__enter__`.
+
+    A mode's own `__exit__` forgets the flags first and is not to be called again after an interrupt.
+    """
+    stack = _get_current_dispatch_mode_stack()
+    above = len(stack)
+    while above and stack[above - 1] is not mode:
+        above -= 1
+    steps: list[partial[Any]] = []
+    if above:
+        steps += [partial(torch._C._pop_torch_dispatch_stack, None)] * (len(stack) - above + 1)
+        steps += [partial(torch._C._push_on_torch_dispatch_stack, other) for other in stack[above:]]
+    for flag, noted in _MODE_FLAGS.items():
+        before: deque[Any] = getattr(mode, noted, deque())
+        if before:
+            steps.append(partial(setattr, _python_dispatch, flag, before[-1]))
+            steps.append(partial(before.pop))
+            if flag == "_is_in_any_mode_without_ignore_compile_internals":
+                steps.append(partial(_set_shows_to_guards, before[-1] is True))  # else it is false, or memkit's own
+    _do_at_once(*steps)
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_intern
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memkit.hooks import leave_untraced
+from memkit.hooks import leave_mode, leave_untraced
 
 _IS_ASKED_OF_MODES = hasattr(_python_dispatch, "any_torch_dispatch_mode_on_stack")
 """Whether Dynamo asks the modes that are on whether it may compile a frame. Before, it looked at a flag of the process that was
@@ -72,3 +72,6 @@ class QuietMode(TorchDispatchMode):
             _python_dispatch._is_in_any_mode_without_ignore_compile_internals = flag
             _set_shows_to_guards(False)  # what was compiled without the mode is good with it, and the other way round
         return self
+
+    def __exit__(self, *_: object) -> None:
+        leave_mode(self)
