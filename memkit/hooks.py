@@ -10,7 +10,6 @@ import functools
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -24,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memkit import torch_private
 from memkit.errors import MissingTorchNameError, ProfileError
-from memkit.interrupts import Block, Blocks, Exclusive
+from memkit.interrupts import Block, Blocks, Exclusive, do_at_once
 from memkit.torch_state import after_backward, leave_untraced
 
 
@@ -260,9 +259,8 @@ class SavedTensorHooks(AbstractContextManager[Any]):
 
 
 def _take_off(pop: Callable[[], None], was_taken_off: list[bool]) -> None:
-    """Take off the innermost hooks and note that, in one call of C: no interrupt comes between the two."""
-    steps = partial(pop), partial(was_taken_off.append, True)
-    deque(map(partial.__call__, steps), maxlen=0)
+    """Take off the innermost hooks and note that: no interrupt comes between the two."""
+    do_at_once(partial(pop), partial(was_taken_off.append, True))
 
 
 def end_left() -> None:

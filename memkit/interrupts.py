@@ -24,6 +24,7 @@ import functools
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -63,6 +64,11 @@ def mended(call: Callable[Concatenate[_Held, _Args], _Result]) -> Callable[Conca
                 raise
 
     return locked
+
+
+def do_at_once(*steps: functools.partial[Any]) -> None:
+    """Call functions that are written in C, in one call of C: an interrupt comes before all of them, or after."""
+    deque(map(functools.partial.__call__, steps), maxlen=0)
 
 
 Block = weakref.ref[Any]

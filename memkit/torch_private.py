@@ -183,7 +183,6 @@ batch_norm_legit_no_stats: OpOverload
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]]
 code_when_compiled: Callable[[nn.Module], Any]
 cudnn_attention: _Op
-current_dispatch_mode: Callable[[], DispatchMode | None]
 dispatch_mode_at: Callable[[Any], DispatchMode | None]
 dispatch_modes: Callable[[], list[DispatchMode]]
 dispatch_registrations: Callable[[str], list[str]]
@@ -218,7 +217,7 @@ op_of_custom: Callable[[CustomOpDef], OpOverload]
 packet_name: Callable[[OpOverloadPacket], str]
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]]
 parameters_of_replica: Callable[[nn.Module], list[nn.Parameter]]
-pop_dispatch_mode: Callable[[], DispatchMode]
+pop_dispatch_mode: Callable[[None], DispatchMode]
 pop_saved_tensor_hooks: Callable[[], None]
 post_accumulate_hooks: Callable[[Tensor], dict[int, Any] | None]
 push_dispatch_mode: Callable[[DispatchMode], None]
@@ -234,6 +233,8 @@ set_cudnn_deterministic: Callable[[bool], None]
 set_cudnn_enabled: Callable[[bool], None]
 set_mkldnn_enabled: Callable[[bool], None]
 set_neg: Callable[[Tensor, bool], None]
+set_in_mode: Callable[[Any], None]
+set_in_mode_of_program: Callable[[Any], None]
 set_shows_to_compiler: Callable[[Any], None]
 set_shows_to_guards: Callable[[bool], None]
 shows_to_compiler: Callable[[], bool]
@@ -313,10 +314,11 @@ NAMES: dict[str, PrivateName] = {
     "no_own_dispatch": _of("torch._C._disabled_torch_dispatch_impl", "whether a class says what ops do", *_CONTEXTS),
     # Dispatch modes, and running below them
     "DispatchMode": _of(f"{_DISPATCH}.TorchDispatchMode", "to see each op", _REMAT, _PROFILE),
-    "current_dispatch_mode": _of(f"{_DISPATCH}._get_current_dispatch_mode", "to leave a mode below others", _REMAT),
     "dispatch_modes": _of(f"{_DISPATCH}._get_current_dispatch_mode_stack", "whether a mode is on", _REMAT),
-    "pop_dispatch_mode": _of(f"{_DISPATCH}._pop_mode", "to leave a mode below others", _REMAT),
-    "push_dispatch_mode": _of(f"{_DISPATCH}._push_mode", "to leave a mode below others", _REMAT),
+    "pop_dispatch_mode": _of("torch._C._pop_torch_dispatch_stack", "to leave a mode", _REMAT),
+    "push_dispatch_mode": _of("torch._C._push_on_torch_dispatch_stack", "to leave a mode below others", _REMAT),
+    "set_in_mode": _setter(f"{_DISPATCH}._is_in_torch_dispatch_mode", "to leave a mode", _REMAT),
+    "set_in_mode_of_program": _setter(f"{_DISPATCH}._is_in_non_infra_torch_dispatch_mode", "to leave a mode", _REMAT),
     "num_dispatch_modes": _of("torch._C._len_torch_dispatch_stack", "whether a mode would see a tensor made", *_ALL),
     "dispatch_mode_at": _of("torch._C._get_dispatch_mode", "whether ops are traced", _REMAT),
     "DispatchModeKey": _of("torch._C._TorchDispatchModeKey", "whether ops are traced", _REMAT),

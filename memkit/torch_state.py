@@ -6,32 +6,53 @@ Only questions that are asked by private names of torch (`torch_private.py`), an
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
+from memkit.interrupts import do_at_once
 
 if TYPE_CHECKING:
     from memkit.torch_private import DispatchMode
 
 # Modes and classes
 
+_SHOWN = "old_without_ignore_compile_internals_dispatch_mode_flags"
+"""Where a mode notes whether Dynamo was to see another one before. Torch keeps such flags of the process."""
+
 
 def leave_mode(mode: DispatchMode) -> None:
-    """Take a dispatch mode off the stack if it is on it, from below others as well."""
-    if not any(other is mode for other in torch_private.dispatch_modes()):
-        return
-    above: list[DispatchMode] = []
-    while (other := torch_private.current_dispatch_mode()) is not None and other is not mode:
-        above.append(other)
-        torch_private.pop_dispatch_mode()
-    mode.__exit__(None, None, None)
-    for other in reversed(above):
-        torch_private.push_dispatch_mode(other)
+    """Take a dispatch mode off the stack if it is on it, from below others as well, and set torch's flags back to what they
+    were before it was entered. Calling it again does nothing, also where an interrupt has broken off `__enter__`.
+
+    A mode's own `__exit__` forgets the flags first and is not to be called again after an interrupt.
+    """
+    stack = torch_private.dispatch_modes()
+    above = len(stack)
+    while above and stack[above - 1] is not mode:
+        above -= 1
+    steps: list[partial[Any]] = []
+    if above:
+        steps += [partial(torch_private.pop_dispatch_mode, None)] * (len(stack) - above + 1)
+        steps += [partial(torch_private.push_dispatch_mode, other) for other in stack[above:]]
+    flags = {
+        "old_dispatch_mode_flags": torch_private.set_in_mode,
+        "old_non_infra_dispatch_mode_flags": torch_private.set_in_mode_of_program,
+        _SHOWN: torch_private.set_shows_to_compiler,
+    }
+    for noted, set_back in flags.items():
+        before: deque[Any] = getattr(mode, noted, deque())
+        if before:
+            steps += [partial(set_back, before[-1]), partial(before.pop)]
+            if noted == _SHOWN:
+                steps.append(partial(torch_private.set_shows_to_guards, before[-1] is True))  # else false, or memkit's own
+    do_at_once(*steps)
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Ctrl-C at chosen lines of memkit: `interrupts` stops a step at one line after the other, the test says what must hold then.
 
 A `KeyboardInterrupt` is raised ahead of a line, wherever that runs: in a context's entry or exit, in a hook that autograd calls
-from C++, under a lock, in a finalizer (where Python reports it and goes on). Left out are lines of `device/reference.py`, and
+from C++, under a lock, in a finalizer (where Python reports it and goes on). Lines of memkit are those of its files, and those
+by which torch enters and leaves a dispatch mode that memkit sets. Left out are lines of `device/reference.py`, and
 what they call: that file stands for the hardware. So are the places where Python itself lets no signal in, though a line begins
 there: between a `with` block and its `__exit__`, and at a `try:`, which is no instruction (handlers around it do not cover it).
 
@@ -25,11 +26,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _python_dispatch
 
 import memkit
 
 _ROOT = str(Path(memkit.__file__).parent) + "/"
 _HARDWARE = _ROOT + "device/reference.py"
+_MODES = _python_dispatch.__file__
+"""Where torch enters and leaves dispatch modes, those of memkit as well, in lines of Python."""
 
 
 @dataclass
@@ -48,7 +52,9 @@ class _Lines:
         filename = frame.f_code.co_filename
         is_inside = self._is_inside.get(filename)
         if is_inside is None:
-            is_inside = self._is_inside[filename] = filename.startswith(_ROOT)
+            is_inside = self._is_inside[filename] = filename.startswith(_ROOT) or filename == _MODES
+        if filename == _MODES:
+            is_inside = frame.f_back is not None and self._is_inside.get(frame.f_back.f_code.co_filename, False)
         if not is_inside or self.within not in (None, frame.f_code.co_name):
             return None
         caller: FrameType | None = frame
@@ -177,6 +183,9 @@ def hooks_around(*modules: nn.Module) -> tuple[object, ...]:
     return (
         torch._C._autograd._top_saved_tensors_default_hooks(True),
         torch._C._len_torch_dispatch_stack(),
+        _python_dispatch.is_in_torch_dispatch_mode(),
+        _python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False),
+        _python_dispatch.is_in_any_mode_without_ignore_compile_internals(),
         torch._C._len_torch_function_stack(),
         torch.is_grad_enabled(),
         len(nn.modules.module._global_forward_pre_hooks),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from memkit import torch_private
-from memkit.torch_state import in_higher_order_op, leave_untraced
+from memkit.torch_state import in_higher_order_op, leave_mode, leave_untraced
 
 _IS_ASKED_OF_MODES = bool(torch_private.known("asks_modes_on_stack"))
 """Whether Dynamo asks the modes that are on whether it may compile a frame. Before, it looked at a flag of the process that was
@@ -47,7 +47,9 @@ class QuietMode(torch_private.DispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         if not is_in_other:
             torch_private.set_shows_to_compiler(False if _IS_ASKED_OF_MODES else _OutsideOfHigherOrderOps())
-            torch_private.set_shows_to_guards(
-                False
-            )  # what was compiled without the mode is good with it, and the other way round
+            # What was compiled without the mode is good with it, and the other way round.
+            torch_private.set_shows_to_guards(False)
         return self
+
+    def __exit__(self, *_: object) -> None:
+        leave_mode(self)

@@ -236,7 +236,7 @@ def test_host_memory_whose_taker_an_interrupt_kept_from_hearing_of_it_is_given_b
     for _ in range(3):
         loop.step()
     before = loop.held_bytes()
-    (window,) = offload._states[TAG].windows()
+    (window,) = cpu_offload._states[TAG].windows()
     with monkeypatch.context() as patch:
         patch.setattr(window.arena, "take", interrupted_after(window.arena.take, num_calls=2))
         with pytest.raises(KeyboardInterrupt):
