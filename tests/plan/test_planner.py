@@ -27,11 +27,7 @@ from tests.plan.reference import Reference, chain, random_step, steps, transform
 
 SCORES = st.builds(
     DTRScore,
-    alpha=st.sampled_from((0.0, 0.5, 1.0, 2.0)),
-    beta=st.sampled_from((0.0, 0.5, 1.0, 2.0)),
-    gamma=st.sampled_from((0.0, 0.5, 1.0)),
     distance=st.sampled_from(("next_use", "staleness")),
-    delta=st.sampled_from((1.0, 1.05, 2.0)),
     max_replays=st.sampled_from((1, 2, 64)),
 )
 
