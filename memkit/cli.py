@@ -167,7 +167,7 @@ def _add_bench_offload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ratios", type=_ratios, default=[0.0, 0.1, 0.3, 0.5, 1.0], metavar="R,R,...", help="default: 0,0.1,0.3,0.5,1"
     )
-    parser.add_argument("--peers", action="store_true", help="time checkpointing, and TRL and torchtune if installed, as well")
+    parser.add_argument("--peers", action="store_true", help="time torch's save_on_cpu and checkpointing as well")
     _add_bench_output(parser)
     parser.add_argument("--predict", action="store_true", help="measure nothing; compute from a report with times")
     parser.add_argument("--link-gbps", type=_speed, metavar="G", help="with --predict: speed of the link in GB/s each way")
@@ -202,7 +202,7 @@ _BENCH_LAYERS: dict[str, Any] = {
         "Time a step, and take its peak memory, with several fractions of the layers' weights streamed from host memory, "
         "beside plain PyTorch. The model is built on the CPU, so it may be larger than the device: plain is then left out."
     ),
-    "epilog": "example: memkit bench layers torchvision:vit_l_16 --input 32x3x224x224 --fractions 0,0.5,1 --peers",
+    "epilog": "example: memkit bench layers torchvision:vit_l_16 --input 32x3x224x224 --fractions 0,0.5,1",
     "allow_abbrev": False,
 }
 
@@ -226,12 +226,6 @@ def _add_bench_layers(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--no-backward", dest="backward", action="store_false", help="forward only, in eval mode and without gradients"
-    )
-    parser.add_argument(
-        "--peers",
-        action="store_true",
-        help="time FSDP2's CPUOffloadPolicy and, where layers are frozen, a block-swap loop as well; with --no-backward also "
-        "diffusers' group offloading and accelerate's cpu_offload, if installed",
     )
     _add_bench_output(parser)
     parser.set_defaults(command="bench_layers")

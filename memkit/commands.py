@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from memkit import bench
 from memkit.bench import LayerBench, OffloadBench, RematBench, Workload, freeze_layers, predict_offload, sum_of_outputs
+from memkit.bench.engines import checkpointing, torch_baselines
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.profile import MemoryReport, profile_memory
 from memkit.profile.step import NEEDS_NONE, is_out_of_memory
@@ -87,10 +88,8 @@ def bench_remat(options: argparse.Namespace) -> None:
     _check_bench_output(options)
     _check_cuda("there is no peak to lower. `memkit profile --device meta` shows what a model saves")
     workload, device = _workload(options)
-    _write_bench(
-        bench.bench_remat(workload, options.budgets, device, num_steps=options.iters, with_peers=options.peers),
-        options,
-    )
+    peers = checkpointing(workload.model) if options.peers else {}
+    _write_bench(bench.bench_remat(workload, options.budgets, device, num_steps=options.iters, peers=peers), options)
 
 
 def bench_layers(options: argparse.Namespace) -> None:
@@ -119,9 +118,7 @@ def bench_layers(options: argparse.Namespace) -> None:
             backward=options.backward,
         )
 
-    result = bench.bench_layers(
-        step_of, model, options.fractions, device, train=options.train, num_steps=options.iters, with_peers=options.peers
-    )
+    result = bench.bench_layers(step_of, model, options.fractions, device, train=options.train, num_steps=options.iters)
     _write_bench(result, options)
 
 
@@ -170,7 +167,8 @@ def _measured(options: argparse.Namespace) -> OffloadBench:
         "With a report from `memkit profile --backward --json FILE` on a GPU, --predict --link-gbps N computes the table"
     )
     workload, device = _workload(options)
-    return bench.bench_offload(workload, options.ratios, device, num_steps=options.iters, with_peers=options.peers)
+    peers = torch_baselines(workload.model) if options.peers else {}
+    return bench.bench_offload(workload, options.ratios, device, num_steps=options.iters, peers=peers)
 
 
 def _workload(options: argparse.Namespace) -> tuple[Workload, Device]:

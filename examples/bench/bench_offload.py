@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import add_wheels
+from peers import add_wheels, installed_peers
 from shared import about_run, allow_tf32, measure_in_turn, run_in_process
 from torch import Tensor, nn
 from workloads import llama, llama_checkpointed, lstms, narrow_lstms, resnet50, unet, vit_large
 
 import memkit
 from memkit.bench import OffloadBench, Workload, bench_offload, measure
-from memkit.bench.engines import plain, save_on_cpu
+from memkit.bench.engines import plain, save_on_cpu, torch_baselines
 from memkit.bench.measure import Engine
 from memkit.device import Device, open_device
 from memkit.plan import Action, plan_ratio, simulate_lanes, timed_saves
@@ -52,7 +52,7 @@ def against_roofline(make: Callable[[], Workload], options: argparse.Namespace, 
         device,
         num_steps=options.steps,
         with_synchronous=not options.fast,
-        with_peers=options.peers,
+        peers={**torch_baselines(workload.model), **installed_peers(workload.model)} if options.peers else {},
     )
     print(result.to_text(), file=sys.stderr)
     return [json.loads(result.to_json()), _close_to_plain(workload, options, device, result)]
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(BENCHES), choices=list(BENCHES))
     parser.add_argument("--ratios", nargs="*", type=float, default=[0.1, 0.3, 0.5, 1.0])
     parser.add_argument("--steps", type=int, default=12, help="steps that count, for each median")
-    parser.add_argument("--peers", action="store_true", help="time others' packages as well")
+    parser.add_argument("--peers", action="store_true", help="time torch's own means and others' packages as well")
     parser.add_argument("--fast", action="store_true", help="without synchronous copies")
     parser.add_argument("--wheels", type=Path, help="folder with wheels of TRL and torchtune (see peers.py)")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from layers_adaptors import PEERS, LayerPeer, measure_peer
 from layers_curves import NUM_WARMUP, link_of, llama, streamed
 from setting import Setting, figures_of, say
 from shared import Line
@@ -16,7 +17,7 @@ from workloads import on_tokens
 
 from memkit.bench import Measurement, Workload, measure
 from memkit.bench.engines import plain as nothing
-from memkit.bench.layer_peers import PEERS, LayerPeer, StepOf, measure_peer
+from memkit.bench.layers import StepOf
 from memkit.storages import storage_bytes
 from memkit.weights.selection import find_layers
 

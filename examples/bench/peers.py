@@ -1,4 +1,5 @@
-"""Lets wheels of TRL and torchtune be imported from files, without what they import beside the one module that is timed.
+"""TRL and torchtune as engines, and how their wheels are imported from files, without what they import beside the one module
+that is timed.
 
 pip download --no-deps --dest wheels trl torchtune
 python examples/bench/bench_offload.py --wheels wheels
@@ -9,9 +10,43 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from memkit.bench.measure import Engine
 
 _PACKAGES = ("trl", "trl.models", "torchtune", "torchtune.training")
+
+
+def installed_peers(model: nn.Module) -> dict[str, Engine]:
+    """Return the engines of other packages that can be imported, by name; of the others, a warning says why they cannot."""
+    found: dict[str, Engine] = {}
+    for name, make in (("TRL", _trl), ("torchtune", _torchtune)):
+        try:
+            found[f"{name} OffloadActivations"] = make(model)
+        except ImportError as error:
+            warnings.warn(f"{name} is left out: {error}", stacklevel=2)
+    return found
+
+
+def _trl(model: nn.Module) -> Engine:
+    module = importlib.import_module("trl.models.activation_offloading")
+    engine = module.OffloadActivations(use_pin_memory=True, use_streams=True)
+    engine.update_model_params(model)
+    return _again(engine)
+
+
+def _torchtune(_: nn.Module) -> Engine:
+    module = importlib.import_module("torchtune.training._activation_offloading")
+    return _again(module.OffloadActivations(use_pin_memory=True, use_streams=True))
+
+
+def _again(engine: AbstractContextManager[Any]) -> Engine:
+    return lambda: engine
 
 
 def add_wheels(folder: Path) -> None:

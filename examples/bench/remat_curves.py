@@ -46,7 +46,8 @@ def llama_curve(setting: Setting) -> Iterator[Line]:
 
 
 def _curve(workload: Workload, shares: Sequence[float], setting: Setting) -> RematBench:
-    found = bench_remat(workload, shares, setting.device, num_steps=setting.steps, with_peers=True, min_bytes=setting.min_bytes)
+    peers = checkpointing(workload.model)
+    found = bench_remat(workload, shares, setting.device, num_steps=setting.steps, peers=peers, min_bytes=setting.min_bytes)
     say(found.to_text())
     if setting.plots is not None:
         setting.plots.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What `memkit bench` runs: training steps, timed beside plain PyTorch and others. Peers are imported only when asked for."""
+"""What `memkit bench` runs: training steps, timed beside plain PyTorch and its own means."""
 
 from memkit.bench.layer_rows import LayerBench, LayerRow
 from memkit.bench.layers import bench_layers, freeze_layers, measure_fraction

@@ -1,11 +1,8 @@
-"""What memkit is compared with: plain PyTorch's own means, and others' packages if they are installed."""
+"""What memkit is compared with: plain PyTorch, and PyTorch's own means. Those of other packages are no part of this one."""
 
 from __future__ import annotations
 
-import importlib
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from memkit.activations.eligibility import is_from_leaf
 from memkit.bench.measure import Engine
 from memkit.device import cuda_is_available
-
-_log = logging.getLogger("memkit.bench")
 
 
 def plain() -> AbstractContextManager[Any]:
@@ -102,32 +97,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def peers(model: nn.Module) -> dict[str, Engine]:
-    """Return the engines of other packages that are installed, by name, and checkpointing where the model has blocks."""
-    found: dict[str, Engine] = {"torch save_on_cpu": save_on_cpu}
-    if blocks_of(model):
-        found["checkpoint per block"] = partial(checkpointed, model)
-    for name, make in (("TRL", _trl), ("torchtune", _torchtune)):
-        try:
-            found[f"{name} OffloadActivations"] = make(model)
-        except ImportError as error:
-            _log.info("%s is left out: %s", name, error)
-            warnings.warn(f"{name} is left out: {error}", stacklevel=2)
-    return found
-
-
-def _trl(model: nn.Module) -> Engine:
-    engine = importlib.import_module("trl.models.activation_offloading").OffloadActivations(
-        use_pin_memory=True, use_streams=True
-    )
-    engine.update_model_params(model)
-    return _again(engine)
-
-
-def _torchtune(model: nn.Module) -> Engine:
-    module = importlib.import_module("torchtune.training._activation_offloading")
-    return _again(module.OffloadActivations(use_pin_memory=True, use_streams=True))
-
-
-def _again(engine: AbstractContextManager[Any]) -> Callable[[], AbstractContextManager[Any]]:
-    return lambda: engine
+def torch_baselines(model: nn.Module) -> dict[str, Engine]:
+    """Return what torch itself has to lower a step's peak, by name: saving on the CPU, and the checkpointing that suits."""
+    return {"torch save_on_cpu": save_on_cpu, **checkpointing(model)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -123,21 +122,16 @@ class LayerBench:
     """As they were asked for."""
     rows: tuple[LayerRow, ...]
     """Those for which the device has room."""
-    peers: Mapping[str, Measurement]
-    left_out: Mapping[str, str]
-    """Peers that were not measured, and why."""
 
     def to_text(self) -> str:
         """Return the table, for reading."""
         how = f"train={self.train}" if self.backward else "forward only"
         layers = f"{self.num_layers} layers, {mib(self.layer_bytes)} MiB"
         lines = [self._line("plain", self.plain), *map(self._row, self.fractions)]
-        lines += [self._line(name, peer) for name, peer in self.peers.items()]
         aligned = ("left", *("right",) * (len(_HEADERS) - 1))
         table = tabulate(lines, headers=_HEADERS, disable_numparse=True, colalign=aligned)
-        reasons = [f"{name} is left out: {reason}" for name, reason in self.left_out.items()]
         first = f"{self.name} on {self.where}: {layers}; {how}; {self.link}"
-        return "\n".join([first, "", table, *([""] if reasons else []), *reasons])
+        return "\n".join([first, "", table])
 
     def _row(self, fraction: float) -> tuple[str, ...]:
         row = next((row for row in self.rows if row.fraction == fraction), None)
@@ -179,15 +173,13 @@ class LayerBench:
             "link": asdict(self.link),
             "fractions": self.fractions,
             "rows": [_figures(row) for row in self.rows],
-            "peers": {name: asdict(peer) for name, peer in self.peers.items()},
-            "left_out": dict(self.left_out),
         }
         return to_json_line("layers", self.name, self.where, figures)
 
     def plot(self, path: Path) -> None:
         """Write a picture of time, and of peak below it, against the fraction. Its kind follows from the file's name.
 
-        The plain step is a line across; peers, which stream all of the layers, are at 1.
+        The plain step is a line across.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -204,10 +196,6 @@ class LayerBench:
                 times.axhline(self.plain.step_s * 1e3, color="gray", linestyle=":", label="plain")
                 if self.plain.peak_allocated_bytes is not None:
                     peaks.axhline(self.plain.peak_allocated_bytes / _GIB, color="gray", linestyle=":", label="plain")
-            for number, (name, peer) in enumerate(self.peers.items()):
-                times.plot([1], [peer.step_s * 1e3], f"C{number + 1}D", label=name)
-                if peer.peak_allocated_bytes is not None:
-                    peaks.plot([1], [peer.peak_allocated_bytes / _GIB], f"C{number + 1}D", label=name)
 
 
 def _in_a_row_to_plain(found: Measurement, plain: Measurement) -> float | None:

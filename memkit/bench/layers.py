@@ -14,7 +14,6 @@ from torch import nn
 
 from memkit.bench import engines
 from memkit.bench.curves import where_of
-from memkit.bench.layer_peers import StepOf, measure_peers
 from memkit.bench.layer_rows import LayerBench, LayerRow
 from memkit.bench.measure import Engine, Measurement, Workload, let_go, measure
 from memkit.device import Device
@@ -26,6 +25,9 @@ from memkit.weights.placement import Placement
 from memkit.weights.selection import find_layers
 
 _log = logging.getLogger("memkit.bench")
+
+StepOf = Callable[[nn.Module], Workload]
+"""Makes the step of a model."""
 
 _Found = TypeVar("_Found")
 
@@ -43,12 +45,11 @@ def bench_layers(
     num_steps: int = 20,
     num_warmup: int = 4,
     link: Link | None = None,
-    with_peers: bool = False,
 ) -> LayerBench:
-    """Measure a step of a model as it is, with fractions of its layers streamed, and with others' means; all in one run.
+    """Measure a step of a model as it is, and with fractions of its layers streamed; all in one run.
 
     Args:
-        step_of: makes the step of the model, or of a copy of it.
+        step_of: makes the step of the model.
         model: on the CPU if it may be larger than the device; it is left where it was found. All parameters of its layers that
             are to stream as frozen must not require grad (see `freeze_layers`).
         fractions: what to give `LayerOffload` as `offload_ratio`.
@@ -57,7 +58,6 @@ def bench_layers(
             backward as well.
         num_steps, num_warmup: steps that count, and steps ahead of them that do not, for each line.
         link: how fast bytes move; measured by default.
-        with_peers: whether to measure `memkit.bench.layer_peers.PEERS` as well, each in a copy of the model.
 
     Raises:
         TypeError: a fraction is no number.
@@ -80,7 +80,6 @@ def bench_layers(
         _unless_out_of_memory(f"{workload.name}: fraction {fraction:g}", partial(measured_at, fraction), device)
         for fraction in fractions
     ]
-    peers, left_out = measure_peers(whole_step_of, model, device, **steps) if with_peers else ({}, {})
     return LayerBench(
         name=workload.name,
         where=where_of(device),
@@ -92,8 +91,6 @@ def bench_layers(
         link=link,
         fractions=fractions,
         rows=tuple(row for row in rows if row is not None),
-        peers=peers,
-        left_out=left_out,
     )
 
 

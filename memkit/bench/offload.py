@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from tabulate import tabulate
 
 from memkit.activations import CPUOffload, reset, stats
 from memkit.bench import engines
 from memkit.bench.curves import draw_curve, draw_names, draw_others, headline, mib, ms, picture, to_json_line, where_of
-from memkit.bench.measure import Measurement, Workload, timer
+from memkit.bench.measure import Engine, Measurement, Workload, timer
 from memkit.device import Device
 from memkit.plan import Action, check_ratio, plan_ratio, roofline_s, simulate_lanes, timed_saves
 from memkit.profile import MemoryReport
@@ -155,9 +156,9 @@ def bench_offload(
     num_steps: int = 20,
     num_warmup: int = 4,
     with_synchronous: bool = True,
-    with_peers: bool = False,
+    peers: Mapping[str, Engine] = MappingProxyType({}),
 ) -> OffloadBench:
-    """Measure a training step with no saving, at each ratio, and with others' means; all in one run.
+    """Measure a training step with no saving, at each ratio, and with other means; all in one run.
 
     Args:
         workload: the step.
@@ -165,7 +166,7 @@ def bench_offload(
         device: where the model is. The bench times with its events.
         num_steps, num_warmup: steps that count, and steps ahead of them that do not, for each line.
         with_synchronous: whether to time synchronous copies of the same bytes as well.
-        with_peers: whether to time what `memkit.bench.engines.peers` finds as well.
+        peers: what to time as well, by name.
 
     Raises:
         ValueError: a ratio is not from 0 to 1.
@@ -206,7 +207,6 @@ def bench_offload(
                 ),
             )
         )
-    others = {name: timed(name, engine) for name, engine in engines.peers(workload.model).items()} if with_peers else {}
     return OffloadBench(
         name=workload.name,
         where=where_of(device),
@@ -214,7 +214,7 @@ def bench_offload(
         link=link,
         saved_bytes=saved_bytes,
         rows=tuple(rows),
-        peers=others,
+        peers={name: timed(name, engine) for name, engine in peers.items()},
     )
 
 

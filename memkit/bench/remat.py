@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from tabulate import tabulate
 
 from memkit.activations import Rematerialize, SavedTensorStats, reset, stats
 from memkit.bench import engines
 from memkit.bench.curves import draw_curve, draw_names, draw_others, headline, mib, ms, picture, to_json_line, where_of
-from memkit.bench.measure import Measurement, Workload, timer
+from memkit.bench.measure import Engine, Measurement, Workload, timer
 from memkit.device import Device
 from memkit.sizes import check_budget, format_mib
 
@@ -123,10 +124,10 @@ def bench_remat(
     *,
     num_steps: int = 20,
     num_warmup: int = 4,
-    with_peers: bool = False,
+    peers: Mapping[str, Engine] = MappingProxyType({}),
     min_bytes: int = 2**20,
 ) -> RematBench:
-    """Measure a training step as it is, at each budget, and with checkpointing; all in one run.
+    """Measure a training step as it is, at each budget, and with other means; all in one run.
 
     Args:
         workload: the step.
@@ -134,7 +135,7 @@ def bench_remat(
         device: where the model is. The bench times with its events.
         num_steps, num_warmup: steps that count, and steps ahead of them that do not, for each line. The first step is
             recorded, the second is timed op by op: a plan from measured times is followed from the third on.
-        with_peers: whether to time checkpointing as well.
+        peers: what to time as well, by name.
         min_bytes: storages smaller than this stay.
 
     Raises:
@@ -151,14 +152,13 @@ def bench_remat(
         found = timed(f"budget {budget_text(budget)}", partial(Rematerialize, budget, _TAG, min_bytes=min_bytes, device=device))
         rows.append(RematRow(budget=budget, memkit=found, plain_s=plain.step_s, stats=stats(_TAG)))
         reset(_TAG)
-    others = {name: timed(name, engine) for name, engine in engines.checkpointing(workload.model).items()} if with_peers else {}
     return RematBench(
         name=workload.name,
         where=where_of(device),
         plain=plain,
         saved_bytes=rows[-1].stats.saved_bytes if rows else 0,
         rows=tuple(rows),
-        peers=others,
+        peers={name: timed(name, engine) for name, engine in peers.items()},
     )
 
 

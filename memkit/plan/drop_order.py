@@ -41,10 +41,12 @@ class _DropOrder:
         self._changes = [0] * (end + 2)
         """By how much the ledger grows at each save and request."""
         for value in first_saved:
-            self._add(self._since[value], self._until[value] + 1, lineage.num_bytes[value])
+            if value not in step.moved:
+                self._add(self._since[value], self._until[value] + 1, lineage.num_bytes[value])
         self._dropped = set[int]()
         self._replayed = set[int]()
-        self._open = dict.fromkeys(value for value in first_saved if value not in step.fixed and value not in anchors)
+        stays = step.fixed.union(step.moved, anchors)
+        self._open = dict.fromkeys(value for value in first_saved if value not in stays)
         for anchor in anchors:
             if anchor not in first_saved:
                 first_saved[anchor] = bisect_left(latest_saved, anchor)

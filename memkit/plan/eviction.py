@@ -7,7 +7,6 @@ and not needed for long goes first. Its cost is that of its own op and of all an
 from __future__ import annotations
 
 import math
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Container
 from dataclasses import dataclass
@@ -20,55 +19,30 @@ from memkit.plan.lineage import NO_OP, Lineage
 class DTRScore:
     """What makes one saved value a better choice to drop than another.
 
-        score = (own cost + cost of missing ancestors)^alpha * delta^replays / (bytes^gamma * distance^beta)
+        score = (own cost + cost of missing ancestors) / (bytes * distance)
 
     The value with the lowest score goes. MegEngine adds the free bytes beside a value to its bytes: PyTorch does not tell where
     its allocator has put what, see `docs/rematerialize.md`. Source: arXiv 2006.09616, section 4; MegEngine 1.4.
 
     Args:
-        alpha, beta, gamma: exponents of cost, distance and bytes, 0 or more.
         distance: "next_use", how many requests of the backward away the next use is, in the order that is known or else in the
             reverse of the forward; or "staleness", as in the paper, how many saves and requests ago the last use was.
-        delta: at least 1; how much each replay raises the score, against thrashing.
-        max_replays: after so many replays in one step a value stays.
-        sampled: look at about sqrt(N) values, drawn at random, instead of all.
-        small_share: values with fewer bytes than this share of the mean are never dropped, unless nothing else is left.
+        max_replays: after so many replays in one step a value stays, against thrashing.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: the distance is neither of them, or a value may not even be made again once.
     """
 
-    alpha: float = 1.0
-    beta: float = 1.0
-    gamma: float = 1.0
     distance: str = "next_use"
-    delta: float = 1.05
     max_replays: int = 64
-    sampled: bool = False
-    small_share: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "beta", "gamma", "small_share"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"DTRScore: {name} must be a number from 0 on; found {getattr(self, name)}")
-        if not 1 <= self.delta < math.inf:
-            raise ValueError(f"DTRScore: delta must be at least 1; found {self.delta}")
         if self.distance not in ("next_use", "staleness"):
             raise ValueError(f'DTRScore: distance must be "next_use" or "staleness"; found {self.distance!r}')
         if self.max_replays < 1:
             raise ValueError(f"DTRScore: max_replays must be at least 1; found {self.max_replays}")
 
-    def weight(self, cost_s: float, num_bytes: int, num_replays: int) -> float:
-        """Return the score at distance 1."""
-        cost, size = cost_s + _LEAST_COST_S, num_bytes + 1
-        if self.alpha != 1:
-            cost **= self.alpha
-        if self.gamma != 1:
-            size **= self.gamma
-        return cost * self.delta**num_replays / size
 
-
-_MIN_SAMPLED = 32
 _RANKED_FOR = 64
 """The ranking of N values holds for N over this many saves and requests: so little does a distance change that matters."""
 _LEAST_COST_S = 1e-9
@@ -100,19 +74,17 @@ class Residents(ABC):
         self.clock = 0
         """How many saves and requests there were."""
         self._touched: dict[int, int] = {}
-        self._random = random.Random(0)
         # [Note: ranking] Whoever goes is found without a look at all. What it takes to make a value again is known as a bound
         # from below, at first its own op. A value that goes makes others dearer, which leaves the bounds what they are; one
         # that comes makes those cheaper that are made from it, whose bounds start anew. The heap has a score for each bound:
-        # the value at its top is looked at closer, until one stays there. Sampling looks at a few instead.
+        # the value at its top is looked at closer, until one stays there.
         self._least_s: dict[int, float] = {}
-        self._ranking: list[tuple[bool, float, int]] = []
+        self._ranking: list[tuple[float, int]] = []
         self._ranked_until = -1
         self._come: list[int] = []
         """Values that came since the last look at the ranking."""
         self._last_evictable = -1
         """No value after this one may be dropped."""
-        self._small_bytes = 0.0
 
     # What subclasses know and do
 
@@ -183,19 +155,13 @@ class Residents(ABC):
     def _victim(self, needed: Container[int]) -> int | None:
         """Return the value with the lowest score, but those that are needed: see [Note: ranking]."""
         evictable, num_replays, max_replays = self.evictable, self.num_replays, self.score.max_replays
-        if self.score.sampled and len(evictable) > _MIN_SAMPLED:
-            sample = [value for value in evictable if value not in needed and num_replays.get(value, 0) < max_replays]
-            if len(sample) > _MIN_SAMPLED:
-                sample = self._random.sample(sample, math.isqrt(len(sample)) + 1)
-            self._note_small(sample)
-            return min(sample, key=lambda value: self._entry(value, self.missing_cost_s(value)), default=None)
         self._note_come()
         if self.clock > self._ranked_until:
             self._rank()
-        ranking, passed, found = self._ranking, list[tuple[bool, float, int]](), None
+        ranking, passed, found = self._ranking, list[tuple[float, int]](), None
         while ranking and found is None:
             entry = heappop(ranking)
-            value = entry[2]
+            value = entry[1]
             if value not in evictable or num_replays.get(value, 0) >= max_replays:
                 continue
             if value in needed:
@@ -212,23 +178,15 @@ class Residents(ABC):
         return found
 
     def _rank(self) -> None:
-        self._note_small(self.evictable)
         self._ranking = [self._entry(value, self._bound_s(value)) for value in self.evictable]
         heapify(self._ranking)
         self._ranked_until = self.clock + len(self.evictable) // _RANKED_FOR
         self._last_evictable = max(self.evictable, default=-1)
 
-    def _note_small(self, values: Collection[int]) -> None:
-        if self.score.small_share and values:
-            sizes = self.lineage.num_bytes
-            self._small_bytes = self.score.small_share * sum(sizes[value] for value in values) / len(values)
-
-    def _entry(self, value: int, cost_s: float) -> tuple[bool, float, int]:
+    def _entry(self, value: int, cost_s: float) -> tuple[float, int]:
         """Return what values are ranked by, for a cost."""
-        num_bytes, score = self.lineage.num_bytes[value], self.score
-        distance = self.distance(value) if score.distance == "next_use" else self.staleness(value)
-        weight = score.weight(cost_s, num_bytes, self.num_replays.get(value, 0))
-        return num_bytes < self._small_bytes, weight / (distance if score.beta == 1 else distance**score.beta), value
+        distance = self.distance(value) if self.score.distance == "next_use" else self.staleness(value)
+        return (cost_s + _LEAST_COST_S) / (self.lineage.num_bytes[value] + 1) / distance, value
 
     def _bound_s(self, value: int) -> float:
         """Return seconds that making a value again takes at least."""

@@ -47,6 +47,7 @@ class _Simulation(Residents):
         self._anchors_held: list[int] = []
         self._live_bytes = 0
         self._present = set[int]()
+        self._moved = set[int]()
         self._held_roots = set[int]()
         self._traced = set[int]()
         self._places: dict[int, list[int]] = {}
@@ -62,7 +63,7 @@ class _Simulation(Residents):
         return self._live_bytes
 
     def is_available(self, value: int) -> bool:
-        return value in self._present or self.lineage.maker[value] == NO_OP
+        return value in self._present or self.lineage.maker[value] == NO_OP or value in self._moved
 
     def is_wanted(self, value: int) -> bool:
         places = self._places.get(value)
@@ -109,6 +110,9 @@ class _Simulation(Residents):
             self.clock += 1
             if not is_new:
                 continue
+            if value in step.moved:
+                self._moved.add(value)
+                continue
             if value not in self._held_roots:
                 self._keep(value)
             if value not in step.fixed and lineage.maker[value] != NO_OP:
@@ -118,7 +122,7 @@ class _Simulation(Residents):
             if online:
                 self.make_room(0)
             self.note_peak()
-        gone = self._saved_at.keys() - self._present - self._held_roots
+        gone = self._saved_at.keys() - self._present - self._held_roots - step.moved
         latest = sorted(self._saved_at)
         self._backward(latest)
         return Outcome(
@@ -144,7 +148,7 @@ class _Simulation(Residents):
                 given, end = [], step.use_end(place)
             self._now = place
             self.clock += 1
-            if value not in self._saved_at or value in self._held_roots:
+            if value not in self._saved_at or value in self._held_roots or value in self._moved:
                 continue
             if value not in self._present:
                 self.rebuild(value)

@@ -149,7 +149,7 @@ class Arena:
         self._must_pin = must_pin
         self._staging: Staging | None = None
         """Made when the system does not pin memory, for all that is not."""
-        self._buffers: list[Span] = []
+        self._buffer_spans: list[Span] = []
         weakref.finalize(self, _unpin, device, self._segments).atexit = False
 
     @property
@@ -218,9 +218,9 @@ class Arena:
             raise
         chunk_bytes = min(_rounded(max(span.num_bytes for span in self._spans.values()), ALIGNMENT_BYTES), CHUNK_BYTES)
         with contextlib.suppress(HostMemoryError):
-            self._buffers = self._take_apart([chunk_bytes] * NUM_BUFFERS, is_buffer=True)
-        staging.add_buffers([buffer.pieces[0] for buffer in self._buffers])
-        self.refusal = describe_refusal(num_bytes, chunk_bytes, reason, has_buffers=bool(self._buffers))
+            self._buffer_spans = self._take_apart([chunk_bytes] * NUM_BUFFERS, is_buffer=True)
+        staging.add_buffers([buffer.pieces[0] for buffer in self._buffer_spans])
+        self.refusal = describe_refusal(num_bytes, chunk_bytes, reason, has_buffers=bool(self._buffer_spans))
         return taken
 
     def _span(self, ranges: tuple[_Range, ...], num_bytes: int) -> Span:
@@ -275,7 +275,7 @@ class Arena:
         Args:
             but_for: those that are needed.
         """
-        needed = {*but_for, *self._buffers}
+        needed = {*but_for, *self._buffer_spans}
         for span in [span for span in self._spans.values() if span not in needed]:
             self._note_free(span)
             del self._spans[span.offset]
@@ -320,13 +320,13 @@ class Arena:
         Does not wait: what a copy may still read goes back with the next call, or with the arena itself. Only copies from and
         to memory that is not pinned are waited for.
         """
-        assert set(self._spans.values()) <= set(self._buffers), "an arena was closed while spans of it were in use"
+        assert set(self._spans.values()) <= set(self._buffer_spans), "an arena was closed while spans of it were in use"
         if self._staging is not None:
             self._staging.close()
-            while self._buffers:
-                if self.has(self._buffers[-1]):
-                    self.give(self._buffers[-1])
-                self._buffers.pop()
+            while self._buffer_spans:
+                if self.has(self._buffer_spans[-1]):
+                    self.give(self._buffer_spans[-1])
+                self._buffer_spans.pop()
             self._staging = None
         self.trim()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,8 +13,18 @@ from torch import Tensor, nn
 
 from memkit import cli
 from memkit.bench import LayerBench, OffloadBench, RematBench, Workload, sum_of_outputs
+from memkit.bench.layers import StepOf
 
+BENCHES = Path(__file__).parents[2] / "examples" / "bench"
 NUM_LAYERS = 6
+STACK_WIDTH = 16
+
+
+def bench_module(name: str) -> ModuleType:
+    """Return a module of `examples/bench`, where modules import each other as scripts do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHES)
+        return importlib.import_module(name)
 
 
 def layers(batch: Tensor, *, num_layers: int = NUM_LAYERS, seen: Callable[[], None] = lambda: None) -> Workload:
@@ -35,6 +47,37 @@ def layers(batch: Tensor, *, num_layers: int = NUM_LAYERS, seen: Callable[[], No
 def square_layers(width: int) -> Workload:
     """The same for a batch of as many rows as columns: each saved storage is 4 * width * width bytes."""
     return layers(torch.randn(width, width))
+
+
+class Stack(nn.Module):
+    """A stem, layers in a list, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(STACK_WIDTH, STACK_WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(STACK_WIDTH, STACK_WIDTH), nn.GELU()) for _ in range(NUM_LAYERS))
+        self.head = nn.Linear(STACK_WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take [batch, width], return [batch, 4]."""
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def stack_step(*, backward: bool = True, seen: Callable[[], None] = lambda: None) -> StepOf:
+    """Return what makes the step of a `Stack`."""
+    batch = torch.randn(8, STACK_WIDTH)
+
+    def step_of(model: nn.Module) -> Workload:
+        def forward() -> Tensor:
+            seen()
+            return model(batch)
+
+        return Workload(name="stack", model=model, forward=forward, loss=sum_of_outputs, backward=backward)
+
+    return step_of
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

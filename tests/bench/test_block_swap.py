@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from memkit.bench.block_swap import BlockSwap
 from memkit.device import Device, ReferenceDevice
+from tests.bench.cases import bench_module
 from tests.weights.cases import Stack, checkpointed, inputs, only_lora, run_step
+
+BlockSwap = bench_module("block_swap").BlockSwap
 
 NUM_LAYERS = 6
 

@@ -1,18 +1,16 @@
-"""`memkit bench layers`: the table, the figures, the peers, the command."""
+"""`memkit bench layers`: the table, the figures, the command."""
 
 from __future__ import annotations
 
 import json
 import sys
-import types
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import nn
 
 import memkit
 from memkit import commands
@@ -20,57 +18,23 @@ from memkit.bench import (
     LayerBench,
     LayerRow,
     Measurement,
-    Workload,
     bench_layers,
     freeze_layers,
-    layer_peers,
     measure_fraction,
-    sum_of_outputs,
 )
-from memkit.bench.layer_peers import LayerPeer, StepOf, measure_peers
+from memkit.bench.layers import StepOf
 from memkit.device import CpuDevice, ReferenceDevice, cuda_is_available
 from memkit.transfer import Link
-from tests.bench.cases import assert_draws, assert_fails, run_command
+from tests.bench.cases import NUM_LAYERS, STACK_WIDTH, Stack, assert_draws, assert_fails, run_command, stack_step
 
 pytestmark = pytest.mark.full
 
-WIDTH, NUM_LAYERS = 16, 6
-LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+LAYER_BYTES = 4 * (STACK_WIDTH * STACK_WIDTH + STACK_WIDTH)
 LINK = Link(d2h_bytes_per_s=1e9, h2d_bytes_per_s=2e9)
 FRACTIONS = [0.0, 0.5, 1.0]
 
 
-class Stack(nn.Module):
-    """A stem, layers in a list, a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS))
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Take [batch, width], return [batch, 4]."""
-        x = self.stem(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def _step_of(*, backward: bool = True, seen: Callable[[], None] = lambda: None) -> StepOf:
-    batch = torch.randn(8, WIDTH)
-
-    def step_of(model: nn.Module) -> Workload:
-        def forward() -> Tensor:
-            seen()
-            return model(batch)
-
-        return Workload(name="stack", model=model, forward=forward, loss=sum_of_outputs, backward=backward)
-
-    return step_of
-
-
-def _bench(model: nn.Module, step_of: StepOf, *, train: str = "auto", with_peers: bool = False) -> LayerBench:
+def _bench(model: nn.Module, step_of: StepOf, *, train: str = "auto") -> LayerBench:
     return bench_layers(
         step_of,
         model,
@@ -80,7 +44,6 @@ def _bench(model: nn.Module, step_of: StepOf, *, train: str = "auto", with_peers
         num_steps=2,
         num_warmup=2,
         link=LINK,
-        with_peers=with_peers,
     )
 
 
@@ -88,7 +51,7 @@ def _bench(model: nn.Module, step_of: StepOf, *, train: str = "auto", with_peers
 def result() -> LayerBench:
     model = Stack()
     freeze_layers(model)
-    return _bench(model, _step_of(), train="frozen")
+    return _bench(model, stack_step(), train="frozen")
 
 
 def _measured(
@@ -180,7 +143,7 @@ def test_expected_peak_is_the_plain_one_without_what_streams(d2h_bytes: float, o
 
 
 def test_gradients_leave_with_host_and_weights_with_fused() -> None:
-    host, fused = _bench(Stack(), _step_of(), train="host"), _bench(Stack(), _step_of(), train="fused")
+    host, fused = _bench(Stack(), stack_step(), train="host"), _bench(Stack(), stack_step(), train="fused")
 
     assert [row.d2h_bytes for row in host.rows] == [row.num_streamed * LAYER_BYTES for row in host.rows]
     assert [row.d2h_bytes for row in fused.rows] == [row.streamed_bytes for row in fused.rows]
@@ -190,7 +153,7 @@ def test_plain_step_of_fused_steps_as_well(monkeypatch: pytest.MonkeyPatch) -> N
     steps: list[int] = []
     monkeypatch.setattr(torch.optim.SGD, "step", lambda _: steps.append(1))
 
-    bench_layers(_step_of(), Stack(), [], ReferenceDevice(), train="fused", num_steps=2, num_warmup=1, link=LINK)
+    bench_layers(stack_step(), Stack(), [], ReferenceDevice(), train="fused", num_steps=2, num_warmup=1, link=LINK)
 
     assert len(steps) == 1 + 2 + 1 + 2
 
@@ -202,7 +165,7 @@ def test_model_is_left_as_it_was(train: str) -> None:
         freeze_layers(model)
     before = {name: (parameter, parameter.clone(), parameter.requires_grad) for name, parameter in model.named_parameters()}
 
-    _bench(model, _step_of(), train=train)
+    _bench(model, stack_step(), train=train)
 
     for name, parameter in model.named_parameters():
         same, value, requires_grad = before[name]
@@ -221,7 +184,7 @@ def test_engine_is_around_each_forward() -> None:
         return nullcontext()
 
     measure_fraction(
-        _step_of()(Stack()), 1.0, ReferenceDevice(), plain=None, link=LINK, engine=engine, num_steps=2, num_warmup=1
+        stack_step()(Stack()), 1.0, ReferenceDevice(), plain=None, link=LINK, engine=engine, num_steps=2, num_warmup=1
     )
 
     assert len(made) == 1 + 2 + 1 + 2
@@ -245,7 +208,7 @@ def test_freezes_layers_and_nothing_else() -> None:
     ],
 )
 def test_refuses_before_it_measures(fractions: list[float], model: nn.Module, message: str) -> None:
-    step_of = _step_of(seen=lambda: pytest.fail("it ran"))
+    step_of = stack_step(seen=lambda: pytest.fail("it ran"))
 
     with pytest.raises(ValueError, match=message):
         bench_layers(step_of, model, fractions, ReferenceDevice(), link=LINK)
@@ -267,7 +230,7 @@ def _out_of_memory_at(call: int) -> Callable[[], None]:
 
 
 def test_model_that_does_not_fit_plainly_is_measured_nevertheless() -> None:
-    found = _bench(Stack(), _step_of(seen=_out_of_memory_at(1)))
+    found = _bench(Stack(), stack_step(seen=_out_of_memory_at(1)))
 
     assert found.plain is None
     assert [row.fraction for row in found.rows] == FRACTIONS
@@ -280,13 +243,13 @@ def test_model_that_does_not_fit_plainly_is_measured_nevertheless() -> None:
 
 
 def test_picture_does_without_a_plain_step(tmp_path: Path) -> None:
-    assert_draws(_bench(Stack(), _step_of(seen=_out_of_memory_at(1))), tmp_path)
+    assert_draws(_bench(Stack(), stack_step(seen=_out_of_memory_at(1))), tmp_path)
 
 
 def test_fraction_that_does_not_fit_is_told() -> None:
     model = Stack()
 
-    found = _bench(model, _step_of(seen=_out_of_memory_at(10)))  # the plain step takes eight forwards
+    found = _bench(model, stack_step(seen=_out_of_memory_at(10)))  # the plain step takes eight forwards
 
     assert [row.fraction for row in found.rows] == [0.5, 1.0]
     assert "out of memory" in found.to_text().splitlines()[-3]
@@ -309,7 +272,7 @@ def test_text_has_a_line_for_plain_and_each_fraction(result: LayerBench) -> None
 
 
 def test_text_of_a_forward_has_no_backward() -> None:
-    found = _bench(Stack(), _step_of(backward=False))
+    found = _bench(Stack(), stack_step(backward=False))
 
     lines = found.to_text().splitlines()
 
@@ -325,151 +288,10 @@ def test_json_holds_all_figures_and_versions(result: LayerBench) -> None:
     assert figures["rows"][1]["step_s"] == result.rows[1].memkit.step_s
     assert figures["rows"][1]["roofline_s"] == result.rows[1].roofline_s
     assert figures["plain"]["step_s"] == result.plain.step_s
-    assert (figures["peers"], figures["left_out"]) == ({}, {})
 
 
 def test_picture_is_written(result: LayerBench, tmp_path: Path) -> None:
-    assert_draws(replace(result, peers={"a peer": _measured(1.0, 1.0, peak_bytes=2**20)}), tmp_path)
-
-
-# Peers
-
-
-def _peers(*names: str) -> list[LayerPeer]:
-    return [peer for peer in layer_peers.PEERS if peer.name in names]
-
-
-def _measure(step_of: StepOf, model: nn.Module) -> tuple[dict[str, Measurement], dict[str, str]]:
-    return measure_peers(step_of, model, CpuDevice(), num_steps=1, num_warmup=1)
-
-
-def test_peers_are_not_touched_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memkit.bench.layers.measure_peers", lambda *_, **__: pytest.fail("peers"))
-
-    assert _bench(Stack(), _step_of()).peers == {}
-
-
-def test_peers_that_run_forwards_only_are_left_out_of_a_training_step() -> None:
-    model = Stack()
-    freeze_layers(model)
-
-    found, left_out = _measure(_step_of(), model)
-
-    assert list(found) == ["block swap", "FSDP2 CPUOffloadPolicy"]
-    assert len(left_out) == 3
-    assert set(left_out.values()) == {"it runs forwards only, and this step has a backward. Measure with --no-backward"}
-
-
-def test_peers_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("diffusers", "diffusers.hooks", "accelerate"):
-        monkeypatch.setitem(sys.modules, name, None)
-
-    model = Stack()
-    freeze_layers(model)
-
-    found, left_out = _measure(_step_of(backward=False), model)
-
-    assert list(found) == ["block swap", "FSDP2 CPUOffloadPolicy"]
-    assert len(left_out) == 3
-    assert all(reason.startswith("not installed (import of ") for reason in left_out.values())
-
-
-def test_block_swap_is_left_out_where_layers_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_peers, "PEERS", _peers("block swap"))
-
-    found, left_out = _measure(_step_of(), Stack())
-
-    assert found == {}
-    assert "it moves frozen weights only" in left_out["block swap"]
-
-
-def test_peer_that_fails_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise KeyError("no such layer\nand more")
-
-    monkeypatch.setitem(sys.modules, "accelerate", types.SimpleNamespace(cpu_offload=fail))
-    monkeypatch.setattr(layer_peers, "PEERS", _peers("accelerate cpu_offload"))
-
-    found, left_out = _measure(_step_of(backward=False), Stack())
-
-    assert found == {}
-    assert left_out["accelerate cpu_offload"].startswith("it failed: KeyError: 'no such layer")
-
-
-def test_accelerate_is_measured_in_a_copy_and_its_peak_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[nn.Module, object]] = []
-    fake = types.SimpleNamespace(cpu_offload=lambda model, *, execution_device: seen.append((model, execution_device)))
-    monkeypatch.setitem(sys.modules, "accelerate", fake)
-    monkeypatch.setattr(layer_peers, "PEERS", _peers("accelerate cpu_offload"))
-    model = Stack()
-
-    found, _ = measure_peers(_step_of(backward=False), model, ReferenceDevice(), num_steps=1, num_warmup=0)
-
-    ((its_own, execution_device),) = seen
-    assert its_own is not model
-    assert execution_device == torch.device("cpu")
-    assert found["accelerate cpu_offload"].peak_allocated_bytes is None
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_diffusers_is_given_the_module_that_holds_the_list_of_layers(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    seen: list[tuple[nn.Module, dict[str, object]]] = []
-    fake = types.SimpleNamespace(apply_group_offloading=lambda module, **options: seen.append((module, options)))
-    monkeypatch.setitem(sys.modules, "diffusers", types.ModuleType("diffusers"))
-    monkeypatch.setitem(sys.modules, "diffusers.hooks", fake)
-    model: nn.Module = Stack()
-    for _ in range(depth):
-        model = nn.Sequential(model)
-
-    _measure(_step_of(backward=False), model)
-
-    assert [type(module) for module, _ in seen] == [Stack, Stack]
-    assert [options["record_stream"] for _, options in seen] == [False, True]
-    assert all(options["use_stream"] for _, options in seen)
-
-
-def test_diffusers_is_left_out_where_the_model_is_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "diffusers", types.ModuleType("diffusers"))
-    monkeypatch.setitem(sys.modules, "diffusers.hooks", types.SimpleNamespace())
-    monkeypatch.setattr(layer_peers, "PEERS", _peers("diffusers group offloading"))
-
-    _, left_out = _measure(_step_of(backward=False), nn.Sequential(*Stack().layers))
-
-    assert "it needs a list of layers inside of one module" in left_out["diffusers group offloading"]
-
-
-@pytest.mark.parametrize("train", ["frozen", "host", "fused"])
-def test_fsdp_leaves_neither_group_nor_wrapper(monkeypatch: pytest.MonkeyPatch, train: str) -> None:
-    monkeypatch.setattr(layer_peers, "PEERS", _peers("FSDP2 CPUOffloadPolicy"))
-    model = Stack()
-    if train == "frozen":
-        freeze_layers(model)
-
-    found = _bench(model, _step_of(), train=train, with_peers=True)
-
-    assert found.left_out == {}
-    assert found.peers["FSDP2 CPUOffloadPolicy"].backward_s > 0
-    assert found.to_text().splitlines()[-1].startswith("FSDP2 CPUOffloadPolicy ")
-    assert not distributed.is_initialized()
-    assert type(model) is Stack
-
-
-def test_fsdp_leaves_a_group_alone_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_peers, "PEERS", _peers("FSDP2 CPUOffloadPolicy"))
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        _, left_out = _measure(_step_of(), Stack())
-
-        assert distributed.is_initialized()
-    finally:
-        distributed.destroy_process_group()
-    assert "found one that is there already" in left_out["FSDP2 CPUOffloadPolicy"]
-
-
-def test_left_out_peers_are_told_below_the_table(result: LayerBench) -> None:
-    text = replace(result, left_out={"a peer": "not installed"}).to_text()
-
-    assert text.splitlines()[-2:] == ["", "a peer is left out: not installed"]
+    assert_draws(result, tmp_path)
 
 
 # The command
@@ -516,7 +338,7 @@ def test_command_prints_and_writes_what_is_measured(
 ) -> None:
     found, drawn = tmp_path / "bench.json", tmp_path / "bench.svg"
     outputs = ["--json", str(found), "--plot", str(drawn)]
-    arguments = ["tests.bench.test_layers:Stack", "--input", "4x16", "--fractions", "0,1", "--iters", "1", *options, *outputs]
+    arguments = ["tests.bench.cases:Stack", "--input", "4x16", "--fractions", "0,1", "--iters", "1", *options, *outputs]
 
     status, out, err = run_command(capsys, "bench", "layers", *arguments)
 
@@ -549,7 +371,7 @@ def test_frozen_layers_have_a_backward_though_nothing_is_trained_in_front_of_the
 @pytest.mark.gpu
 def test_command_on_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = tmp_path / "bench.json"
-    arguments = ["torchvision:vit_b_16", "--input", "4x3x224x224", "--fractions", "0,1", "--iters", "2", "--peers"]
+    arguments = ["torchvision:vit_b_16", "--input", "4x3x224x224", "--fractions", "0,1", "--iters", "2"]
 
     status, out, err = run_command(capsys, "bench", "layers", *arguments, "--json", str(found))
 
@@ -559,4 +381,3 @@ def test_command_on_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     none, whole = figures["rows"]
     assert (none["num_streamed"], whole["num_streamed"]) == (0, figures["num_layers"])
     assert whole["peak_allocated_bytes"] < none["peak_allocated_bytes"]
-    assert "FSDP2 CPUOffloadPolicy" in figures["peers"]

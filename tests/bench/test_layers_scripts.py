@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from memkit.bench import layer_peers
 from memkit.device import CpuDevice, Device, ReferenceDevice
-
-BENCHES = Path(__file__).parents[2] / "examples" / "bench"
+from tests.bench.cases import BENCHES
 
 KEYS = {
     "name",
@@ -114,7 +112,7 @@ def test_dit_trains_lora_on_the_projections_of_attention(scripts: Scripts) -> No
 def test_peers_are_told_one_by_one_beside_plain_and_memkit(scripts: Scripts) -> None:
     lines = list(scripts.peers.peers_forward(_setting(scripts, CpuDevice())))
 
-    assert [line["engine"] for line in lines] == ["plain", "memkit", "memkit", *(peer.name for peer in layer_peers.PEERS)]
+    assert [line["engine"] for line in lines] == ["plain", "memkit", "memkit", *(peer.name for peer in scripts.peers.PEERS)]
     found = {line["engine"]: line for line in lines}
     assert found["memkit"]["num_streamed"] == 4
     for name in ("block swap", "FSDP2 CPUOffloadPolicy"):

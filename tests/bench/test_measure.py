@@ -15,7 +15,7 @@ from torch import Tensor
 import memkit
 from memkit.bench import Workload, engines, measure, sum_of_outputs
 from memkit.device import CpuDevice, ReferenceDevice
-from tests.bench.cases import layers
+from tests.bench.cases import bench_module, layers
 
 
 def _workload(seen: Callable[[], None] = lambda: None) -> Workload:
@@ -164,12 +164,15 @@ def test_checkpointing_is_taken_off_again() -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
+def test_torch_baselines_are_named() -> None:
+    assert list(engines.torch_baselines(torchvision.models.resnet18())) == ["torch save_on_cpu", "checkpoint per block"]
+
+
 def test_peers_that_are_not_installed_are_left_out_with_a_warning() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = engines.peers(torchvision.models.resnet18())
+        found = bench_module("peers").installed_peers(torchvision.models.resnet18())
 
-    assert {"torch save_on_cpu", "checkpoint per block"} <= set(found)
     missing = {"TRL", "torchtune"} - {name.split()[0] for name in found}
     assert {str(warning.message).split()[0] for warning in caught} == missing
 

@@ -23,8 +23,15 @@ WIDTH = 64  # each saved storage is 16 KiB
 
 @pytest.fixture(scope="module")
 def result() -> RematBench:
+    workload = square_layers(WIDTH)
     return bench_remat(
-        square_layers(WIDTH), [1.0, 0.5, "64KiB"], ReferenceDevice(), num_steps=2, num_warmup=4, with_peers=True, min_bytes=0
+        workload,
+        [1.0, 0.5, "64KiB"],
+        ReferenceDevice(),
+        num_steps=2,
+        num_warmup=4,
+        peers=engines.checkpointing(workload.model),
+        min_bytes=0,
     )
 
 

@@ -9,16 +9,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from tests.bench.cases import BENCHES
+
 pytestmark = pytest.mark.full
 
-BENCHES = Path(__file__).parents[2] / "examples" / "bench"
 SUPERNET_PHASES = [
     "remat_supernet_plain",
     "remat_supernet_plain_steps",

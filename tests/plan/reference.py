@@ -78,15 +78,9 @@ class Reference:
         return later[0] - self.place + 1 if later else len(self.step.uses)
 
     def score_of(self, value: int) -> float:
-        score, lineage = self.score, self.lineage
+        lineage = self.lineage
         cost_s = sum(lineage.seconds[op] for op in ancestors(lineage, value, self.present))
-        again = score.delta ** self.times_made.get(value, 0)
-        return (
-            (cost_s + 1e-9) ** score.alpha
-            * again
-            / (lineage.num_bytes[value] + 1) ** score.gamma
-            / self.distance(value) ** score.beta
-        )
+        return (cost_s + 1e-9) / (lineage.num_bytes[value] + 1) / self.distance(value)
 
     def make_room(self, num_bytes: int, needed: Collection[int] = ()) -> None:
         while self.bytes_now() + num_bytes > self.limit_bytes:

@@ -340,7 +340,7 @@ def test_error_in_a_thread_is_raised_where_it_is_waited_for(
 
         return copy_twice
 
-    device_is_staged = bool(case.arena._buffers)
+    device_is_staged = bool(case.arena._buffer_spans)
     with monkeypatch.context() as patch:
         for name in ("copy", "copy_pageable"):
             patch.setattr(device, name, failing(getattr(device, name)))

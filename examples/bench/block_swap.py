@@ -34,7 +34,7 @@ class BlockSwap:
         self._device, self._stream = device, device.new_stream("block swap")
         frozen = [[parameter for parameter in layer.parameters() if not parameter.requires_grad] for layer in layers]
         if not any(frozen):
-            raise ValueError("it moves frozen weights only; found none in the layers. Measure with --train frozen")
+            raise ValueError("it moves frozen weights only; found none in the layers")
         self._hosts = [[(parameter, _pinned(parameter.data, device)) for parameter in found] for found in frozen]
         self._ready: dict[int, Event] = {}
         """For each layer whose weights are on the device, or on their way to it, the event behind their copies."""

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import copy
 import importlib
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from block_swap import BlockSwap
 from torch import nn
 
-from memkit.bench import engines
-from memkit.bench.block_swap import BlockSwap
-from memkit.bench.measure import Measurement, Workload, let_go, measure
+from memkit.bench import Measurement, measure
+from memkit.bench.engines import plain
+from memkit.bench.layers import StepOf
+from memkit.bench.measure import let_go
 from memkit.device import Device
 from memkit.weights.placement import Placement
 from memkit.weights.selection import find_layers
-
-_log = logging.getLogger("memkit.bench")
-
-StepOf = Callable[[nn.Module], Workload]
-"""Makes the step of a model, or of a copy of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,35 +35,20 @@ class LayerPeer:
     """Takes a model on the CPU, which is thrown away afterwards."""
 
 
-def measure_peers(
-    step_of: StepOf, model: nn.Module, device: Device, *, num_steps: int, num_warmup: int
-) -> tuple[dict[str, Measurement], dict[str, str]]:
-    """Return what a step takes with each peer, by name; and of those that cannot do it, why.
+def measure_peer(
+    peer: LayerPeer, step_of: StepOf, model: nn.Module, device: Device, *, num_steps: int, num_warmup: int
+) -> Measurement | str:
+    """Return what a step takes with one peer, or why it cannot do it.
 
     Args:
+        peer: whose means.
         step_of: makes the step of a copy of the model.
         model: on the CPU, or on the device if that has room for it twice.
         device: where the steps run.
         num_steps, num_warmup: steps that count, and steps ahead of them that do not.
     """
-    found: dict[str, Measurement] = {}
-    left_out: dict[str, str] = {}
-    for peer in PEERS:
-        result = measure_peer(peer, step_of, model, device, num_steps=num_steps, num_warmup=num_warmup)
-        if isinstance(result, Measurement):
-            found[peer.name] = result
-        else:
-            left_out[peer.name] = result
-    return found, left_out
-
-
-def measure_peer(
-    peer: LayerPeer, step_of: StepOf, model: nn.Module, device: Device, *, num_steps: int, num_warmup: int
-) -> Measurement | str:
-    """Return what a step takes with one peer, or why it cannot do it. The arguments are those of `measure_peers`."""
-    _log.info("%s", peer.name)
     if step_of(model).backward and not peer.has_backward:
-        return "it runs forwards only, and this step has a backward. Measure with --no-backward"
+        return "it runs forwards only, and this step has a backward"
     try:
         return _measured(peer, step_of, model, device, num_steps, num_warmup)
     except ImportError as error:
@@ -83,9 +64,7 @@ def _measured(
 ) -> Measurement:
     its_own = copy.deepcopy(model)
     with peer.offloaded(its_own, device):
-        found = measure(
-            step_of(its_own), engines.plain, device, num_steps=num_steps, num_warmup=num_warmup, num_in_a_row=num_steps
-        )
+        found = measure(step_of(its_own), plain, device, num_steps=num_steps, num_warmup=num_warmup, num_in_a_row=num_steps)
     return found if peer.counts_memory else replace(found, peak_allocated_bytes=None, peak_reserved_bytes=None)
 
 
@@ -143,7 +122,7 @@ def _fsdp(model: nn.Module, device: Device) -> Iterator[None]:
 
 @contextmanager
 def _block_swap(model: nn.Module, device: Device) -> Iterator[None]:
-    """Each layer, frozen weights only; all else on the device. Source: `memkit.bench.block_swap`."""
+    """Each layer, frozen weights only; all else on the device. Source: `block_swap.py`."""
     swap = BlockSwap([*find_layers(model, None).values()], device)
     moved = {id(parameter) for parameter in swap.parameters}
     Placement().place([x for x in (*model.parameters(), *model.buffers()) if id(x) not in moved], device.torch_device)
