@@ -247,6 +247,8 @@ class Entry:
         run.is_forward = False
         if run.forward is not None:
             run.window.end_forward(run.forward, learn=learn)
+        if self._mover is not None:
+            state.moved = run.moved_values()
         recording = run.recording
         counts = self.counts
         counts.num_ops += len(recording.funcs)

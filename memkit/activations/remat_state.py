@@ -38,6 +38,8 @@ class RematState:
         self._kinds = op_kinds()
         self.plan: RematPlan | None = None
         """The one that was followed last."""
+        self.moved = frozenset[int]()
+        """Values of the last forward that the context outside has moved to host memory."""
         self.device: Device | None = None
         """Where tensors are dropped."""
         self._windows: dict[Device, OffloadWindow] = {}

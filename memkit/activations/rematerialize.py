@@ -156,9 +156,11 @@ class Rematerialize(ForwardContext):
     @property
     def plan(self) -> RematPlan | None:
         """The plan that was given, or else the one that was followed last under the tag; None before one: the first step
-        follows none."""
+        follows none. What a `CPUOffload` around has moved of what stays is OFFLOAD in it."""
         state = find_state(self.tag)
-        return self._options.plan or (None if state is None else state.plan)
+        if self._options.plan is not None or state is None or state.plan is None:
+            return self._options.plan
+        return state.plan.with_moved(state.moved)
 
     def stats(self) -> SavedTensorStats:
         """Return what contexts did under the tag: see `memkit.stats`."""

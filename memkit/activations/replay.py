@@ -138,6 +138,11 @@ class Run(Residents):
         self._records[value] = weakref.ref(record)
         self._streams[record.stream] = None
 
+    def moved_values(self) -> frozenset[int]:
+        """Return the values that have left for host memory by the context outside."""
+        handles = ((value, reference()) for value, reference in self.others.items())
+        return frozenset(value for value, handle in handles if isinstance(handle, Handle) and handle.record.left is not None)
+
     def records(self) -> Iterator[tuple[int, Record]]:
         """Yield the values that a graph may still ask for, with their records."""
         for value in list(self._records):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from tabulate import tabulate
@@ -97,6 +97,19 @@ class RematPlan:
         values = list(self.values)
         values[index] = replace(planned, action=action, reason="asked for")
         return replace(self, values=tuple(values))
+
+    def with_moved(self, moved: Collection[int]) -> RematPlan:
+        """Return the plan where some of the values that stay are moved by a context outside."""
+        is_moved = [planned.action is Action.KEEP and planned.value in moved for planned in self.values]
+        if not any(is_moved):
+            return self
+        return replace(
+            self,
+            values=tuple(
+                replace(planned, action=Action.OFFLOAD, reason="the context outside moves it") if moves else planned
+                for planned, moves in zip(self.values, is_moved, strict=True)
+            ),
+        )
 
     def explain(self) -> str:
         """Return the plan as a table: for each module and op what is kept, what is made again, and why."""

@@ -22,7 +22,11 @@ class Around:
 
     def __enter__(self) -> None:
         self._outer.__enter__()
-        self._inner.__enter__()
+        try:
+            self._inner.__enter__()
+        except BaseException:
+            self._outer.__exit__(None, None, None)
+            raise
 
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)

@@ -1,0 +1,200 @@
+"""Any mix of keep, offload and recompute over the saves of a step: exact, without a race, and the bytes that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import memkit
+from memkit.device import CpuDevice, Device, ReferenceDevice
+from memkit.plan import Action
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, leaf_on
+from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.contracts.contexts import KINDS, MORE_KINDS, Around
+
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+
+WORDS = {Action.KEEP: memkit.keep, Action.OFFLOAD: memkit.offload, Action.RECOMPUTE: memkit.recompute}
+ALL_KINDS = KINDS | MORE_KINDS
+UNITS = [1, 2, 1, 3, 1, 2, 1, 1]
+
+marks = st.lists(st.sampled_from([None, *Action]), min_size=len(UNITS), max_size=len(UNITS))
+plans = st.lists(st.sampled_from(list(Action)), min_size=len(UNITS), max_size=len(UNITS))
+
+
+def _marked_chain(x: Tensor, actions: list[Action | None]) -> Tensor:
+    """Let autograd save one storage for each action, of so many units, and nothing else."""
+    for num_units, action in zip(UNITS, actions, strict=True):
+        x = x.repeat(num_units)[: num_units * UNIT_NUMEL].clone()
+        if action is not None:
+            WORDS[action](x)
+        x = x.sin()
+    return x
+
+
+def _step(x: Tensor, actions: list[Action | None], context: AbstractContextManager[object]) -> list[Tensor]:
+    x.grad = None
+    with context:
+        y = _marked_chain(x, actions)
+    y.sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad]
+
+
+def _bytes(actions: list[Action | None] | list[Action], action: Action) -> int:
+    return UNIT_BYTES * sum(units for units, asked in zip(UNITS, actions, strict=True) if asked is action)
+
+
+@pytest.fixture(params=["late", "seed 0", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """Return each device on which something can move."""
+    if request.param == "cuda":
+        from memkit.device import open_device
+
+        yield open_device("cuda")
+    else:
+        found = ReferenceDevice(seed=0 if request.param == "seed 0" else None)
+        yield found
+        found.synchronize()
+    memkit.reset("actions")
+
+
+def _check_marks(actions: list[Action | None], name: str, device: Device) -> None:
+    x = leaf_on(device.torch_device)
+    wanted = _step(x, actions, nullcontext())
+
+    for _ in range(4):
+        assert_same_bits(_step(x, actions, ALL_KINDS[name].make(device, "actions")), wanted)
+    memkit.reset("actions")
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=marks, name=st.sampled_from(sorted(ALL_KINDS)))
+def test_marks_are_exact_in_every_context(device: Device, actions: list[Action | None], name: str) -> None:
+    _check_marks(actions, name, device)
+
+
+@pytest.mark.full
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=marks, name=st.sampled_from(sorted(ALL_KINDS)))
+def test_many_marks_are_exact_in_every_context(device: Device, actions: list[Action | None], name: str) -> None:
+    _check_marks(actions, name, device)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=plans)
+def test_plan_of_all_actions_moves_and_drops_what_it_says(device: Device, actions: list[Action]) -> None:
+    x = leaf_on(device.torch_device)
+    wanted = _step(x, [None] * len(UNITS), nullcontext())
+
+    def run(plan: memkit.plan.RematPlan | None) -> list[Tensor]:
+        context = memkit.Rematerialize(1.0, "actions", plan=plan, min_bytes=0, device=device)
+        return _step(x, [None] * len(UNITS), context)
+
+    for _ in range(2):
+        run(None)
+    plan = memkit.Rematerialize(1.0, "actions").plan
+    assert plan is not None
+    for index, action in enumerate(actions):
+        plan = plan.with_action(index, action)
+
+    for _ in range(3):
+        assert_same_bits(run(plan), wanted)
+        stats = memkit.stats("actions")
+        assert (stats.moved_out_bytes or 0) == plan.offload_bytes
+        assert plan.offload_bytes == _bytes(actions, Action.OFFLOAD)
+        assert stats.num_dropped == actions.count(Action.RECOMPUTE)
+        assert stats.num_replays <= stats.num_dropped  # one may make several
+        assert (stats.moved_in_bytes or 0) <= plan.offload_bytes
+    memkit.reset("actions")
+
+
+def test_marks_of_rematerialize_move_and_drop_what_they_say(device: Device) -> None:
+    actions: list[Action | None] = [Action.OFFLOAD, None, Action.RECOMPUTE, Action.OFFLOAD, None, Action.RECOMPUTE, None, None]
+    x = leaf_on(device.torch_device)
+    for _ in range(3):
+        _step(x, actions, memkit.Rematerialize(1.0, "actions", min_bytes=0, device=device))
+
+        stats = memkit.stats("actions")
+        assert stats.moved_out_bytes == _bytes(actions, Action.OFFLOAD)
+        assert stats.dropped_bytes == _bytes(actions, Action.RECOMPUTE)
+    plan = memkit.Rematerialize(1.0, "actions").plan
+    assert plan is not None
+    assert [planned.action for planned in plan.values] == [action or Action.KEEP for action in actions]
+
+
+def test_marks_of_an_offload_move_and_keep_what_they_say(device: Device) -> None:
+    actions: list[Action | None] = [Action.KEEP, None, Action.KEEP, None, None, Action.OFFLOAD, None, None]
+    x = leaf_on(device.torch_device)
+    for ratio, wanted in (
+        (0.0, _bytes(actions, Action.OFFLOAD)),
+        (1.0, UNIT_BYTES * sum(UNITS) - _bytes(actions, Action.KEEP)),
+    ):
+        for _ in range(3):
+            _step(x, actions, memkit.CPUOffload(ratio, "actions", min_bytes=0, window_bytes=0, device=device))
+
+        assert memkit.stats("actions").moved_out_bytes == wanted
+        memkit.reset("actions")
+
+
+def test_offload_makes_again_what_it_is_asked_to_from_the_next_forward_on(device: Device) -> None:
+    actions: list[Action | None] = [None, None, Action.RECOMPUTE, None, None, Action.RECOMPUTE, None, None]
+    x = leaf_on(device.torch_device)
+    for number in range(3):
+        _step(x, actions, memkit.CPUOffload(1.0, "actions", min_bytes=0, window_bytes=0, device=device))
+
+        stats = memkit.stats("actions")
+        dropped_bytes = _bytes(actions, Action.RECOMPUTE) if number else 0
+        assert (stats.dropped_bytes or 0) == dropped_bytes
+        assert stats.moved_out_bytes == UNIT_BYTES * sum(UNITS) - dropped_bytes
+
+
+def test_recorded_offload_gives_way_to_a_context_of_the_users(device: Device) -> None:
+    x = leaf_on(device.torch_device)
+    wanted = _step(x, [None] * len(UNITS), nullcontext())
+    with memkit.CPUOffload(1.0, "actions", min_bytes=0, device=device):
+        memkit.recompute(x.clone())
+
+    for _ in range(3):
+        outer = memkit.CPUOffload(0.5, "actions", min_bytes=0, device=device)
+        inner = memkit.Rematerialize(0.5, "inside", min_bytes=0, device=device)
+        assert_same_bits(_step(x, [None] * len(UNITS), Around(outer, inner)), wanted)
+    memkit.reset("inside")
+
+
+def test_nothing_moves_where_there_is_no_other_memory() -> None:
+    x = leaf_on(torch.device("cpu"))
+    context = memkit.Rematerialize(1.0, "actions", min_bytes=0, device=CpuDevice())
+
+    with pytest.warns(UserWarning, match="no other memory to move saved tensors to: they stay"):
+        _step(x, [Action.OFFLOAD] * len(UNITS), context)
+
+    assert not memkit.stats("actions").moved_out_bytes
+    memkit.reset("actions")
+
+
+@pytest.mark.parametrize("budget", [0.8, 0.5])
+def test_each_byte_crosses_once_each_way_around_a_rematerialize(budget: float, device: Device) -> None:
+    """What a replay reads from host memory is there for the request that comes later as well."""
+    x = leaf_on(device.torch_device)
+    plain = _step(x, [None] * len(UNITS), nullcontext())
+    for _ in range(4):
+        outer = memkit.CPUOffload(0.5, "actions", min_bytes=0, window_bytes=0, device=device)
+        inner = memkit.Rematerialize(budget, "inside", min_bytes=0, device=device)
+        assert_same_bits(_step(x, [None] * len(UNITS), Around(outer, inner)), plain)
+
+        stats, inside = memkit.stats("actions"), memkit.stats("inside")
+        assert 0 < stats.moved_out_bytes <= UNIT_BYTES * sum(UNITS) - inside.dropped_bytes
+        assert stats.moved_in_bytes <= stats.moved_out_bytes
+    plan = memkit.Rematerialize(budget, "inside").plan
+    assert plan is not None
+    assert plan.offload_bytes == stats.moved_out_bytes
+    assert "the context outside moves it" in plan.explain()
+    memkit.reset("inside")
