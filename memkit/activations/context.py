@@ -10,9 +10,21 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from memkit.hooks import stacked_owners
 from memkit.interrupts import Exclusive
 
 _Context = TypeVar("_Context", bound="ForwardContext")
+
+
+class TaggedEntry:
+    """One time in a context under a tag, from `with` to its end: the owner of its hooks."""
+
+    tag: str
+
+
+def is_within(tag: str) -> bool:
+    """Tell whether this thread is in a context under a tag."""
+    return any(isinstance(owner, TaggedEntry) and owner.tag == tag for owner in stacked_owners())
 
 
 class ForwardContext(Exclusive):

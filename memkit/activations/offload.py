@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memkit.activations.context import ForwardContext
+from memkit.activations.context import ForwardContext, TaggedEntry
 from memkit.activations.counts import IterationCounts
 from memkit.activations.eligibility import is_from_leaf, is_range_of_bytes, leaves_with
 from memkit.activations.forward import Pass
@@ -127,7 +127,7 @@ class _Options:
     device: Device | None
 
 
-class _Entry:
+class _Entry(TaggedEntry):
     """One time in the context: from `with` to its end."""
 
     def __init__(
@@ -138,6 +138,7 @@ class _Entry:
         resident: Mapping[int, weakref.ref[torch.UntypedStorage]],
         block: Block,
     ) -> None:
+        self.tag = state.tag
         self._state = state
         self._options = options
         self._resident = resident

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit.activations.context import ForwardContext
+from memkit.activations.context import ForwardContext, is_within
 from memkit.activations.ops import names_of_ops, op_kinds
 from memkit.activations.recording_cost import recording_cost_s
 from memkit.activations.remat_entry import Entry, RematOptions
@@ -152,6 +152,7 @@ class Rematerialize(ForwardContext):
             with state.lock:
                 self._entry = Entry(state, self._options, block)
                 state.num_iterations += 1
+                state.num_inner += is_within(self.tag)
                 state.counts = self._entry.counts
             self._entry.begin()
 
@@ -278,7 +279,7 @@ def _figures(tag: str) -> dict[str, Any] | None:
         counts, ledgers = state.counts, state.ledgers()
         counter = None if state.device is None else state.device.memory_counter()
         return {
-            "num_iterations": state.num_iterations,
+            "num_iterations": state.num_iterations - state.num_inner,
             "live_records": sum(ledger.num_records for ledger in ledgers),
             "live_bytes": sum(ledger.live_bytes for ledger in ledgers),
             "peak_allocated_bytes": None if counter is None else counter.peak_bytes(),

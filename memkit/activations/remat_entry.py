@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memkit.activations.context import TaggedEntry
 from memkit.activations.counts import RematCounts
 from memkit.activations.dispatch import is_traced
 from memkit.activations.eligibility import is_range_of_bytes
@@ -101,10 +102,11 @@ class PassedOn:
         return self._hooks.unpack(self._packed)
 
 
-class Entry:
+class Entry(TaggedEntry):
     """One time in the context: from `with` to its end."""
 
     def __init__(self, state: RematState, options: RematOptions, block: Block | None = None) -> None:
+        self.tag = state.tag
         self._state = state
         self._lock = state.lock
         self._options = options

@@ -34,6 +34,8 @@ class RematState:
         self.lock = threading.RLock()
         self.is_broken = False
         self.num_iterations = 0
+        self.num_inner = 0
+        """Of these, those in a `CPUOffload` under the same tag."""
         self.num_deviations = 0
         self.counts = RematCounts()
         self.traces = OpTraces()
