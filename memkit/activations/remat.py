@@ -94,7 +94,10 @@ class Rematerialize(ForwardContext):
         if not isinstance(tag, str):
             raise TypeError(f"tag is a string; found {type(tag).__name__}")
         if policy not in _POLICIES:
-            raise ValueError(f'policy is "plan" or "dtr"; found {policy!r}')
+            raise ValueError(
+                f'Rematerialize needs policy="plan" or "dtr"; found {policy!r}. Omit it to follow a plan from the second step '
+                'on, or pass "dtr" to let the score decide in every step'
+            )
         if plan is not None and not isinstance(plan, RematPlan):
             raise TypeError(f"plan is a RematPlan, as Rematerialize.plan is; found {type(plan).__name__}")
         if not isinstance(score, DTRScore):

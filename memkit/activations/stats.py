@@ -201,7 +201,11 @@ def stats(tag: str = "default") -> SavedTensorStats:
     found = {context: figures for context, figures in asked.items() if figures is not None}
     if not found:
         known = sorted({known for source in _sources.values() for known in source.tags()})
-        raise ValueError(f'no context was entered under the tag "{tag}"; known tags: {known or "none"}')
+        do = f"Pass one of {', '.join(map(repr, known))}, or run" if known else "Run"
+        raise ValueError(
+            f'memkit.stats needs a tag under which a context was entered with grad mode on; found none under "{tag}". {do} a '
+            f'forward in a context with tag="{tag}" first'
+        )
     every = [name for figures in found.values() for name in figures]
     merged = {name: _merged([figures[name] for figures in found.values() if name in figures], name) for name in every}
     return SavedTensorStats(tag=tag, contexts=tuple(found), **merged)
