@@ -126,6 +126,7 @@ def test_readme_commands_are_the_ones_that_ci_runs() -> None:
 
     setup, *run_and_test = commands
     assert setup.startswith("git clone ")
+    assert not set(setup) & set("<>"), "pasted as it is, a shell would read or write files by that"
     assert "python3 -m venv" in setup
     assert len(run_and_test) == 2
     assert all(command in ci for command in run_and_test)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from memkit.hooks import stacked_owners
 from memkit.interrupts import Exclusive
 from memkit.kept import KeptHandle
 from memkit.plan import Action
@@ -32,6 +33,17 @@ class Mover(Protocol):
 
 
 _Context = TypeVar("_Context", bound="ForwardContext")
+
+
+class TaggedEntry:
+    """One time in a context under a tag, from `with` to its end: the owner of its hooks."""
+
+    tag: str
+
+
+def is_within(tag: str) -> bool:
+    """Tell whether this thread is in a context under a tag."""
+    return any(isinstance(owner, TaggedEntry) and owner.tag == tag for owner in stacked_owners())
 
 
 class ForwardContext(Exclusive):

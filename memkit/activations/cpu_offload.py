@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.context import ForwardContext
+from memkit.activations.context import ForwardContext, TaggedEntry
 from memkit.activations.counts import Counts
 from memkit.activations.eligibility import counted_by, is_from_leaf, is_range_of_bytes, leaves_with
 from memkit.activations.forward import Pass
@@ -121,7 +121,7 @@ class _Options:
     device: Device | None
 
 
-class _Entry:
+class _Entry(TaggedEntry):
     """One time in the context: from `with` to its end."""
 
     def __init__(
@@ -132,6 +132,7 @@ class _Entry:
         resident: Mapping[int, weakref.ref[torch.UntypedStorage]],
         block: Block,
     ) -> None:
+        self.tag = state.tag
         self._state = state
         self._options = options
         self._resident = resident

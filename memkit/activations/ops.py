@@ -111,11 +111,6 @@ _BATCH_NORMS: dict[OpOverload, OpOverload | None] = {
 """They write running statistics in training mode; without them they compute the same."""
 
 
-def kind_of(func: Any) -> OpKind:
-    """Return what is known of an op, an `OpOverload` or a `HigherOrderOperator`, without a user's word."""
-    return op_kinds().of(func)
-
-
 class OpKinds:
     """What is known of each op.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.context import Mover
+from memkit.activations.context import Mover, TaggedEntry, is_within
 from memkit.activations.counts import Counts
 from memkit.activations.eligibility import is_range_of_bytes
 from memkit.activations.forward import Pass
@@ -95,12 +95,13 @@ class PassedOn:
         return self._hooks.unpack(self._packed)
 
 
-class Entry:
+class Entry(TaggedEntry):
     """One time in the context: from `with` to its end."""
 
     def __init__(self, state: RematState, options: RematOptions, block: Block | None = None) -> None:
         from memkit.activations.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
+        self.tag = state.tag
         self._state = state
         self._lock = state.lock
         self._options = options
@@ -526,6 +527,7 @@ def open_entry(tag: str, options: RematOptions, block: Block) -> Entry:
     with state.lock:
         entry = Entry(state, options, block)
         state.num_iterations += 1
+        state.num_inner += is_within(tag)
         state.counts = entry.counts
         return entry
 

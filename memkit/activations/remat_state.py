@@ -32,6 +32,8 @@ class RematState:
         self.lock = threading.RLock()
         self.is_broken = False
         self.num_iterations = 0
+        self.num_inner = 0
+        """Of these, those in a `CPUOffload` under the same tag."""
         self.num_deviations = 0
         self.counts = Counts()
         self.traces = OpTraces()

@@ -95,7 +95,10 @@ class Rematerialize(ForwardContext):
         if not isinstance(tag, str):
             raise TypeError(f"tag is a string; found {type(tag).__name__}")
         if policy not in _POLICIES:
-            raise ValueError(f'policy is "plan" or "dtr"; found {policy!r}')
+            raise ValueError(
+                f'Rematerialize needs policy="plan" or "dtr"; found {policy!r}. Omit it to follow a plan from the second step '
+                'on, or pass "dtr" to let the score decide in every step'
+            )
         if plan is not None and not isinstance(plan, RematPlan):
             raise TypeError(f"plan is a RematPlan, as Rematerialize.plan is; found {type(plan).__name__}")
         if not isinstance(score, DTRScore):
@@ -244,7 +247,7 @@ def _figures(tag: str) -> dict[str, Any] | None:
         counts, ledgers = state.counts, [window.ledger for window in state.windows()]
         counter = None if state.device is None else state.device.memory_counter()
         return {
-            "num_iterations": state.num_iterations,
+            "num_iterations": state.num_iterations - state.num_inner,
             "live_records": sum(ledger.num_records for ledger in ledgers),
             "live_bytes": sum(ledger.live_bytes for ledger in ledgers),
             "peak_allocated_bytes": None if counter is None else counter.peak_bytes(),

@@ -40,7 +40,8 @@ class SavedTensorStats:
     contexts: tuple[str, ...]
     """Which kinds of context were entered under the tag: "CPUOffload", "Rematerialize"."""
     num_iterations: int
-    """Entries with grad mode on, since the tag was new or reset; where one context is around the other, of the outer one."""
+    """Entries with grad mode on, since the tag was new or reset. A `Rematerialize` inside of a `CPUOffload` under the same tag
+    is part of that one's iteration, however often it is entered there."""
     live_records: int
     """Saved storages that a graph may still ask for."""
     live_bytes: int
@@ -200,7 +201,11 @@ def stats(tag: str = "default") -> SavedTensorStats:
     found = {context: figures for context, figures in asked.items() if figures is not None}
     if not found:
         known = sorted({known for source in _sources.values() for known in source.tags()})
-        raise ValueError(f'no context was entered under the tag "{tag}"; known tags: {known or "none"}')
+        do = f"Pass one of {', '.join(map(repr, known))}, or run" if known else "Run"
+        raise ValueError(
+            f'memkit.stats needs a tag under which a context was entered with grad mode on; found none under "{tag}". {do} a '
+            f'forward in a context with tag="{tag}" first'
+        )
     every = [name for figures in found.values() for name in figures]
     merged = {name: _merged([figures[name] for figures in found.values() if name in figures], name) for name in every}
     return SavedTensorStats(tag=tag, contexts=tuple(found), **merged)
@@ -209,7 +214,7 @@ def stats(tag: str = "default") -> SavedTensorStats:
 def _merged(values: list[Any], name: str) -> Any:
     """Return one figure for what several kinds of context say."""
     said = [value for value in values if value is not None]
-    if name.startswith("live_"):
+    if name == "num_iterations" or name.startswith("live_"):
         return sum(said)
     return max(said, default=None) if len(values) > 1 else values[0]
 

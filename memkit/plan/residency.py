@@ -17,7 +17,7 @@ from itertools import product
 from tabulate import tabulate
 
 from memkit.plan.ratio import check_ratio
-from memkit.plan.streaming import LayerCosts, check_count, predict_step, size_classes, slot_sizes, transfer_s
+from memkit.plan.streaming import LayerCosts, check_count, check_num_slots, predict_step, size_classes, slot_sizes, transfer_s
 from memkit.sizes import MIB, format_bytes
 
 _HIDDEN = 1.01
@@ -199,7 +199,7 @@ def plan_budget(
     """
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
         raise TypeError(f"budget is a number of bytes (an int); found {budget_bytes!r}")
-    check_count("num_slots", num_slots, least=1)
+    check_num_slots(num_slots)
     for fewer_slots in range(num_slots, 0, -1):
         choices = _even_choices(layers, fewer_slots)
         fitting = [choice for choice in choices if choice.device_bytes + state_bytes <= budget_bytes]

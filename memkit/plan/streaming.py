@@ -50,7 +50,7 @@ def slot_sizes(streamed_bytes: Sequence[int], num_slots: int) -> tuple[int, ...]
     Layers that are at most an eighth smaller than the largest of them share slots of its size: `num_slots` of these, or one for
     each such layer where they are fewer.
     """
-    check_count("num_slots", num_slots, least=1)
+    check_num_slots(num_slots)
     slots: list[int] = []
     for members in size_classes(streamed_bytes):
         slots += [max(streamed_bytes[index] for index in members)] * min(num_slots, len(members))
@@ -144,12 +144,21 @@ def transfer_s(num_bytes: int, link_bytes_per_s: float) -> float:
     return num_bytes / link_bytes_per_s
 
 
-def check_count(name: str, value: object, *, least: int, most: int | None = None) -> None:
+def check_num_slots(num_slots: object) -> None:
+    """Raise if layers cannot stream through so many slots of a size.
+
+    Raises:
+        TypeError, ValueError: so it is.
+    """
+    check_count("num_slots", num_slots, least=1, do="Pass 1 to take the least memory, 2 or more to copy while a layer computes")
+
+
+def check_count(name: str, value: object, *, least: int, most: int | None = None, do: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int; found {value!r}")
     if value < least or (most is not None and value > most):
         wanted = f"at least {least}" if most is None else f"from {least} to the number of layers, {most}"
-        raise ValueError(f"{name} must be {wanted}; found {value}")
+        raise ValueError(f"{name} must be {wanted}; found {value}{'. ' if do else ''}{do}")
 
 
 def _measured_s(name: str, seconds: float | None) -> float:

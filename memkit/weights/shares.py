@@ -28,7 +28,10 @@ def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOpti
         ValueError: there is no such mode, or it does not go with the optimizer that is given.
     """
     if train not in _TRAIN:
-        raise ValueError(f"train is one of {_TRAIN}; found {train!r}")
+        raise ValueError(
+            f"LayerOffload needs train= one of {', '.join(map(repr, _TRAIN))}; found {train!r}. Omit it to have the mode "
+            "chosen by what requires grad"
+        )
     if optimizer is not None and (train not in ("auto", "fused") or not callable(optimizer)):
         raise ValueError(f'optimizer makes the optimizer for train="fused"; found {optimizer!r} with train="{train}"')
     if train == "fused" and optimizer is None:

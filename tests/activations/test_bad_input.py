@@ -77,12 +77,12 @@ def test_attach_that_raises_leaves_no_hook() -> None:
 def test_stats_of_an_unknown_tag(device: Device, offloading: Offload) -> None:
     step(leaf_on(device.torch_device), [1], lambda: offloading(0.5, "known"))
 
-    with pytest.raises(ValueError, match=r"no context was entered under the tag \"unknown\"; known tags: \['known'\]"):
+    with pytest.raises(ValueError, match=r"found none under \"unknown\"\. Pass one of 'known', or run a forward in"):
         memkit.stats("unknown")
 
 
 def test_stats_without_any_tag() -> None:
-    with pytest.raises(ValueError, match="known tags: none"):
+    with pytest.raises(ValueError, match="Run a forward in a context with tag="):
         memkit.stats()
 
 
@@ -130,7 +130,7 @@ def test_attached_inside_a_checkpointed_function(use_reentrant: bool, device: De
         checkpoint(block, leaf_on(device.torch_device), use_reentrant=use_reentrant)
 
     assert innermost_pack() is None
-    with pytest.raises(ValueError, match="known tags: none"):
+    with pytest.raises(ValueError, match="Run a forward in a context with tag="):
         memkit.stats("inside")
 
 

@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
     pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant checks)|torch.quantize_per_tensor"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),  # torch 2.10's own forward mode
 ]
 
 

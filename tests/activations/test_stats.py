@@ -185,6 +185,21 @@ def test_figures_are_of_the_last_iteration(device: Device, offloading: Offload) 
         assert stats.num_copies_out == stats.num_copies_in == length
 
 
+@pytest.mark.parametrize(("outer", "expected"), [("shared", 2 + 1), ("other", 6 + 1)])
+def test_iterations_are_those_of_the_context_outside(outer: str, expected: int, device: Device, offloading: Offload) -> None:
+    """A step enters one context and in it another several times, for its micro-batches; a last one enters that alone."""
+    leaf = leaf_on(device.torch_device)
+    for _ in range(2):
+        with offloading(1.0, outer):
+            for _ in range(3):
+                with memkit.Rematerialize(1.0, "shared", min_bytes=0, device=device):
+                    (leaf * 2).exp()
+    with memkit.Rematerialize(1.0, "shared", min_bytes=0, device=device):
+        (leaf * 2).exp()
+
+    assert memkit.stats("shared").num_iterations == expected
+
+
 def test_tag_with_nothing_saved(device: Device, offloading: Offload) -> None:
     with offloading(0.5, "nothing"):
         torch.zeros(UNIT_NUMEL, device=device.torch_device).sin()

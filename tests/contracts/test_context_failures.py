@@ -164,7 +164,7 @@ def test_inside_a_checkpointed_function(use_reentrant: bool, context: Context) -
 
     assert innermost_pack() is None
     for stats in context.kind.stats:
-        with pytest.raises(ValueError, match="known tags: none"):
+        with pytest.raises(ValueError, match="Run a forward in a context with tag="):
             stats(context.tag)
 
 

@@ -411,7 +411,10 @@ def test_no_slots_are_refused(num_slots: int) -> None:
         with pytest.raises(ValueError) as error:
             plan()
 
-        assert str(error.value) == f"num_slots must be at least 1; found {num_slots}"
+        assert str(error.value) == (
+            f"num_slots must be at least 1; found {num_slots}. Pass 1 to take the least memory, 2 or more to copy while a "
+            "layer computes"
+        )
 
 
 @pytest.mark.parametrize("num_resident", [-1, 3])

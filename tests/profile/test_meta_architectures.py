@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -101,11 +102,25 @@ def _transformer(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {key: make() for key, make in inputs.items()}
 
 
+@functools.cache
+def _reason_against_experts() -> str:
+    """Return why experts in float32 cannot run on meta: in torch 2.10 their grouped product takes bfloat16 alone there, unlike on
+    the CPU."""
+    tokens, weights = torch.empty(8, 16, device="meta"), torch.empty(2, 16, 16, device="meta")
+    try:
+        torch._grouped_mm(tokens, weights, offs=torch.empty(2, dtype=torch.int32, device="meta"))
+    except RuntimeError as error:
+        return f"torch {torch.__version__}: grouped products on meta: {error}"
+    return ""
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers_save_what_they_save_on_the_cpu(name: str, mode: str) -> None:
+    if name == "mixtral" and mode != "bfloat16" and _reason_against_experts():
+        pytest.skip(_reason_against_experts())
     model, inputs = _transformer(name)
     if mode == "bfloat16":
         model = model.bfloat16()

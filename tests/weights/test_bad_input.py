@@ -148,10 +148,14 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "negative budget": ({"budget": -5}, ValueError, r"budget.* found -5"),
     "budget without a unit that exists": ({"budget": "6 XB"}, ValueError, r'budget.* found "6 XB"'),
     "budget as a float": ({"budget": 1e9}, TypeError, r"budget.* found 1000000000.0"),
-    "no slots": ({"offload_ratio": 0.5, "num_slots": 0}, ValueError, r"num_slots must be at least 1; found 0"),
-    "no slots, all resident": ({"num_resident": 6, "num_slots": 0}, ValueError, r"num_slots must be at least 1; found 0"),
+    "no slots": ({"offload_ratio": 0.5, "num_slots": 0}, ValueError, r"num_slots must be at least 1; found 0\. Pass 1 to"),
+    "no slots, all resident": (
+        {"num_resident": 6, "num_slots": 0},
+        ValueError,
+        r"num_slots must be at least 1; found 0\. Pass 1 to",
+    ),
     "slots as text": ({"offload_ratio": 0.5, "num_slots": "3"}, TypeError, r"num_slots must be an int; found '3'"),
-    "train": ({"offload_ratio": 0.5, "train": "all"}, ValueError, r"train is one of .*; found 'all'"),
+    "train": ({"offload_ratio": 0.5, "train": "all"}, ValueError, r"needs train= one of 'auto', .*; found 'all'\. Omit it"),
     "device": (
         {"offload_ratio": 0.5, "device": 0},
         TypeError,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit.activations.ops import OpClass, kind_of
+from memkit.activations.ops import OpClass, op_kinds
 from memkit.activations.recording import Recording
 from memkit.device import CpuDevice
 
@@ -195,7 +195,7 @@ def test_tape_holds_no_tensors_while_nothing_is_dropped() -> None:
     ],
 )
 def test_kinds(func: object, op_class: OpClass) -> None:
-    assert kind_of(func).op_class is op_class
+    assert op_kinds().of(func).op_class is op_class
 
 
 @pytest.mark.parametrize(
@@ -230,14 +230,14 @@ def test_kinds(func: object, op_class: OpClass) -> None:
     ],
 )
 def test_ops_that_draw(func: object) -> None:
-    assert kind_of(func).is_random
+    assert op_kinds().of(func).is_random
 
 
 @pytest.mark.parametrize(
     "func", [aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten._native_batch_norm_legit.default]
 )
 def test_hidden_writers(func: object) -> None:
-    kind = kind_of(func)
+    kind = op_kinds().of(func)
 
     assert kind.statistics == (3, 4)
     assert not kind.is_plain
