@@ -20,7 +20,7 @@ from memkit.activations.forward import Pass
 from memkit.activations.small import all_too_small
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint, report_from, stats
 from memkit.activations.window import OffloadWindow, settle_retired
-from memkit.device import Device, open_device
+from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import warn_user
 from memkit.hooks import (
     KeptHandle,
@@ -166,11 +166,12 @@ class _Entry:
         )
 
     def begin(self) -> None:
-        if self._options.device is not None:  # pin ahead of the first save
-            self._pass_on(self._options.device)
-        else:
+        asked = self._options.device
+        if asked is None:
             for window in self._state.windows():
                 self._pass_on(window.device)
+        elif not isinstance(asked, CpuDevice):  # pin ahead of the first save
+            self._pass_on(asked)
         assert self._hooks is not None
         self._hooks.__enter__()
 
@@ -270,12 +271,11 @@ class _Entry:
 
     def _open(self, torch_device: torch.device) -> Device | None:
         asked = self._options.device
-        if asked is not None:
-            return asked if torch_device == asked.torch_device else None
-        if torch_device.type != "cuda":
-            self._saw_cpu = self._saw_cpu or torch_device.type == "cpu"
+        is_cpu = torch_device.type == "cpu" and (asked is None or isinstance(asked, CpuDevice))
+        self._saw_cpu = self._saw_cpu or is_cpu
+        if is_cpu or (asked is not None and torch_device != asked.torch_device):
             return None
-        return open_device(torch_device)
+        return asked or (open_device(torch_device) if torch_device.type == "cuda" else None)
 
     def _pass_on(self, device: Device) -> tuple[OffloadWindow, Pass]:
         """Return the pass that saves on a device belong to: a new one if a backward has begun since the last save."""
