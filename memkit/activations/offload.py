@@ -18,7 +18,7 @@ from memkit.activations.counts import IterationCounts
 from memkit.activations.eligibility import is_from_leaf, is_range_of_bytes, leaves_with
 from memkit.activations.forward import Pass
 from memkit.activations.small import all_too_small
-from memkit.activations.stats import SavedTensorStats, fragmentation_hint, report_from, stats
+from memkit.activations.stats import fragmentation_hint, report_from
 from memkit.activations.window import OffloadWindow, settle_retired
 from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import warn_user
@@ -333,6 +333,8 @@ class CPUOffload(ForwardContext):
         0.5
     """
 
+    goes_outside = True  # what a Rematerialize keeps is offered to it
+
     def __init__(
         self,
         offload_ratio: Ratio,
@@ -429,10 +431,6 @@ class CPUOffload(ForwardContext):
         windows = [] if state is None else state.windows()
         traces = next((window.traces for window in windows if len(window.traces)), None)
         return None if state is None or traces is None else next(iter(traces)).plan(state.ratios[-1], self.window_bytes)
-
-    def stats(self) -> SavedTensorStats:
-        """Return what contexts did under the tag: see `memkit.stats`."""
-        return stats(self.tag)
 
     def __repr__(self) -> str:
         asked = self.offload_ratio

@@ -14,7 +14,7 @@ from memkit.activations.ops import names_of_ops, op_kinds
 from memkit.activations.recording_cost import recording_cost_s
 from memkit.activations.remat_entry import Entry, RematOptions
 from memkit.activations.remat_state import RematState, find_state, open_state, states
-from memkit.activations.stats import SavedTensorStats, report_from, stats
+from memkit.activations.stats import report_from
 from memkit.device import CpuDevice, Device, is_capturing, open_device
 from memkit.hooks import end_left, in_checkpoint, refuse_in_profile, stacked_owners
 from memkit.interrupts import Block
@@ -161,10 +161,6 @@ class Rematerialize(ForwardContext):
         follows none."""
         state = find_state(self.tag)
         return self._options.plan or (None if state is None else state.plan)
-
-    def stats(self) -> SavedTensorStats:
-        """Return what contexts did under the tag: see `memkit.stats`."""
-        return stats(self.tag)
 
     def __repr__(self) -> str:
         budget = self.budget

@@ -75,7 +75,7 @@ def test_reader_of_a_part_is_waited_for_there_alone(
 
 
 @pytest.mark.parametrize("position", range(8))
-def test_reader_of_all_is_waited_for_where_no_part_was_overwritten(device: ReferenceDevice, host: Tensor, position: int) -> None:
+def test_reader_of_all_is_waited_for_but_where_overwritten(device: ReferenceDevice, host: Tensor, position: int) -> None:
     _write(device, host, _lane(device, "first"))
     reader, second, writer = _lane(device, "reader"), _lane(device, "second"), _lane(device, "writer")
     held = _read(device, host, reader)
