@@ -96,6 +96,13 @@ class HookSet:
         self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(kind(after), always_call=True))
 
+    def put_outside(self) -> None:
+        """Call what `around_forward`, and nothing else, has set ahead of what was set since then, and behind it, as well."""
+        handles: list[Any] = list(self._handles)
+        for before, after in zip(handles[::2], handles[1::2], strict=True):
+            before.hooks_dict_ref().move_to_end(before.id, last=False)
+            after.hooks_dict_ref().move_to_end(after.id)
+
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call `hook(module, args, kwargs, output)` behind a module's other hooks, unless the forward raises."""
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True))

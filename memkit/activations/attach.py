@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.context import ForwardContext
+from memkit.activations.stats import SavedTensorStats
 from memkit.activations.unused import Unused
 from memkit.attached import attached_to, note_attached, note_detached
 from memkit.calls import Calls, Ending
@@ -37,7 +38,7 @@ class Attachment:
 
     def __init__(self, model: nn.Module, context: ForwardContext) -> None:
         self.context = context
-        """What each forward enters a copy of; it tells the plan and the figures."""
+        """What each forward enters a copy of."""
         self._model = weakref.ref(model)
         self._running = Calls()
         self._hooks = HookSet()
@@ -45,6 +46,9 @@ class Attachment:
         """Until the module has run for the first time."""
         try:
             self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True, is_copied=False)
+            for other in attached_to(model):
+                if isinstance(other, Attachment) and other.context.goes_outside:
+                    other._hooks.put_outside()
             note_attached(self, is_on=Attachment._is_on, take_off=Attachment.remove)
         except BaseException:  # the caller is given nothing that could remove them
             self._hooks.remove()
@@ -56,8 +60,19 @@ class Attachment:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _attached_to_nothing, ()  # where the model holds its handle
 
+    @property
+    def plan(self) -> Any:
+        """The plan of the context: see `CPUOffload.plan` and `Rematerialize.plan`."""
+        return self.context.plan
+
+    def stats(self) -> SavedTensorStats:
+        """Return what contexts did under the context's tag: see `memkit.stats`."""
+        return self.context.stats()
+
     def __repr__(self) -> str:
-        return f"<attached {self.context!r}>" if hasattr(self, "context") else "<attached to nothing>"
+        if not hasattr(self, "context"):
+            return "<attached to nothing>"
+        return f"<attached {self.context!r}>" if len(self._hooks) else f"<attached no more {self.context!r}>"
 
     def remove(self) -> None:
         """Let the module run without the context again. Graphs that are alive keep working."""
@@ -94,6 +109,10 @@ def _attached_to_nothing() -> Attachment:
 def attach(model: nn.Module, context: ForwardContext) -> Attachment:
     """Have a context around each forward of a module, without a change to the training loop.
 
+    A `CPUOffload` and a `Rematerialize` may be attached to one module, in any order: the `CPUOffload` is entered first, as
+    `with memkit.CPUOffload(...), memkit.Rematerialize(...):` would, and what the other keeps may leave. On two modules of which
+    one is in the other, attach the `CPUOffload` to the outer one.
+
     Since `CPUOffload` knows the module then, it knows which storages are parameters, buffers and inputs before the first
     iteration. A report under its tag that was made of another model is not used, with a warning. Another warning says if an
     optimizer steps the module though it was never called itself, as a LightningModule, whose `training_step` calls the modules
@@ -105,11 +124,13 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
         context: `CPUOffload`, `Rematerialize` or `no_offload`, as it would stand in `with`.
 
     Returns:
-        A handle whose `remove()` takes the hooks off again, as `memkit.detach(model)` does.
+        A handle whose `remove()` takes the hooks off again, as `memkit.detach(model)` does. Its `plan` and `stats()` are those
+        of the context.
 
     Raises:
         TypeError: `model` is no module, or `context` none of these.
-        ValueError: a context of the kind is attached to the model already.
+        ValueError: a context of the kind is attached to the model already, or the model is one that `torch.jit.script` has
+            made, which takes no hooks.
 
     Example:
         >>> import torch, memkit
@@ -124,6 +145,11 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
     if not isinstance(context, ForwardContext):
         hint = ". A LayerOffload works from when it is made on" if hasattr(context, "close") else ""
         raise TypeError(f"attach needs a context such as memkit.CPUOffload(0.3); found {context!r}{hint}")
+    if isinstance(model, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]  # it is there
+        raise ValueError(
+            f"attach needs a module that takes hooks; found {model.original_name} as torch.jit.script has compiled it. "
+            "Attach to a module that has it inside, or put the context around its calls by `with`"
+        )
     for owner in attached_to(model):
         if isinstance(owner, Attachment) and type(owner.context) is type(context):
             raise ValueError(

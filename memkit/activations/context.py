@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from memkit.activations.stats import SavedTensorStats, stats
 from memkit.hooks import stacked_owners
 from memkit.interrupts import Exclusive
 from memkit.kept import KeptHandle
@@ -51,11 +52,28 @@ class ForwardContext(Exclusive):
 
     tag = ""
     """Under which it keeps what it learns; "" where it learns nothing."""
+    goes_outside = False
+    """Whether it is entered ahead of others that are attached to the same module, whichever was attached first."""
     _entry: Any = None
     """What is there while it is entered."""
 
     @abstractmethod
     def __enter__(self) -> ForwardContext: ...
+
+    @property
+    def plan(self) -> Any:
+        """What it follows under its tag; None before there is one, and for what plans nothing."""
+        return None
+
+    def stats(self) -> SavedTensorStats:
+        """Return what contexts did under its tag: see `memkit.stats`.
+
+        Raises:
+            ValueError: it has no tag, or nothing was done under it.
+        """
+        if not self.tag:
+            raise ValueError(f"stats needs a context with a tag; found {self!r}. Ask the CPUOffload that it is in")
+        return stats(self.tag)
 
     def end_block(self, *, has_failed: bool) -> None:
         try:

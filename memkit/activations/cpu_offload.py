@@ -19,9 +19,9 @@ from memkit.activations.eligibility import counted_by, is_from_leaf, is_range_of
 from memkit.activations.forward import Pass
 from memkit.activations.remat_entry import Entry, end_yielding, open_recorder
 from memkit.activations.small import all_too_small
-from memkit.activations.stats import SavedTensorStats, fragmentation_hint, report_from, stats
+from memkit.activations.stats import fragmentation_hint, report_from
 from memkit.activations.window import OffloadWindow, settle_retired
-from memkit.device import Device, open_device
+from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import warn_user
 from memkit.hooks import SavedTensorHooks, end_left, in_checkpoint, is_in_last, refuse_in_profile
 from memkit.interrupts import Block, Blocks
@@ -160,11 +160,12 @@ class _Entry(TaggedEntry):
         )
 
     def begin(self) -> None:
-        if self._options.device is not None:  # pin ahead of the first save
-            self._pass_on(self._options.device)
-        else:
+        asked = self._options.device
+        if asked is None:
             for window in self._state.windows():
                 self._pass_on(window.device)
+        elif not isinstance(asked, CpuDevice):  # pin ahead of the first save
+            self._pass_on(asked)
         assert self._hooks is not None
         self._hooks.__enter__()
         if self._state.is_recorded:
@@ -302,12 +303,11 @@ class _Entry(TaggedEntry):
 
     def _open(self, torch_device: torch.device) -> Device | None:
         asked = self._options.device
-        if asked is not None:
-            return asked if torch_device == asked.torch_device else None
-        if torch_device.type != "cuda":
-            self._saw_cpu = self._saw_cpu or torch_device.type == "cpu"
+        is_cpu = torch_device.type == "cpu" and (asked is None or isinstance(asked, CpuDevice))
+        self._saw_cpu = self._saw_cpu or is_cpu
+        if is_cpu or (asked is not None and torch_device != asked.torch_device):
             return None
-        return open_device(torch_device)
+        return asked or (open_device(torch_device) if torch_device.type == "cuda" else None)
 
     def _pass_on(self, device: Device) -> tuple[OffloadWindow, Pass]:
         """Return the pass that saves on a device belong to: a new one if a backward has begun since the last save."""
@@ -364,6 +364,8 @@ class CPUOffload(ForwardContext):
         >>> memkit.stats("example").ratio_reached
         0.5
     """
+
+    goes_outside = True  # what a Rematerialize keeps is offered to it
 
     def __init__(
         self,
@@ -463,10 +465,6 @@ class CPUOffload(ForwardContext):
         windows = [] if state is None else state.windows()
         traces = next((window.traces for window in windows if len(window.traces)), None)
         return None if state is None or traces is None else next(iter(traces)).plan(state.ratios[-1], self.window_bytes)
-
-    def stats(self) -> SavedTensorStats:
-        """Return what contexts did under the tag: see `memkit.stats`."""
-        return stats(self.tag)
 
     def __repr__(self) -> str:
         asked = self.offload_ratio

@@ -15,7 +15,7 @@ from memkit.activations.ops import names_of_ops, op_kinds
 from memkit.activations.recording_cost import recording_cost_s
 from memkit.activations.remat_entry import Entry, RematOptions, end_yielding, open_entry
 from memkit.activations.remat_state import RematState, find_state, states
-from memkit.activations.stats import SavedTensorStats, report_from, stats
+from memkit.activations.stats import report_from
 from memkit.device import CpuDevice, Device, is_capturing, open_device
 from memkit.hooks import end_left, in_checkpoint, refuse_in_profile, stacked_owners
 from memkit.interrupts import Block
@@ -164,10 +164,6 @@ class Rematerialize(ForwardContext):
         if self._options.plan is not None or state is None or state.plan is None:
             return self._options.plan
         return state.plan.with_moved(state.moved)
-
-    def stats(self) -> SavedTensorStats:
-        """Return what contexts did under the tag: see `memkit.stats`."""
-        return stats(self.tag)
 
     def __repr__(self) -> str:
         budget = self.budget

@@ -111,6 +111,9 @@ class _Accesses:
         else:
             self.reads[stamp.stream.number] = stamp
 
+    def copy(self) -> _Accesses:
+        return _Accesses(self.written, dict(self.reads))
+
 
 @dataclass(slots=True)
 class _Storage:
@@ -122,13 +125,18 @@ class _Storage:
     version: int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _HostRange:
-    """Host memory from `start` to `end` (addresses) that a copy touched."""
+    """Host memory from `start` to `end` (addresses) that copies touched, all of it alike."""
 
     start: int
     end: int
     accesses: _Accesses
+
+    def outside(self, start: int, end: int) -> list[_HostRange]:
+        """Return the parts of it that are not between two addresses, which copies touch apart from now on."""
+        parts = (self.start, min(self.end, start)), (max(self.start, end), self.end)
+        return [_HostRange(*part, self.accesses.copy()) for part in parts if part[0] < part[1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,13 +471,13 @@ class ReferenceDevice(Device):
         touched = [known for known in self._host_ranges if known.start < end and start < known.end]
         for known in touched:
             known.accesses.check(stamp.stream, is_write=is_write, what="host memory")
+        for known in touched:
+            self._host_ranges += known.outside(start, end)
+            known.start, known.end = max(known.start, start), min(known.end, end)
+            known.accesses.note(stamp, is_write=False)
         if is_write:
-            covered = [known for known in touched if start <= known.start and known.end <= end]
-            self._host_ranges = [known for known in self._host_ranges if known not in covered]
+            self._host_ranges = [known for known in self._host_ranges if known not in touched]
             self._host_ranges.append(_HostRange(start, end, _Accesses(stamp)))
-        else:
-            for known in touched:
-                known.accesses.note(stamp, is_write=False)
 
 
 def _own(stream: Stream) -> ReferenceStream:

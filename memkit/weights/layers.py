@@ -14,7 +14,7 @@ from torch import nn
 
 from memkit import torch_private
 from memkit.attached import note_attached, note_detached
-from memkit.device import Device, cuda_is_available, open_device
+from memkit.device import CpuDevice, Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.plan import plan_again
@@ -141,7 +141,7 @@ class LayerOffload(NotCopied):
             num_slots=num_slots,
             state_ratio=0.0 if optimizer is None else state_bytes_per_byte(optimizer),
         )
-        self._warn_of_no_use(has_device=device is not None or cuda_is_available())
+        self._warn_of_no_use(is_asked_for=device is not None)
         self._is_to_choose = isinstance(offload_ratio, str)
         self._chunks = self._streaming()
         self._placement, self._hooks = Placement(), HookSet()
@@ -180,12 +180,15 @@ class LayerOffload(NotCopied):
     def _is_over(self, module: nn.Module) -> bool:
         return self.model is module
 
-    def _warn_of_no_use(self, *, has_device: bool) -> None:
+    def _warn_of_no_use(self, *, is_asked_for: bool) -> None:
         message = why_nothing_is_freed(self._candidates, self.plan, train=self.train, num_slots=self._num_slots)
-        if not has_device:
+        if isinstance(self.device, CpuDevice):
+            found, advice = "found no CUDA device", "Run on a machine with a GPU"
+            if is_asked_for:
+                found, advice = "was given the CPU as its device", 'Leave device= out, or name a GPU (device="cuda")'
             message = (
-                "LayerOffload found no CUDA device: weights stream from host memory to host memory, which frees nothing. "
-                "Run on a machine with a GPU, or pass device=memkit.device.ReferenceDevice() to try it out."
+                f"LayerOffload {found}: weights stream from host memory to host memory, which frees nothing. {advice}, or pass "
+                "device=memkit.device.ReferenceDevice() to try it out."
             )
         if message is not None:
             warnings.warn(message, stacklevel=3)

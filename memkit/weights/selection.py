@@ -46,6 +46,12 @@ def find_layers(model: nn.Module, choice: LayerChoice) -> dict[str, nn.Module]:
         raise TypeError(f"layers is a list of names or modules, or a predicate; found {what}")
     if choice is None:
         found = _elements_of_lists(modules)
+        scripted = next((name for name, module in modules.items() if isinstance(module, torch.jit.ScriptModule)), None)
+        if not found and scripted is not None:
+            raise ValueError(
+                f"LayerOffload needs layers that hooks can be set on; found none, and {_quoted(scripted)} compiled by "
+                "torch.jit.script or torch.jit.trace. Leave it as it is (torch.compile works), or name other layers by layers="
+            )
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no layers that could be found: no ModuleList (or Sequential) of at least two "
@@ -235,7 +241,7 @@ def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_
         for inner in module.modules():
             if id(inner) in within:
                 name = within[id(inner)]
-                what = f'"{name}"' if name else "the model"
+                what = _quoted(name)
                 where = f', which is in "{layer}"' if inner is not module else f', with "{layer}" in it'
                 where = "" if name == layer else where
                 raise ValueError(
@@ -248,6 +254,10 @@ def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_
                 f'LayerOffload: train="fused" needs modules that hooks can be set on; found that torch.jit.script or '
                 f'torch.jit.trace has compiled "{name}", which is trained. {advice}, or use train="host"'
             )
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"' if name else "the model"
 
 
 def refuse_wrapped(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memkit
-from memkit.device import CpuDevice, ReferenceDevice
+from memkit.device import CpuDevice, Device, ReferenceDevice
 from memkit.plan import LayerCosts, plan_fraction
 from memkit.weights import layers
 from tests.weights.cases import Stack, only_lora
@@ -120,7 +120,18 @@ def test_without_a_gpu_it_says_how_to_try_it_out(monkeypatch: pytest.MonkeyPatch
     assert [warning.filename for warning in caught] == [__file__]
 
 
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), CpuDevice()])
+def test_cpu_that_is_asked_for_is_no_device_to_stream_to(device: str | torch.device | Device) -> None:
+    with pytest.warns(
+        UserWarning,
+        match=r"LayerOffload was given the CPU as its device: weights stream from host memory to host memory, which frees "
+        r"nothing\. Leave device= out, or name a GPU \(device=\"cuda\"\)",
+    ) as caught:
+        _open(_linears(*[4] * 8), offload_ratio=1.0, device=device)
+
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 @pytest.mark.usefixtures("refusing_warnings")
 def test_device_that_is_asked_for_does_not_warn() -> None:
-    _open(_linears(*[4] * 8), offload_ratio=1.0, device=CpuDevice())
     _open(only_lora(Stack(6)), offload_ratio=1.0)

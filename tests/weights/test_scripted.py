@@ -93,3 +93,21 @@ def test_trained_module_that_torchscript_has_compiled_is_not_stepped_within_the_
 
     with pytest.raises(ValueError, match=r'has compiled "stem", which is trained\. .*use train="host"'):
         memkit.LayerOffload(model, offload_ratio=1.0, optimizer=make, device=ReferenceDevice())
+
+
+NOT_FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "the model": (lambda: torch.jit.script(_linears()), "found none, and the model compiled by torch.jit.script"),
+    "an element": (lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4)), *_linears()), 'found none, and "0" compiled by'),
+}
+
+
+def _linears() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+@pytest.mark.parametrize("case", NOT_FOUND)
+def test_layers_that_are_not_found_because_of_torchscript_say_so(case: str) -> None:
+    make, message = NOT_FOUND[case]
+
+    with pytest.raises(ValueError, match=message + r".*name other layers by layers="):
+        memkit.LayerOffload(make(), offload_ratio=1.0, device=ReferenceDevice())
