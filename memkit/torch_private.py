@@ -314,11 +314,11 @@ NAMES: dict[str, PrivateName] = {
     "no_own_dispatch": _of("torch._C._disabled_torch_dispatch_impl", "whether a class says what ops do", *_CONTEXTS),
     # Dispatch modes, and running below them
     "DispatchMode": _of(f"{_DISPATCH}.TorchDispatchMode", "to see each op", _REMAT, _PROFILE),
-    "dispatch_modes": _of(f"{_DISPATCH}._get_current_dispatch_mode_stack", "whether a mode is on", _REMAT),
-    "pop_dispatch_mode": _of("torch._C._pop_torch_dispatch_stack", "to leave a mode", _REMAT),
-    "push_dispatch_mode": _of("torch._C._push_on_torch_dispatch_stack", "to leave a mode below others", _REMAT),
-    "set_in_mode": _setter(f"{_DISPATCH}._is_in_torch_dispatch_mode", "to leave a mode", _REMAT),
-    "set_in_mode_of_program": _setter(f"{_DISPATCH}._is_in_non_infra_torch_dispatch_mode", "to leave a mode", _REMAT),
+    "dispatch_modes": _of(f"{_DISPATCH}._get_current_dispatch_mode_stack", "whether a mode is on", _REMAT, _PROFILE),
+    "pop_dispatch_mode": _of("torch._C._pop_torch_dispatch_stack", "to leave a mode", _REMAT, _PROFILE),
+    "push_dispatch_mode": _of("torch._C._push_on_torch_dispatch_stack", "to leave a mode below others", _REMAT, _PROFILE),
+    "set_in_mode": _setter(f"{_DISPATCH}._is_in_torch_dispatch_mode", "to leave a mode", _REMAT, _PROFILE),
+    "set_in_mode_of_program": _setter(f"{_DISPATCH}._is_in_non_infra_torch_dispatch_mode", "to leave a mode", _REMAT, _PROFILE),
     "num_dispatch_modes": _of("torch._C._len_torch_dispatch_stack", "whether a mode would see a tensor made", *_ALL),
     "dispatch_mode_at": _of("torch._C._get_dispatch_mode", "whether ops are traced", _REMAT),
     "DispatchModeKey": _of("torch._C._TorchDispatchModeKey", "whether ops are traced", _REMAT),
@@ -353,13 +353,16 @@ NAMES: dict[str, PrivateName] = {
     "FrameExecStrategy": _of(f"{_EVAL_FRAME}._FrameExecStrategy", "to keep hooks from being compiled", *_CONTEXTS),
     "dynamo_callback": _of(f"{_EVAL_FRAME}.get_eval_frame_callback", "whether compiled code runs as Python", _REMAT),
     "set_shows_to_guards": _of(
-        "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals", "to compile higher-order ops", _REMAT
+        "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals",
+        "to compile higher-order ops",
+        _REMAT,
+        _PROFILE,
     ),
     "shows_to_compiler": _of(
         f"{_DISPATCH}.is_in_any_mode_without_ignore_compile_internals", "to compile higher-order ops", _REMAT
     ),
     "set_shows_to_compiler": _setter(
-        f"{_DISPATCH}._is_in_any_mode_without_ignore_compile_internals", "to compile higher-order ops", _REMAT
+        f"{_DISPATCH}._is_in_any_mode_without_ignore_compile_internals", "to compile higher-order ops", _REMAT, _PROFILE
     ),
     "skips_dynamo": _of(f"{_DISPATCH}.TorchDispatchMode._should_skip_dynamo", "overridden by the recorder, where it is there"),
     "in_hop_compile": _of("torch._higher_order_ops.utils._in_hop_compile", "whether a higher-order op compiles"),

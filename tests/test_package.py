@@ -26,6 +26,7 @@ RANKS = {
     "storages": 2,
     "kept": 2,
     "labels": 2,
+    "modes": 3,
     "attached": 3,
     "calls": 3,
     "hooks": 3,

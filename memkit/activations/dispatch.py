@@ -1,14 +1,12 @@
-"""A dispatch mode that stays out of Dynamo's way: the base of the recorder.
-
-Its own base is a private class of torch, looked up when this file is imported: that is left to who needs it.
-"""
+"""A dispatch mode that stays out of Dynamo's way: the base of the recorder."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from memkit import torch_private
-from memkit.torch_state import in_higher_order_op, leave_mode, leave_untraced
+from memkit.modes import Mode
+from memkit.torch_state import in_higher_order_op, leave_untraced
 
 _IS_ASKED_OF_MODES = bool(torch_private.known("asks_modes_on_stack"))
 """Whether Dynamo asks the modes that are on whether it may compile a frame. Before, it looked at a flag of the process that was
@@ -22,7 +20,7 @@ class _OutsideOfHigherOrderOps:
         return not in_higher_order_op()
 
 
-class QuietMode(torch_private.DispatchMode):
+class QuietMode(Mode):
     """A dispatch mode that Dynamo overlooks where a higher-order op compiles what it was given: that is then done as it is
     without the mode, which sees the higher-order op. What the program itself compiles runs op by op, as in any mode.
     """
@@ -44,12 +42,9 @@ class QuietMode(torch_private.DispatchMode):
 
     def __enter__(self) -> Any:
         is_in_other = torch_private.shows_to_compiler()
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        super().__enter__()
         if not is_in_other:
             torch_private.set_shows_to_compiler(False if _IS_ASKED_OF_MODES else _OutsideOfHigherOrderOps())
             # What was compiled without the mode is good with it, and the other way round.
             torch_private.set_shows_to_guards(False)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        leave_mode(self)

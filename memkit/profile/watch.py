@@ -15,6 +15,7 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.device.base import MemoryCounter
 from memkit.hooks import in_checkpoint, receiving_pack
+from memkit.modes import Mode
 from memkit.profile.calls import CallStack
 from memkit.profile.streamed import ModelStorages
 from memkit.storages import storage_key, storages_of, unique_storages
@@ -32,7 +33,7 @@ class OpObserver(Protocol):
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None: ...
 
 
-class OpWatch(torch_private.DispatchMode):
+class OpWatch(Mode):
     """Shows each operation to some observers, after it ran."""
 
     def __init__(self, *observers: OpObserver) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit.modes import Mode
 from memkit.profile.simulate.dtypes import check_dtypes, uses_onednn
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ Outputs = Any  # a tensor, or several
 Rule = Callable[..., Outputs]
 
 
-class TargetKernels(torch_private.DispatchMode):
+class TargetKernels(Mode):
     """Gives outputs the memory format and the dtypes that they have on `target`, and refuses what `target` refuses.
 
     Statistics of normalizations that the target does not keep become empty.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.modes import Mode
 from memkit.profile.simulate import META
 from memkit.storages import storage_key, unique_storages
 
@@ -90,7 +91,7 @@ def _is_small_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MAX_CONSTANT_NUMEL
 
 
-class MixedDevices(torch_private.DispatchMode):
+class MixedDevices(Mode):
     """Lets tensors with data and tensors without meet in an operation, as they would on one device.
 
     A constant that the forward makes on the CPU, or the labels in a loss, are replaced by their twins. The other way round,

@@ -1,0 +1,38 @@
+"""A dispatch mode that Ctrl-C leaves whole: the base of memkit's own.
+
+Its own base is a private class of torch, looked up when this file is imported: that is left to who needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memkit import torch_private
+from memkit.torch_state import leave_mode
+
+_LEAVING = (
+    "dispatch_modes",
+    "pop_dispatch_mode",
+    "push_dispatch_mode",
+    "set_in_mode",
+    "set_in_mode_of_program",
+    "set_shows_to_compiler",
+    "set_shows_to_guards",
+)
+"""What `leave_mode` needs."""
+
+
+class Mode(torch_private.DispatchMode):
+    """A dispatch mode that is off, and has left nothing, once it was left or an interrupt has broken off its `__enter__`."""
+
+    def __enter__(self) -> Any:
+        for name in _LEAVING:
+            getattr(torch_private, name)  # before it is on
+        try:
+            return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        except BaseException:
+            leave_mode(self)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        leave_mode(self)
