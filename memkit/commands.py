@@ -120,7 +120,7 @@ def bench_layers(options: argparse.Namespace) -> None:
         )
 
     result = bench.bench_layers(
-        step_of, model, options.fractions, device, train=options.train, num_steps=options.iters, with_peers=options.peers
+        step_of, model, options.ratios, device, train=options.train, num_steps=options.iters, with_peers=options.peers
     )
     _write_bench(result, options)
 

@@ -104,8 +104,8 @@ def _transformer(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 @functools.cache
 def _reason_against_experts() -> str:
-    """Return why experts in float32 cannot run on meta: in torch 2.10 their grouped product takes bfloat16 alone there, unlike on
-    the CPU."""
+    """Return why experts in float32 cannot run on meta: in torch 2.10 their grouped product takes bfloat16 alone there, unlike
+    on the CPU."""
     tokens, weights = torch.empty(8, 16, device="meta"), torch.empty(2, 16, 16, device="meta")
     try:
         torch._grouped_mm(tokens, weights, offs=torch.empty(2, dtype=torch.int32, device="meta"))
