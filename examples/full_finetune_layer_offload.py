@@ -1,7 +1,7 @@
 """Train all weights of a language model whose layers stream from host memory, with AdamW on the host.
 
 python examples/full_finetune_layer_offload.py                       # 0.6 billion parameters on a GPU, 75 % streamed
-python examples/full_finetune_layer_offload.py --fraction 1 --accumulate 8
+python examples/full_finetune_layer_offload.py --ratio 1 --accumulate 8
 python examples/full_finetune_layer_offload.py --tiny                # a small model, on any machine: shows how, not how fast
 
 Gradients of streamed layers go to host memory while the backward runs, and the optimizer steps the weights there: neither they
@@ -41,7 +41,7 @@ class LanguageModel(nn.Module):
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--fraction", type=float, default=0.75, help="the share of the layers' bytes that streams")
+parser.add_argument("--ratio", type=float, default=0.75, help="the share of the layers' bytes that streams")
 parser.add_argument("--slots", type=int, default=3)
 parser.add_argument("--accumulate", type=int, default=2, help="batches per step of the optimizer")
 parser.add_argument("--clip", type=float, default=1.0, help="the largest norm of all gradients together")
@@ -64,7 +64,7 @@ else:
     model = LanguageModel(vocabulary, size[1], num_layers=12, width=2048, num_heads=16)  # on the CPU
     settings = {}
 
-with memkit.LayerOffload(model, offload_ratio=options.fraction, num_slots=options.slots, train="host", **settings) as offload:
+with memkit.LayerOffload(model, offload_ratio=options.ratio, num_slots=options.slots, train="host", **settings) as offload:
     print(offload.plan.explain(), end="\n\n")
     device = offload.device.torch_device
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)  # works on the host as well

@@ -1,8 +1,8 @@
 """Train LoRA on a frozen language model whose layers stream from host memory.
 
 python examples/lora_layer_offload.py                       # 1.2 billion parameters in bfloat16 on a GPU, 75 % streamed
-python examples/lora_layer_offload.py --fraction 1 --checkpoint
-python examples/lora_layer_offload.py --fraction 0          # nothing streams: what to compare with
+python examples/lora_layer_offload.py --ratio 1 --checkpoint
+python examples/lora_layer_offload.py --ratio 0          # nothing streams: what to compare with
 python examples/lora_layer_offload.py --tiny                # a small model, on any machine: shows how, not how fast
 
 The base is frozen, so it is only ever copied to the device, never back. What LoRA trains is small and stays there. The base is
@@ -80,7 +80,7 @@ def add_lora(model: LanguageModel, rank: int) -> None:
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--fraction", type=float, default=0.75, help="the share of the layers' bytes that streams")
+parser.add_argument("--ratio", type=float, default=0.75, help="the share of the layers' bytes that streams")
 parser.add_argument("--slots", type=int, default=3)
 parser.add_argument("--rank", type=int, default=16)
 parser.add_argument("--checkpoint", action="store_true", help="checkpoint each layer")
@@ -104,7 +104,7 @@ else:
 model.checkpoints = options.checkpoint
 add_lora(model, options.rank)
 
-with memkit.LayerOffload(model, offload_ratio=options.fraction, num_slots=options.slots, train="frozen", **settings) as offload:
+with memkit.LayerOffload(model, offload_ratio=options.ratio, num_slots=options.slots, train="frozen", **settings) as offload:
     print(offload.plan.explain(), end="\n\n")
     device = offload.device.torch_device
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=learning_rate)

@@ -197,12 +197,12 @@ def _add_bench_remat(parser: argparse.ArgumentParser) -> None:
 
 
 _BENCH_LAYERS: dict[str, Any] = {
-    "help": "time and peak memory against the fraction of the layers that LayerOffload streams",
+    "help": "time and peak memory of LayerOffload at several offload ratios",
     "description": (
-        "Time a step, and take its peak memory, with several fractions of the layers' weights streamed from host memory, "
+        "Time a step, and take its peak memory, at several offload ratios of its layers, which stream from host memory, "
         "beside plain PyTorch. The model is built on the CPU, so it may be larger than the device: plain is then left out."
     ),
-    "epilog": "example: memkit bench layers torchvision:vit_l_16 --input 32x3x224x224 --fractions 0,0.5,1",
+    "epilog": "example: memkit bench layers torchvision:vit_l_16 --input 32x3x224x224 --ratios 0,0.5,1",
     "allow_abbrev": False,
 }
 
@@ -210,10 +210,10 @@ _BENCH_LAYERS: dict[str, Any] = {
 def _add_bench_layers(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument(
-        "--fractions",
+        "--ratios",
         type=_ratios,
         default=[0.0, 0.25, 0.5, 0.75, 1.0],
-        metavar="F,F,...",
+        metavar="R,R,...",
         help="shares of the layers' bytes; default: 0,0.25,0.5,0.75,1",
     )
     parser.add_argument(

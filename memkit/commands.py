@@ -118,7 +118,7 @@ def bench_layers(options: argparse.Namespace) -> None:
             backward=options.backward,
         )
 
-    result = bench.bench_layers(step_of, model, options.fractions, device, train=options.train, num_steps=options.iters)
+    result = bench.bench_layers(step_of, model, options.ratios, device, train=options.train, num_steps=options.iters)
     _write_bench(result, options)
 
 

@@ -162,7 +162,7 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
             ["bench", "remat", "torch.nn:ReLU", "--input", "2", "--budgets", "much"],
             "needs shares above 0 and up to 1, or bytes",
         ),
-        (["bench", "layers", "torch.nn:ReLU", "--input", "2", "--fractions", "0,1.5"], "needs numbers from 0 to 1"),
+        (["bench", "layers", "torch.nn:ReLU", "--input", "2", "--ratios", "0,1.5"], "needs numbers from 0 to 1"),
         (["bench", "layers", "torch.nn:ReLU", "--input", "2", "--train", "all"], "argument --train: invalid choice: 'all'"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "required: COMMAND"),

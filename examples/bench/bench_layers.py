@@ -2,7 +2,7 @@
 
     python examples/bench/bench_layers.py                         # all on this machine's GPU
     python examples/bench/bench_layers.py --only forward lora_checkpoint --steps 10
-    python examples/bench/bench_layers.py --only host --fractions 1
+    python examples/bench/bench_layers.py --only host --ratios 1
 
 A Llama of 3.2 billion parameters, bfloat16, batch 4 x 2048, if nothing else is said. Seconds are medians; every line names the
 plain step of the same run, and the *roofline*: in each pass the longer of the plain step's time and of what moving the bytes
@@ -34,7 +34,7 @@ BENCHES = {**layers_curves.BENCHES, **layers_peers.BENCHES, **layers_training.BE
 def _in_processes(options: argparse.Namespace) -> int:
     """Run each bench in a process of its own."""
     passed = [f"--steps={options.steps}", f"--patience={options.patience}", *(["--tiny"] if options.tiny else [])]
-    passed += ["--fractions", *map(str, options.fractions)] if options.fractions else []
+    passed += ["--ratios", *map(str, options.ratios)] if options.ratios else []
     status = 0
     for name in options.only:
         try:
@@ -61,7 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(BENCHES), default=list(BENCHES))
     parser.add_argument(
-        "--fractions", nargs="*", type=float, default=[], help="shares of the layers to stream, where a bench tries several"
+        "--ratios", nargs="*", type=float, default=[], help="shares of the layers to stream, where a bench tries several"
     )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for each bench")
@@ -82,7 +82,7 @@ def main() -> int:
             plots=None,
             tiny=options.tiny,
             ends_s=time.perf_counter() + options.patience,
-            fractions=tuple(options.fractions),
+            ratios=tuple(options.ratios),
         ),
     )
 

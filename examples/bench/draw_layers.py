@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def draw(lines: list[Line], path: Path) -> None:
-    """Draw a point for each line: the curve of memkit's fractions, and beside it whatever streams all layers.
+    """Draw a point for each line: the curve of memkit's ratios, and beside it whatever streams all layers.
 
     Raises:
         ValueError: there is no line of `lora_checkpoint` among them.
@@ -27,15 +27,15 @@ def draw(lines: list[Line], path: Path) -> None:
     curves = [
         line for line in measured if line["bench"] == "layers" and re.match(r"llama.*_lora\d+_checkpointed$", line["name"])
     ]
-    fractions = sorted((line for line in curves if line["offload_ratio"] is None), key=lambda line: float(line["fraction"]))
-    if not fractions:
+    ratios = sorted((line for line in curves if line["offload_ratio"] is None), key=lambda line: float(line["ratio"]))
+    if not ratios:
         raise ValueError("found no line of the bench lora_checkpoint, with the peak of a GPU")
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*zip(*map(_place, fractions), strict=True), "o-", label="LayerOffload")
-    for line in fractions:
+    axes.plot(*zip(*map(_place, ratios), strict=True), "o-", label="LayerOffload")
+    for line in ratios:
         axes.annotate(
-            f"{line['fraction']:g} streamed", _place(line), textcoords="offset points", xytext=(0, -14), ha="center", size=8
+            f"{line['ratio']:g} streamed", _place(line), textcoords="offset points", xytext=(0, -14), ha="center", size=8
         )
     for line in curves:
         if line["offload_ratio"] is not None:
@@ -43,7 +43,7 @@ def draw(lines: list[Line], path: Path) -> None:
     for line in measured:
         if line["bench"] == "layers_peers" and line["engine"] not in ("plain", "memkit"):
             axes.plot(*_place(line), "D", label=line["engine"])
-    axes.set(title=f"{fractions[0]['name']} on {fractions[0]['where']}", xlabel="peak allocated (GiB)", ylabel="step (ms)")
+    axes.set(title=f"{ratios[0]['name']} on {ratios[0]['where']}", xlabel="peak allocated (GiB)", ylabel="step (ms)")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.legend()

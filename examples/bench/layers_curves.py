@@ -17,12 +17,12 @@ from torch import Tensor
 from workloads import llama_3b
 
 import memkit
-from memkit.bench import LayerRow, Measurement, Workload, measure, measure_fraction
+from memkit.bench import LayerRow, Measurement, Workload, measure, measure_ratio
 from memkit.bench.measure import Engine
 from memkit.device import Device
 from memkit.transfer.link import Link, measure_link
 
-FRACTIONS = (0.0, 0.5, 1.0)
+RATIOS = (0.0, 0.5, 1.0)
 NUM_WARMUP = 3
 
 
@@ -55,7 +55,7 @@ def lora(setting: Setting) -> Iterator[Line]:
 
 def lora_checkpoint_offload(setting: Setting) -> Iterator[Line]:
     """A frozen base with LoRA, each layer streamed, checkpointed, and its input offloaded."""
-    yield from _curve(setting, llama(setting, rank=16, checkpoint=True), fractions=(1.0,), offload_ratio=1.0)
+    yield from _curve(setting, llama(setting, rank=16, checkpoint=True), ratios=(1.0,), offload_ratio=1.0)
 
 
 def host(setting: Setting) -> Iterator[Line]:
@@ -67,7 +67,7 @@ def dit(setting: Setting) -> Iterator[Line]:
     """A frozen DiT with LoRA, blocks of two sizes, each checkpointed."""
     small = {"num_patches": 32, "num_words": 8, "width": 64, "num_heads": 4, "num_double": 2, "num_single": 4}
     workload = setting.make(partial(make_dit, **(small if setting.tiny else {})))
-    yield from _curve(setting, workload, fractions=(0.5,))
+    yield from _curve(setting, workload, ratios=(0.5,))
 
 
 def unpinned(setting: Setting) -> Iterator[Line]:
@@ -75,7 +75,7 @@ def unpinned(setting: Setting) -> Iterator[Line]:
     workload = llama(setting)
     for limit_bytes in (128 * 2**20, 0):
         around = partial(_pinning_at_most, limit_bytes, setting.device)
-        for line in _curve(setting, workload, backward=False, fractions=(1.0,), around=around):
+        for line in _curve(setting, workload, backward=False, ratios=(1.0,), around=around):
             yield {**line, "most_pinned_bytes": limit_bytes}
 
 
@@ -101,7 +101,7 @@ def _curve(
     workload: Workload,
     *,
     backward: bool = True,
-    fractions: Sequence[float] = FRACTIONS,
+    ratios: Sequence[float] = RATIOS,
     offload_ratio: float | None = None,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
     **options: Any,
@@ -125,19 +125,19 @@ def _curve(
         "d2h_bytes_per_s": link.d2h_bytes_per_s,
         "plain": figures_of(plain),
     }
-    for fraction in setting.fractions or fractions:
+    for ratio in setting.ratios or ratios:
         with around():
-            found = setting.attempt(partial(streamed, setting, workload, fraction, link, plain, engine=engine, **options))
-        say(f"{workload.name}, {fraction}: {found}")
-        yield {**line, "fraction": fraction, **found}
+            found = setting.attempt(partial(streamed, setting, workload, ratio, link, plain, engine=engine, **options))
+        say(f"{workload.name}, {ratio}: {found}")
+        yield {**line, "ratio": ratio, **found}
 
 
-def streamed(setting: Setting, workload: Workload, fraction: float, link: Link, plain: Measurement, **options: Any) -> Line:
+def streamed(setting: Setting, workload: Workload, ratio: float, link: Link, plain: Measurement, **options: Any) -> Line:
     """Measure a workload with a share of its layers streamed."""
     return layer_figures(
-        measure_fraction(
+        measure_ratio(
             workload,
-            fraction,
+            ratio,
             setting.device,
             plain=plain,
             link=link,
@@ -149,7 +149,7 @@ def streamed(setting: Setting, workload: Workload, fraction: float, link: Link, 
 
 
 def layer_figures(row: LayerRow) -> Line:
-    """Return what is told of a fraction."""
+    """Return what is told of one ratio."""
     line = {
         **figures_of(row.memkit),
         "num_streamed": row.num_streamed,

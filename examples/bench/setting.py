@@ -38,7 +38,7 @@ class Setting:
     """Small models and small images: shows that all of it runs, and nothing else."""
     ends_s: float
     """When the process of the bench is ended, by `time.perf_counter`."""
-    fractions: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
     """Shares of the layers to stream, where they were given; else those of the bench."""
 
     @property

@@ -16,7 +16,7 @@ from memkit import torch_private
 from memkit.activations.context import ForwardContext, TaggedEntry
 from memkit.activations.counts import Counts
 from memkit.activations.eligibility import counted_by, is_from_leaf, is_range_of_bytes, leaves_with
-from memkit.activations.forward import Pass
+from memkit.activations.forward import Forward
 from memkit.activations.remat_entry import Entry, end_yielding, open_recorder
 from memkit.activations.small import all_too_small
 from memkit.activations.stats import fragmentation_hint, report_from
@@ -140,7 +140,7 @@ class _Entry(TaggedEntry):
         self._recorder: Entry | None = None
         """Records the forward, where something is to be made again."""
         self.counts = Counts(ratio)
-        self._passes: dict[Device, tuple[OffloadWindow, Pass]] = {}
+        self._forwards: dict[Device, tuple[OffloadWindow, Forward]] = {}
         self._devices: dict[torch.device, Device | None] = {}
         self._saw_cpu = False
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
@@ -163,9 +163,9 @@ class _Entry(TaggedEntry):
         asked = self._options.device
         if asked is None:
             for window in self._state.windows():
-                self._pass_on(window.device)
+                self._forward_on(window.device)
         elif not isinstance(asked, CpuDevice):  # pin ahead of the first save
-            self._pass_on(asked)
+            self._forward_on(asked)
         assert self._hooks is not None
         self._hooks.__enter__()
         if self._state.is_recorded:
@@ -182,14 +182,14 @@ class _Entry(TaggedEntry):
         if self._hooks is not None:
             self._hooks.__exit__()
         self._hooks = None  # they hold `pack`, and so the entry
-        saw_device = bool(self._passes)
-        for window, run in self._passes.values():
+        saw_device = bool(self._forwards)
+        for window, forward in self._forwards.values():
             end_forward = torch.compiler.disable(window.end_forward) if self._may_be_compiled else window.end_forward
-            end_forward(run, learn=not has_failed)
+            end_forward(forward, learn=not has_failed)
         self._warn_of_whole_model()
         if not has_failed:
             self._warn_of_small()
-        self._passes.clear()  # from here on the graph alone keeps a pass alive: it counts in the limit for as long as it lives
+        self._forwards.clear()  # from here on the graph alone keeps a pass alive: it counts in the limit for as long as it lives
         if self._saw_cpu and not saw_device and not self._state.has_warned_of_cpu:
             self._state.has_warned_of_cpu = True
             warn_user(
@@ -235,7 +235,7 @@ class _Entry(TaggedEntry):
             storage = tensor.untyped_storage()
             self._marks[_mark_key(tensor, storage)] = (weakref.ref(counted_by(tensor)), action)
             device = self._device_of(tensor)
-            found = None if device is None else self._passes.get(device)
+            found = None if device is None else self._forwards.get(device)
             record = None if found is None else found[1].find(storage, tensor)
             if found is not None and record is not None:
                 found[0].change(record, storage, action)
@@ -274,16 +274,16 @@ class _Entry(TaggedEntry):
             return KeptHandle(tensor)
         if is_from_leaf(tensor) or self._is_resident(storage):
             if self._state.report is not None and not isinstance(tensor, nn.Parameter):
-                window, run = self._pass_on(device)
-                if run.follows_report:
-                    window.pass_over(run, tensor, storage)
+                window, forward = self._forward_on(device)
+                if forward.follows_report:
+                    window.pass_over(forward, tensor, storage)
             return KeptHandle(tensor)
         if self._may_be_compiled:
             self._saves_of_nodes[torch_private.node_number()].append(storage.nbytes())
-        window, run = self._pass_on(device)
+        window, forward = self._forward_on(device)
         if self._marks and action is None:
             action = self._marked(tensor, storage)
-        handle = window.pack(run, tensor, storage, action=action)
+        handle = window.pack(forward, tensor, storage, action=action)
         return KeptHandle(tensor) if handle is None else handle
 
     def _note_small(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
@@ -309,16 +309,16 @@ class _Entry(TaggedEntry):
             return None
         return asked or (open_device(torch_device) if torch_device.type == "cuda" else None)
 
-    def _pass_on(self, device: Device) -> tuple[OffloadWindow, Pass]:
+    def _forward_on(self, device: Device) -> tuple[OffloadWindow, Forward]:
         """Return the pass that saves on a device belong to: a new one if a backward has begun since the last save."""
-        found = self._passes.get(device)
+        found = self._forwards.get(device)
         if found is None or not found[1].is_forward:
             options = self._options
             window = self._state.window(device, options.min_bytes)
             window.arena.limit_bytes = options.host_limit_bytes
-            run = Pass(window.traces, ratio=self.counts.ratio, window_bytes=options.window_bytes, counts=self.counts)
-            window.open_pass(run)
-            found = self._passes[device] = (window, run)
+            forward = Forward(window.traces, ratio=self.counts.ratio, window_bytes=options.window_bytes, counts=self.counts)
+            window.open_forward(forward)
+            found = self._forwards[device] = (window, forward)
         return found
 
 
@@ -329,7 +329,7 @@ def _unpack(packed: KeptHandle | _Flattened) -> Tensor:
 class CPUOffload(ForwardContext):
     """Move a share of what autograd saves in this context to pinned host memory, and have it back when the backward asks.
 
-    Gradients are those of the plain run, bit for bit. Copies run beside the computation, on streams of their own. The storages
+    Gradients are those of the plain forward, bit for bit. Copies forward beside the computation, on streams of their own. The storages
     saved earliest leave: they are needed last. On CPU tensors the context does nothing, and says so once.
 
     Everything that is learned from one iteration to the next (the order of saves and of the backward, the host memory) is kept

@@ -119,7 +119,7 @@ class Traces:
         return next((trace for trace in self._known if trace.keys == tuple(keys) and not trace.is_report), None)
 
 
-class Pass:
+class Forward:
     """One forward: what it saved, what its trace says about each save, and how far its backward has come."""
 
     def __init__(self, traces: Traces, *, ratio: float, window_bytes: int | None, counts: Counts) -> None:

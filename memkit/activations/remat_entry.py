@@ -16,7 +16,7 @@ from memkit import torch_private
 from memkit.activations.context import Mover, TaggedEntry, is_within
 from memkit.activations.counts import Counts
 from memkit.activations.eligibility import is_range_of_bytes
-from memkit.activations.forward import Pass
+from memkit.activations.forward import Forward
 from memkit.activations.ops import OpKinds, op_kinds
 from memkit.activations.recorded import cost_key
 from memkit.activations.recording import Recording
@@ -407,11 +407,11 @@ class Entry(TaggedEntry):
             return KeptHandle(tensor)
         return window.pack(self._forward_of(run), tensor, _get_storage(tensor), action=Action.OFFLOAD) or KeptHandle(tensor)
 
-    def _forward_of(self, run: Run) -> Pass:
+    def _forward_of(self, run: Run) -> Forward:
         """Return what leaves in a forward."""
         if run.forward is None:
-            run.forward = Pass(run.window.traces, ratio=1.0, window_bytes=None, counts=self.counts)
-            run.window.open_pass(run.forward)
+            run.forward = Forward(run.window.traces, ratio=1.0, window_bytes=None, counts=self.counts)
+            run.window.open_forward(run.forward)
         return run.forward
 
     def _note_save(self, run: Run, value: int, num_bytes: int, node: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.activations.counts import Counts
 from memkit.activations.eligibility import counted_by
-from memkit.activations.forward import Pass
+from memkit.activations.forward import Forward
 from memkit.activations.ledger import Ledger
 from memkit.activations.recorded import Call, tensor_of, tensors_in
 from memkit.activations.recording import Recording
@@ -77,7 +77,7 @@ class Run(Residents):
         self.save_nodes: list[int] = []
         self.use_nodes: list[int] = []
         """The numbers of the nodes that save, and that ask."""
-        self.forward: Pass | None = None
+        self.forward: Forward | None = None
         """What leaves for host memory, in their order; None as long as nothing does."""
         self.marks = dict[int, Action]()
         """What the user has asked to do with values."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.activations.forward import Pass, SaveKey, Traces, trace_of
+from memkit.activations.forward import Forward, SaveKey, Traces, trace_of
 from memkit.activations.ledger import Ledger
 from memkit.activations.records import Handle, Record, Residency
 from memkit.device.base import Device
@@ -45,9 +45,9 @@ class OffloadWindow:
         self._lanes = lanes_of(device)
         self.ledger = Ledger(device, self._lanes, self.arena)
         """The records, for whoever reads figures from them."""
-        self._passes: list[weakref.ref[Pass]] = []
+        self._forwards: list[weakref.ref[Forward]] = []
         self._counter = device.memory_counter()
-        self._most_passes = 1
+        self._most_forwards = 1
         self._needed_bytes = 0
         """Host memory that the plans needed when the arena was made to fit last."""
         self._has_warned = False
@@ -58,42 +58,42 @@ class OffloadWindow:
 
     def mend(self) -> None:
         """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
-        for run in self._live_passes():
-            run.break_off()
+        for forward in self._live_forwards():
+            forward.break_off()
         self.ledger.mend()
         self._is_asking = self.is_broken = False
 
     @property
     def limit_bytes(self) -> int:
         """The bytes of records that the device may hold."""
-        passes = self._live_passes()
+        passes = self._live_forwards()
         if len(passes) == 1:
             return passes[0].limit_bytes
-        return sum(run.kept_bytes for run in passes) + max((run.window_bytes for run in passes), default=0)
+        return sum(forward.kept_bytes for forward in passes) + max((forward.window_bytes for forward in passes), default=0)
 
-    def _live_passes(self) -> list[Pass]:
-        passes = [run for run in (reference() for reference in self._passes) if run is not None]
-        if len(passes) < len(self._passes):
-            self._passes = [weakref.ref(run) for run in passes]
+    def _live_forwards(self) -> list[Forward]:
+        passes = [forward for forward in (reference() for reference in self._forwards) if forward is not None]
+        if len(passes) < len(self._forwards):
+            self._forwards = [weakref.ref(forward) for forward in passes]
         return passes
 
     @mended
-    def open_pass(self, run: Pass) -> None:
+    def open_forward(self, forward: Forward) -> None:
         """Begin a forward: free what is done with, and pin ahead what its plan will need."""
         self.ledger.sweep()
         self.ledger.release_dead(wait=False)
         self._lanes.join(self)
-        self._passes.append(weakref.ref(run))
-        self._most_passes = max(self._most_passes, len(self._live_passes()))
-        self._size_arena(run)
+        self._forwards.append(weakref.ref(forward))
+        self._most_forwards = max(self._most_forwards, len(self._live_forwards()))
+        self._size_arena(forward)
 
-    def _size_arena(self, run: Pass) -> None:
-        needed_bytes = max((trace.plan(run.ratio, run.window_bytes).offload_bytes for trace in self.traces), default=0)
-        if not needed_bytes and run.ratio > 0:
+    def _size_arena(self, forward: Forward) -> None:
+        needed_bytes = max((trace.plan(forward.ratio, forward.window_bytes).offload_bytes for trace in self.traces), default=0)
+        if not needed_bytes and forward.ratio > 0:
             return  # nothing is known yet
         if needed_bytes != self._needed_bytes and self.arena.in_use_bytes == 0:
             self._needed_bytes = needed_bytes
-            self.arena.trim(needed_bytes * self._most_passes)
+            self.arena.trim(needed_bytes * self._most_forwards)
         self.arena.reserve(needed_bytes)
 
     def seed_from(self, report: MemoryReport, min_bytes: int) -> None:
@@ -104,7 +104,7 @@ class OffloadWindow:
     # Saving
 
     @mended
-    def pack(self, run: Pass, tensor: Tensor, storage: torch.UntypedStorage, *, action: Action | None = None) -> Handle | None:
+    def pack(self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, *, action: Action | None = None) -> Handle | None:
         """Return the handle of a tensor that may leave; None if it is to be left alone, as to move it would free nothing.
 
         Args:
@@ -112,25 +112,25 @@ class OffloadWindow:
         """
         self.ledger.sweep()
         node = torch_private.node_number()
-        self._send_written(run, but_for=node)
-        record = run.find(storage, tensor)
+        self._send_written(forward, but_for=node)
+        record = forward.find(storage, tensor)
         if record is None:
-            decided = run.decide(_key_of(tensor, storage), action)
+            decided = forward.decide(_key_of(tensor, storage), action)
             if decided is None:
                 return None
             record = self.ledger.open_record(
-                storage, torch_private.version_of(tensor), owner=run, index=run.num_saves - 1, counts=run.counts
+                storage, torch_private.version_of(tensor), owner=forward, index=forward.num_saves - 1, counts=forward.counts
             )
             record.tick = self._lanes.tick()
-            run.note_record(record, storage, tensor)
-            run.counts.unique_bytes += record.num_bytes
+            forward.note_record(record, storage, tensor)
+            forward.counts.unique_bytes += record.num_bytes
             handle = self.ledger.add_handle(record, tensor, self, node)
             if decided is Action.KEEP:
-                run.counts.kept_bytes += record.num_bytes
+                forward.counts.kept_bytes += record.num_bytes
             elif tensor.requires_grad:
-                self._leave(run, record, storage)
+                self._leave(forward, record, storage)
             else:
-                run.unwritten.append((record, node))
+                forward.unwritten.append((record, node))
             self._make_room()
         elif self.device.current_stream() != record.stream:
             return None  # the work to come reads it there, and nothing tells when: it stays until the backward
@@ -141,39 +141,39 @@ class OffloadWindow:
     @mended
     def change(self, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
         """Do something else with a record, whose bytes are also in a storage of the user's."""
-        ledger, run = self.ledger, record.owner
+        ledger, forward = self.ledger, record.owner
         ledger.sweep()
         if action is Action.RECOMPUTE:
             ledger.drop(record)
             return
         if record.residency is Residency.DROPPED or (action is Action.KEEP and record.residency is Residency.HOST):
             ledger.restore(record, storage)
-        if run is None:
+        if forward is None:
             return
-        run.unwritten = [waiting for waiting in run.unwritten if waiting[0] is not record]
+        forward.unwritten = [waiting for waiting in forward.unwritten if waiting[0] is not record]
         if action is Action.KEEP:
-            run.refused_bytes += record.num_bytes
+            forward.refused_bytes += record.num_bytes
             if record.residency is Residency.LEAVING:
                 ledger.stay(record)
         elif record.left is None:
-            self._leave(run, record, storage)
+            self._leave(forward, record, storage)
             self._make_room()
 
     @mended
-    def adopt(self, run: Pass, record: Record, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+    def adopt(self, forward: Forward, record: Record, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         """A record that could only be dropped is one of a forward's from now on, and may leave."""
         if record.owner is None:
-            run.decide(_key_of(tensor, storage), Action.OFFLOAD)
-            self.ledger.adopt(record, owner=run, index=run.num_saves - 1, counts=run.counts)
+            forward.decide(_key_of(tensor, storage), Action.OFFLOAD)
+            self.ledger.adopt(record, owner=forward, index=forward.num_saves - 1, counts=forward.counts)
             record.tick = self._lanes.tick()
-            run.note_record(record, storage, tensor)
+            forward.note_record(record, storage, tensor)
 
-    def pass_over(self, run: Pass, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+    def pass_over(self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         """Take note of a tensor that is known to be the caller's."""
         with self.lock:
-            run.pass_over(_key_of(tensor, storage))
+            forward.pass_over(_key_of(tensor, storage))
 
-    def _send_written(self, run: Pass, *, but_for: int | None = None) -> None:
+    def _send_written(self, forward: Forward, *, but_for: int | None = None) -> None:
         """Let go what waited for the op that saved it, but what the node `but_for` saves.
 
         [Note: saved before it is written] Autograd saves the inputs of an op before the op runs. What carries a gradient is not
@@ -181,20 +181,20 @@ class OffloadWindow:
         A copy that is put on its lane at the save would take what was there before. So what requires no grad leaves with the
         next save of another node, when the op has been launched.
         """
-        waited, run.unwritten = run.unwritten, []
+        waited, forward.unwritten = forward.unwritten, []
         for record, node in waited:
             storage = record.original()
             if node == but_for:
-                run.unwritten.append((record, node))
+                forward.unwritten.append((record, node))
             elif record.num_handles > 0 and record.residency is Residency.DEVICE and storage is not None:
-                self._leave(run, record, storage)
+                self._leave(forward, record, storage)
 
-    def _leave(self, run: Pass, record: Record, storage: torch.UntypedStorage) -> None:
+    def _leave(self, forward: Forward, record: Record, storage: torch.UntypedStorage) -> None:
         try:
             self.ledger.leave(record, storage)
         except HostMemoryError as error:
-            run.refused_bytes += record.num_bytes
-            run.counts.kept_bytes += record.num_bytes
+            forward.refused_bytes += record.num_bytes
+            forward.counts.kept_bytes += record.num_bytes
             if not self._has_warned:
                 self._has_warned = True
                 warn_user(f'CPUOffload (tag "{self.tag}") leaves {format_mib(record.num_bytes)} on the device: {error}')
@@ -205,11 +205,11 @@ class OffloadWindow:
             ledger.release_oldest()
 
     @mended
-    def end_forward(self, run: Pass, *, learn: bool) -> None:
+    def end_forward(self, forward: Forward, *, learn: bool) -> None:
         """The context has been left, or the backward has begun: no more saves belong to the pass."""
-        self._send_written(run)
+        self._send_written(forward)
         self._make_room()
-        if run.is_forward and run.finish_forward(learn=learn):
+        if forward.is_forward and forward.finish_forward(learn=learn):
             warn_user(
                 f'the report under the tag "{self.tag}" is of another model, or of other shapes: what was saved does not '
                 "follow it. This pass is taken as the new measure. Profile again, or use another tag."
@@ -222,18 +222,18 @@ class OffloadWindow:
         """Return a saved tensor, for work on the current stream; fetch what is needed after it."""
         ledger, record = self.ledger, handle.record
         ledger.sweep()
-        run, maker = record.owner, record.maker
+        forward, maker = record.owner, record.maker
         if maker is not None:
             maker.note_request(record, handle.node)
-        if run is not None:
-            self._note_request(run, record)
+        if forward is not None:
+            self._note_request(forward, record)
         tensor = self._in_place(handle)
         if tensor is not None:
             ledger.serve(handle)
         else:
             self._bring(record)
-        if run is not None and run.task != -1:
-            self._fetch_ahead(run)
+        if forward is not None and forward.task != -1:
+            self._fetch_ahead(forward)
         if maker is not None and (handle.geometry is None or (tensor is None and record.num_awaiting <= 1)):
             maker.note_last_use(record)
         return ledger.hand_out(handle) if tensor is None else tensor
@@ -257,9 +257,9 @@ class OffloadWindow:
         self.device.note_read(storage)
         return storage
 
-    def _note_request(self, run: Pass, record: Record) -> None:
-        if self._follow_backward(run) and not run.is_used(record):
-            self._note_use(run, record)
+    def _note_request(self, forward: Forward, record: Record) -> None:
+        if self._follow_backward(forward) and not forward.is_used(record):
+            self._note_use(forward, record)
 
     def _bring(self, record: Record) -> None:
         """Have the bytes of a record on the device, or on their way there, for work on the current stream."""
@@ -273,32 +273,32 @@ class OffloadWindow:
             assert record.maker is not None
             record.maker.make(record)
 
-    def _follow_backward(self, run: Pass) -> bool:
+    def _follow_backward(self, forward: Forward) -> bool:
         """Notice that a backward has begun, for the first time or again; tell whether one is running at all."""
         task = torch_private.backward_task()
         if task == -1:
             return False
-        if run.task != task:
-            if run.task == -1:
-                self.end_forward(run, learn=True)
-                self._judge_waste(run)
-            self._take_back(run, until=None)
-            run.begin_backward(task)
-            after_backward(lambda: self._end_backward(run, task))
+        if forward.task != task:
+            if forward.task == -1:
+                self.end_forward(forward, learn=True)
+                self._judge_waste(forward)
+            self._take_back(forward, until=None)
+            forward.begin_backward(task)
+            after_backward(lambda: self._end_backward(forward, task))
         return True
 
-    def _judge_waste(self, run: Pass) -> None:
+    def _judge_waste(self, forward: Forward) -> None:
         """The forward's frame is gone: what is still alive after we let go is held by somebody else."""
-        for record in run.records():
+        for record in forward.records():
             if record.residency is Residency.HOST and record.original() is not None:
-                run.counts.wasted_bytes += record.num_bytes
-                run.note_held(record)
+                forward.counts.wasted_bytes += record.num_bytes
+                forward.note_held(record)
 
-    def _note_use(self, run: Pass, record: Record) -> None:
-        run.note_use(record, 0 if self._counter is None else self._counter.allocated_bytes() - self.ledger.moving_bytes)
+    def _note_use(self, forward: Forward, record: Record) -> None:
+        forward.note_use(record, 0 if self._counter is None else self._counter.allocated_bytes() - self.ledger.moving_bytes)
         if record.left is not None and (record.residency is Residency.LEAVING or record.original() is not None):
-            run.counts.served_bytes += record.num_bytes
-        self._take_back(run, until=run.place_of(record) - _PASSED_OVER)
+            forward.counts.served_bytes += record.num_bytes
+        self._take_back(forward, until=forward.place_of(record) - _PASSED_OVER)
 
     def _in_place(self, handle: Handle) -> Tensor | None:
         """Return the tensor from the storage that it was saved from, if that is still there."""
@@ -331,26 +331,26 @@ class OffloadWindow:
 
     def _drop_fetched(self) -> None:
         """Give up all that was fetched ahead, to make room for what cannot wait."""
-        for run in self._live_passes():
-            self._take_back(run, until=None)
+        for forward in self._live_forwards():
+            self._take_back(forward, until=None)
         self.ledger.release_dead(wait=True)
         self.ledger.settle_all()
 
-    def _take_back(self, run: Pass, *, until: int | None) -> None:
+    def _take_back(self, forward: Forward, *, until: int | None) -> None:
         """Drop what was fetched for places before `until` (None: any) and not asked for."""
         for record in list(self.ledger.coming):
-            if record.owner is run and (until is None or run.place_of(record) < until):
+            if record.owner is forward and (until is None or forward.place_of(record) < until):
                 self.ledger.take_back(record)
 
-    def _fetch_ahead(self, run: Pass) -> None:
+    def _fetch_ahead(self, forward: Forward) -> None:
         """Fetch what the backward needs next, while there is room for it all the way to its use."""
-        for record in run.upcoming():
+        for record in forward.upcoming():
             if record.residency is Residency.HOST and record.original() is None:
-                if not self._make_room_for(run, record) or not self._is_turn_of(record):
+                if not self._make_room_for(forward, record) or not self._is_turn_of(record):
                     return
                 if not self._try_to_fetch(record):
                     return
-            run.advance()
+            forward.advance()
 
     def _is_turn_of(self, record: Record) -> bool:
         self._is_asking = True
@@ -366,21 +366,21 @@ class OffloadWindow:
 
     @mended
     def _bring_until(self, tick: int) -> bool:
-        for run in self._live_passes():
-            for record in run.upcoming() if run.task != -1 else ():
+        for forward in self._live_forwards():
+            for record in forward.upcoming() if forward.task != -1 else ():
                 if record.residency is Residency.HOST and record.original() is None:
                     if record.tick <= tick:
                         break
-                    if not self._make_room_for(run, record) or not self._try_to_fetch(record):
+                    if not self._make_room_for(forward, record) or not self._try_to_fetch(record):
                         return False
-                run.advance()
+                forward.advance()
         return True
 
-    def _make_room_for(self, run: Pass, record: Record) -> bool:
+    def _make_room_for(self, forward: Forward, record: Record) -> bool:
         """Tell whether a record may be fetched ahead of its use, if need be once what is dead is gone."""
-        if not self._has_room(run, record):
+        if not self._has_room(forward, record):
             self.ledger.release_dead(wait=True)
-        return self._has_room(run, record)
+        return self._has_room(forward, record)
 
     def _try_to_fetch(self, record: Record) -> bool:
         try:
@@ -389,27 +389,27 @@ class OffloadWindow:
             return False  # it may be needed less soon than what took the room
         return True
 
-    def _has_room(self, run: Pass, record: Record) -> bool:
+    def _has_room(self, forward: Forward, record: Record) -> bool:
         """Tell whether a record may be fetched ahead of its use.
 
         Where the levels of the backward are known, it may if that does not raise the step's peak, and then a window more may be
         on the device than in the forward.
         """
         live_bytes, limit_bytes = self.ledger.moving_bytes + record.num_bytes, self.limit_bytes
-        forecast = run.forecast if self._counter is not None and len(self._live_passes()) == 1 else None
+        forecast = forward.forecast if self._counter is not None and len(self._live_forwards()) == 1 else None
         if forecast is None:
             return live_bytes <= limit_bytes
-        if live_bytes > limit_bytes + run.window_bytes:
+        if live_bytes > limit_bytes + forward.window_bytes:
             return False
-        return forecast.level_bytes(run.num_used - 1, run.place_of(record), live_bytes) <= forecast.peak_bytes
+        return forecast.level_bytes(forward.num_used - 1, forward.place_of(record), live_bytes) <= forecast.peak_bytes
 
     @mended
-    def _end_backward(self, run: Pass, task: int) -> None:
+    def _end_backward(self, forward: Forward, task: int) -> None:
         """A backward has ended well."""
         self.ledger.sweep()
-        if run.task == task:
-            self._take_back(run, until=None)
-            run.end_backward()
+        if forward.task == task:
+            self._take_back(forward, until=None)
+            forward.end_backward()
             self.ledger.release_dead(wait=True)  # what was served: its copy was made in the forward, and is long done
         self.settle()
 

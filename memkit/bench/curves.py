@@ -71,8 +71,8 @@ def picture(path: Path, title: str) -> Iterator[Axes]:
 
 
 @contextmanager
-def pictures_by_fraction(path: Path, title: str) -> Iterator[tuple[Axes, Axes]]:
-    """Give axes for milliseconds and, below them, for GiB, both against a fraction; and write what was drawn when it is done.
+def pictures_by_ratio(path: Path, title: str) -> Iterator[tuple[Axes, Axes]]:
+    """Give axes for milliseconds and, below them, for GiB, against an offload ratio; and write what was drawn when it is done.
 
     Args:
         path: where to; the kind of picture follows from the file's name.
@@ -86,7 +86,7 @@ def pictures_by_fraction(path: Path, title: str) -> Iterator[tuple[Axes, Axes]]:
     times, peaks = figure.subplots(2, 1, sharex=True)
     yield times, peaks
     times.set(ylabel="step (ms)", title=title)
-    peaks.set(xlabel="fraction", ylabel="peak allocated (GiB)")
+    peaks.set(xlabel="offload ratio", ylabel="peak allocated (GiB)")
     for axes in (times, peaks):
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=8)

@@ -1,4 +1,4 @@
-"""What `memkit bench layers` tells of a fraction, and of all: figures, a table, JSON, a picture."""
+"""What `memkit bench layers` tells of a ratio, and of all: figures, a table, JSON, a picture."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from memkit.bench.curves import mib, ms, pictures_by_fraction, to_json_line
+from memkit.bench.curves import mib, ms, pictures_by_ratio, to_json_line
 from memkit.bench.measure import Measurement
 from memkit.transfer import Link
 
 _GIB = 2**30
 _HEADERS = (
-    "fraction",
+    "ratio",
     "layers\nstreamed",
     "streamed\n(MiB)",
     "forward\n(ms)",
@@ -31,9 +31,9 @@ _NO_ROOM = "out of memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRow:
-    """One fraction. What was moved and waited for is that of one step, on average over those that count."""
+    """One ratio. What was moved and waited for is that of one step, on average over those that count."""
 
-    fraction: float
+    ratio: float
     memkit: Measurement
     plain: Measurement | None
     """The plain step of the same run; None where the device has no room for it."""
@@ -118,7 +118,7 @@ class LayerBench:
     plain: Measurement | None
     """None where the device has no room for the plain step."""
     link: Link
-    fractions: tuple[float, ...]
+    ratios: tuple[float, ...]
     """As they were asked for."""
     rows: tuple[LayerRow, ...]
     """Those for which the device has room."""
@@ -127,18 +127,18 @@ class LayerBench:
         """Return the table, for reading."""
         how = f"train={self.train}" if self.backward else "forward only"
         layers = f"{self.num_layers} layers, {mib(self.layer_bytes)} MiB"
-        lines = [self._line("plain", self.plain), *map(self._row, self.fractions)]
+        lines = [self._line("plain", self.plain), *map(self._row, self.ratios)]
         aligned = ("left", *("right",) * (len(_HEADERS) - 1))
         table = tabulate(lines, headers=_HEADERS, disable_numparse=True, colalign=aligned)
         first = f"{self.name} on {self.where}: {layers}; {how}; {self.link}"
         return "\n".join([first, "", table])
 
-    def _row(self, fraction: float) -> tuple[str, ...]:
-        row = next((row for row in self.rows if row.fraction == fraction), None)
+    def _row(self, ratio: float) -> tuple[str, ...]:
+        row = next((row for row in self.rows if row.ratio == ratio), None)
         if row is None:
-            return self._line(f"{fraction:g}", None)
+            return self._line(f"{ratio:g}", None)
         return self._line(
-            f"{fraction:g}",
+            f"{ratio:g}",
             row.memkit,
             streamed=(str(row.num_streamed), mib(row.streamed_bytes)),
             to_roofline=_ratio(row.to_roofline),
@@ -171,25 +171,25 @@ class LayerBench:
             "layer_bytes": self.layer_bytes,
             "plain": None if self.plain is None else asdict(self.plain),
             "link": asdict(self.link),
-            "fractions": self.fractions,
+            "ratios": self.ratios,
             "rows": [_figures(row) for row in self.rows],
         }
         return to_json_line("layers", self.name, self.where, figures)
 
     def plot(self, path: Path) -> None:
-        """Write a picture of time, and of peak below it, against the fraction. Its kind follows from the file's name.
+        """Write a picture of time, and of peak below it, against the ratio. Its kind follows from the file's name.
 
         The plain step is a line across.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        rows = sorted(self.rows, key=lambda row: row.fraction)
-        rooflines = [(row.fraction, row.roofline_s * 1e3) for row in rows if row.roofline_s is not None]
-        with pictures_by_fraction(path, f"{self.name} on {self.where}") as (times, peaks):
-            times.plot([row.fraction for row in rows], [row.memkit.step_s * 1e3 for row in rows], "o-", label="memkit")
+        rows = sorted(self.rows, key=lambda row: row.ratio)
+        rooflines = [(row.ratio, row.roofline_s * 1e3) for row in rows if row.roofline_s is not None]
+        with pictures_by_ratio(path, f"{self.name} on {self.where}") as (times, peaks):
+            times.plot([row.ratio for row in rows], [row.memkit.step_s * 1e3 for row in rows], "o-", label="memkit")
             times.plot([x for x, _ in rooflines], [y for _, y in rooflines], "k--", label="roofline", linewidth=1)
-            counted = [(row.fraction, row.memkit.peak_allocated_bytes) for row in rows]
+            counted = [(row.ratio, row.memkit.peak_allocated_bytes) for row in rows]
             held = [(x, num_bytes / _GIB) for x, num_bytes in counted if num_bytes is not None]
             peaks.plot([x for x, _ in held], [y for _, y in held], "o-", label="memkit")
             if self.plain is not None:

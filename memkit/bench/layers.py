@@ -1,4 +1,4 @@
-"""`memkit bench layers`: time and peak of a step against the fraction of the layers' bytes that streams from the host."""
+"""`memkit bench layers`: time and peak of a step at several offload ratios of its layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SGD = partial(torch.optim.SGD, lr=0.0)
 def bench_layers(
     step_of: StepOf,
     model: nn.Module,
-    fractions: Sequence[float],
+    ratios: Sequence[float],
     device: Device,
     *,
     train: str = "auto",
@@ -46,13 +46,13 @@ def bench_layers(
     num_warmup: int = 4,
     link: Link | None = None,
 ) -> LayerBench:
-    """Measure a step of a model as it is, and with fractions of its layers streamed; all in one run.
+    """Measure a step of a model as it is, and with ratios of its layers streamed; all in one run.
 
     Args:
         step_of: makes the step of the model.
         model: on the CPU if it may be larger than the device; it is left where it was found. All parameters of its layers that
             are to stream as frozen must not require grad (see `freeze_layers`).
-        fractions: what to give `LayerOffload` as `offload_ratio`.
+        ratios: what to give `LayerOffload` as `offload_ratio`.
         device: where the steps run. The bench times with its events.
         train: what to give `LayerOffload`. With "fused" the optimizer is plain SGD, whose step then is part of the plain
             backward as well.
@@ -60,10 +60,10 @@ def bench_layers(
         link: how fast bytes move; measured by default.
 
     Raises:
-        TypeError: a fraction is no number.
-        ValueError: a fraction is not from 0 to 1, or the model has no layers that may stream.
+        TypeError: a ratio is no number.
+        ValueError: a ratio is not from 0 to 1, or the model has no layers that may stream.
     """
-    fractions = tuple(check_ratio(fraction, where="a fraction") for fraction in fractions)
+    ratios = tuple(check_ratio(ratio, where="a ratio") for ratio in ratios)
     layers = find_layers(model, None).values()
     layer_bytes = storage_bytes(parameter for layer in layers for parameter in layer.parameters())
     steps = {"num_steps": num_steps, "num_warmup": num_warmup}
@@ -74,11 +74,11 @@ def bench_layers(
     measured_plainly = partial(_measure_plainly, whole_step_of, model, device, **steps)
     plain = _unless_out_of_memory(f"{workload.name}: plain", measured_plainly, device)
     measured_at = partial(
-        measure_fraction, workload, device=device, plain=plain, link=link, train=train, engine=engines.plain, **steps
+        measure_ratio, workload, device=device, plain=plain, link=link, train=train, engine=engines.plain, **steps
     )
     rows = [
-        _unless_out_of_memory(f"{workload.name}: fraction {fraction:g}", partial(measured_at, fraction), device)
-        for fraction in fractions
+        _unless_out_of_memory(f"{workload.name}: ratio {ratio:g}", partial(measured_at, ratio), device)
+        for ratio in ratios
     ]
     return LayerBench(
         name=workload.name,
@@ -89,14 +89,14 @@ def bench_layers(
         layer_bytes=layer_bytes,
         plain=plain,
         link=link,
-        fractions=fractions,
+        ratios=ratios,
         rows=tuple(row for row in rows if row is not None),
     )
 
 
-def measure_fraction(
+def measure_ratio(
     workload: Workload,
-    fraction: float,
+    ratio: float,
     device: Device,
     *,
     plain: Measurement | None,
@@ -107,11 +107,11 @@ def measure_fraction(
     num_steps: int = 20,
     num_warmup: int = 4,
 ) -> LayerRow:
-    """Measure a step with a fraction of the layers streamed, by one `LayerOffload` that is open over all steps.
+    """Measure a step at one offload ratio, by one `LayerOffload` that is open over all steps.
 
     Args:
         workload: the step. With train="fused" it has no `update`.
-        fraction: what to give `LayerOffload` as `offload_ratio`.
+        ratio: what to give `LayerOffload` as `offload_ratio`.
         device: where the step runs.
         plain: the plain step of the same run, if there is room for it, which the row is compared with.
         link: how fast bytes move.
@@ -120,12 +120,12 @@ def measure_fraction(
         num_steps, num_warmup: steps that count, and steps ahead of them that do not.
 
     Raises:
-        ValueError: the fraction is not from 0 to 1, or the model has no layers that may stream.
+        ValueError: the ratio is not from 0 to 1, or the model has no layers that may stream.
         torch.OutOfMemoryError: the device has no room.
     """
     optimizer = _SGD if train == "fused" else None
     with LayerOffload(
-        workload.model, offload_ratio=fraction, num_slots=slots, train=train, optimizer=optimizer, device=device
+        workload.model, offload_ratio=ratio, num_slots=slots, train=train, optimizer=optimizer, device=device
     ) as offload:
         warm: list[LayerStats] = []
         found = measure(
@@ -140,7 +140,7 @@ def measure_fraction(
         (before,), stats = warm, offload.stats()
     num_counted = num_steps + 1 + num_steps  # those in a row as well
     return LayerRow(
-        fraction=fraction,
+        ratio=ratio,
         memkit=found,
         plain=plain,
         link=link,

@@ -15,8 +15,8 @@ from memkit.plan.residency import (
     plan_again,
     plan_auto,
     plan_budget,
-    plan_fraction,
     plan_resident,
+    plan_streamed_ratio,
     spread,
 )
 from memkit.plan.schedules import call_schedule, takes_peak
@@ -51,9 +51,9 @@ __all__ = [
     "plan_again",
     "plan_auto",
     "plan_budget",
-    "plan_fraction",
     "plan_ratio",
     "plan_resident",
+    "plan_streamed_ratio",
     "predict_step",
     "roofline_s",
     "simulate",

@@ -136,24 +136,24 @@ def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
     return tuple((count * num_layers - 1) // num_streamed for count in range(1, num_streamed + 1))
 
 
-def plan_fraction(
-    layers: Sequence[LayerCosts], fraction: float, *, num_slots: int, link_bytes_per_s: float | None = None
+def plan_streamed_ratio(
+    layers: Sequence[LayerCosts], ratio: float, *, num_slots: int, link_bytes_per_s: float | None = None
 ) -> ResidencyPlan:
-    """Return the plan that streams a fraction of the layers' bytes, or as little more as whole layers allow.
+    """Return the plan that streams so much of the layers' bytes, or as little more as whole layers allow.
 
     Each class of sizes gives its share, spread evenly over its layers. A layer without bytes never streams.
 
     Args:
         layers: all layers, in the order of the forward.
-        fraction: 0 to 1.
+        ratio: of their bytes, 0 to 1.
         num_slots: slots for each class of sizes.
         link_bytes_per_s: how fast copies are; without it nothing is predicted.
 
     Raises:
         TypeError, ValueError: an argument is out of range, or there are no layers.
     """
-    fraction = check_ratio(fraction, where="offload_ratio")
-    wanted_bytes = fraction * sum(layer.num_bytes for layer in layers) * (1 - 1e-9)  # 0.1 is a little more than a tenth
+    ratio = check_ratio(ratio, where="offload_ratio")
+    wanted_bytes = ratio * sum(layer.num_bytes for layer in layers) * (1 - 1e-9)  # 0.1 is a little more than a tenth
     choices = _even_choices(layers, num_slots)
     return _plan(
         layers, _fewest_streamed(choice for choice in choices if choice.streamed_bytes >= wanted_bytes), link_bytes_per_s

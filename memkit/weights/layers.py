@@ -35,7 +35,7 @@ from memkit.weights.selection import (
     refuse_unmovable,
     refuse_wrapped,
 )
-from memkit.weights.shares import choose_mode, costs_of, plan_measured, plan_share, why_nothing_is_freed
+from memkit.weights.shares import choose_mode, costs_of, plan_layers, plan_measured, why_nothing_is_freed
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
 from memkit.weights.timing import StepTimes, StepTiming
@@ -133,7 +133,7 @@ class LayerOffload(NotCopied):
         chunks = self._chunks_of()
         self._candidates = {name: chunks.get(name) for name in self._layers}
         self._num_slots = num_slots
-        self.plan = plan_share(
+        self.plan = plan_layers(
             self._candidates,
             offload_ratio=offload_ratio,
             budget=budget,

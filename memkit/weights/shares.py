@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_fraction, plan_resident
+from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_resident, plan_streamed_ratio
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.fused import MakeOptimizer
@@ -45,7 +45,7 @@ def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOpti
     return "host" if trained_bytes > _MOSTLY * sum(parameter.nbytes for parameter in parameters) else "frozen"
 
 
-def plan_share(
+def plan_layers(
     layers: Mapping[str, LayerChunk | None],
     *,
     offload_ratio: float | str | None,
@@ -81,9 +81,9 @@ def plan_share(
     if isinstance(offload_ratio, str):
         if offload_ratio != "auto":
             raise ValueError(f'offload_ratio is a number from 0 to 1, or "auto"; found {offload_ratio!r}')
-        return plan_fraction(costs, 1.0, num_slots=num_slots)
+        return plan_streamed_ratio(costs, 1.0, num_slots=num_slots)
     if offload_ratio is not None:
-        return plan_fraction(costs, offload_ratio, num_slots=num_slots)
+        return plan_streamed_ratio(costs, offload_ratio, num_slots=num_slots)
     if num_resident is not None:
         return plan_resident(costs, num_resident, num_slots=num_slots)
     assert budget is not None
@@ -98,7 +98,7 @@ def why_nothing_is_freed(
     """Return what to say if layers stream, and the device has no byte more for it; None if that is not so.
 
     Args:
-        layers: see `plan_share`.
+        layers: see `plan_layers`.
         plan: which of them stream.
         train: how they are trained: with "host", the gradients of what streams are not on the device either.
         num_slots: for layers of one size.
@@ -109,7 +109,7 @@ def why_nothing_is_freed(
         return None
     found = "1 layer streams" if len(plan.streamed) == 1 else f"{len(plan.streamed)} layers stream"
     for count in range(num_slots, 0, -1):
-        freed_bytes = plan_fraction(costs, 1.0, num_slots=count).freed_bytes
+        freed_bytes = plan_streamed_ratio(costs, 1.0, num_slots=count).freed_bytes
         if freed_bytes > 0:
             fewer = "" if count == num_slots else f", num_slots={count}"
             advice = f"Let more stream (offload_ratio=1.0{fewer} frees {format_bytes(freed_bytes)})"
@@ -134,7 +134,7 @@ def plan_measured(
     """Return the plan that streams the most that hides; where the device has no room for what stays then, the least that fits.
 
     Args:
-        layers: see `plan_share`.
+        layers: see `plan_layers`.
         times: a step with another plan.
         plan: that one.
         train: how layers are trained: with "host", a layer that stays has its gradients and its optimizer's state on the device

@@ -8,7 +8,6 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import Device
@@ -119,19 +118,6 @@ def test_schedule_that_raises_keeps_its_error(device: Device, offloading: Offloa
     context.offload_ratio = 1.0
     with context:
         pass
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_attached_inside_a_checkpointed_function(use_reentrant: bool, device: Device) -> None:
-    block = nn.Linear(256, 256).to(device.torch_device)
-    memkit.attach(block, memkit.CPUOffload(1.0, "inside", min_bytes=0, device=device))
-
-    with pytest.raises(ValueError, match=r"\(tag \"inside\"\) was entered inside a checkpointed function.*[Pp]ut the context"):
-        checkpoint(block, leaf_on(device.torch_device), use_reentrant=use_reentrant)
-
-    assert innermost_pack() is None
-    with pytest.raises(ValueError, match="Run a forward in a context with tag="):
-        memkit.stats("inside")
 
 
 @pytest.mark.parametrize("with_report", [False, True])

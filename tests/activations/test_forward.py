@@ -11,8 +11,8 @@ from tests.activations.cases import inputs_on, mlp
 from tests.activations.conftest import Offload
 
 
-def _live_passes(tag: str) -> int:
-    return sum(len(window._live_passes()) for window in _states[tag].windows())
+def _live_forwards(tag: str) -> int:
+    return sum(len(window._live_forwards()) for window in _states[tag].windows())
 
 
 def test_pass_ends_with_its_backward_without_the_garbage_collector(device: Device, offloading: Offload) -> None:
@@ -22,9 +22,9 @@ def test_pass_ends_with_its_backward_without_the_garbage_collector(device: Devic
         for _ in range(3):
             with offloading(1.0, "ended", window_bytes=0):
                 loss = mlp(x, w).sum()
-            assert _live_passes("ended") == 1
+            assert _live_forwards("ended") == 1
             loss.backward()
-            assert _live_passes("ended") == 0
+            assert _live_forwards("ended") == 0
     finally:
         gc.enable()
 
@@ -38,4 +38,4 @@ def test_pass_ends_with_a_graph_that_is_dropped(device: Device, offloading: Offl
 
     del loss
     memkit.stats("dropped")
-    assert _live_passes("dropped") == 0
+    assert _live_forwards("dropped") == 0

@@ -28,7 +28,7 @@ def _held(tag: str, device: Device) -> dict[str, object]:
         "pins": stats.num_pins,
         "records": stats.live_records,
         "peak": stats.peak_live_bytes if device.torch_device.type == "cpu" else 0,  # when a copy lands is up to the GPU
-        "passes": len(window._passes),
+        "passes": len(window._forwards),
         "traces": len(window.traces),
         "tensors": sum(type(thing) is Tensor for thing in gc.get_objects()),
     }

@@ -37,7 +37,7 @@ def _coming(tag: str) -> set[int]:
 
 def _records(tag: str) -> list[Record]:
     (window,) = _states[tag].windows()
-    return [record for run in window._live_passes() for record in run.records()]
+    return [record for run in window._live_forwards() for record in run.records()]
 
 
 @pytest.mark.parametrize("window_units", [0, 2, 4, None])

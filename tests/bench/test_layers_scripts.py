@@ -61,15 +61,13 @@ def _setting(scripts: Scripts, device: Device, **options: Any) -> Any:
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*the system did not pin")
 @pytest.mark.parametrize(
-    ("name", "given", "fractions"),
+    ("name", "given", "ratios"),
     [("forward", (), [0.0, 0.5, 1.0]), ("host", (0.5, 1.0), [0.5, 1.0]), ("unpinned", (), [1.0, 1.0])],
 )
-def test_curve_has_a_line_for_each_fraction(
-    scripts: Scripts, name: str, given: tuple[float, ...], fractions: list[float]
-) -> None:
-    lines = list(scripts.curves.BENCHES[name](_setting(scripts, CpuDevice(), fractions=given)))
+def test_curve_has_a_line_for_each_ratio(scripts: Scripts, name: str, given: tuple[float, ...], ratios: list[float]) -> None:
+    lines = list(scripts.curves.BENCHES[name](_setting(scripts, CpuDevice(), ratios=given)))
 
-    assert [line["fraction"] for line in lines] == fractions
+    assert [line["ratio"] for line in lines] == ratios
     for line in lines:
         assert "error" not in line
         assert set(line) >= KEYS
@@ -81,7 +79,7 @@ def test_curve_has_a_line_for_each_fraction(
             "peak_reserved_bytes",
             "in_a_row_s",
         }
-    assert [line["num_streamed"] for line in lines] == [4 * fraction for fraction in fractions]
+    assert [line["num_streamed"] for line in lines] == [4 * ratio for ratio in ratios]
     assert bool(lines[-1]["grads_bytes"]) == (name == "host")
 
 
@@ -90,7 +88,7 @@ def test_dit_streams_blocks_of_two_sizes(scripts: Scripts) -> None:
     (line,) = scripts.curves.dit(_setting(scripts, ReferenceDevice()))
 
     assert "error" not in line
-    assert (line["fraction"], line["num_streamed"], line["overflows"]) == (0.5, 3, 0)
+    assert (line["ratio"], line["num_streamed"], line["overflows"]) == (0.5, 3, 0)
     assert line["slot_bytes"] <= line["streamed_bytes"]
     assert line["to_roofline"] > 0
     assert "peak_over_expected_bytes" in line
@@ -170,9 +168,9 @@ def test_picture_is_drawn_from_lines_that_were_printed(tmp_path: Path, monkeypat
     draw = importlib.import_module("draw_layers").draw
     name = "llama_3.2b_lora16_checkpointed"
     line = {"name": name, "backward": True, "where": "a GPU", "step_s": 0.5, "peak_allocated_bytes": 2**33}
-    lines = [{**line, "bench": "layers", "fraction": x, "offload_ratio": None} for x in (0.0, 1.0)]
+    lines = [{**line, "bench": "layers", "ratio": x, "offload_ratio": None} for x in (0.0, 1.0)]
     lines += [{**line, "bench": "layers_peers", "engine": engine} for engine in ("plain", "memkit", "block swap")]
-    other = {**line, "bench": "layers", "fraction": 0.5, "offload_ratio": None, "name": "dit_8+16_lora16_checkpointed"}
+    other = {**line, "bench": "layers", "ratio": 0.5, "offload_ratio": None, "name": "dit_8+16_lora16_checkpointed"}
 
     draw([*lines, other, {"bench": "layers_auto"}], tmp_path / "layers.svg")
 

@@ -13,7 +13,7 @@ import memkit
 from memkit import commands
 from memkit.bench import RematBench, bench_remat, engines
 from memkit.bench.remat import budget_text
-from memkit.device import CpuDevice, ReferenceDevice, cuda_is_available
+from memkit.device import CpuDevice, ReferenceDevice
 from tests.bench.cases import NUM_LAYERS, assert_draws, assert_fails, run_command, square_layers
 
 pytestmark = pytest.mark.full
@@ -83,11 +83,6 @@ def test_picture_is_written(result: RematBench, tmp_path: Path) -> None:
     assert_draws(result, tmp_path)
 
 
-def test_leaves_no_tag_behind(result: RematBench) -> None:
-    with pytest.raises(ValueError, match="memkit bench"):
-        memkit.stats("memkit bench")
-
-
 def test_runs_without_counters_and_peers() -> None:
     found = bench_remat(square_layers(WIDTH), [0.5], CpuDevice(), num_steps=1, num_warmup=0, min_bytes=0)
 
@@ -129,13 +124,6 @@ def test_checkpointing_suits_the_model(model: nn.Module, name: str) -> None:
     assert found == name
     for param, grad in zip(model.parameters(), expected, strict=True):
         assert torch.equal(param.grad, grad)
-
-
-@pytest.mark.skipif(cuda_is_available(), reason="there is a GPU")
-def test_command_measures_nothing_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "remat", "torchvision:resnet18", "--input", "2x3x64x64"]
-
-    assert_fails(capsys, arguments, "nothing was measured: there is no CUDA device here")
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ def test_script_runs(given: list[str], benches: list[str]) -> None:
 
 def test_layers_script_runs() -> None:
     pytest.importorskip("transformers")
-    lines = _script("--tiny", "--steps", "1", "--only", "forward", "--fractions", "0.5", "1", name="bench_layers.py")
+    lines = _script("--tiny", "--steps", "1", "--only", "forward", "--ratios", "0.5", "1", name="bench_layers.py")
 
-    assert [(line["bench"], line["fraction"]) for line in lines] == [("layers", 0.5), ("layers", 1.0)]
+    assert [(line["bench"], line["ratio"]) for line in lines] == [("layers", 0.5), ("layers", 1.0)]
     for line in lines:
         assert "error" not in line
         assert line["torch"] == torch.__version__

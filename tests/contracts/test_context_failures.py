@@ -6,13 +6,16 @@ import gc
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import memkit
+from memkit.activations.context import ForwardContext
 from memkit.hooks import innermost_pack, stacked_owners
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import chain, leaf_on, step
@@ -153,14 +156,22 @@ def test_same_object_twice_at_once_without_grad(context: Context) -> None:
         assert innermost_pack() is not None
 
 
+@pytest.mark.parametrize("is_attached", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_inside_a_checkpointed_function(use_reentrant: bool, context: Context) -> None:
-    def block(x: Tensor) -> Tensor:
-        with context():
-            return x.sin()
+def test_inside_a_checkpointed_function(use_reentrant: bool, is_attached: bool, context: Context) -> None:
+    block = nn.Tanh()
+    made = context()
+    if is_attached:
+        if not isinstance(made, ForwardContext):
+            pytest.skip("one is attached inside of another's call")
+        memkit.attach(block, made)
+
+    def run(x: Tensor) -> Tensor:
+        with nullcontext() if is_attached else made:
+            return block(x)
 
     with pytest.raises(ValueError, match=r'"contract".* was entered inside a checkpointed function.*[Pp]ut the context'):
-        checkpoint(block, leaf_on(context.torch_device), use_reentrant=use_reentrant)
+        checkpoint(run, leaf_on(context.torch_device), use_reentrant=use_reentrant)
 
     assert innermost_pack() is None
     for stats in context.kind.stats:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from memkit import profile_memory
 from memkit.errors import ProfileError
 from tests.profile.calls import CONSTANT_CALLS, DTYPE_CALLS, DTYPE_PAIRS, FORMAT_CALLS, FORMAT_INPUTS
-from tests.profile.cases import Calls, Function, both, saved
+from tests.profile.cases import Biased, Calls, Function, both, saved
 
 pytestmark = pytest.mark.gpu
 
@@ -25,32 +25,12 @@ def _bytes(model: nn.Module, *inputs: Tensor, **options: object) -> tuple[list[i
     return tuple([record.storage_bytes for record in run.saved if record.storage_bytes > FEW_BYTES] for run in (real, meta))
 
 
-class Biased(nn.Module):
-    """Attention with a bias that is looked up, one number for each head and distance, as T5's."""
-
-    def __init__(self, *, contiguous: bool, dropout_p: float) -> None:
-        super().__init__()
-        self.contiguous = contiguous
-        self.dropout_p = dropout_p
-        self.query_key_value = nn.Linear(64, 192)
-        self.distances = nn.Embedding(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        positions = torch.arange(length, device=x.device)
-        distances = (positions[None] - positions[:, None]).abs().clamp(max=7)
-        bias = self.distances(distances).permute(2, 0, 1)[None]
-        query, key, value = self.query_key_value(x).view(batch, length, 3, 4, 16).permute(2, 0, 3, 1, 4)
-        bias = bias.contiguous() if self.contiguous else bias
-        return functional.scaled_dot_product_attention(query, key, value, bias, self.dropout_p)
-
-
 @pytest.mark.parametrize("length", [64, 60])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_with_a_learned_bias(dtype: torch.dtype, contiguous: bool, dropout_p: float, length: int) -> None:
-    model = Biased(contiguous=contiguous, dropout_p=dropout_p).to("cuda", dtype)
+    model = Biased(contiguous=contiguous, dropout_p=dropout_p, width=64).to("cuda", dtype)
 
     real, meta = _bytes(model, torch.randn(2, length, 64, device="cuda", dtype=dtype), backward=True)
 

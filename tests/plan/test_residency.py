@@ -18,8 +18,8 @@ from memkit.plan import (
     ResidencyPlan,
     plan_auto,
     plan_budget,
-    plan_fraction,
     plan_resident,
+    plan_streamed_ratio,
     slot_sizes,
     spread,
 )
@@ -73,11 +73,9 @@ def test_spread_refuses_more_than_there_are(num_streamed: int) -> None:
     assert str(error.value) == f"num_streamed must be from 0 to the number of layers, 3; found {num_streamed}"
 
 
-@pytest.mark.parametrize(
-    ("fraction", "num_streamed"), [(0.0, 0), (0.1, 3), (0.25, 7), (0.5, 14), (0.51, 15), (1.0, 28), (1, 28)]
-)
-def test_fraction_of_layers_alike_is_one_of_their_number(fraction: float, num_streamed: int) -> None:
-    plan = plan_fraction(untimed([7 * MIB] * 28), fraction, num_slots=3)
+@pytest.mark.parametrize(("ratio", "num_streamed"), [(0.0, 0), (0.1, 3), (0.25, 7), (0.5, 14), (0.51, 15), (1.0, 28), (1, 28)])
+def test_ratio_of_layers_alike_is_one_of_their_number(ratio: float, num_streamed: int) -> None:
+    plan = plan_streamed_ratio(untimed([7 * MIB] * 28), ratio, num_slots=3)
 
     assert streamed_of(plan) == list(spread(28, num_streamed))
 
@@ -85,7 +83,7 @@ def test_fraction_of_layers_alike_is_one_of_their_number(fraction: float, num_st
 def test_half_of_two_kinds_is_half_of_each() -> None:
     layers = untimed([2 * MIB] * 19 + [MIB] * 38)
 
-    plan = plan_fraction(layers, 0.5, num_slots=3)
+    plan = plan_streamed_ratio(layers, 0.5, num_slots=3)
 
     streamed = streamed_of(plan)
     assert plan.streamed_bytes == 38 * MIB  # half to the byte
@@ -96,8 +94,8 @@ def test_half_of_two_kinds_is_half_of_each() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(kinds, min_size=1, max_size=24), st.floats(0, 1), num_slots_of_plans)
-def test_fraction_streams_the_fewest_bytes_that_spread_evenly(sizes: list[int], fraction: float, num_slots: int) -> None:
-    plan = plan_fraction(untimed(sizes), fraction, num_slots=num_slots)
+def test_ratio_streams_the_fewest_bytes_that_spread_evenly(sizes: list[int], ratio: float, num_slots: int) -> None:
+    plan = plan_streamed_ratio(untimed(sizes), ratio, num_slots=num_slots)
 
     classes = [[index for index, size in enumerate(sizes) if size in alike] for alike in ([64], [15, 16], [4])]
     classes = [members for members in classes if members]
@@ -105,7 +103,7 @@ def test_fraction_streams_the_fewest_bytes_that_spread_evenly(sizes: list[int], 
     for members, count in zip(classes, counts, strict=True):
         chosen = [place for place, index in enumerate(members) if index in streamed_of(plan)]
         assert tuple(chosen) == spread(len(members), count)
-    wanted_bytes = fraction * sum(sizes) * (1 - 1e-9)
+    wanted_bytes = ratio * sum(sizes) * (1 - 1e-9)
     fewest = min(
         streamed_bytes
         for counts in product(*(range(len(members) + 1) for members in classes))
@@ -133,26 +131,26 @@ def is_even(counts: Sequence[int], lengths: Sequence[int]) -> bool:
 def test_of_choices_that_cost_the_same_the_first_layers_stay() -> None:
     layers = untimed([4 * MIB] + [2 * MIB] * 4)
 
-    plan = plan_fraction(layers, 1 / 3, num_slots=2)
+    plan = plan_streamed_ratio(layers, 1 / 3, num_slots=2)
 
     assert streamed_of(plan) == [2, 4]  # not [0], as many bytes in as large slots
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=20), st.floats(0, 1), st.floats(0, 1), num_slots_of_plans)
-def test_larger_fraction_never_streams_fewer_bytes(sizes: list[int], first: float, second: float, num_slots: int) -> None:
+def test_larger_ratio_never_streams_fewer_bytes(sizes: list[int], first: float, second: float, num_slots: int) -> None:
     layers = untimed(sizes)
 
-    less, more = (plan_fraction(layers, fraction, num_slots=num_slots) for fraction in sorted((first, second)))
+    less, more = (plan_streamed_ratio(layers, ratio, num_slots=num_slots) for ratio in sorted((first, second)))
 
     assert less.streamed_bytes <= more.streamed_bytes
     assert more.streamed_bytes >= max(first, second) * sum(sizes) * (1 - 1e-9)
 
 
-def test_many_sizes_stay_within_a_layer_of_the_fraction() -> None:
+def test_many_sizes_stay_within_a_layer_of_the_ratio() -> None:
     sizes = [2 ** (index % 8) for index in range(64)]
 
-    plan = plan_fraction(untimed(sizes), 0.5, num_slots=3)
+    plan = plan_streamed_ratio(untimed(sizes), 0.5, num_slots=3)
 
     assert sum(sizes) / 2 <= plan.streamed_bytes < sum(sizes) / 2 + 128
     assert {sum(sizes[index] == 2**kind for index in streamed_of(plan)) for kind in range(8)} <= {3, 4, 5}
@@ -161,9 +159,9 @@ def test_many_sizes_stay_within_a_layer_of_the_fraction() -> None:
 def test_layer_without_bytes_never_streams() -> None:
     layers = untimed([MIB, 0, MIB, 0])
 
-    assert plan_fraction(layers, 1.0, num_slots=2).streamed == ("layers.0", "layers.2")
+    assert plan_streamed_ratio(layers, 1.0, num_slots=2).streamed == ("layers.0", "layers.2")
     assert plan_resident(layers, 0, num_slots=2).streamed == ("layers.0", "layers.2")
-    assert plan_fraction(untimed([0, 0]), 1.0, num_slots=2).streamed == ()
+    assert plan_streamed_ratio(untimed([0, 0]), 1.0, num_slots=2).streamed == ()
 
 
 # Resident layers and budgets
@@ -260,7 +258,7 @@ def test_budget_too_small_names_the_least_and_the_largest_layer() -> None:
 def test_resident_layers_take_exactly_their_compute(times: list[tuple[float, float]]) -> None:
     layers = [layer_of(index, MIB, forward, backward) for index, (forward, backward) in enumerate(times)]
 
-    plan = plan_fraction(layers, 0.0, num_slots=3, link_bytes_per_s=1e9)
+    plan = plan_streamed_ratio(layers, 0.0, num_slots=3, link_bytes_per_s=1e9)
 
     assert plan.predicted_s == plan.compute_s
     assert [layer.stall_s for layer in plan.layers] == [0.0] * len(layers)
@@ -299,7 +297,7 @@ def test_auto_streams_nothing_where_that_frees_nothing() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(timed_layers(), num_slots_of_plans, speeds)
-def test_auto_hides_and_leaves_least_on_the_device_of_all_fractions(
+def test_auto_hides_and_leaves_least_on_the_device_of_all_ratios(
     layers: list[LayerCosts], num_slots: int, speed: float
 ) -> None:
     plan = plan_auto(layers, num_slots=num_slots, link_bytes_per_s=speed)
@@ -308,7 +306,7 @@ def test_auto_hides_and_leaves_least_on_the_device_of_all_fractions(
     assert plan.compute_s is not None
     assert plan.predicted_s <= 1.01 * plan.compute_s
     for percent in range(0, 101, 5):
-        other = plan_fraction(layers, percent / 100, num_slots=num_slots, link_bytes_per_s=speed)
+        other = plan_streamed_ratio(layers, percent / 100, num_slots=num_slots, link_bytes_per_s=speed)
         assert other.predicted_s is not None
         assert other.predicted_s > 1.01 * plan.compute_s or other.device_bytes >= plan.device_bytes
 
@@ -337,7 +335,7 @@ def test_explain_lists_every_layer_and_the_totals() -> None:
     layers = [layer_of(index, size * MIB, 0.002, 0.004) for index, size in enumerate([8, 8, 8, 8, 2, 2])]
     layers[5] = replace(layers[5], forward_s=0.0105)
 
-    plan = plan_fraction(layers, 0.75, num_slots=1, link_bytes_per_s=2048 * MIB)
+    plan = plan_streamed_ratio(layers, 0.75, num_slots=1, link_bytes_per_s=2048 * MIB)
 
     assert plan.explain() == (
         "layer     weights      MiB    compute (ms)    transfer (ms)    stall (ms)\n"
@@ -356,7 +354,7 @@ def test_explain_lists_every_layer_and_the_totals() -> None:
 
 
 def test_explain_shows_what_is_not_known_as_a_dash() -> None:
-    plan = plan_fraction([layer_of(0, MIB, 0.001), layer_of(1, MIB)], 0.5, num_slots=3)
+    plan = plan_streamed_ratio([layer_of(0, MIB, 0.001), layer_of(1, MIB)], 0.5, num_slots=3)
 
     assert plan.explain() == (
         "layer     weights      MiB    compute (ms)    transfer (ms)    stall (ms)\n"
@@ -371,7 +369,7 @@ def test_explain_shows_what_is_not_known_as_a_dash() -> None:
 
 
 def test_seconds_of_a_copy_are_known_without_those_of_compute() -> None:
-    plan = plan_fraction(untimed([MIB, MIB]), 0.5, num_slots=3, link_bytes_per_s=2 * MIB)
+    plan = plan_streamed_ratio(untimed([MIB, MIB]), 0.5, num_slots=3, link_bytes_per_s=2 * MIB)
 
     assert [layer.transfer_s for layer in plan.layers] == [0.5, 0.5]
     assert [layer.stall_s for layer in plan.layers] == [None, None]
@@ -381,7 +379,7 @@ def test_seconds_of_a_copy_are_known_without_those_of_compute() -> None:
 def test_stall_of_a_layer_is_that_of_forward_and_backward() -> None:
     layers = alike(4, num_bytes=5, forward_s=1.0, backward_s=2.0)
 
-    plan = plan_fraction(layers, 1.0, num_slots=1, link_bytes_per_s=1.0)
+    plan = plan_streamed_ratio(layers, 1.0, num_slots=1, link_bytes_per_s=1.0)
 
     assert [layer.stall_s for layer in plan.layers] == [10.0, 10.0, 10.0, 5.0]
     assert plan.predicted_s == 47.0
@@ -390,19 +388,19 @@ def test_stall_of_a_layer_is_that_of_forward_and_backward() -> None:
 # Bad input
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.1, math.nan])
-def test_fraction_out_of_range_is_refused(fraction: float) -> None:
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan])
+def test_ratio_out_of_range_is_refused(ratio: float) -> None:
     with pytest.raises(ValueError) as error:
-        plan_fraction(untimed([MIB]), fraction, num_slots=3)
+        plan_streamed_ratio(untimed([MIB]), ratio, num_slots=3)
 
-    assert str(error.value) == f"offload_ratio must be from 0 (move nothing) to 1 (move everything); found {fraction}"
+    assert str(error.value) == f"offload_ratio must be from 0 (move nothing) to 1 (move everything); found {ratio}"
 
 
 @pytest.mark.parametrize("num_slots", [0, -1])
 def test_no_slots_are_refused(num_slots: int) -> None:
     layers = untimed([MIB])
     plans: list[Callable[[], object]] = [
-        lambda: plan_fraction(layers, 0.5, num_slots=num_slots),
+        lambda: plan_streamed_ratio(layers, 0.5, num_slots=num_slots),
         lambda: plan_resident(layers, 0, num_slots=num_slots),
         lambda: plan_budget(layers, MIB, num_slots=num_slots),
         lambda: slot_sizes([MIB], num_slots),
@@ -428,7 +426,7 @@ def test_resident_out_of_range_is_refused(num_resident: int) -> None:
 def test_counts_and_bytes_of_another_type_are_refused() -> None:
     layers = untimed([MIB])
     with pytest.raises(TypeError) as error_of_slots:
-        plan_fraction(layers, 0.5, num_slots=True)
+        plan_streamed_ratio(layers, 0.5, num_slots=True)
     with pytest.raises(TypeError) as error_of_resident:
         plan_resident(layers, 0.5, num_slots=3)  # type: ignore[arg-type]  # that is the test
     with pytest.raises(TypeError) as error_of_budget:
@@ -441,7 +439,7 @@ def test_counts_and_bytes_of_another_type_are_refused() -> None:
 
 def test_no_layers_are_refused() -> None:
     plans: list[Callable[[], object]] = [
-        lambda: plan_fraction([], 0.5, num_slots=3),
+        lambda: plan_streamed_ratio([], 0.5, num_slots=3),
         lambda: plan_resident([], 0, num_slots=3),
         lambda: plan_budget([], MIB, num_slots=3),
         lambda: plan_auto([], num_slots=3, link_bytes_per_s=1.0),
@@ -466,6 +464,6 @@ def test_auto_without_measured_seconds_names_the_layer() -> None:
 @pytest.mark.parametrize("speed", [0.0, -1.0, math.nan])
 def test_link_without_speed_is_refused(speed: float) -> None:
     with pytest.raises(ValueError) as error:
-        plan_fraction(untimed([MIB]), 0.0, num_slots=3, link_bytes_per_s=speed)
+        plan_streamed_ratio(untimed([MIB]), 0.0, num_slots=3, link_bytes_per_s=speed)
 
     assert str(error.value) == f"link_bytes_per_s must be positive; found {speed}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from memkit import profile_memory
 from memkit.profile import MemoryReport
@@ -35,6 +36,26 @@ class Function(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.call(*args)
+
+
+class Biased(nn.Module):
+    """Attention of 4 heads with a bias that is looked up, one number for each head and distance, as T5's."""
+
+    def __init__(self, *, contiguous: bool, dropout_p: float = 0.0, width: int = 32) -> None:
+        super().__init__()
+        self.contiguous = contiguous
+        self.dropout_p = dropout_p
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.distances = nn.Embedding(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        positions = torch.arange(length, device=x.device)
+        distances = (positions[None] - positions[:, None]).abs().clamp(max=7)
+        bias = self.distances(distances).permute(2, 0, 1)[None]
+        query, key, value = self.query_key_value(x).view(batch, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        bias = bias.contiguous() if self.contiguous else bias
+        return functional.scaled_dot_product_attention(query, key, value, bias, self.dropout_p)
 
 
 def both(model: nn.Module, *inputs: Any, target: str = "cpu", **options: Any) -> tuple[MemoryReport, MemoryReport]:

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memkit import profile_memory
 from memkit.profile.simulate.attention import fused_broadcast_heads, fused_take_three_dims
-from tests.profile.cases import Function, both, saved
+from tests.profile.cases import Biased, Function, both, saved
 
 
 def _attend(*shapes: tuple[int, ...], mask: Tensor | None = None, **options: object) -> tuple[nn.Module, list[Tensor]]:
@@ -64,26 +64,6 @@ def test_attention_takes_the_operation_that_the_cpu_takes(
     real, meta = both(model, *(x.detach().to(dtype).requires_grad_() for x in inputs), backward=True)
 
     assert saved(meta) == saved(real)
-
-
-class Biased(nn.Module):
-    """Attention with a bias that is looked up, one number for each head and distance, as T5's."""
-
-    def __init__(self, *, contiguous: bool, dropout_p: float = 0.0) -> None:
-        super().__init__()
-        self.contiguous = contiguous
-        self.dropout_p = dropout_p
-        self.query_key_value = nn.Linear(32, 96)
-        self.distances = nn.Embedding(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        positions = torch.arange(length, device=x.device)
-        distances = (positions[None] - positions[:, None]).abs().clamp(max=7)
-        bias = self.distances(distances).permute(2, 0, 1)[None]
-        query, key, value = self.query_key_value(x).view(batch, length, 3, 4, 8).permute(2, 0, 3, 1, 4)
-        bias = bias.contiguous() if self.contiguous else bias
-        return functional.scaled_dot_product_attention(query, key, value, bias, self.dropout_p)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])

@@ -105,14 +105,14 @@ def host_copies(offload: memkit.LayerOffload) -> set[int]:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
 @pytest.mark.parametrize("train", ["frozen", "host"])
 @pytest.mark.parametrize("name", NAMES)
-def test_saves_are_those_of_the_plain_model(name: str, train: str, fraction: float, backward: bool, device: Device) -> None:
+def test_saves_are_those_of_the_plain_model(name: str, train: str, ratio: float, backward: bool, device: Device) -> None:
     model = trained_as(train, MODELS[name]()).to(device.torch_device)
     batch = inputs(device, 1)[0].requires_grad_()
     expected = profile(model, batch, backward=backward)
-    with memkit.LayerOffload(model, offload_ratio=fraction, num_slots=2, train=train, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=ratio, num_slots=2, train=train, device=device) as offload:
         report = profile(model, batch, backward=backward)
 
         assert_same_but_for_weights(report, expected)
@@ -124,15 +124,15 @@ def test_saves_are_those_of_the_plain_model(name: str, train: str, fraction: flo
 
 
 @pytest.mark.parametrize("target", [None, "cpu", "cuda"])
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_peaks_are_those_of_the_plain_model_less_weights_plus_slots(name: str, fraction: float, target: str | None) -> None:
+def test_peaks_are_those_of_the_plain_model_less_weights_plus_slots(name: str, ratio: float, target: str | None) -> None:
     device, rounding = ReferenceDevice(), 512 if target == "cuda" else 1
     model = trained_as("frozen", MODELS[name]())
     batch = inputs(device, 1)[0].requires_grad_()
     options = {"backward": True} if target is None else {"backward": True, "device": "meta", "target": target}
     expected = profile(model, batch, **options)
-    with memkit.LayerOffload(model, offload_ratio=fraction, num_slots=2, train="frozen", device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=ratio, num_slots=2, train="frozen", device=device) as offload:
         report = profile(model, batch, **options)
         moved = [p.nbytes for p in model.parameters() if id(p) in host_copies(offload)]
 
@@ -170,12 +170,12 @@ def test_counter_of_the_device_sees_weights_on_the_device_and_slots() -> None:
 
 
 @pytest.mark.parametrize("train", ["frozen", "host"])
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_without_data_it_is_that_of_the_plain_model(fraction: float, train: str, device: Device) -> None:
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_without_data_it_is_that_of_the_plain_model(ratio: float, train: str, device: Device) -> None:
     model = trained_as(train, Stack()).to(device.torch_device)
     batch, backward = inputs(device, 1)[0], train == "frozen"
     expected = profile(model, batch, device="meta", backward=backward)
-    with memkit.LayerOffload(model, offload_ratio=fraction, num_slots=2, train=train, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=ratio, num_slots=2, train=train, device=device) as offload:
         before = offload.stats()
         report = profile(model, batch, device="meta", backward=backward)
 
@@ -209,22 +209,22 @@ def test_weights_stream_again_after_a_run_without_data_that_failed(device: Devic
         assert_same(run_step(model, batches), run_step(plain, batches))
 
 
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_smallest_budget_is_that_of_the_plain_model(fraction: float) -> None:
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_smallest_budget_is_that_of_the_plain_model(ratio: float) -> None:
     device, model = ReferenceDevice(), Stack()
     batch = inputs(device)[0]
     expected = memkit.Rematerialize.min_budget(model, batch, target="cpu", min_bytes=0)
-    with memkit.LayerOffload(model, offload_ratio=fraction, num_slots=2, device=device):
+    with memkit.LayerOffload(model, offload_ratio=ratio, num_slots=2, device=device):
         assert memkit.Rematerialize.min_budget(model, batch, target="cpu", min_bytes=0) == expected > 0
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
 @pytest.mark.parametrize("train", ["frozen", "host"])
-def test_training_goes_on_as_without_a_profile(train: str, fraction: float, backward: bool, device: Device) -> None:
+def test_training_goes_on_as_without_a_profile(train: str, ratio: float, backward: bool, device: Device) -> None:
     model = trained_as(train, Stack()).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_ratio=fraction, num_slots=2, train=train, device=device) as offload:
+    with memkit.LayerOffload(model, offload_ratio=ratio, num_slots=2, train=train, device=device) as offload:
         steps = [torch.optim.AdamW([p for p in tested.parameters() if p.requires_grad]) for tested in (plain, model)]
         for number in range(4):
             if number:

@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing  # it sees to how tensors are sent
-from torch import nn
+from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owners
+from memkit.weights.wrappers import parts_of
 from tests.weights.cases import Stack, assert_same, inputs, only_lora, run_step
+from tests.weights.wrapped import BLOCKS, Wrapper, devices_of
 
 ADVICE = r"Call offload.close\(\) first"
 
@@ -35,6 +37,20 @@ def _hooks(model: nn.Module) -> list[Any]:
 
 def _model(device: Device) -> nn.Module:
     return only_lora(Stack()).to(device.torch_device)
+
+
+KINDS = [
+    pytest.param(lambda: only_lora(Stack()), id="plain"),
+    *(
+        pytest.param(lambda block=BLOCKS[name]: Stack(block=block), id=name, marks=pytest.mark.full)
+        for name in ("int8", "int4")
+    ),
+]
+"""Models of plain weights, and of weights that are made of other tensors."""
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, Wrapper) else tensor
 
 
 def test_state_is_that_of_the_plain_model(device: Device) -> None:
@@ -99,9 +115,10 @@ def test_state_is_loaded_into_a_model_that_streams(device: Device) -> None:
         assert_same(run_step(model, inputs(device)), run_step(other, inputs(device)))
 
 
-def test_close_leaves_the_model_as_it_was(device: Device) -> None:
-    model = _model(device)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+@pytest.mark.parametrize("make", KINDS)
+def test_close_leaves_the_model_as_it_was(make: Callable[[], nn.Module], device: Device) -> None:
+    model = make().to(device.torch_device)
+    before = {name: _plain(tensor).clone() for name, tensor in model.state_dict().items()}
     parameters, strides = list(model.parameters()), [parameter.stride() for parameter in model.parameters()]
 
     offload = memkit.LayerOffload(model, offload_ratio=0.5, device=device)
@@ -115,10 +132,11 @@ def test_close_leaves_the_model_as_it_was(device: Device) -> None:
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     assert [parameter.stride() for parameter in model.parameters()] == strides
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-        assert tensor.device == before[name].device
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
-        tensor.untyped_storage().resize_(0)  # its own, as it was
+        assert torch.equal(_plain(tensor), before[name]), name
+        assert devices_of(tensor) == {device.torch_device}
+        for part in parts_of(tensor):
+            assert part.untyped_storage().nbytes() == part.nbytes
+            part.untyped_storage().resize_(0)  # its own, as it was
 
 
 def test_model_runs_plainly_after_close(device: Device) -> None:
@@ -225,8 +243,9 @@ def test_copy_and_pickle_of_the_model_raise(device: Device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_cast_raises_at_the_next_use(dtype: torch.dtype, device: Device) -> None:
-    model = _model(device)
+@pytest.mark.parametrize("make", KINDS)
+def test_cast_raises_at_the_next_use(make: Callable[[], nn.Module], dtype: torch.dtype, device: Device) -> None:
+    model = make().to(device.torch_device)
     with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
         model.to(dtype)
 
@@ -302,10 +321,15 @@ def test_cast_that_is_taken_back_goes_on(device: Device) -> None:
             assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
 
 
-def test_moved_to_where_it_is(device: Device) -> None:
-    model = _model(device)
+@pytest.mark.parametrize("make", KINDS)
+def test_moved_to_where_it_is(make: Callable[[], nn.Module], device: Device) -> None:
+    model = make().to(device.torch_device)
     plain = copy.deepcopy(model)
     with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
+        model.layers.to("cpu", torch.float32)
+        for layer in model.layers:  # what does not stream
+            layer.lora_a.to(device.torch_device)
+            layer.lora_b.to(device.torch_device)
         model.to(memory_format=torch.contiguous_format).requires_grad_(False).eval()
         model.train().stem.requires_grad_()
         plain.requires_grad_(False).stem.requires_grad_()

@@ -186,11 +186,11 @@ def test_parameter_that_the_optimizer_does_not_know_is_refused(device: Device) -
             model(inputs(device)[0]).square().mean().backward()
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0, "auto"])
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0, "auto"])
 @pytest.mark.parametrize("is_known_first", [False, True])
 @pytest.mark.parametrize("has_own_group", [True, False])
 def test_parameters_that_are_to_be_trained_later(
-    has_own_group: bool, is_known_first: bool, fraction: float | str, device: Device
+    has_own_group: bool, is_known_first: bool, ratio: float | str, device: Device
 ) -> None:
     """The head does not stream, of the layers some do."""
     plain = Stack(4).to(device.torch_device)
@@ -198,7 +198,7 @@ def test_parameters_that_are_to_be_trained_later(
     plain.layers[2:].requires_grad_(False)
     model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
     optimizer = OPTIMIZERS["adamw"](parameter for parameter in plain.parameters() if parameter.requires_grad)
-    with _fused(model, device, offload_ratio=fraction) as offload:
+    with _fused(model, device, offload_ratio=ratio) as offload:
         assert offload.optimizer is not None
         for step in range(6):
             for one, stepped in ((plain, optimizer), (model, offload.optimizer)):

@@ -640,13 +640,13 @@ def _run_program(program: list[Any], backwards: list[int], model: nn.Module, bat
     program=st.lists(passes, min_size=1, max_size=4),
     backwards=st.lists(st.integers(0, 9), max_size=4),
     slots=st.integers(1, 3),
-    fraction=st.sampled_from([0.4, 1.0]),
+    ratio=st.sampled_from([0.4, 1.0]),
     seed=st.sampled_from([None, 0, 1]),
 )
-def test_random_programs(program: list[Any], backwards: list[int], slots: int, fraction: float, seed: int | None) -> None:
+def test_random_programs(program: list[Any], backwards: list[int], slots: int, ratio: float, seed: int | None) -> None:
     device = ReferenceDevice(seed=seed)
     step = partial(_run_program, program, backwards)
 
-    compare(only_lora(Stack(5)), device, step=step, offload_ratio=fraction, num_slots=slots)
+    compare(only_lora(Stack(5)), device, step=step, offload_ratio=ratio, num_slots=slots)
 
     device.synchronize()

@@ -13,7 +13,7 @@ from torch import nn
 
 import memkit
 from memkit.device import CpuDevice, Device, ReferenceDevice
-from memkit.plan import LayerCosts, plan_fraction
+from memkit.plan import LayerCosts, plan_streamed_ratio
 from memkit.weights import layers
 from tests.weights.cases import Stack, only_lora
 
@@ -103,9 +103,9 @@ def test_gradients_that_are_stepped_on_the_device_do_not_count_as_freed() -> Non
 def test_plan_says_what_it_frees() -> None:
     costs = [LayerCosts(name=str(index), num_bytes=num_bytes) for index, num_bytes in enumerate([64, 64, 64, 64, 16])]
 
-    assert plan_fraction(costs, 1.0, num_slots=3).freed_bytes == 64
-    assert plan_fraction(costs, 0.5, num_slots=3).freed_bytes <= 0
-    assert plan_fraction(costs, 0.0, num_slots=3).freed_bytes == 0
+    assert plan_streamed_ratio(costs, 1.0, num_slots=3).freed_bytes == 64
+    assert plan_streamed_ratio(costs, 0.5, num_slots=3).freed_bytes <= 0
+    assert plan_streamed_ratio(costs, 0.0, num_slots=3).freed_bytes == 0
 
 
 def test_without_a_gpu_it_says_how_to_try_it_out(monkeypatch: pytest.MonkeyPatch) -> None:

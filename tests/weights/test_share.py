@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device, ReferenceDevice
-from memkit.plan import LayerCosts, ResidencyPlan, plan_fraction, predict_step
+from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio, predict_step
 from memkit.weights import layers as layers_module
 from memkit.weights.placement import Placement
 from memkit.weights.shares import plan_measured
@@ -37,7 +37,7 @@ def half(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
     def choose(candidates: Any, times: StepTimes, plan: ResidencyPlan, **options: Any) -> ResidencyPlan:
         seen.append(times)
         costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
-        return plan_fraction(costs, 0.5, num_slots=options["num_slots"])
+        return plan_streamed_ratio(costs, 0.5, num_slots=options["num_slots"])
 
     monkeypatch.setattr(layers_module, "plan_measured", choose)
     return seen
@@ -281,7 +281,7 @@ def twelve(monkeypatch: pytest.MonkeyPatch) -> dict[str, None]:
 
 
 def _chosen(layers: dict[str, None], times: StepTimes, *, capacity_bytes: int | None = None, train: str = "frozen") -> int:
-    all_stream = plan_fraction([LayerCosts(name=name, num_bytes=MIB) for name in layers], 1.0, num_slots=3)
+    all_stream = plan_streamed_ratio([LayerCosts(name=name, num_bytes=MIB) for name in layers], 1.0, num_slots=3)
     plan = plan_measured(layers, times, all_stream, train=train, num_slots=3, capacity_bytes=capacity_bytes)
     return len(plan.streamed)
 
@@ -291,7 +291,7 @@ def test_most_that_hides_is_chosen(twelve: dict[str, None]) -> None:
     slow = _chosen(twelve, _times(speed=MIB / 2))
     assert 0 < slow < 12
     costs = [LayerCosts(name=name, num_bytes=MIB, forward_s=1.0, backward_s=2.0) for name in twelve]
-    plan = plan_fraction(costs, slow / 12, num_slots=3, link_bytes_per_s=MIB / 2)
+    plan = plan_streamed_ratio(costs, slow / 12, num_slots=3, link_bytes_per_s=MIB / 2)
     streamed = [index for index, layer in enumerate(costs) if layer.name in plan.streamed]
     assert predict_step(costs, streamed, plan.slot_bytes, MIB / 2).total_s <= 1.01 * 36
 
@@ -326,10 +326,10 @@ def test_capacity_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     assert stats.predicted_peak_bytes == stats.actual_peak_bytes
 
 
-@pytest.mark.parametrize("fraction", ["most", "Auto", "0.5"])
-def test_other_words_are_refused(fraction: str) -> None:
+@pytest.mark.parametrize("ratio", ["most", "Auto", "0.5"])
+def test_other_words_are_refused(ratio: str) -> None:
     with pytest.raises(ValueError, match=r'offload_ratio is a number from 0 to 1, or "auto"; found'):
-        memkit.LayerOffload(Stack(4), offload_ratio=fraction, device=ReferenceDevice())
+        memkit.LayerOffload(Stack(4), offload_ratio=ratio, device=ReferenceDevice())
 
 
 @pytest.mark.usefixtures("half")
@@ -350,7 +350,9 @@ def test_counts_go_on_and_the_second_step_with_the_share_is_timed(device: Device
 @pytest.mark.parametrize("by_themselves", [False, True])
 def test_all_come_to_stay(by_themselves: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(candidates: Any, times: StepTimes, plan: ResidencyPlan, **_: Any) -> ResidencyPlan:
-        return plan_fraction([LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers], 0, num_slots=3)
+        return plan_streamed_ratio(
+            [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers], 0, num_slots=3
+        )
 
     monkeypatch.setattr(layers_module, "plan_measured", choose)
     model = only_lora(Stack(4)).to(device.torch_device)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 
 import memkit
 from memkit.device import Device, ReferenceDevice
@@ -18,180 +17,13 @@ from memkit.owners import owner_of
 from memkit.weights.placement import move
 from memkit.weights.wrappers import parts_of, set_reported_device
 from tests.weights.cases import RUNS, WIDTH, Result, Stack, assert_same, compare, inputs, results, run_step
+from tests.weights.wrapped import BLOCKS, Block, Int4, Int8, Quantized, Wrapper, devices_of
 
 pytestmark = pytest.mark.full
-
-aten = torch.ops.aten
-
-
-class Wrapper(Tensor):
-    """Wraps `names`. Ops on it compute with what it stands for, but for those that only move it."""
-
-    names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, *inner: Tensor) -> Wrapper:
-        raise NotImplementedError
-
-    def dequantize(self) -> Tensor:
-        raise NotImplementedError
-
-    def transposed(self) -> Any:
-        return self.dequantize().t()
-
-    @classmethod
-    def wrap(cls, size: tuple[int, ...], *inner: Tensor) -> Any:
-        made = Tensor._make_wrapper_subclass(cls, size, dtype=torch.float32, device=inner[0].device)
-        for name, tensor in zip(cls.names, inner, strict=True):
-            setattr(made, name, tensor)
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self.names), None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Any:
-        return cls.of(*(inner[name] for name in cls.names))
-
-    def __repr__(self) -> str:
-        return type(self).__name__
-
-    @property
-    def inner(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self.names]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (aten.detach.default, aten.clone.default):
-            return cls.of(*(func(inner) for inner in args[0].inner))
-        if func is aten._to_copy.default and kwargs.get("dtype", torch.float32) is torch.float32:
-            return cls.of(*(func(inner, device=kwargs.get("device")) for inner in args[0].inner))
-        if func is aten.t.default:
-            return args[0].transposed()
-        if func is aten.copy_.default and isinstance(args[0], Wrapper):
-            for target, source in zip(args[0].inner, args[1].inner, strict=True):
-                target.copy_(source)
-            return args[0]
-        args, kwargs = tree_map_only(Wrapper, lambda tensor: tensor.dequantize(), (args, kwargs))
-        return func(*args, **kwargs)
-
-
-class Int8(Wrapper):
-    """One byte per element, and a scale per row or column."""
-
-    names = ("values", "scale")
-
-    @classmethod
-    def of(cls, *inner: Tensor) -> Int8:
-        return cls.wrap(inner[0].size(), *inner)
-
-    @classmethod
-    def quantized(cls, tensor: Tensor) -> Int8:
-        scale = tensor.abs().amax(1, keepdim=True) / 127
-        return cls.of((tensor / scale).round().to(torch.int8), scale)
-
-    def dequantize(self) -> Tensor:
-        return self.values * self.scale
-
-    def transposed(self) -> Int8:
-        return Int8.of(self.values.t(), self.scale.t())
-
-
-class Int4(Wrapper):
-    """Two elements per byte, and scales of each row that are `Int8` themselves."""
-
-    names = ("packed", "scales")
-
-    @classmethod
-    def of(cls, *inner: Tensor) -> Int4:
-        return cls.wrap((inner[0].size(0), 2 * inner[0].size(1)), *inner)
-
-    @classmethod
-    def quantized(cls, tensor: Tensor) -> Int4:
-        scales = Int8.quantized(tensor.abs().amax(1, keepdim=True).t() / 7)
-        values = ((tensor / scales.dequantize().t()).round().clamp(-8, 7) + 8).to(torch.uint8)
-        return cls.of(values[:, ::2] | (values[:, 1::2] << 4), scales)
-
-    def dequantize(self) -> Tensor:
-        values = torch.stack([self.packed & 15, self.packed >> 4], dim=2).flatten(1).float() - 8
-        return values * self.scales.dequantize().t()
-
-
-class KeepsWrapper(torch.autograd.Function):
-    """As torchao's `linear_nf4`: saves the quantized weight itself."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Wrapper) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x @ weight.dequantize().t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        assert isinstance(weight, Wrapper)
-        assert {inner.device for inner in weight.inner} == {weight.device}
-        return grad @ weight.dequantize(), None
-
-
-class KeepsInner(torch.autograd.Function):
-    """Saves the inner tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Int8) -> Tensor:
-        ctx.save_for_backward(*weight.inner)
-        return x @ weight.dequantize().t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        values, scale = ctx.saved_tensors
-        return grad @ (values * scale), None
-
-
-class Quantized(nn.Module):
-    """A linear layer with a quantized weight; the bias is plain."""
-
-    def __init__(self, kind: type[Wrapper], apply: Callable[[Tensor, Tensor], Tensor] = functional.linear) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(kind.quantized(torch.randn(WIDTH, WIDTH)), requires_grad=False)
-        self.bias = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
-        self.apply_weight = apply
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.apply_weight(x, self.weight) + self.bias
-
-
-class Block(nn.Module):
-    """A quantized layer, and an adapter that is trained."""
-
-    def __init__(self, kind: type[Wrapper] = Int8, apply: Callable[[Tensor, Tensor], Tensor] = functional.linear) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
-        self.base = Quantized(kind, apply)
-        self.lora_a = nn.Linear(WIDTH, 2, bias=False)
-        self.lora_b = nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.base(y).tanh() + self.lora_b(self.lora_a(y))
-
-
-BLOCKS: dict[str, Callable[[], nn.Module]] = {
-    "int8": Block,
-    "int4": lambda: Block(Int4),
-    "int8, kept": lambda: Block(Int8, KeepsWrapper.apply),
-    "int4, kept": lambda: Block(Int4, KeepsWrapper.apply),
-    "inner kept": lambda: Block(Int8, KeepsInner.apply),
-}
 
 
 def _model(device: Device, block: Callable[[], nn.Module] = Block, **options: Any) -> nn.Module:
     return Stack(block=block, **options).to(device.torch_device)
-
-
-def _devices(tensor: Tensor) -> set[torch.device]:
-    inner = tensor.inner if isinstance(tensor, Wrapper) else []
-    return {tensor.device, *(device for part in inner for device in _devices(part))}
 
 
 @pytest.mark.parametrize("slots", [1, 2, 6])
@@ -262,15 +94,15 @@ def test_parameter_and_inner_tensors_are_where_they_say(kind: type[Wrapper], dev
     class Seen(Quantized):
         def forward(self, x: Tensor) -> Tensor:
             owners = [owner_of(part.untyped_storage()) is not None for part in parts_of(self.weight)]
-            found.append((id(self.weight), _devices(self.weight), all(owners)))
+            found.append((id(self.weight), devices_of(self.weight), all(owners)))
             return super().forward(x)
 
     model = _model(device, lambda: Seen(kind))
     weights = [layer.weight for layer in model.layers]
     with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        at_rest = [_devices(weight) for weight in weights]
+        at_rest = [devices_of(weight) for weight in weights]
         model(inputs(device)[0])
-        after = [_devices(weight) for weight in weights]
+        after = [devices_of(weight) for weight in weights]
         parts = [part for weight in weights for part in parts_of(weight)]
 
         assert found == [(id(weight), {device.torch_device}, True) for weight in weights]
@@ -301,10 +133,10 @@ def test_wrapper_that_stays_is_moved_with_its_inner_tensors(device: Device) -> N
     before = weight.detach().dequantize()
 
     move([weight], device.torch_device)
-    assert _devices(weight) == {device.torch_device}
+    assert devices_of(weight) == {device.torch_device}
     move([weight], torch.device("cpu"))
 
-    assert _devices(weight) == {torch.device("cpu")}
+    assert devices_of(weight) == {torch.device("cpu")}
     assert torch.equal(weight.detach().dequantize(), before)
 
 
@@ -315,7 +147,7 @@ def test_those_that_require_grad_stay_on_the_device(device: Device) -> None:
     with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device) as offload:
         run_step(model, inputs(device))
         names = {item.name for chunk in offload._chunks for item in chunk.parameters}
-        assert _devices(model.layers[2].base.weight) == {device.torch_device}
+        assert devices_of(model.layers[2].base.weight) == {device.torch_device}
 
     assert "layers.2.base.weight" not in names
     assert "layers.3.base.weight" in names
@@ -420,28 +252,10 @@ def test_exception_in_the_forward(error: type[BaseException], device: Device) ->
         handle.remove()
 
         assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
-        assert all(_devices(layer.base.weight) == {torch.device("cpu")} for layer in model.layers)
+        assert all(devices_of(layer.base.weight) == {torch.device("cpu")} for layer in model.layers)
 
 
 # Everyday life
-
-
-@pytest.mark.parametrize("block", ["int8", "int4"])
-def test_close_leaves_the_model_as_it_was(block: str, device: Device) -> None:
-    model = _model(device, BLOCKS[block])
-    weights = [layer.base.weight for layer in model.layers]
-    before = [weight.dequantize().clone() for weight in weights]
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
-        run_step(model, inputs(device))
-
-    assert all(layer.base.weight is weight for layer, weight in zip(model.layers, weights, strict=True))
-    for weight, value in zip(weights, before, strict=True):
-        assert _devices(weight) == {device.torch_device}
-        assert torch.equal(weight.dequantize(), value)
-        for part in parts_of(weight):
-            assert part.untyped_storage().nbytes() == part.nbytes
-            part.untyped_storage().resize_(0)  # its own
 
 
 def test_state_is_taken_and_keeps_its_bytes_after_close(device: Device) -> None:
@@ -511,27 +325,6 @@ def test_another_kind_in_its_place_raises(device: Device) -> None:
             memkit.errors.LayerOffloadError, match=r'"layers.1.base.weight" streams as .*Int8.*Call offload.close\(\)'
         ):
             model(inputs(device)[0])
-
-
-def test_cast_raises_at_the_next_use(device: Device) -> None:
-    model = _model(device)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
-        model.to(torch.float64)
-
-        with pytest.raises(memkit.errors.LayerOffloadError, match=r"streams as .*float64.*Call offload.close\(\) first"):
-            model(inputs(device)[0].double())
-
-
-def test_moved_to_where_it_is(device: Device) -> None:
-    model = _model(device)
-    plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device):
-        model.layers.to("cpu", torch.float32)
-        for layer in model.layers:
-            layer.lora_a.to(device.torch_device)
-            layer.lora_b.to(device.torch_device)
-
-        assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
 
 
 def test_inner_tensors_shared_between_layers_stay_and_warn(device: Device) -> None:
