@@ -127,6 +127,9 @@ class CudaDevice(Device):
     def __hash__(self) -> int:
         return hash(self.torch_device)
 
+    def __reduce__(self) -> tuple[type[CudaDevice], tuple[torch.device]]:
+        return CudaDevice, (self.torch_device,)
+
     @property
     def name(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
