@@ -42,6 +42,7 @@ _logger = logging.getLogger("memkit.cli")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the `memkit` command and return its exit status: 0, or 2 after one line on standard error."""
     options = _parser().parse_args(arguments)
+    _check_model(options)
     try:
         with progress():
             _logger.info("importing torch")
@@ -93,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(
         profile,
         spec="torchvision:NAME (video.r3d_18, ...) or package.module:factory",
-        inputs="one of the model's inputs, such as 256x3x224x224 or 8x2048:int64; repeat for more",
+        inputs="one of the model's inputs, such as 256x3x224x224 or 8x2048:int64; repeat for more, at least one",
     )
     profile.add_argument(
         "--device", choices=("meta", "cpu", "cuda"), help="where to run; default: cuda if there is one, else meta"
@@ -147,11 +148,22 @@ def _add_model(
         "--input",
         dest="inputs",
         action="append",
-        required=needs_input,
         type=_input,
         metavar="SHAPE[:DTYPE]",
         help=inputs,
     )
+    parser.set_defaults(needs_input=needs_input, refuse=parser.error)
+
+
+def _check_model(options: argparse.Namespace) -> None:
+    """Refuse a command that says no model or no input. argparse would do the latter before it names an option that is misspelt,
+    and whoever builds the model has imported torch by then."""
+    if not hasattr(options, "spec") or getattr(options, "predict", False):
+        return
+    if options.needs_input and not options.inputs:
+        options.refuse("the following arguments are required: --input")
+    if not all(options.spec.partition(":")):
+        options.refuse(f"SPEC must be torchvision:NAME or package.module:factory; found {options.spec!r}")
 
 
 _BENCH_OFFLOAD: dict[str, Any] = {
@@ -293,9 +305,9 @@ def _budget(text: str) -> float | str:
     budget = share if share <= 1 or (share < math.inf and not text.isdecimal()) else text
     try:
         check_budget(budget)
-    except ValueError:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"needs shares above 0 and up to 1, or bytes, joined by commas, such as 1,0.5,8GiB; found {text!r}"
+            f"needs shares above 0 and up to 1, or bytes, joined by commas, such as 1,0.5,8GiB; found {text!r}: {error}"
         ) from None
     return budget
 

@@ -16,7 +16,7 @@ from memkit.bench import LayerBench, OffloadBench, RematBench, Workload, freeze_
 from memkit.bench.engines import checkpointing, torch_baselines
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.profile import MemoryReport, profile_memory
-from memkit.profile.step import NEEDS_NONE, is_out_of_memory
+from memkit.profile.step import NEEDS_NONE, USE_META, is_out_of_memory
 from memkit.specs import UsageError, build_model, make_input
 from memkit.transfer import Link
 
@@ -37,7 +37,7 @@ def profile(options: argparse.Namespace) -> None:
             _check_writable(path)
     device = torch.device(options.device or ("cuda" if cuda_is_available() else "meta"))
     if device.type != "meta":
-        device = open_device(device).torch_device
+        device = open_device(device, advice=USE_META).torch_device
     _logger.info("building %s", options.spec)
     try:
         model = build_model(options.spec, device).train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral, Real
 
 MIB = 1024**2
 
@@ -48,7 +49,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def check_bytes(name: str, value: int | str) -> int:
-    """Return an argument that is a number of bytes, 0 or more, given as such or as text with a unit.
+    """Return an argument that is a number of bytes, 0 or more, given as such (also one of NumPy's) or as text with a unit.
 
     Raises:
         TypeError: it is neither an int nor text.
@@ -58,7 +59,7 @@ def check_bytes(name: str, value: int | str) -> int:
         >>> check_bytes("min_bytes", "1MiB")
         1048576
     """
-    if isinstance(value, bool) or not isinstance(value, int | str):
+    if isinstance(value, bool) or not isinstance(value, Integral | str):
         raise TypeError(f'{name} is a number of bytes, or text such as "8GiB"; found {value!r}')
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
@@ -67,7 +68,7 @@ def check_bytes(name: str, value: int | str) -> int:
         return round(float(match[1]) * _UNITS[match[2].upper()])
     if value < 0:
         raise ValueError(f"{name} is a number of bytes, 0 or more; found {value}")
-    return value
+    return int(value)
 
 
 def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False) -> int:
@@ -81,10 +82,11 @@ def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False
         >>> check_budget_bytes("budget", "1.5 GiB") == 3 * 2**29
         True
     """
-    num_bytes = check_bytes(name, value)
+    is_negative = isinstance(value, Integral) and value < 0
+    num_bytes = 0 if is_negative and not may_be_zero else check_bytes(name, value)
     if num_bytes == 0 and not may_be_zero:
         raise ValueError(f"{name} must be more than 0 bytes; found {value!r}")
-    if 0 < num_bytes < _FEWEST_BUDGET_BYTES and (isinstance(value, int) or value.strip().isdecimal()):
+    if 0 < num_bytes < _FEWEST_BUDGET_BYTES and (not isinstance(value, str) or value.strip().isdecimal()):
         raise ValueError(
             f"{name}={value!r} reads as {format_bytes(num_bytes)} or as {num_bytes} GiB. "
             f'Write "{num_bytes}B" or "{num_bytes}GiB"'
@@ -106,7 +108,8 @@ def check_budget(budget: int | float | str) -> int | float:
         >>> check_budget("2KiB"), check_budget(0.5)
         (2048, 0.5)
     """
-    if isinstance(budget, float):
+    if isinstance(budget, Real) and not isinstance(budget, Integral):  # NumPy's as well
+        budget = float(budget)
         if not 0 < budget <= 1:
             is_small = 1 < budget < _FEWEST_BUDGET_BYTES
             hint = f'"{budget:g}B" or "{budget:g}GiB"' if is_small else 'an int, or text such as "8GiB"'
@@ -115,7 +118,7 @@ def check_budget(budget: int | float | str) -> int | float:
                 f"found {budget}. For bytes write {hint}"
             )
         return budget
-    if isinstance(budget, bool) or not isinstance(budget, int | str):
+    if isinstance(budget, bool) or not isinstance(budget, Integral | str):
         raise TypeError(f'budget is bytes (an int), text such as "8GiB", or a share (a float up to 1); found {budget!r}')
     if isinstance(budget, str):
         share = re.fullmatch(r"\s*(\d*\.\d+|\d+(?:\.\d+)?\s*%)\s*", budget)

@@ -43,9 +43,7 @@ def build_model(spec: str, device: torch.device) -> nn.Module:
     Raises:
         UsageError: there is no such package, module or attribute, or it gives no `nn.Module`.
     """
-    place, colon, name = spec.partition(":")
-    if not colon or not place or not name:
-        raise UsageError(f"SPEC must be torchvision:NAME or package.module:factory; found {spec!r}")
+    place, _, name = spec.partition(":")
     factory = _torchvision_factory(name) if place == "torchvision" else _factory(place, name)
     if device.type == "meta" and not isinstance(factory, nn.Module):
         try:

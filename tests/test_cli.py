@@ -139,7 +139,10 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["profile", "torch.nn:ReLU", "--input", "2x-3"], "found '2x-3'"),
         (["profile", "torch.nn:ReLU", "--input", "2x3:f31"], "knows no dtype 'f31'; it knows float32"),
         (["profile", "torch.nn:ReLU", "--input", "2x3:"], "knows no dtype ''"),
-        (["profile", "torch.nn:ReLU"], "required: --input"),
+        (["profile", "torch.nn:ReLU"], "required: --input (see `memkit profile --help`)"),
+        (["profile", "torch.nn:ReLU", "--inptu", "2x3"], "unrecognized arguments: --inptu 2x3"),
+        (["profile", "--inptu", "2x3"], "unrecognized arguments: --inptu"),
+        (["bench", "offload", "resnet50", "--input", "2x3"], "SPEC must be torchvision:NAME or package.module:factory"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--depth", "-1"], "argument --depth"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--sort", "colour"], "argument --sort: invalid choice"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--device", "tpu"], "argument --device: invalid choice"),
@@ -158,6 +161,10 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["bench"], "required: BENCH"),
         (["bench", "fly"], "invalid choice: 'fly'"),
         (["bench", "remat", "torch.nn:ReLU", "--input", "2", "--budgets", "2.5"], "found '2.5'"),
+        (
+            ["bench", "remat", "torch.nn:ReLU", "--input", "2", "--budgets", "1,12"],
+            'reads as 12 bytes or as 12 GiB. Write "12B" or "12GiB"',
+        ),
         (
             ["bench", "remat", "torch.nn:ReLU", "--input", "2", "--budgets", "much"],
             "needs shares above 0 and up to 1, or bytes",
@@ -281,7 +288,15 @@ def test_models_that_cannot_be_built_on_meta_are_built_with_data(
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
-    [(["--help"], 0), (["profile", "--help"], 0), (["--version"], 0), (["profil"], 2), (["profile"], 2)],
+    [
+        (["--help"], 0),
+        (["profile", "--help"], 0),
+        (["--version"], 0),
+        (["profil"], 2),
+        (["profile"], 2),
+        (["profile", "resnet50", "--input", "2x3"], 2),
+        (["profile", "torchvision:resnet50"], 2),
+    ],
 )
 def test_what_needs_no_torch_imports_none(arguments: list[str], status: int) -> None:
     code = (

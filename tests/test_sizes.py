@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -99,6 +101,7 @@ def test_small_sizes_are_printed_in_small_units(num_bytes: int, text: str) -> No
         ("1.5 gib", 3 * 2**29),
         ("  2TiB ", 2**41),
         ("0.7B", 1),
+        (np.int32(7), 7),
     ],
 )
 def test_sizes_are_bytes_or_text_with_a_unit(size: int | str, num_bytes: int) -> None:
@@ -128,7 +131,7 @@ def test_size_of_another_type_is_refused(size: Any) -> None:
     assert str(error.value) == f'min_bytes is a number of bytes, or text such as "8GiB"; found {size!r}'
 
 
-@pytest.mark.parametrize("size", [0, "0", "0.0 GiB", "0.1B"])
+@pytest.mark.parametrize("size", [0, -1, "0", "0.0 GiB", "0.1B"])
 def test_budget_of_nothing_is_refused(size: int | str) -> None:
     with pytest.raises(ValueError, match=r"budget must be more than 0 bytes; found"):
         check_budget_bytes("budget", size)
@@ -140,6 +143,12 @@ def test_budget_that_reads_in_two_ways_raises_with_both(size: int | str) -> None
         check_budget(size)
 
     assert str(error.value) == f'budget={size!r} reads as {int(size)} bytes or as {size} GiB. Write "{size}B" or "{size}GiB"'
+
+
+@pytest.mark.parametrize("size", [np.int64(12), np.int32(1), np.float32(12), np.float64(-0.5), np.int64(-1)])
+def test_number_of_numpy_is_refused_as_any_other(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"reads as|is the share of|more than 0"):
+        check_budget(size)
 
 
 @pytest.mark.parametrize("size", [1, "1"])
@@ -171,7 +180,25 @@ def test_share_as_text_is_refused_with_the_float(text: str, share: str) -> None:
         check_budget(text)
 
 
-@pytest.mark.parametrize(("budget", "read"), [(0.5, 0.5), (1.0, 1.0), (1024, 1024), ("12B", 12), ("2KiB", 2048)])
+def test_budget_that_may_be_nothing_is_not_negative() -> None:
+    with pytest.raises(ValueError, match="host_limit_bytes is a number of bytes, 0 or more; found -1"):
+        check_budget_bytes("host_limit_bytes", -1, may_be_zero=True)
+
+
+@pytest.mark.parametrize(
+    ("budget", "read"),
+    [
+        (0.5, 0.5),
+        (1.0, 1.0),
+        (1024, 1024),
+        ("12B", 12),
+        ("2KiB", 2048),
+        (np.float32(0.5), 0.5),
+        (np.float64(0.5), 0.5),
+        (np.int64(2**40), 2**40),
+        (Fraction(1, 4), 0.25),
+    ],
+)
 def test_budget_that_reads_in_one_way(budget: int | float | str, read: int | float) -> None:
     found = check_budget(budget)
 

@@ -82,6 +82,10 @@ class ForwardContext(Exclusive):
         finally:
             self._entry = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy does the same, and nobody is in it."""
+        return {**self.__dict__, "_entry": None, "_looked_up": None, "_block": None, "is_entered": False}
+
     def again(self: _Context) -> _Context:
         """Return a context that does the same, and was not entered yet. Cheap: it is called before each forward."""
         made = type(self).__new__(type(self))

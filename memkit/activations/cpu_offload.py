@@ -472,7 +472,8 @@ class CPUOffload(ForwardContext):
             share = f"{asked:.0%} of the saved bytes move" if asked else "nothing moves"
         else:
             share = "what hides behind the computation moves" if isinstance(asked, str) else "a share set by a schedule moves"
-        return f'<CPUOffload(tag="{self.tag}"): {share} to host memory; storages under {format_bytes(self.min_bytes)} stay>'
+        stay = f"; storages under {format_bytes(self.min_bytes)} stay" if self.min_bytes else ""
+        return f'<CPUOffload(tag="{self.tag}"): {share} to host memory{stay}>'
 
     def _ratio_of(self, state: _TagState) -> float:
         """Return the ratio for the iteration that begins."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -121,6 +121,9 @@ class OpKinds:
     def __init__(self, pure_ops: frozenset[str]) -> None:
         self._pure_ops = pure_ops
         self._kinds: dict[Any, OpKind] = {}
+
+    def __reduce__(self) -> tuple[Callable[..., OpKinds], tuple[frozenset[str]]]:
+        return op_kinds, (self._pure_ops,)
 
     def of(self, func: Any) -> OpKind:
         """Return what is known of an op: an `OpOverload` or a `HigherOrderOperator`."""

@@ -167,8 +167,8 @@ class Rematerialize(ForwardContext):
 
     def __repr__(self) -> str:
         budget = self.budget
-        held = f"{budget:.0%} of the saved bytes" if isinstance(budget, float) else format_bytes(budget)
-        return f'<Rematerialize(tag="{self.tag}"): at most {held} of saved tensors stay; the others are recomputed>'
+        held = f"{budget:.0%} of the saved bytes" if isinstance(budget, float) else f"{format_bytes(budget)} of saved tensors"
+        return f'<Rematerialize(tag="{self.tag}"): at most {held} stay; the others are recomputed>'
 
     @staticmethod
     def min_budget(

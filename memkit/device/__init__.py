@@ -24,8 +24,15 @@ __all__ = [
 ]
 
 
-def open_device(device: str | torch.device | Device) -> Device:
+_TRY_OUT = "Run on a machine with a GPU, or pass device=memkit.device.ReferenceDevice() to try it out"
+
+
+def open_device(device: str | torch.device | Device, *, advice: str = _TRY_OUT) -> Device:
     """Return the `Device` for a name such as "cuda:1" or a `torch.device`; one that is a `Device` is returned as it is.
+
+    Args:
+        device: which.
+        advice: what to do where it is a CUDA device and there is none, for the error.
 
     Raises:
         DeviceUnavailableError: it is a CUDA device and this machine has no such device.
@@ -40,7 +47,7 @@ def open_device(device: str | torch.device | Device) -> Device:
             f'device is a name such as "cuda:1", a torch.device or a memkit.device.Device; found {type(device).__name__}'
         )
     if torch_device.type == "cuda":
-        return CudaDevice(torch_device)
+        return CudaDevice(torch_device, advice=advice)
     if torch_device.type == "cpu":
         return CpuDevice()
     raise ValueError(f'memkit runs on "cpu" and "cuda"; found "{torch_device.type}". Move the model to one of these.')

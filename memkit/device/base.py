@@ -74,6 +74,9 @@ class Device(ABC):
 
     torch_device: torch.device
 
+    def __deepcopy__(self, _: object) -> Device:
+        return self  # what uses a device may be copied; the device is the same
+
     @property
     @abstractmethod
     def name(self) -> str:

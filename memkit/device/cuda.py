@@ -99,15 +99,18 @@ class CudaMemoryCounter(MemoryCounter):
 class CudaDevice(Device):
     """One CUDA device. See `Device`.
 
+    Args:
+        torch_device: which; without an index the current one.
+        advice: what to do where there is none, for the error.
+
     Raises:
         DeviceUnavailableError: this machine has no CUDA device, or none with that index.
     """
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device: torch.device, *, advice: str = "Run on a machine with a GPU") -> None:
         if not cuda_is_available():
             raise DeviceUnavailableError(
-                f'"{torch_device}" was asked for, but torch {torch.__version__} finds no CUDA device here. '
-                'Use device "meta", which needs none.'
+                f'"{torch_device}" was asked for, but torch {torch.__version__} finds no CUDA device here. {advice}.'
             )
         index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
         if index >= torch.cuda.device_count():
@@ -123,6 +126,9 @@ class CudaDevice(Device):
 
     def __hash__(self) -> int:
         return hash(self.torch_device)
+
+    def __reduce__(self) -> tuple[type[CudaDevice], tuple[torch.device]]:
+        return CudaDevice, (self.torch_device,)
 
     @property
     def name(self) -> str:

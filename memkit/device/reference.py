@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -238,6 +239,12 @@ class ReferenceDevice(Device):
         self._pinned: list[Tensor] = []
         self._allocated_bytes = 0
         self._peak_bytes = 0
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "what is pickled needs a device that another process can open; found a ReferenceDevice, which knows what was done "
+            'in this one. Leave the device out, or name one (device="cuda")'
+        )
 
     @property
     def name(self) -> str:

@@ -25,6 +25,8 @@ def _nothing() -> None:
     pass
 
 
+USE_META = 'Use device "meta", which needs none'
+"""What to do where there is no CUDA device to measure on."""
 NEEDS_NONE = 'the meta device needs none (device="meta", --device meta)'
 
 

@@ -25,7 +25,7 @@ from memkit.profile.report import check_view
 from memkit.profile.restore import preserved
 from memkit.profile.rows import module_records
 from memkit.profile.simulate import META, TARGETS
-from memkit.profile.step import Step
+from memkit.profile.step import USE_META, Step
 from memkit.profile.streamed import find_streamed
 from memkit.profile.tree import ModuleTree
 from memkit.storages import storage_bytes
@@ -159,7 +159,7 @@ def _run_device(step: Step, asked: str | torch.device | Device | None) -> torch.
         )
     found = next(iter(model_devices or input_devices), torch.device("cpu"))
     if asked is not None:
-        wanted = open_device(asked).torch_device
+        wanted = open_device(asked, advice=USE_META).torch_device
         if wanted.type != found.type or wanted.index not in (None, found.index):
             raise ValueError(
                 f'device must be where the model is ({found}), or "meta"; found {str(wanted)!r}. To run on another device, '
@@ -186,7 +186,7 @@ def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, war
 
     tree = ModuleTree(step.model, step.streamed)
     simulated = run_device == META
-    device = None if simulated else open_device(run_device)
+    device = None if simulated else open_device(run_device, advice=USE_META)
 
     def untraced() -> AbstractContextManager[None]:
         return preserved(step.modules(), run_device, contents=not simulated)

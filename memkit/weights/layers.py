@@ -370,9 +370,10 @@ class LayerOffload(NotCopied):
         if self._is_closed:
             return f"<LayerOffload of {type(self.model).__name__}: closed>"
         plan = self.plan
+        slots = "1 slot" if len(plan.slot_bytes) == 1 else f"{len(plan.slot_bytes)} slots"
         return (
             f"<LayerOffload of {type(self.model).__name__}: {len(plan.streamed)} of {len(plan.layers)} layers "
-            f"({format_bytes(plan.streamed_bytes)}) stream through {len(plan.slot_bytes)} slots on {self.device.torch_device}, "
+            f"({format_bytes(plan.streamed_bytes)}) stream through {slots} on {self.device.torch_device}, "
             f'train="{self.train}">'
         )
 

@@ -111,8 +111,11 @@ def why_nothing_is_freed(
     for count in range(num_slots, 0, -1):
         freed_bytes = plan_streamed_ratio(costs, 1.0, num_slots=count).freed_bytes
         if freed_bytes > 0:
-            fewer = "" if count == num_slots else f", num_slots={count}"
-            advice = f"Let more stream (offload_ratio=1.0{fewer} frees {format_bytes(freed_bytes)})"
+            all_stream = all(layer.name in plan.streamed for layer in costs if layer.num_bytes)
+            changes = [] if all_stream else ["offload_ratio=1.0"]
+            changes += [] if count == num_slots else [f"num_slots={count}"]
+            wanted = "Take fewer slots" if all_stream else "Let more stream"
+            advice = f"{wanted} ({', '.join(changes)} frees {format_bytes(freed_bytes)})"
             break
     else:
         advice = "Leave LayerOffload out, or name modules that are smaller and of about one size (layers=)"

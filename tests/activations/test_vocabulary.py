@@ -29,9 +29,13 @@ DOES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: memkit.CPUOffload("auto"),
         '<CPUOffload(tag="default"): what hides behind the computation moves to host memory; storages under 1.00 MiB stay>',
     ),
+    "offload all sizes": (
+        lambda: memkit.CPUOffload(0.5, min_bytes=0),
+        '<CPUOffload(tag="default"): 50% of the saved bytes move to host memory>',
+    ),
     "recompute to a share": (
         lambda: memkit.Rematerialize(0.3, "resnet"),
-        '<Rematerialize(tag="resnet"): at most 30% of the saved bytes of saved tensors stay; the others are recomputed>',
+        '<Rematerialize(tag="resnet"): at most 30% of the saved bytes stay; the others are recomputed>',
     ),
     "recompute to bytes": (
         lambda: memkit.Rematerialize("512MiB"),
@@ -55,6 +59,12 @@ def test_text_of_streamed_layers() -> None:
 
     assert text == '<LayerOffload of Sequential: 4 of 8 layers (6.00 KiB) stream through 2 slots on cpu, train="frozen">'
     assert repr(offload) == "<LayerOffload of Sequential: closed>"
+
+
+def test_text_of_layers_that_stream_through_one_slot() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))).requires_grad_(False)
+    with memkit.LayerOffload(model, offload_ratio=0.5, num_slots=1, device=ReferenceDevice()) as offload:
+        assert "stream through 1 slot on cpu" in repr(offload)
 
 
 def _model(device: Device) -> tuple[nn.Sequential, Tensor]:

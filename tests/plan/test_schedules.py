@@ -154,7 +154,7 @@ def test_piecewise_keeps_no_reference_to_its_argument() -> None:
         (lambda: schedules.piecewise({False: 0.5}), "the pieces begin at iterations, integers from 0 on; found False"),
         (lambda: schedules.piecewise({0: 0.5, 7: 2}), "the piece at 7 must be from 0 (move nothing) to 1"),
         (lambda: schedules.fit_memory(0), "target_bytes must be more than 0 bytes; found 0"),
-        (lambda: schedules.fit_memory(-GIB), f"target_bytes is a number of bytes, 0 or more; found {-GIB}"),
+        (lambda: schedules.fit_memory(-GIB), f"target_bytes must be more than 0 bytes; found {-GIB}"),
         (
             lambda: schedules.fit_memory("much"),
             'target_bytes is a number of bytes, or text such as "8GiB" or "512 MiB"; found "much"',

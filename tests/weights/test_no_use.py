@@ -44,19 +44,25 @@ def refusing_warnings() -> Any:
             partial(_linears, 4, 4, 4),
             {"offload_ratio": 1.0},
             r"3 layers stream \(13.50 KiB\), and the slots on the device take 13.50 KiB, up to 3 for layers of about one size",
-            r"Let more stream \(offload_ratio=1.0, num_slots=2 frees 4.50 KiB\)\.",
+            r"Take fewer slots \(num_slots=2 frees 4.50 KiB\)\.",
         ),
         (
             partial(_linears, 4, 4),
             {"num_resident": 0},
             r"2 layers stream \(9.00 KiB\), and the slots on the device take 9.00 KiB",
-            r"Let more stream \(offload_ratio=1.0, num_slots=1 frees 4.50 KiB\)\.",
+            r"Take fewer slots \(num_slots=1 frees 4.50 KiB\)\.",
         ),
         (
             partial(_linears, *[4] * 8),
             {"offload_ratio": 0.1},
             r"1 layer streams \(4.50 KiB\), and the slots on the device take 4.50 KiB",
             r"Let more stream \(offload_ratio=1.0 frees 22.50 KiB\)\.",
+        ),
+        (
+            partial(_linears, *[4] * 3),
+            {"num_resident": 1},
+            r"2 layers stream \(9.00 KiB\), and the slots on the device take 9.00 KiB",
+            r"Let more stream \(offload_ratio=1.0, num_slots=2 frees 4.50 KiB\)\.",
         ),
         (
             partial(_linears, 1, 2, 4, 8),

@@ -14,7 +14,7 @@ import memkit
     ("options", "error", "message"),
     [
         ({"budget": 0}, ValueError, "budget must be more than 0 bytes; found"),
-        ({"budget": -1}, ValueError, "budget is a number of bytes, 0 or more; found -1"),
+        ({"budget": -1}, ValueError, "budget must be more than 0 bytes; found -1"),
         ({"budget": 0.0}, ValueError, "above 0 and at most 1; found 0.0"),
         ({"budget": -0.5}, ValueError, "above 0 and at most 1; found -0.5"),
         ({"budget": 1.5}, ValueError, 'above 0 and at most 1; found 1.5. For bytes write "1.5B" or "1.5GiB"'),
