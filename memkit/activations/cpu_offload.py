@@ -189,7 +189,7 @@ class _Entry(TaggedEntry):
         self._warn_of_whole_model()
         if not has_failed:
             self._warn_of_small()
-        self._forwards.clear()  # from here on the graph alone keeps a pass alive: it counts in the limit for as long as it lives
+        self._forwards.clear()  # the graph alone keeps a forward alive from here on: it counts in the limit until it dies
         if self._saw_cpu and not saw_device and not self._state.has_warned_of_cpu:
             self._state.has_warned_of_cpu = True
             warn_user(
@@ -310,7 +310,7 @@ class _Entry(TaggedEntry):
         return asked or (open_device(torch_device) if torch_device.type == "cuda" else None)
 
     def _forward_on(self, device: Device) -> tuple[OffloadWindow, Forward]:
-        """Return the pass that saves on a device belong to: a new one if a backward has begun since the last save."""
+        """Return the forward that saves on a device belong to: a new one if a backward has begun since the last save."""
         found = self._forwards.get(device)
         if found is None or not found[1].is_forward:
             options = self._options
@@ -329,7 +329,7 @@ def _unpack(packed: KeptHandle | _Flattened) -> Tensor:
 class CPUOffload(ForwardContext):
     """Move a share of what autograd saves in this context to pinned host memory, and have it back when the backward asks.
 
-    Gradients are those of the plain forward, bit for bit. Copies forward beside the computation, on streams of their own. The storages
+    Gradients are those of the plain run, bit for bit. Copies run beside the computation, on streams of their own. The storages
     saved earliest leave: they are needed last. On CPU tensors the context does nothing, and says so once.
 
     Everything that is learned from one iteration to the next (the order of saves and of the backward, the host memory) is kept

@@ -1,9 +1,9 @@
-"""Which saves follow which, forward and backward: what one pass has seen, and what earlier ones have taught.
+"""Which saves follow which, forward and backward: what one forward has seen, and what earlier ones have taught.
 
 A *trace* is the sequence of saves of one forward, with what was learned about it: which storages somebody else keeps alive, in
-which order the backward asks for them, and how much else is on the device at each such moment. A *pass* is one forward under a
-context, from its first save to the backward (the *turn*). It follows the trace that has begun alike, and decides by its plan;
-where none has, it keeps the ratio as it goes.
+which order the backward asks for them, and how much else is on the device at each such moment. A *forward* is one under a
+context, with the backwards through it. It follows the trace that has begun alike, and decides by its plan; where none has, it
+keeps the ratio as it goes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Traces:
         return next((trace for trace in self._known if trace.keys[: len(keys)] == tuple(keys)), None)
 
     def learned(self, keys: Sequence[SaveKey]) -> Trace | None:
-        """Return the trace of exactly these saves that an earlier pass has left."""
+        """Return the trace of exactly these saves that an earlier forward has left."""
         return next((trace for trace in self._known if trace.keys == tuple(keys) and not trace.is_report), None)
 
 
@@ -160,7 +160,7 @@ class Forward:
     # Forward
 
     def find(self, storage: torch.UntypedStorage, tensor: Tensor) -> Record | None:
-        """Return the record of a tensor's storage at its version, if this pass has saved that already."""
+        """Return the record of a tensor's storage at its version, if this forward has saved that already."""
         root = counted_by(tensor)
         found = self._by_storage.get((storage_key(storage), id(root), torch_private.version_of(tensor)))
         if found is None or found[0]() is not root:
@@ -242,7 +242,7 @@ class Forward:
 
     @property
     def num_saves(self) -> int:
-        """How many first saves the pass has seen."""
+        """How many first saves it has seen."""
         return len(self._keys)
 
     @property
@@ -260,7 +260,7 @@ class Forward:
 
     @property
     def limit_bytes(self) -> int:
-        """What the device may hold if no other pass is alive."""
+        """What the device may hold if no other forward is alive."""
         if self._plan is not None:
             return self._plan.limit_bytes + self.refused_bytes
         return limit_of(self._seen_bytes, self.ratio, self.window_bytes) + self.refused_bytes
@@ -292,7 +292,7 @@ class Forward:
         return was_misled
 
     def break_off(self) -> None:
-        """Something was broken off that may have had to do with this pass: let what is left of it come as it may."""
+        """Something was broken off that may have had to do with this one: let what is left of it come as it may."""
         self.is_broken = True
         self._order = ()
         self._forecast = None
@@ -305,7 +305,7 @@ class Forward:
                 yield record
 
     def note_held(self, record: Record) -> None:
-        """Learn that somebody else keeps a storage alive: from the next pass on it is left alone."""
+        """Learn that somebody else keeps a storage alive: from the next forward on it is left alone."""
         if self._trace is not None:
             self._trace.held.add(record.index)
 

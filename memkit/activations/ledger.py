@@ -329,7 +329,7 @@ class Ledger:
         if record.num_handles == 0:
             self.num_records -= 1
             record.handles.clear()  # they hold the record
-            record.owner = record.maker = None  # it may wait for a copy for long: a pass must not count in the limit for that
+            record.owner = record.maker = None  # it may wait for long, and a forward that lives counts in the limit
             if record.residency is not Residency.LEAVING:
                 self._close(record)
         elif record.num_awaiting == 0 and record.residency is Residency.BACK:

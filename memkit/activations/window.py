@@ -66,16 +66,16 @@ class OffloadWindow:
     @property
     def limit_bytes(self) -> int:
         """The bytes of records that the device may hold."""
-        passes = self._live_forwards()
-        if len(passes) == 1:
-            return passes[0].limit_bytes
-        return sum(forward.kept_bytes for forward in passes) + max((forward.window_bytes for forward in passes), default=0)
+        forwards = self._live_forwards()
+        if len(forwards) == 1:
+            return forwards[0].limit_bytes
+        return sum(forward.kept_bytes for forward in forwards) + max((forward.window_bytes for forward in forwards), default=0)
 
     def _live_forwards(self) -> list[Forward]:
-        passes = [forward for forward in (reference() for reference in self._forwards) if forward is not None]
-        if len(passes) < len(self._forwards):
-            self._forwards = [weakref.ref(forward) for forward in passes]
-        return passes
+        forwards = [forward for forward in (reference() for reference in self._forwards) if forward is not None]
+        if len(forwards) < len(self._forwards):
+            self._forwards = [weakref.ref(forward) for forward in forwards]
+        return forwards
 
     @mended
     def open_forward(self, forward: Forward) -> None:
@@ -97,14 +97,16 @@ class OffloadWindow:
         self.arena.reserve(needed_bytes)
 
     def seed_from(self, report: MemoryReport, min_bytes: int) -> None:
-        """Plan the first pass by a report."""
+        """Plan the first forward by a report."""
         with self.lock:
             self.traces.add(trace_of(report, min_bytes))
 
     # Saving
 
     @mended
-    def pack(self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, *, action: Action | None = None) -> Handle | None:
+    def pack(
+        self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, *, action: Action | None = None
+    ) -> Handle | None:
         """Return the handle of a tensor that may leave; None if it is to be left alone, as to move it would free nothing.
 
         Args:
@@ -206,13 +208,13 @@ class OffloadWindow:
 
     @mended
     def end_forward(self, forward: Forward, *, learn: bool) -> None:
-        """The context has been left, or the backward has begun: no more saves belong to the pass."""
+        """The context has been left, or the backward has begun: no more saves belong to it."""
         self._send_written(forward)
         self._make_room()
         if forward.is_forward and forward.finish_forward(learn=learn):
             warn_user(
                 f'the report under the tag "{self.tag}" is of another model, or of other shapes: what was saved does not '
-                "follow it. This pass is taken as the new measure. Profile again, or use another tag."
+                "follow it. This forward is taken as the new measure. Profile again, or use another tag."
             )
 
     # Giving back

@@ -76,10 +76,7 @@ def bench_layers(
     measured_at = partial(
         measure_ratio, workload, device=device, plain=plain, link=link, train=train, engine=engines.plain, **steps
     )
-    rows = [
-        _unless_out_of_memory(f"{workload.name}: ratio {ratio:g}", partial(measured_at, ratio), device)
-        for ratio in ratios
-    ]
+    rows = [_unless_out_of_memory(f"{workload.name}: ratio {ratio:g}", partial(measured_at, ratio), device) for ratio in ratios]
     return LayerBench(
         name=workload.name,
         where=where_of(device),

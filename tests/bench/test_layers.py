@@ -23,7 +23,7 @@ from memkit.bench import (
     measure_ratio,
 )
 from memkit.bench.layers import StepOf
-from memkit.device import CpuDevice, ReferenceDevice, cuda_is_available
+from memkit.device import CpuDevice, ReferenceDevice
 from memkit.transfer import Link
 from tests.bench.cases import NUM_LAYERS, STACK_WIDTH, Stack, assert_draws, assert_fails, run_command, stack_step
 
