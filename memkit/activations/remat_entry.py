@@ -319,9 +319,8 @@ class Entry:
             if self._small_bytes is not None:
                 self._small_bytes[value] = num_bytes
             return self._keep_noted(run, value, tensor)
-        if torch_private.version_of(tensor) and torch_private.version_of(tensor) > recording.num_writes(
-            value
-        ):  # written to elsewhere, as by another thread
+        version = torch_private.version_of(tensor)
+        if version and version > recording.num_writes(value):  # written to elsewhere, as by another thread
             value = recording.add_root(tensor, storage, is_inside=True)
             root = recording.roots[value]
         if self._state.is_broken:
@@ -333,7 +332,7 @@ class Entry:
         if root is not None and root.alias is not None:
             return self._keep_noted(run, value, tensor)  # it is held, and counted, whatever becomes of the handle
         record = run.record_of(value)
-        if record is not None and record.version != torch_private.version_of(tensor):
+        if record is not None and record.version != version:
             run.note_offer(value, tensor)
             return self._keep(tensor)  # it was written to behind the recorder's back
         if record is None:
@@ -347,7 +346,7 @@ class Entry:
             if self._outer is not None and not (drops and run.secure(value)):
                 run.offered_bytes += num_bytes
                 return self._keep_noted(run, value, tensor)
-            record = run.ledger.open_record(storage, torch_private.version_of(tensor), owner=None, index=value)
+            record = run.ledger.open_record(storage, version, owner=None, index=value)
             run.note_record(value, record)
             handle = run.ledger.add_handle(record, tensor, RunUnpacker(self._state, run, node))
             if value not in run.fixed and root is None:
