@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 
-_PLAIN_TYPES = (Tensor, nn.Parameter)
+_Parameter = nn.Parameter
 
 
 class KeptHandle:
@@ -23,7 +23,8 @@ class KeptHandle:
     __slots__ = ("__weakref__", "alias", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        if type(tensor) in _PLAIN_TYPES:
+        kind = type(tensor)
+        if kind is Tensor or kind is _Parameter:
             self.alias, self.version = tensor.detach(), torch_private.version_of(tensor)
         else:  # torch gives back no class that only has functions of its own, and it may refuse these
             with torch_private.without_subclass_functions():

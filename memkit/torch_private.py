@@ -290,7 +290,11 @@ NAMES: dict[str, PrivateName] = {
     "pop_saved_tensor_hooks": _of(f"{_AUTOGRAD}._pop_saved_tensors_default_hooks", "to take hooks off", *_ALL),
     "backward_task": _of("torch._C._current_graph_task_id", "which backward runs, -1 outside of one", *_CONTEXTS, _META),
     "node_number": _of(f"{_AUTOGRAD}._get_sequence_nr", "one number for all that a graph node saves", *_ALL),
-    "node_number_of": _field("torch.autograd.graph.Node._sequence_nr", "when a graph node was made", _PROFILE),
+    "node_number_of": _field(
+        "torch.autograd.graph.Node._sequence_nr",
+        *("when a graph node was made", _PROFILE),
+        sample="torch._C._functions.AccumulateGrad._sequence_nr",
+    ),
     "AccumulateGrad": _of("torch._C._functions.AccumulateGrad", "to tell the leaves of a graph", _PROFILE),
     "profiler_is_on": _of(f"{_AUTOGRAD}._profiler_enabled", "to label what is done in a trace", *_CONTEXTS),
     "engine": _of("torch.autograd.Variable._execution_engine", "to be called when a backward has ended", *_CONTEXTS),

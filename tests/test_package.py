@@ -91,13 +91,14 @@ def test_only_the_cuda_device_names_torch_cuda() -> None:
 
 def test_only_torch_private_names_what_is_private_in_torch() -> None:
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    private = {name.symbol.rpartition(".")[2] for name in torch_private.NAMES.values()} - _OVERRIDDEN
     own = set[str]().union(*map(_own_names, trees.values()))
 
-    found = {path.name: _private_names(tree, own) for path, tree in trees.items() if path.name != "torch_private.py"}
+    found = {
+        path.name: _private_names(tree, own, own - private) for path, tree in trees.items() if path.name != "torch_private.py"
+    }
 
     assert {name: names for name, names in found.items() if names} == {}
-    private = {name.symbol.rpartition(".")[2] for name in torch_private.NAMES.values()}
-    assert own & private == {"_should_skip_dynamo", "_unscale_grads_"}  # which are overridden; all others would be found
 
 
 @pytest.mark.parametrize(
@@ -114,15 +115,18 @@ def test_only_torch_private_names_what_is_private_in_torch() -> None:
         "attrgetter('_cdata')",
         "sys.modules['torch._dynamo']",
         "from memkit.torch_private import version_of",
+        "module._buffers",
     ],
 )
 def test_check_of_private_names_can_fail(code: str) -> None:
-    assert _private_names(ast.parse(code), {"_own"}) != []
+    assert _private_names(ast.parse(code), {"_own", "_buffers"}, {"_own"}) != []
 
 
-@pytest.mark.parametrize("code", ["self._own", "other._own", "sys._getframe(1)", "tensor.__dict__", "torch.ops.aten.mul"])
+@pytest.mark.parametrize(
+    "code", ["self._own", "self._buffers", "other._own", "sys._getframe(1)", "tensor.__dict__", "torch.ops.aten.mul"]
+)
 def test_check_of_private_names_leaves_others_alone(code: str) -> None:
-    assert _private_names(ast.parse(code), {"_own"}) == []
+    assert _private_names(ast.parse(code), {"_own", "_buffers"}, {"_own"}) == []
 
 
 def test_each_name_of_torch_private_is_used() -> None:
@@ -158,8 +162,13 @@ def _is_private(name: object) -> bool:
 _READERS = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
 
 
-def _private_names(tree: ast.AST, own: set[str]) -> list[str]:
-    """Return what code names that is private in torch, or must be that: no class of ours defines it."""
+def _private_names(tree: ast.AST, own: set[str], known_as_own: set[str]) -> list[str]:
+    """Return what code names that is private in torch, or must be that: no class of ours defines it.
+
+    Args:
+        own: what classes of ours define.
+        known_as_own: what of that is no name of torch's, so that it is ours on any object.
+    """
     found: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -169,18 +178,20 @@ def _private_names(tree: ast.AST, own: set[str]) -> list[str]:
             found += [name for name in names if name.startswith("torch.") and _is_private(name)]
             looked_up = node.module == "memkit.torch_private"  # at once, and not when it is used
             found += [name for name in names if looked_up and name.rpartition(".")[2] not in _FOR_TYPE_CHECKING]
-        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
-            is_ours = isinstance(node.value, ast.Name) and node.value.id in sys.stdlib_module_names
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            is_ours = node.attr in (own if _is_self(node.value) else known_as_own)
+            is_ours |= isinstance(node.value, ast.Name) and node.value.id in sys.stdlib_module_names
             found += [] if is_ours else [ast.unparse(node)]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _READERS:
             texts = [given.value for given in node.args if isinstance(given, ast.Constant)]
-            found += [str(text) for text in texts if _is_private(text) and text not in own]
+            found += [str(text) for text in texts if _is_private(text) and text not in known_as_own]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             is_name = node.value.startswith("torch.") and " " not in node.value
             found += [node.value] if is_name and _is_private(node.value) else []
     return found
 
 
+_OVERRIDDEN = {"_should_skip_dynamo", "_unscale_grads_"}
 _FOR_TYPE_CHECKING = ("OpOverload", "DispatchMode")
 
 

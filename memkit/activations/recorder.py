@@ -127,7 +127,8 @@ class Recorder(QuietMode):
             self._note(func, kept, kwargs, sources, args, results)
             return results
         storage = _get_storage(results)
-        before = current.get(_address_of(storage)) or recording.lent.get(_address_of(storage))  # `was_there`, in place
+        address = _address_of(storage)
+        before = current.get(address) or recording.lent.get(address)  # `was_there`, in place
         if before is not None and before[0]() is storage:
             return results
         if path is _COPY and results.device != args[0].device:
@@ -138,7 +139,7 @@ class Recorder(QuietMode):
             recording.seconds[len(calls)] = self._estimate_s(func, args, results)
         recording.num_values = value + 1  # first, as in `Recording.add_root`
         calls.append(_new_tuple(Call, (func, kept, kwargs, sources, value, (storage.nbytes(),), None)))
-        current[_address_of(storage)] = (weakref.ref(storage), value)
+        current[address] = (weakref.ref(storage), value)
         if value in recording.retained:
             recording.hold_made(value, results)
         return results
