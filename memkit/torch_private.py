@@ -394,6 +394,7 @@ NAMES: dict[str, PrivateName] = {
     "unique2": _of(f"{_ATEN}._unique2.default", "an op that reads values"),
     "prelu_kernel": _of(f"{_ATEN}._prelu_kernel.default", "an op with arguments of one dtype"),
     "euclidean_dist": _of(f"{_ATEN}._euclidean_dist.default", "an op with arguments of one dtype"),
+    "cdist_forward": _of(f"{_ATEN}._cdist_forward.default", "an op with arguments of one dtype"),
     "index_put_impl": _of(f"{_ATEN}._index_put_impl_.default", "an op with arguments of one dtype"),
     "unsafe_index_put": _of(f"{_ATEN}._unsafe_index_put.default", "an op with arguments of one dtype"),
     "flash_attention_cpu": _of(

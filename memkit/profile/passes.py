@@ -219,9 +219,7 @@ _NO_AUTOCAST = ("Disabling autocast", "unsupported autocast device_type 'meta'",
 def _say_why_not_without_data(error: Exception, where: str) -> None:
     text = str(error)
     if isinstance(error, MixedDtypesError):
-        raise ProfileError(
-            f"{where} cannot run: {text}. Cast the model or its inputs (--dtype), or run under torch.autocast (--autocast)"
-        ) from error
+        raise ProfileError(f"{where} cannot run: {text}. {error.advice}") from error
     first_line = (text.splitlines() or [""])[0]
     if any(sign in text for sign in _NO_AUTOCAST):
         raise ProfileError(

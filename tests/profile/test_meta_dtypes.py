@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from memkit import profile_memory
 from memkit.errors import ProfileError
@@ -78,6 +79,24 @@ def test_normalizations_take_single_precision_beside_half_where_the_target_does(
         return True
 
     assert (taken("cuda"), taken("cpu")) == (cuda, cpu)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (2, 4, 2, 2)])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_classes_are_refused_where_the_cpu_refuses_their_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    model = Function(lambda x, classes: functional.cross_entropy(x * 2, classes))
+    x, classes = torch.randn(shape, requires_grad=True), torch.ones(shape[0], *shape[2:], dtype=dtype)
+    try:
+        model(x, classes)
+    except RuntimeError:
+        for target in ("cpu", "cuda"):
+            with pytest.raises(
+                ProfileError, match=r"needs classes of int64 or uint8; found int\d+\. Cast them: targets\.long\(\)"
+            ):
+                profile_memory(model, x, classes, device="meta", target=target, print_table=False)
+    else:
+        real, meta = both(model, x, classes)
+        assert saved(meta) == saved(real)
 
 
 def test_integers_go_with_any_dtype() -> None:

@@ -18,7 +18,17 @@ _aten = torch.ops.aten
 
 
 class MixedDtypesError(RuntimeError):
-    """Raised where a run with data would raise a RuntimeError: an operation does not take these dtypes together."""
+    """Raised where a run with data would raise a RuntimeError: an operation does not take these dtypes together.
+
+    Attributes:
+        advice: what to do.
+    """
+
+    def __init__(
+        self, message: str, advice: str = "Cast the model or its inputs (--dtype), or run under torch.autocast (--autocast)"
+    ) -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 def check_dtypes(op: OpOverload, args: Sequence[Any], target: str) -> None:
@@ -34,6 +44,10 @@ def check_dtypes(op: OpOverload, args: Sequence[Any], target: str) -> None:
         dtypes = _dtypes_at(args, positions)
         if len(dtypes) > 1:
             raise _refusal(op, dtypes)
+        if op in _TAKE_CLASSES and args[1].dtype not in _CLASS_DTYPES:
+            raise MixedDtypesError(
+                f"{_name_of(op)} needs classes of int64 or uint8; found {_text_of(args[1].dtype)}", "Cast them: targets.long()"
+            )
         return
     positions = _NORMALIZATIONS[target].get(op)
     if positions is not None:
@@ -62,10 +76,21 @@ def _dtypes_at(args: Sequence[Any], positions: Sequence[int]) -> list[torch.dtyp
 
 
 def _refusal(op: OpOverload, dtypes: Sequence[torch.dtype]) -> MixedDtypesError:
-    name = torch_private.schema_of(op).name.removeprefix("aten::")
-    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return MixedDtypesError(f"{name} needs tensors of one dtype; found {names}")
+    names = " and ".join(map(_text_of, dtypes))
+    return MixedDtypesError(f"{_name_of(op)} needs tensors of one dtype; found {names}")
 
+
+def _name_of(op: OpOverload) -> str:
+    return str(torch_private.schema_of(op).name).removeprefix("aten::")
+
+
+def _text_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_CLASS_DTYPES = (torch.int64, torch.uint8)
+_TAKE_CLASSES = frozenset({_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default})
+"""Their second argument names classes."""
 
 # Of these operations all tensors at these positions have the same dtype.
 _ALIKE: dict[OpOverload, tuple[int, ...]] = {
@@ -78,7 +103,7 @@ _ALIKE: dict[OpOverload, tuple[int, ...]] = {
     _aten.addbmm.default: (0, 1, 2),
     _aten.baddbmm.default: (0, 1, 2),
     _aten.convolution.default: (0, 1, 2),
-    **dict.fromkeys(torch_private.known("prelu_kernel", "euclidean_dist"), (0, 1)),
+    **dict.fromkeys(torch_private.known("prelu_kernel", "euclidean_dist", "cdist_forward"), (0, 1)),
     _aten.linalg_cross.default: (0, 1),
     _aten.grid_sampler_2d.default: (0, 1),
     _aten.grid_sampler_3d.default: (0, 1),
