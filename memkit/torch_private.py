@@ -139,16 +139,22 @@ if not TYPE_CHECKING:  # to whom the annotations below tell all that there is
         return found
 
 
-@functools.cache
+_complete = set[Feature]()
+"""Features of which all is known to be there. Dynamo warns of a `functools.cache` in a function that is compiled."""
+
+
 def require(feature: Feature) -> None:
     """Look up all that a feature needs, before it has begun anything.
 
     Raises:
         MissingTorchNameError: torch does not have one of them.
     """
+    if feature in _complete:
+        return
     for name, private in NAMES.items():
         if feature in private.features and name not in globals():
             globals()[name] = private.find()
+    _complete.add(feature)
 
 
 @functools.cache

@@ -34,7 +34,7 @@ OPTIONAL = [name for name, private in NAMES.items() if not private.features]
 def take_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has torch be without a name, for memkit alone: torch itself uses most of them."""
     look_up, taken = torch_private._look_up, set[str]()
-    monkeypatch.setattr(torch_private, "require", torch_private.require.__wrapped__)  # which remembers
+    monkeypatch.setattr(torch_private, "_complete", set())
 
     def take(name: str) -> None:
         taken.update((NAMES[name].symbol, NAMES[name].sample))
