@@ -6,10 +6,8 @@ reverse order, on success and on error.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -24,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memkit import torch_private
 from memkit.errors import MissingTorchNameError, ProfileError
 from memkit.interrupts import Block, Blocks, Exclusive, do_at_once
-from memkit.torch_state import after_backward, leave_untraced
+from memkit.torch_state import leave_untraced
 
 
 class RemovableHandle(Protocol):
@@ -347,63 +345,6 @@ def innermost_hooks() -> SavedTensorHooks | None:
     """Return the hooks that a tensor saved now would be given to, if a context of memkit has set them."""
     hooks = _stacked.hooks[-1] if _stacked.hooks else None
     return hooks if hooks is not None and innermost_pack() is hooks.pack else None
-
-
-class BackwardEnd:
-    """Tells when a backward is over: see `when_backward_ends`.
-
-    The engine, and nobody else, holds a callback: not even the frames of a traceback that somebody keeps. It is called when the
-    backward has ended well. Where that fails, or the backward does, the engine drops it, which tells as much.
-    """
-
-    __slots__ = ("_held", "_hook")
-
-    def __init__(self, hook: Callable[[bool], None]) -> None:
-        self._hook: Callable[[bool], None] | None = hook
-        callback = functools.partial(self._tell, False)
-        self._held = weakref.ref(callback, lambda _: self._tell(True))
-        after_backward(callback)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the backward is over, also where an interrupt has kept the hook from hearing of it."""
-        return self._hook is None or self._held() is None
-
-    def _tell(self, has_failed: bool) -> None:
-        hook = self._hook
-        if hook is not None:
-            hook(has_failed)
-            self._hook = None  # last, so that the hook hears of it if it was interrupted itself
-
-
-def when_backward_ends(hook: Callable[[bool], None]) -> BackwardEnd:
-    """Call `hook(has_failed)` once the backward that runs in this thread is over, however that is.
-
-    Where `hook(False)` raises, the backward fails by that, and `hook(True)` is called as well, which ends what that has begun.
-    """
-    return BackwardEnd(hook)
-
-
-_IS_OUTPUT = "memkit.output"
-
-
-def before_backward_of(outputs: object, hook: Callable[[], None]) -> None:
-    """Call `hook()` each time the autograd engine has a gradient of one of the tensors in `outputs`, a tensor or tensors in
-    tuples, lists, dictionaries and whatever else `torch.utils._pytree` knows. The graph keeps the hook.
-
-    What has come through from an earlier call, and was among its outputs, is left to that one.
-    """
-
-    def pre_hook(_: tuple[Tensor, ...]) -> None:
-        hook()
-
-    tensors = (outputs,) if isinstance(outputs, Tensor) else torch_private.tree_leaves(outputs)
-    nodes = (tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor))
-    for node in dict.fromkeys(node for node in nodes if node is not None):
-        metadata: Any = node.metadata  # torch says that it is a method
-        if _IS_OUTPUT not in metadata:
-            metadata[_IS_OUTPUT] = True
-            node.register_prehook(pre_hook)
 
 
 def innermost_pair() -> HookPair | None:

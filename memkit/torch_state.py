@@ -123,23 +123,3 @@ def is_traced() -> bool:
     """Tell whether ops are being traced into a graph, as those of a branch of `torch.cond`: a tensor that is made unseen by the
     tracer becomes a constant of the graph."""
     return torch_private.dispatch_mode_at(torch_private.DispatchModeKey.PROXY) is not None
-
-
-# Backwards
-
-
-def gradient_node(parameter: Tensor) -> Any:
-    """Return the node that adds to a parameter's gradient: a new one if no graph that is alive has used it as it is now.
-
-    Source: `torch.autograd.graph.get_gradient_edge`.
-    """
-    with torch.enable_grad(), torch_private.without_dispatch_modes():
-        return torch.autograd.graph.get_gradient_edge(parameter).node
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback()` once the backward that runs in this thread is over, unless it fails.
-
-    Source: DistributedDataParallel, which does so.
-    """
-    torch_private.engine.queue_callback(callback)

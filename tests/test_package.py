@@ -28,6 +28,7 @@ RANKS = {
     "labels": 2,
     "modes": 3,
     "attached": 3,
+    "backwards": 3,
     "calls": 3,
     "hooks": 3,
     "owners": 3,

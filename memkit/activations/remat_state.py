@@ -7,6 +7,7 @@ import threading
 import weakref
 from dataclasses import replace
 
+from memkit import backwards
 from memkit.activations.counts import Counts
 from memkit.activations.ops import OpKinds, op_kinds
 from memkit.activations.recorded import CostKey
@@ -18,7 +19,6 @@ from memkit.device import Device
 from memkit.errors import warn_user
 from memkit.interrupts import mended
 from memkit.plan import RematPlan, ends_of
-from memkit.torch_state import after_backward
 
 _MAX_COSTS = 8192
 """For so many kinds and sizes of ops it is remembered what they take."""
@@ -114,13 +114,16 @@ class RematState:
         is_first = run.task == -1
         trace = run.trace
         run.begin_backward(task, trace.step.uses if isinstance(trace, OpTrace) and trace.has_order else None)
-        after_backward(functools.partial(self._end_backward, weakref.ref(run), is_first=is_first))
+        backwards.on_end(functools.partial(self._end_backward, weakref.ref(run), is_first))
+
+    def _end_backward(self, reference: weakref.ref[Run], is_first: bool, has_failed: bool) -> None:
+        """A backward is over."""
+        if not has_failed:
+            self._learn_order(reference(), is_first=is_first)
 
     @mended
-    def _end_backward(self, reference: weakref.ref[Run], *, is_first: bool) -> None:
-        """A backward has ended well."""
+    def _learn_order(self, run: Run | None, *, is_first: bool) -> None:
         self.sweep()
-        run = reference()
         if run is None:
             return
         trace = run.trace

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit import backwards, torch_private
 from memkit.activations.forward import Forward, SaveKey, Traces, trace_of
 from memkit.activations.ledger import Ledger
 from memkit.activations.records import Handle, Record, Residency
@@ -23,7 +23,6 @@ from memkit.interrupts import mended
 from memkit.plan import Action
 from memkit.profile import MemoryReport
 from memkit.sizes import format_mib
-from memkit.torch_state import after_backward
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
 
@@ -286,7 +285,7 @@ class OffloadWindow:
                 self._judge_waste(forward)
             self._take_back(forward, until=None)
             forward.begin_backward(task)
-            after_backward(lambda: self._end_backward(forward, task))
+            backwards.on_end(lambda has_failed: None if has_failed else self._end_backward(forward, task))
         return True
 
     def _judge_waste(self, forward: Forward) -> None:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
+from memkit import backwards, torch_private
+from memkit.backwards import BackwardEnd
 from memkit.errors import LayerOffloadError
-from memkit.hooks import BackwardEnd, HookSet, when_backward_ends
-from memkit.torch_state import gradient_node
+from memkit.hooks import HookSet
 from memkit.weights.chunks import LayerChunk, StreamedParameter
 
 _TOKEN = "memkit"
@@ -145,7 +145,7 @@ class Accumulation(ABC):
             known = self._sums.get(streamed)
             if known is None or not streamed.parameter.requires_grad:
                 continue
-            node = gradient_node(streamed.parameter)
+            node = backwards.gradient_node(streamed.parameter)
             if _TOKEN not in node.metadata:
                 token = _Token()
                 known.tokens.add(token)
@@ -158,7 +158,7 @@ class Accumulation(ABC):
         """Return the backward that runs; the first time, have its end seen."""
         task = torch_private.backward_task()
         if task not in self._tasks:
-            self._tasks[task] = when_backward_ends(partial(self._end_backward, task))
+            self._tasks[task] = backwards.on_end(partial(self._end_backward, task))
         return task
 
     def _before(self, streamed: StreamedParameter) -> None:

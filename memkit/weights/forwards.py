@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from memkit import torch_private
+from memkit import backwards, torch_private
 from memkit.calls import Call, Calls, Claims, Ending
 from memkit.errors import LayerOffloadError
-from memkit.hooks import HookSet, before_backward_of
+from memkit.hooks import HookSet
 from memkit.owners import are_owners_set_aside
 from memkit.torch_state import in_differentiating_transform
 from memkit.weights.accumulation import Accumulation
@@ -98,7 +98,7 @@ class Forwards(NotCopied):
 
         def after(name: str, _: nn.Module, __: Any, output: Any) -> None:
             if not are_owners_set_aside():
-                before_backward_of(output, partial(timing.arrive, name))
+                backwards.before(output, partial(timing.arrive, name))
 
         for name, module in resident.items():
             self._timing_hooks.around_forward(module, before=partial(before, name), after=partial(after, name))
@@ -200,7 +200,7 @@ class Forwards(NotCopied):
     def _after_layer(self, chunk: LayerChunk, module: nn.Module, _: Any, output: Any) -> None:
         self._calls.end(module, depth=2)
         if not are_owners_set_aside():
-            before_backward_of(output, partial(self._begin_backward, chunk))
+            backwards.before(output, partial(self._begin_backward, chunk))
 
     def _begin_backward(self, chunk: LayerChunk) -> None:
         if self._timing is not None:

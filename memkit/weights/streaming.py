@@ -4,8 +4,8 @@
 and the training loop may go on after it. So in all of this room:
 
 - *What is open is noted before it begins, and forgotten last.* A call of a layer (`memkit.calls`), a backward
-  (`memkit.hooks.BackwardEnd`), who has a layer's parameters lie in a slot (`LayerChunk.uses`). Each can tell by itself whether
-  it is over: a call by its frame, a backward by a callback that the engine alone holds.
+  (`memkit.backwards`), who has a layer's parameters lie in a slot (`LayerChunk.uses`). Each can tell by itself whether it is
+  over: a call by its frame, a backward by a callback that the engine alone holds.
 - *Whatever ends something may be called again*, and then does the rest. An end of a backward that is interrupted fails the
   backward, and is called again as that of a failed one, before the user hears of the interrupt. What even then is left (the
   interrupt came in that) is dropped by the next forward: gradients of that backward are never added to later ones.
@@ -28,10 +28,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from memkit import torch_private
+from memkit import backwards, torch_private
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
-from memkit.hooks import when_backward_ends
 from memkit.kept import KeptHandle, nothing
 from memkit.labels import label
 from memkit.owners import StreamedWeights
@@ -178,7 +177,7 @@ class Streamer:
             if self._is_closed or self._in_backward is chunk or not chunk.is_on_host:
                 return
             if self._backward != torch_private.backward_task():
-                when_backward_ends(lambda _: self.rest())
+                backwards.on_end(lambda _: self.rest())
                 self._backward = torch_private.backward_task()
             slot = self.use(chunk)
             self._in_backward = chunk

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from memkit import torch_private
+from memkit import backwards, torch_private
 from memkit.device.base import Device, Event
-from memkit.hooks import when_backward_ends
 from memkit.transfer.lanes import Transfer
 from memkit.weights.streaming import Streamer
 
@@ -104,7 +103,7 @@ class StepTiming:
             return
         self._points.append(_Point(name, is_backward, self._device.record_event()))
         if is_backward and task != self._backward:
-            when_backward_ends(lambda has_failed: self.fail() if has_failed else self.pause())
+            backwards.on_end(lambda has_failed: self.fail() if has_failed else self.pause())
             self._backward = task
 
     def go(self) -> None:
