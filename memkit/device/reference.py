@@ -73,6 +73,7 @@ class _Stamp:
 class ReferenceEvent(Event):
     """A snapshot of a stream's clock, and how far its queue must have landed."""
 
+    device: ReferenceDevice
     stream: ReferenceStream
     clock: dict[int, int]
     position: int
@@ -84,7 +85,10 @@ class ReferenceEvent(Event):
         return end.at_s - self.at_s
 
     def is_reached(self) -> bool:
-        return self.stream.num_landed >= self.position
+        is_reached = self.stream.num_landed >= self.position
+        if is_reached and not self.stream.is_compute:  # whose work is done at once: that would hide each wait that is missing
+            self.device.note_reached(self)
+        return is_reached
 
 
 @dataclass(slots=True)
@@ -283,7 +287,7 @@ class ReferenceDevice(Device):
         with self._lock:
             self._pass_time()
             recorded = self.current_stream() if stream is None else _own(stream)
-            return ReferenceEvent(recorded, dict(recorded.clock), recorded.num_enqueued, time.perf_counter())
+            return ReferenceEvent(self, recorded, dict(recorded.clock), recorded.num_enqueued, time.perf_counter())
 
     def wait_event(self, stream: Stream, event: Event) -> None:
         event = event.recorded()  # another thread may need the lock to do so
@@ -311,8 +315,13 @@ class ReferenceDevice(Device):
                 self._order_all_behind(stream.clock)
             self._raise_races()
 
+    def note_reached(self, event: ReferenceEvent) -> None:
+        """The host has seen that an event is reached: whatever it puts on any stream from now on comes later."""
+        with self._lock:
+            self._order_all_behind(event.clock)
+
     def _order_all_behind(self, clock: dict[int, int]) -> None:
-        """The host has waited: whatever is put on any stream from now on comes later."""
+        """The host knows that all this is done: whatever it puts on any stream from now on comes later."""
         for number, count in list(clock.items()):
             for stream in self._streams:
                 stream.clock[number] = max(stream.clock.get(number, 0), count)

@@ -36,7 +36,10 @@ KEYS = {
     "stall_s_per_step",
 }
 
-pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::FutureWarning:transformers")]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore:LayerOffload was given the CPU"),
+]
 
 
 class Scripts(NamedTuple):

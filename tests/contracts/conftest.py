@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.device import CpuDevice, Device
+from memkit.device import CpuDevice, Device, ReferenceDevice
 from tests.activations.cases import COMPUTATIONS, inputs_on
 from tests.activations.conftest import deterministic, only_new_objects, open_test_device
 from tests.activations.remat.cases import COMPUTATIONS as ALL_COMPUTATIONS
@@ -44,6 +44,11 @@ class Context:
     @property
     def torch_device(self) -> torch.device:
         return self.device.torch_device
+
+    @property
+    def lands_late(self) -> bool:
+        """Whether copies land when something waits for them, and so at the same moments in each step."""
+        return isinstance(self.device, CpuDevice | ReferenceDevice) and getattr(self.device, "_random", None) is None
 
     @property
     def num_live(self) -> int:

@@ -144,7 +144,7 @@ def _held(context: Context) -> dict[str, object]:
     for number, stats in enumerate(context.kind.stats):
         found = stats(context.tag)
         for name in ("peak_live_bytes", "ledger_peak_bytes", "host_held_bytes", "num_pins"):
-            if name != "peak_live_bytes" or context.torch_device.type == "cpu":  # when a copy lands is up to the GPU
+            if name != "peak_live_bytes" or context.lands_late:  # when a copy lands is up to the GPU, or to chance
                 figures[f"{name} {number}"] = getattr(found, name, None)
     gc.collect()
     ours = [thing for thing in gc.get_objects() if type(thing).__module__.startswith("memkit.activations")]

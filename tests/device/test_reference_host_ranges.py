@@ -87,3 +87,16 @@ def test_reader_of_all_is_waited_for_but_where_overwritten(device: ReferenceDevi
 
     assert _is_race(device, host[position : position + 1], by=writer) == (position not in range(2, 6))
     del held, source
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_what_the_host_has_seen_to_be_done_needs_no_wait(is_asked: bool, device: ReferenceDevice, host: Tensor) -> None:
+    reader, writer = _lane(device, "reader"), _lane(device, "writer")
+    _write(device, host[:4], writer)
+    _storage = _read(device, host[:4], reader)
+    done = device.record_event(reader)
+    device._land(done.stream, done.position)  # which nobody has waited for
+    if is_asked:
+        assert done.is_reached()
+
+    assert _is_race(device, host[:4], by=writer) is not is_asked

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import memkit
-from memkit.device import Device
+from memkit.device import CpuDevice, Device
 from tests.activations.cases import assert_same_bits, gradients, inputs_on
 from tests.activations.chains import UNIT_BYTES, Context, leaf_on, step
 from tests.activations.remat.cases import COMPUTATIONS, NAMES
@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest
 UNITS = [1] * 10
 
 
+@pytest.mark.filterwarnings("ignore:.*saw only tensors on the CPU")
 @pytest.mark.usefixtures("any_costs")
 @pytest.mark.parametrize("name", NAMES)
 def test_offload_outside_whatever_ops_seem_to_cost(name: str, remat_on: Remat, device: Device) -> None:
@@ -35,6 +36,8 @@ def test_offload_outside_whatever_ops_seem_to_cost(name: str, remat_on: Remat, d
 
 
 def test_what_is_kept_leaves_with_the_offload_outside(device: Device, remat_on: Remat) -> None:
+    if isinstance(device, CpuDevice):
+        pytest.skip("nothing moves from the CPU to the CPU")
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
     for _ in range(3):
         offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
