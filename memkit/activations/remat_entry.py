@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from memkit.sizes import format_bytes
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, in_compiled_function, is_traced, leave_mode
 
 _LOGGER = logging.getLogger(__name__)
+NO_BUDGET = sys.maxsize
+"""What is held to no budget: only what the user asks for is dropped."""
 _NUM_WATCHED = 4
 """In so many first iterations it is noted which module each op is in: that takes the host some time."""
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -114,7 +117,8 @@ class Entry(TaggedEntry):
         """The context outside, if that moves saved tensors."""
         self._may_be_compiled = dynamo_is_loaded()
         self._ceilings: Ceilings | None = None
-        self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.budget != 1.0 else None
+        may_drop = options.budget not in (1.0, NO_BUDGET)
+        self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and may_drop else None
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
         self.counts = Counts()
         self._plan: RematPlan | None = None
@@ -535,8 +539,8 @@ def open_entry(tag: str, options: RematOptions, block: Block) -> Entry:
 def open_recorder(tag: str, *, min_bytes: int, device: Device | None, block: Block) -> Entry:
     """Return an entry that drops only what the user asks for."""
     options = RematOptions(
-        budget=1.0,
-        policy="plan",
+        budget=NO_BUDGET,
+        policy="dtr",  # a plan would also drop what others bring along, as that takes no time
         plan=None,
         score=DTRScore(),
         min_bytes=min_bytes,

@@ -13,7 +13,7 @@ from memkit import torch_private
 from memkit.activations.context import ForwardContext
 from memkit.activations.ops import names_of_ops, op_kinds
 from memkit.activations.recording_cost import recording_cost_s
-from memkit.activations.remat_entry import Entry, RematOptions, end_yielding, open_entry
+from memkit.activations.remat_entry import NO_BUDGET, Entry, RematOptions, end_yielding, open_entry
 from memkit.activations.remat_state import RematState, find_state, states
 from memkit.activations.stats import report_from
 from memkit.device import CpuDevice, Device, is_capturing, open_device
@@ -249,7 +249,7 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "peak_allocated_bytes": None if counter is None else counter.peak_bytes(),
             "peak_reserved_bytes": None if counter is None else counter.peak_reserved_bytes(),
             "num_deviations": state.num_deviations,
-            "budget_bytes": None if math.isinf(counts.budget_bytes) else math.ceil(counts.budget_bytes),
+            "budget_bytes": None if counts.budget_bytes >= NO_BUDGET else math.ceil(counts.budget_bytes),
             "follows_plan": counts.follows_plan,
             "num_ops": counts.num_ops,
             "recorder_s": counts.num_ops * recording_cost_s(),
