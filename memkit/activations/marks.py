@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from memkit import torch_private
 from memkit.activations.context import Mover
 from memkit.activations.remat_entry import Entry
 from memkit.hooks import stacked_owners
 from memkit.plan import Action
+from memkit.torch_state import has_own_dispatch
 
 
 def _mark(tensor: Tensor, action: Action, name: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"memkit.{name} takes one tensor; found {type(tensor).__name__}")
-    entry = next((owner for owner in reversed(stacked_owners()) if isinstance(owner, Entry | Mover)), None)
-    if entry is not None:
-        entry.mark(tensor, action)
+    _mark_in(tensor, action, [owner for owner in reversed(stacked_owners()) if isinstance(owner, Entry | Mover)])
     return tensor
+
+
+def _mark_in(tensor: Tensor, action: Action, entries: Sequence[Entry | Mover]) -> None:
+    """Mark a tensor, or what it wraps: that is never made again, and so it concerns those who move it."""
+    if not entries:
+        return
+    if has_own_dispatch(tensor) and torch_private.is_wrapper(tensor):
+        movers = [entry for entry in entries if isinstance(entry, Mover)]
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrapper subclasses only
+        for part in (getattr(tensor, name) for name in names):
+            if isinstance(part, Tensor) and action is not Action.RECOMPUTE:
+                _mark_in(part, action, movers)
+        return
+    entries[0].mark(tensor, action)
 
 
 def keep(tensor: Tensor) -> Tensor:

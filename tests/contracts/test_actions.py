@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import memkit
 from memkit.device import CpuDevice, Device, ReferenceDevice
@@ -199,3 +200,16 @@ def test_each_byte_crosses_once_each_way_around_a_rematerialize(budget: float, d
     assert plan.offload_bytes == stats.moved_out_bytes
     assert "the context outside moves it" in plan.explain()
     memkit.reset("inside")
+
+
+@pytest.mark.parametrize(("ratio", "word"), [(0.0, memkit.offload), (1.0, memkit.keep)])
+def test_marks_count_for_what_a_tensor_wraps(ratio: float, word: Callable[[Tensor], Tensor], device: Device) -> None:
+    """Of two tensors that are saved, one is marked: it does what the ratio does not."""
+    for _ in range(3):
+        parts = [torch.linspace(0, 1, UNIT_NUMEL, device=device.torch_device) for _ in range(2)]
+        x = TwoTensor(*parts).requires_grad_()
+        with memkit.CPUOffload(ratio, "actions", min_bytes=0, window_bytes=0, device=device):
+            loss = x.mul(2).sin().sum() + word(x.mul(3)).sin().sum()
+        loss.backward()
+
+    assert memkit.stats("actions").moved_out_bytes == 2 * UNIT_BYTES
