@@ -15,7 +15,7 @@ from tests.activations.chains import UNIT_BYTES, leaf_on, step
 
 def _labels(context: object, units: list[int]) -> set[str]:
     device = torch.device("cpu")
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
         step(leaf_on(device), units, lambda: context)  # type: ignore[arg-type, return-value]
     return {event.name for event in trace.events() if event.name.startswith("memkit::")}
 

@@ -25,6 +25,8 @@ from memkit.storages import storages_of
 from memkit.torch_private import NAMES, Feature
 from memkit.weights import scaler, selection
 
+pytestmark = pytest.mark.full
+
 CONTEXTS = (Feature.OFFLOAD, Feature.REMAT, Feature.LAYERS)
 TAGGED = [(name, feature) for name, private in NAMES.items() for feature in private.features]
 OPTIONAL = [name for name, private in NAMES.items() if not private.features]
