@@ -128,8 +128,8 @@ class Forward:
         self.is_forward = True
         self.is_broken = False
         """Whether an interrupt may have left it half noted: then nothing more is done for it, or learned from it."""
-        self.refused_bytes = 0
-        """What was to leave and found no room in host memory."""
+        self.stays_more_bytes = 0
+        """What stays beyond what was foreseen, for want of host memory or by the user's word, less what leaves by it."""
         self.unwritten: list[tuple[Record, int]] = []
         """Records that are about to leave, and the node that saves them."""
         self._traces = traces
@@ -184,17 +184,21 @@ class Forward:
             return None
         self._seen_bytes += key.num_bytes
         self._largest_bytes = max(self._largest_bytes, key.num_bytes)
-        if asked is not None:
-            action = asked
-        elif self._plan is not None and place is not None:
-            action = self._plan.actions[place]
-            if self._has_changed_trace:  # more or less has left than this plan would have let: end with its share
-                action = Action.OFFLOAD if self._moved_bytes < self._plan.offload_bytes else Action.KEEP
-        else:
-            action = Action.OFFLOAD if self._moved_bytes < self.ratio * self._seen_bytes else Action.KEEP
+        foreseen = self._foreseen(place)
+        action = foreseen if asked is None else asked
         if action is Action.OFFLOAD:
             self._moved_bytes += key.num_bytes
+        if action is not foreseen:
+            self.stays_more_bytes += key.num_bytes if action is Action.KEEP else -key.num_bytes
         return action
+
+    def _foreseen(self, place: int | None) -> Action:
+        """Return what is done with a save by the plan, or else to keep the ratio."""
+        if self._plan is not None and place is not None:
+            if self._has_changed_trace:  # more or less has left than this plan would have let: end with its share
+                return Action.OFFLOAD if self._moved_bytes < self._plan.offload_bytes else Action.KEEP
+            return self._plan.actions[place]
+        return Action.OFFLOAD if self._moved_bytes < self.ratio * self._seen_bytes else Action.KEEP
 
     def pass_over(self, key: SaveKey) -> None:
         """Take note of a save that is left alone because of whose storage it is, which a report may have foretold."""
@@ -256,14 +260,16 @@ class Forward:
     def kept_bytes(self) -> int:
         """What stays on the device: by plan, or so far."""
         kept_bytes = self._plan.kept_bytes if self._plan is not None else self._seen_bytes - self._moved_bytes
-        return kept_bytes + self.refused_bytes
+        return kept_bytes + self.stays_more_bytes
 
     @property
     def limit_bytes(self) -> int:
         """What the device may hold if no other forward is alive."""
         if self._plan is not None:
-            return self._plan.limit_bytes + self.refused_bytes
-        return limit_of(self._seen_bytes, self.ratio, self.window_bytes) + self.refused_bytes
+            limit_bytes = self._plan.limit_bytes
+        else:
+            limit_bytes = limit_of(self._seen_bytes, self.ratio, self.window_bytes)
+        return max(limit_bytes + self.stays_more_bytes, self.window_bytes)
 
     @property
     def offload_bytes(self) -> int:

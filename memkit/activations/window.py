@@ -151,12 +151,14 @@ class OffloadWindow:
             ledger.restore(record, storage)
         if forward is None:
             return
-        forward.unwritten = [waiting for waiting in forward.unwritten if waiting[0] is not record]
-        if action is Action.KEEP:
-            forward.refused_bytes += record.num_bytes
+        is_waiting = any(waiting is record for waiting, _ in forward.unwritten)
+        if action is Action.KEEP and (is_waiting or record.left is not None):  # it was to leave
+            forward.unwritten = [waiting for waiting in forward.unwritten if waiting[0] is not record]
+            forward.stays_more_bytes += record.num_bytes
             if record.residency is Residency.LEAVING:
                 ledger.stay(record)
-        elif record.left is None:
+        elif action is Action.OFFLOAD and record.left is None and not is_waiting:
+            forward.stays_more_bytes -= record.num_bytes
             self._leave(forward, record, storage)
             self._make_room()
 
@@ -194,7 +196,7 @@ class OffloadWindow:
         try:
             self.ledger.leave(record, storage)
         except HostMemoryError as error:
-            forward.refused_bytes += record.num_bytes
+            forward.stays_more_bytes += record.num_bytes
             forward.counts.kept_bytes += record.num_bytes
             if not self._has_warned:
                 self._has_warned = True

@@ -146,6 +146,28 @@ def test_marks_of_an_offload_move_and_keep_what_they_say(device: Device) -> None
         memkit.reset("actions")
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_what_is_marked_to_leave_is_let_go_where_the_ratio_moves_nothing(is_saved: bool, device: Device) -> None:
+    """Also where the mark comes after the save. And what is marked to stay is not counted twice."""
+    for _ in range(3):
+        x = leaf_on(device.torch_device)
+        with memkit.CPUOffload(0.0, "actions", min_bytes=0, window_bytes=0, device=device):
+            for word in (memkit.offload, memkit.offload, memkit.keep, memkit.keep):
+                x = x.mul(2)
+                made = x
+                if not is_saved:
+                    word(made)
+                x = x.sin()
+                if is_saved:
+                    word(made)
+                del made
+        device.synchronize()
+
+        assert memkit.stats("actions").live_bytes == 2 * UNIT_BYTES
+        assert memkit.stats("actions").moved_out_bytes == 2 * UNIT_BYTES
+        x.sum().backward()
+
+
 def test_offload_makes_again_what_it_is_asked_to_from_the_next_forward_on(device: Device) -> None:
     actions: list[Action | None] = [None, None, Action.RECOMPUTE, None, None, Action.RECOMPUTE, None, None]
     x = leaf_on(device.torch_device)
