@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.storages import storage_key
 
 
 class Owner(Protocol):
@@ -39,6 +40,9 @@ class StreamedWeights:
     """Device memory that the layers take turns in."""
 
 
+NOTHING_STREAMED = StreamedWeights()
+
+
 _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 
 
@@ -60,6 +64,32 @@ def owners() -> list[Owner]:
 def owner_of(storage: torch.UntypedStorage) -> Owner | None:
     """Return who owns a storage, None if nobody has said so."""
     return _owners.get(torch_private.storage_address(storage)) if _owners else None
+
+
+def find_streamed(modules: Iterable[nn.Module]) -> StreamedWeights:
+    """Return what of some modules' parameters streams, and the slots of its owners."""
+    parameters = {id(parameter) for module in modules for parameter in module.parameters()}
+    everywhere = [owner.streamed() for owner in owners()]
+    here = [found for found in everywhere if any(id(parameter) in parameters for parameter in found.parameters)]
+    return StreamedWeights(
+        layers=tuple(layer for found in here for layer in found.layers),
+        parameters=tuple(parameter for found in here for parameter in found.parameters if id(parameter) in parameters),
+        slots=tuple(slot for found in here for slot in found.slots),
+    )
+
+
+class ModelStorages:
+    """The storages of parameters and buffers, wherever they are: also a slot that a parameter lies in while its layer runs.
+
+    Args:
+        keys: of the storages that they have at rest.
+    """
+
+    def __init__(self, keys: Iterable[int]) -> None:
+        self._keys = frozenset(keys)
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        return storage_key(storage) in self._keys or owner_of(storage) is not None
 
 
 class _Aside(threading.local):

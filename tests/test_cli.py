@@ -16,8 +16,8 @@ import torch
 
 from memkit import __version__, cli, commands, progress
 from memkit.profile import MemoryReport
-from memkit.profile.report import SORT_KEYS
 from memkit.profile.simulate import TARGETS
+from memkit.profile.table import SORT_KEYS
 from tests.bench.cases import assert_fails, run_command
 
 RESNET = ["profile", "torchvision:resnet18", "--input", "2x3x64x64", "--device", "meta"]

@@ -1,7 +1,8 @@
 """Measuring: run a model, watch what it keeps, and give back a frozen report. Nothing is moved or decided here."""
 
-from memkit.profile.records import MemoryReport, ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
+from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.registry import find_report
+from memkit.profile.report import MemoryReport
 from memkit.profile.tracker import profile_memory
 
 __all__ = [

@@ -16,7 +16,7 @@ import torch
 from memkit.device import Device
 from memkit.errors import DataDependentError, ProfileError
 from memkit.hooks import HookSet, SavedTensorHooks
-from memkit.owners import StreamedWeights, owners_set_aside
+from memkit.owners import ModelStorages, StreamedWeights, owners_set_aside
 from memkit.profile.calls import CallStack
 from memkit.profile.gauges import MemoryGauge, NoGauge, PeakGauge, TimeGauge
 from memkit.profile.restore import preserved
@@ -29,7 +29,6 @@ from memkit.profile.simulate.kernels import TargetKernels
 from memkit.profile.simulate.target import TargetMode
 from memkit.profile.simulate.twins import MetaTwins, MixedDevices
 from memkit.profile.step import Step, say_where
-from memkit.profile.streamed import ModelStorages
 from memkit.profile.tree import ModuleTree
 from memkit.profile.watch import (
     CUDA_ROUNDING_BYTES,

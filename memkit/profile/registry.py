@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memkit.profile.records import MemoryReport
+from memkit.profile.report import MemoryReport
 
 _reports: dict[str, MemoryReport] = {}
 

@@ -1,334 +1,210 @@
-"""A report as text, CSV and HTML. Chooses rows and columns; measures nothing."""
+"""What a profile found, as one frozen value: rows, saved storages, totals; to JSON and back.
+
+Text, CSV and HTML are made in `table.py`.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
 
-from tabulate import tabulate
+from memkit.errors import ReportFormatError
+from memkit.profile import table
+from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
+from memkit.profile.tree import OUTSIDE_NAME
 
-from memkit.profile.tree import Mark, children_of
-from memkit.sizes import MIB, format_mib
-
-if TYPE_CHECKING:
-    from memkit.profile.records import MemoryReport, ModuleRecord, Shapes
-
-
-# The table shows so many shapes of a call; the report holds them all.
-_MAX_SHAPES = 2
+SCHEMA = "memkit.MemoryReport"
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """A column of the table: its header and what a row shows in it."""
+class MemoryReport:
+    """Where the memory of one training step goes. Made by `profile_memory`; nothing in it changes.
 
-    header: str
-    cell: Callable[[ModuleRecord, MemoryReport], str]
-    right: bool = True
-
-
-def _mib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / MIB:.2f}"
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.2f}"
-
-
-def _shapes(shapes: Shapes) -> str:
-    shown = [f"({', '.join(map(str, shape))})" for shape in shapes[:_MAX_SHAPES]]
-    more = len(shapes) - len(shown)
-    return ", ".join(shown) + (f" +{more}" if more else "") or "-"
-
-
-def _name(row: ModuleRecord, report: MemoryReport) -> str:
-    return f"{row.fqn} [{', '.join(row.marks)}]" if row.marks else row.fqn
-
-
-def _input_shapes(row: ModuleRecord, report: MemoryReport) -> str:
-    kinds = f" x{row.num_signatures} kinds" if row.num_signatures > 1 else ""
-    return _shapes(row.input_shapes) + kinds
-
-
-def _share(row: ModuleRecord, report: MemoryReport) -> str:
-    return f"{100 * row.self_bytes / report.activation_bytes:.1f}" if report.activation_bytes else "-"
-
-
-NAME = Column(header="module name", cell=_name, right=False)
-TYPE = Column(header="type", cell=lambda row, _: row.type_name or "-", right=False)
-PARAMS = Column(header="parameter size (MiB)", cell=lambda row, _: _mib(row.param_bytes))
-HOST_PARAMS = Column(header="of it on the host (MiB)", cell=lambda row, _: _mib(row.host_param_bytes or None))
-ACTIVATIONS = Column(header="activation size (MiB)", cell=lambda row, _: _mib(row.activation_bytes))
-CALLS = Column(header="#calls", cell=lambda row, _: str(row.num_calls))
-INPUT = Column(header="input shape", cell=_input_shapes, right=False)
-OUTPUT = Column(header="output shape", cell=lambda row, _: _shapes(row.output_shapes), right=False)
-PEAK = Column(header="peak mem (MiB)", cell=lambda row, _: _mib(row.peak_bytes))
-FORWARD = Column(header="forward time (ms)", cell=lambda row, _: _ms(row.forward_s))
-SELF = Column(header="self (MiB)", cell=lambda row, _: _mib(row.self_bytes))
-SHARE = Column(header="self share (%)", cell=_share)
-SAVES = Column(header="storages saved", cell=lambda row, _: f"{row.num_storages} ({row.num_saves}x)")
-DTYPE = Column(header="dtype", cell=lambda row, _: row.dtype or "-", right=False)
-BACKWARD = Column(header="backward time (ms)", cell=lambda row, _: _ms(row.backward_s))
-BACKWARD_PEAK = Column(header="backward peak (MiB)", cell=lambda row, _: _mib(row.backward_peak_bytes))
-
-DEFAULT_COLUMNS = (NAME, TYPE, PARAMS, ACTIVATIONS, CALLS, INPUT, OUTPUT, PEAK, FORWARD)
-FULL_COLUMNS = (
-    *(NAME, TYPE, PARAMS, ACTIVATIONS, SELF, SHARE, SAVES, CALLS, INPUT, OUTPUT, DTYPE, PEAK, FORWARD),
-    *(BACKWARD, BACKWARD_PEAK),
-)
-
-# Columns that are shown beside the default ones when the rows are sorted by them.
-EXTRA_COLUMNS = {"self": SELF, "backward": BACKWARD}
-
-SORT_KEYS: dict[str, Callable[[ModuleRecord], Any]] = {
-    "activation": lambda row: -row.activation_bytes,
-    "self": lambda row: -row.self_bytes,
-    "params": lambda row: -row.param_bytes,
-    "calls": lambda row: -row.num_calls,
-    "peak": lambda row: -(row.peak_bytes or 0),
-    "forward": lambda row: -(row.forward_s or 0.0),
-    "backward": lambda row: -(row.backward_s or 0.0),
-    "name": lambda row: row.fqn,
-}
-
-
-def check_view(*, depth: int | None, sort_by: str | None, top: int | None) -> None:
-    """Raise ValueError unless these are arguments for `to_text`."""
-    for name, value in (("depth", depth), ("top", top)):
-        if value is not None and (not isinstance(value, int) or value < 0):
-            raise ValueError(f"{name} must be a whole number, 0 or more; found {value!r}")
-    if sort_by is not None and sort_by not in SORT_KEYS:
-        raise ValueError(f"sort_by must be one of {', '.join(map(repr, SORT_KEYS))}; found {sort_by!r}")
-
-
-def to_text(report: MemoryReport, *, depth: int | None, sort_by: str | None, top: int | None, full: bool) -> str:
-    """See `MemoryReport.to_text`."""
-    check_view(depth=depth, sort_by=sort_by, top=top)
-    columns = _with_host(report, FULL_COLUMNS if full else DEFAULT_COLUMNS)
-    if sort_by in EXTRA_COLUMNS and EXTRA_COLUMNS[sort_by] not in columns:
-        columns = (*columns, EXTRA_COLUMNS[sort_by])
-    rows = _rows(report, depth=depth, sort_by=sort_by, top=top, full=full)
-    table = _table(report, rows, columns, style="simple")
-    return "\n".join([_headline(report), "", table, "", _lines(_notes(report)), _lines(_totals(report))])
-
-
-def to_html(report: MemoryReport) -> str:
-    """Return the default view as an HTML table, for notebooks."""
-    rows = _rows(report, depth=None, sort_by=None, top=None, full=False)
-    notes = tabulate([*_notes(report), *_totals(report)], tablefmt="html", disable_numparse=True)
-    return f"{_table(report, rows, _with_host(report, DEFAULT_COLUMNS), style='html')}\n{notes}"
-
-
-def to_csv(report: MemoryReport) -> str:
-    """See `MemoryReport.to_csv`."""
-    names = [field.name for field in fields(report.modules[0])]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(names)
-    for row in report.modules:
-        writer.writerow([_csv_cell(getattr(row, name)) for name in names])
-    return out.getvalue()
-
-
-def _csv_cell(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return " ".join("x".join(map(str, item)) if isinstance(item, tuple) else item.replace(" ", "_") for item in value)
-    return "" if value is None else value
-
-
-def _with_host(report: MemoryReport, columns: tuple[Column, ...]) -> tuple[Column, ...]:
-    """Add the column of what is in host memory, if anything is."""
-    if not report.host_param_bytes:
-        return columns
-    place = columns.index(PARAMS) + 1
-    return (*columns[:place], HOST_PARAMS, *columns[place:])
-
-
-def _table(report: MemoryReport, rows: Sequence[ModuleRecord], columns: Sequence[Column], *, style: str) -> str:
-    return tabulate(
-        [[column.cell(row, report) for column in columns] for row in rows],
-        headers=[column.header for column in columns],
-        colalign=["right" if column.right else "left" for column in columns],
-        disable_numparse=True,
-        tablefmt=style,
-    )
-
-
-def _rows(report: MemoryReport, *, depth: int | None, sort_by: str | None, top: int | None, full: bool) -> list[ModuleRecord]:
-    rows = _folded(report.modules, depth)
-    if not full:
-        rows = _collapsed(rows)
-    if sort_by is not None:
-        rows.sort(key=SORT_KEYS[sort_by])
-    return rows[:top]
-
-
-def _headline(report: MemoryReport) -> str:
-    run = report.run
-    where = f"meta, as {run.target} would run it" if run.device == "meta" else f"{run.device} ({run.device_name})"
-    return ", ".join(
-        [
-            f"{run.model} on {where}",
-            "train mode" if run.training else "eval mode",
-            *([f"autocast {run.autocast}"] if run.autocast else []),
-            "forward and backward" if run.backward else "forward",
-            f"torch {run.torch_version}",
-        ]
-    )
-
-
-def _notes(report: MemoryReport) -> list[tuple[str, str]]:
-    """What was set aside, and what the table cannot show."""
-    notes = [("model inputs among the activations", format_mib(report.input_bytes))]
-    if report.param_cast_bytes:
-        notes.append(("parameter casts (not counted as activations)", format_mib(report.param_cast_bytes)))
-    notes.append(("buffers", format_mib(report.buffer_bytes)))
-    if report.host_param_bytes:
-        notes.append(("parameters on the device", format_mib(report.device_param_bytes)))
-        notes.append(("... in host memory, streamed", format_mib(report.host_param_bytes)))
-        notes.append(("slots on the device for what streams", format_mib(report.slot_bytes)))
-    for mark in Mark:
-        names = report.marked(mark.value)
-        if names:
-            shown = ", ".join(names[:4]) + (f", ... {len(names)} in all" if len(names) > 4 else "")
-            notes.append((f"{mark.value} ({mark.meaning})", shown))
-    if report.forward_peak_bytes is not None and report.before_bytes is not None:
-        notes.append(("allocated before", format_mib(report.before_bytes)))
-        notes.append(("peak of the forward", format_mib(report.forward_peak_bytes)))
-        notes.append(("... unaccounted: neither from before nor saved", format_mib(report.unaccounted_bytes or 0)))
-    if report.backward_peak_bytes is not None:
-        notes.append(("peak of the backward", format_mib(report.backward_peak_bytes)))
-    if report.reserved_peak_bytes is not None:
-        notes.append(("reserved by the allocator, at most", format_mib(report.reserved_peak_bytes)))
-    if report.backward_s is not None:
-        notes.append(("backward time in all", f"{_ms(report.backward_s)} ms"))
-    return notes
-
-
-def _totals(report: MemoryReport) -> list[tuple[str, str]]:
-    return [
-        ("parameters in all", format_mib(report.param_bytes)),
-        ("activations in all", format_mib(report.activation_bytes)),
-        ("forward time in all", "-" if report.forward_s is None else f"{_ms(report.forward_s)} ms"),
-    ]
-
-
-def _lines(pairs: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"{name}: {value}" for name, value in pairs)
-
-
-def _folded(rows: Sequence[ModuleRecord], depth: int | None) -> list[ModuleRecord]:
-    """Leave out the rows below a depth; what is theirs alone is added to the rows above them."""
-    if depth is None:
-        return list(rows)
-    own = {index: [row.self_bytes, row.num_storages, row.num_saves] for index, row in enumerate(rows)}
-    for index in reversed(range(len(rows))):  # parents come before their children
-        parent = rows[index].parent
-        if rows[index].depth > depth and parent is not None:
-            own[parent] = [upper + lower for upper, lower in zip(own[parent], own.pop(index), strict=True)]
-    positions: dict[int | None, int | None] = {index: position for position, index in enumerate(sorted(own))}
-    return [
-        replace(
-            rows[index],
-            parent=positions.get(rows[index].parent),
-            self_bytes=self_bytes,
-            num_storages=num_storages,
-            num_saves=num_saves,
-        )
-        for index, (self_bytes, num_storages, num_saves) in sorted(own.items())
-    ]
-
-
-def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
-    """Put runs of identical siblings in one row each, with their sum (for peaks: their maximum), and so their children.
-
-    Only siblings that are named by their position are put together, as `nn.Sequential` and `nn.ModuleList` name them.
+    Example:
+        >>> import torch, memkit
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU())
+        >>> report = memkit.profile_memory(model, torch.empty(512, 256, device="meta"), print_table=False)
+        >>> report.activation_bytes == 4 * (512 * 256 + 512 * 1024)  # the input and what the ReLU saves
+        True
     """
-    below = children_of([row.parent for row in rows])
-    kinds = _kinds(rows, below)
-    found: list[ModuleRecord] = []
 
-    def alike(first: int, other: int) -> bool:
-        positions = rows[first].fqn.rpartition(".")[2].isdigit() and rows[other].fqn.rpartition(".")[2].isdigit()
-        return positions and bool(kinds[first] == kinds[other])
+    tag: str
+    run: RunInfo
+    modules: tuple[ModuleRecord, ...]
+    """Rows in tree order: the model first, "(outside modules)" last."""
+    saved: tuple[SavedTensorRecord, ...]
+    """What autograd saved, in the order of first saves."""
+    buffer_bytes: int
+    slot_bytes: int = 0
+    """Bytes of the device that streamed weights take turns in: the slots of a `LayerOffload`, before the forward."""
+    before_bytes: int | None
+    """Allocated before the forward (parameters on the device, slots of those that are not, buffers, inputs and whatever else
+    was there). None where compiled code ran on a device without an allocator's counter. On a device without one, only the
+    model and its inputs count."""
+    forward_peak_bytes: int | None
+    """Most bytes allocated at once during the forward and the loss, with those before."""
+    backward_peak_bytes: int | None
+    """The same for the backward; None if there was none."""
+    reserved_peak_bytes: int | None
+    """Most bytes that CUDA's caching allocator held from the device during the step."""
 
-    def walk(group: list[int], name: str) -> None:
-        found.append(_merged([rows[index] for index in group], name))
-        children = [below[index] for index in group]
-        start = 0
-        while start < len(children[0]):
-            end = start + 1
-            while end < len(children[0]) and all(alike(own[start], own[end]) for own in children):
-                end += 1
-            members = [own[position] for own in children for position in range(start, end)]
-            walk(members, _joined(name, [rows[index].fqn.rpartition(".")[2] for index in children[0][start:end]]))
-            start = end
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of all distinct parameter storages, wherever they are."""
+        return self.modules[0].param_bytes
 
-    for index, row in enumerate(rows):
-        if row.parent is None:
-            walk([index], row.fqn)
-    return found
+    @property
+    def host_param_bytes(self) -> int:
+        """Of `param_bytes`, the bytes of streamed weights, which are in host memory."""
+        return self.modules[0].host_param_bytes
+
+    @property
+    def device_param_bytes(self) -> int:
+        """Of `param_bytes`, the bytes of parameters that are on the device all the time. Slots are not in it."""
+        return self.param_bytes - self.host_param_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of the distinct storages saved for backward: without parameters, buffers and casts of these; with inputs."""
+        return self._bytes_of(SavedCategory.ACTIVATION) + self.input_bytes
+
+    @property
+    def input_bytes(self) -> int:
+        """Of `activation_bytes`, the bytes of model inputs."""
+        return self._bytes_of(SavedCategory.INPUT)
+
+    @property
+    def param_cast_bytes(self) -> int:
+        """Bytes of saved parameters in another dtype. Not in `activation_bytes`."""
+        return self._bytes_of(SavedCategory.PARAM_CAST)
+
+    @property
+    def forward_s(self) -> float | None:
+        """Seconds of the model's forward, without the loss."""
+        return self.modules[0].forward_s
+
+    @property
+    def backward_s(self) -> float | None:
+        """Seconds of the whole backward, the loss's included."""
+        seconds = [row.backward_s for row in self.modules if row.parent is None and row.backward_s is not None]
+        return sum(seconds) if seconds else None
+
+    @property
+    def unaccounted_bytes(self) -> int | None:
+        """Bytes at the forward's peak that are neither from before nor saved: temporaries, workspaces, rounding.
+
+        Negative where more was saved than was alive at the peak.
+        """
+        if self.forward_peak_bytes is None or self.before_bytes is None:
+            return None
+        kept_bytes = self.activation_bytes - self.input_bytes + self.param_cast_bytes
+        return self.forward_peak_bytes - self.before_bytes - kept_bytes
+
+    def marked(self, mark: str) -> tuple[str, ...]:
+        """Return the names of the rows that carry a mark."""
+        return tuple(row.fqn for row in self.modules if mark in row.marks)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(
+        self,
+        *,
+        depth: int | None = None,
+        sort_by: str | None = None,
+        top: int | None = None,
+        full: bool = False,
+    ) -> str:
+        """Return the table as text, one row per module, totals in the last three lines.
+
+        Args:
+            depth: fold modules below this depth into their parents (the model is at depth 0).
+            sort_by: "activation", "self", "params", "calls", "peak", "forward", "backward" or "name"; None keeps tree order.
+            top: show only so many rows, the first ones after sorting.
+            full: all columns, and every row: otherwise runs of identical siblings are one row with their sum.
+
+        Raises:
+            ValueError: `depth` or `top` is negative, or `sort_by` is none of the above.
+        """
+        return table.to_text(self, depth=depth, sort_by=sort_by, top=top, full=full)
+
+    def to_csv(self) -> str:
+        """Return one line per module with every field of `ModuleRecord` (bytes and seconds, unformatted), under a header."""
+        return table.to_csv(self)
+
+    def _repr_html_(self) -> str:
+        return table.to_html(self)
+
+    def to_json(self) -> str:
+        """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers."""
+        return json.dumps({"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike[str]) -> MemoryReport:
+        """Read a report that `to_json` wrote: its text, or (as a `pathlib.Path`) the file that holds it.
+
+        Raises:
+            ReportFormatError: it is no memory report, or it was written by a newer memkit.
+            OSError: the file cannot be read.
+        """
+        text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8")
+        where = "this text" if isinstance(source, str) else f"'{os.fspath(source)}'"
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ReportFormatError(
+                f"{where} is not a memkit report: it is not JSON ({error}). To read a file, pass a pathlib.Path"
+            ) from error
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            raise ReportFormatError(f'{where} is not a memkit report: it has no "schema": "{SCHEMA}"')
+        version = content.get("schema_version")
+        if not isinstance(version, int) or version > SCHEMA_VERSION:
+            raise ReportFormatError(
+                f"{where} has schema version {version}; this memkit reads versions up to {SCHEMA_VERSION}. Update memkit."
+            )
+        try:
+            return _report_from(content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ReportFormatError(f"{where} is not a whole memkit report: {type(error).__name__}: {error}") from error
+
+    def _bytes_of(self, category: SavedCategory) -> int:
+        sizes = {record.storage: record.storage_bytes for record in self.saved if record.category is category}
+        return sum(sizes.values())
 
 
-def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[Any]:
-    """Return for each row a value that is equal for rows whose whole subtrees look the same.
-
-    How often storages are saved again does not count: the last layer of a stack differs from the others in that.
-    """
-    numbers: dict[Any, int] = {}
-    kinds: list[Any] = [None] * len(rows)
-    for index in reversed(range(len(rows))):
-        own = replace(
-            rows[index],
-            fqn="",
-            parent=None,
-            num_saves=0,
-            peak_bytes=None,
-            forward_s=None,
-            backward_s=None,
-            backward_peak_bytes=None,
-        )
-        # Children with names that are not positions ("conv1") are part of what a module is.
-        names = tuple(rows[child].fqn.rpartition(".")[2] for child in below[index])
-        kind = (own, names, tuple(kinds[child] for child in below[index]))
-        kinds[index] = numbers.setdefault(kind, len(numbers))
-    return kinds
+RecordT = TypeVar("RecordT", SavedTensorRecord, ModuleRecord, RunInfo)
 
 
-def _joined(parent: str, names: list[str]) -> str:
-    last = names[0] if len(names) == 1 else f"[{names[0]}-{names[-1]}]"
-    return last if parent == "(model)" else f"{parent}.{last}"
+def _record_from(kind: type[RecordT], values: Mapping[str, Any], **made: Any) -> RecordT:
+    names = {field.name for field in fields(kind)}
+    return kind(**{name: _frozen(value) for name, value in values.items() if name in names and name not in made}, **made)
 
 
-def _merged(rows: Sequence[ModuleRecord], name: str) -> ModuleRecord:
-    if len(rows) == 1:
-        return replace(rows[0], fqn=name)
-    first = rows[0]
-
-    def total(field: str) -> Any:
-        values = [getattr(row, field) for row in rows if getattr(row, field) is not None]
-        return sum(values) if values else None
-
-    def highest(field: str) -> Any:
-        return max((getattr(row, field) for row in rows if getattr(row, field) is not None), default=None)
-
-    sums = (
-        "num_calls",
-        "param_bytes",
-        "host_param_bytes",
-        "activation_bytes",
-        "self_bytes",
-        "num_storages",
-        "num_saves",
-        "forward_s",
-        "backward_s",
+def _report_from(content: Mapping[str, Any]) -> MemoryReport:
+    report = MemoryReport(
+        tag=content["tag"],
+        run=_record_from(RunInfo, content["run"]),
+        modules=tuple(_record_from(ModuleRecord, row) for row in content["modules"]),
+        saved=tuple(
+            _record_from(SavedTensorRecord, record, category=SavedCategory(record["category"])) for record in content["saved"]
+        ),
+        buffer_bytes=content["buffer_bytes"],
+        slot_bytes=content.get("slot_bytes", 0),
+        before_bytes=content["before_bytes"],
+        forward_peak_bytes=content["forward_peak_bytes"],
+        backward_peak_bytes=content["backward_peak_bytes"],
+        reserved_peak_bytes=content["reserved_peak_bytes"],
     )
-    return replace(
-        first,
-        fqn=f"{name} (x{len(rows)})",
-        **{field: total(field) for field in sums},
-        **{field: highest(field) for field in ("peak_bytes", "backward_peak_bytes")},
-    )
+    if len(report.modules) < 2 or report.modules[-1].fqn != OUTSIDE_NAME:
+        raise ValueError(f'the rows do not end with "{OUTSIDE_NAME}"')
+    return report
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

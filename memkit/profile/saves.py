@@ -11,10 +11,10 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.device.base import Device, Event
+from memkit.owners import ModelStorages
 from memkit.profile.calls import CallStack
 from memkit.profile.records import SavedCategory, SavedTensorRecord
 from memkit.profile.signatures import dtype_name, shapes_of
-from memkit.profile.streamed import ModelStorages
 from memkit.storages import storage_key, storages_of
 
 

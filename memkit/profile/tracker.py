@@ -19,14 +19,15 @@ from torch.nn.parameter import is_lazy
 from memkit.device import Device, open_device
 from memkit.errors import ProfileError
 from memkit.hooks import may_step_in_backward
-from memkit.profile.records import MemoryReport, RunInfo
+from memkit.owners import find_streamed
+from memkit.profile.records import RunInfo
 from memkit.profile.registry import file_report
-from memkit.profile.report import check_view
+from memkit.profile.report import MemoryReport
 from memkit.profile.restore import preserved
 from memkit.profile.rows import module_records
 from memkit.profile.simulate import META, TARGETS
 from memkit.profile.step import USE_META, Step
-from memkit.profile.streamed import find_streamed
+from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
 from memkit.storages import storage_bytes
 

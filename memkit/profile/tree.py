@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from memkit import torch_private
-from memkit.owners import StreamedWeights
-from memkit.profile.streamed import NOTHING_STREAMED
+from memkit.owners import NOTHING_STREAMED, StreamedWeights
 from memkit.storages import storage_key, storages_of, unique_storages
 
 ROOT = 0

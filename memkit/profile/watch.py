@@ -16,8 +16,8 @@ from memkit import torch_private
 from memkit.device.base import MemoryCounter
 from memkit.hooks import in_checkpoint, receiving_pack
 from memkit.modes import Mode
+from memkit.owners import ModelStorages
 from memkit.profile.calls import CallStack
-from memkit.profile.streamed import ModelStorages
 from memkit.storages import storage_key, storages_of, unique_storages
 
 if TYPE_CHECKING:
