@@ -82,21 +82,33 @@ def test_normalizations_take_single_precision_beside_half_where_the_target_does(
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (2, 4, 2, 2)])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_classes_are_refused_where_the_cpu_refuses_their_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     model = Function(lambda x, classes: functional.cross_entropy(x * 2, classes))
     x, classes = torch.randn(shape, requires_grad=True), torch.ones(shape[0], *shape[2:], dtype=dtype)
     try:
         model(x, classes)
     except RuntimeError:
+        kinds = "int64 or uint8" if len(shape) == 2 else "int64"
         for target in ("cpu", "cuda"):
-            with pytest.raises(
-                ProfileError, match=r"needs classes of int64 or uint8; found int\d+\. Cast them: targets\.long\(\)"
-            ):
+            with pytest.raises(ProfileError, match=rf"needs classes of {kinds}; found \w+\. Cast them: targets\.long\(\)"):
                 profile_memory(model, x, classes, device="meta", target=target, print_table=False)
     else:
         real, meta = both(model, x, classes)
         assert saved(meta) == saved(real)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_classes_of_one_byte_go_through_the_backward_as_with_data(weighted: bool, reduction: str) -> None:
+    weight = torch.rand(4) if weighted else None
+    model = Function(lambda x, classes: functional.cross_entropy(x * 2, classes, weight=weight, reduction=reduction))
+    classes = torch.tensor([0, 3, 1, 1], dtype=torch.uint8)
+
+    real, meta = both(model, torch.randn(4, 4, requires_grad=True), classes, backward=True)
+
+    assert saved(meta) == saved(real)
+    assert meta.backward_peak_bytes is not None
 
 
 def test_integers_go_with_any_dtype() -> None:

@@ -44,9 +44,10 @@ def check_dtypes(op: OpOverload, args: Sequence[Any], target: str) -> None:
         dtypes = _dtypes_at(args, positions)
         if len(dtypes) > 1:
             raise _refusal(op, dtypes)
-        if op in _TAKE_CLASSES and args[1].dtype not in _CLASS_DTYPES:
+        if op in _CLASS_DTYPES and args[1].dtype not in _CLASS_DTYPES[op]:
+            needed = " or ".join(map(_text_of, _CLASS_DTYPES[op]))
             raise MixedDtypesError(
-                f"{_name_of(op)} needs classes of int64 or uint8; found {_text_of(args[1].dtype)}", "Cast them: targets.long()"
+                f"{_name_of(op)} needs classes of {needed}; found {_text_of(args[1].dtype)}", "Cast them: targets.long()"
             )
         return
     positions = _NORMALIZATIONS[target].get(op)
@@ -88,9 +89,11 @@ def _text_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_CLASS_DTYPES = (torch.int64, torch.uint8)
-_TAKE_CLASSES = frozenset({_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default})
-"""Their second argument names classes."""
+_CLASS_DTYPES: dict[OpOverload, tuple[torch.dtype, ...]] = {
+    _aten.nll_loss_forward.default: (torch.int64, torch.uint8),
+    _aten.nll_loss2d_forward.default: (torch.int64,),
+}
+"""Operations whose second argument names classes, and the dtypes that it may have."""
 
 # Of these operations all tensors at these positions have the same dtype.
 _ALIKE: dict[OpOverload, tuple[int, ...]] = {

@@ -36,6 +36,9 @@ class TargetKernels(Mode):
         self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         check_dtypes(op, args, self._target)
+        place = _CLASSES_AT.get(op)
+        if place is not None and args[place].dtype is torch.uint8:
+            args = (*args[:place], args[place].long(), *args[place + 1 :])
         outputs = op(*args, **(kwargs or {}))
         rule = self._rules.get(op)
         return outputs if rule is None else rule(outputs, *args)
@@ -168,6 +171,9 @@ def _with_statistics(outputs: Sequence[Tensor], dtype: torch.dtype, *, keep: boo
     output, *statistics = outputs
     return (output, *(tensor.new_empty(tensor.shape if keep else 0, dtype=dtype) for tensor in statistics))
 
+
+_CLASSES_AT: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 1, _aten.nll_loss_backward.default: 2}
+"""Which argument names classes, of operations that take them in uint8 as well, but for their meta kernel."""
 
 # Source: the kernels in aten/src/ATen/native (Convolution.cpp, Normalization.cpp, group_norm.cpp, layer_norm.cpp,
 # Activation.cpp, ReflectionPad.cpp, ReplicationPadding.cpp, MaxUnpooling.cpp, PixelShuffle.cpp, ChanelShuffle.cpp,
