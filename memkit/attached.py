@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import nn
+
+from memkit.errors import LayerOffloadError
 
 _Owner = TypeVar("_Owner")
 
@@ -21,6 +23,19 @@ class _Attached(NamedTuple):
 
 _attached: weakref.WeakKeyDictionary[Any, _Attached] = weakref.WeakKeyDictionary()
 """The oldest first."""
+
+
+class NotCopied:
+    """What a model's hooks hold, and is copied with it therefore."""
+
+    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
+        raise LayerOffloadError(
+            "a model was copied, or pickled whole, while LayerOffload streams its weights. Copy it before, or after "
+            "offload.close(); to save it, use model.state_dict()"
+        )
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        self.__deepcopy__({})
 
 
 def note_attached(owner: _Owner, *, is_on: Callable[[_Owner, nn.Module], bool], take_off: Callable[[_Owner], None]) -> None:

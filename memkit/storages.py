@@ -88,3 +88,29 @@ def tensor_over(
         if is_neg:
             torch_private.set_neg(tensor, True)
         return tensor
+
+
+def chunk_bytes(tensor: Tensor) -> int:
+    """Return from the first byte of a tensor to behind its last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((length - 1) * step for length, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return int(1 + last) * tensor.dtype.itemsize
+
+
+def overlapping(tensors: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, int, int]]]:
+    """Yield plain tensors together that have bytes in common, with where each begins and ends in its storage."""
+    ranges: dict[int, list[tuple[Tensor, int, int]]] = {}
+    for tensor in tensors:
+        low = int(tensor.storage_offset()) * tensor.dtype.itemsize
+        found = ranges.setdefault(storage_key(tensor.untyped_storage()), [])
+        found.append((tensor, low, low + chunk_bytes(tensor)))
+    for found in ranges.values():
+        found.sort(key=lambda item: item[1:])
+        group: list[tuple[Tensor, int, int]] = []
+        for item in found:
+            if group and item[1] >= max(high for _, _, high in group):
+                yield group
+                group = []
+            group.append(item)
+        yield group

@@ -24,6 +24,7 @@ RANKS = {
     "torch_private": 1,
     "torch_state": 2,
     "storages": 2,
+    "wrappers": 2,
     "kept": 2,
     "labels": 2,
     "modes": 3,

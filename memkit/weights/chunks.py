@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.device.base import Event
 from memkit.errors import LayerOffloadError
-from memkit.storages import byte_view, storage_key, tensor_over
+from memkit.storages import byte_view, overlapping, storage_key, tensor_over
 from memkit.torch_state import num_users
 from memkit.transfer.arena import Span
-from memkit.weights.placement import has_plain_parts, overlapping
-from memkit.weights.wrappers import parts_of, set_reported_device, wrappers_in
+from memkit.wrappers import has_plain_parts, parts_of, set_reported_device, wrappers_in
 
 HEADER_BYTES = 512
 """Where the first tensor of a chunk begins: compilers treat offset 0 as a case of its own."""

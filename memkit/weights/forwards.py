@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from memkit import backwards, torch_private
+from memkit.attached import NotCopied
 from memkit.calls import Call, Calls, Claims, Ending
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
@@ -19,21 +20,8 @@ from memkit.weights.accumulation import Accumulation
 from memkit.weights.chunks import LayerChunk, StreamedParameter
 from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import refuse_replicated
-from memkit.weights.streaming import Streamer
+from memkit.weights.streaming import StreamedHandle, Streamer
 from memkit.weights.timing import StepTiming
-
-
-class NotCopied:
-    """What a model's hooks hold, and is copied with it therefore."""
-
-    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
-        raise LayerOffloadError(
-            "a model was copied, or pickled whole, while LayerOffload streams its weights. Copy it before, or after "
-            "offload.close(); to save it, use model.state_dict()"
-        )
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        self.__deepcopy__({})
 
 
 class Forwards(NotCopied):
@@ -249,7 +237,8 @@ class Forwards(NotCopied):
         if torch.is_grad_enabled():
             # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
             is_part = module is not chunk.module and torch_private.backward_task() != -1
-            hooks = WeightHooks(self._streamer, hands_on_weights=is_part)
+            streamer = self._streamer
+            hooks = WeightHooks(streamer.ring.at, partial(StreamedHandle, streamer), hands_on_weights=is_part)
             call.end_here = hooks.end
             hooks.begin()
 

@@ -8,7 +8,7 @@ or not at all, its weights and its state alike. See [Note: interrupts of streami
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.attached import NotCopied
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
@@ -23,10 +24,8 @@ from memkit.labels import label
 from memkit.storages import storage_bytes
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
-from memkit.weights.forwards import NotCopied
+from memkit.weights.shares import MakeOptimizer
 from memkit.weights.streaming import Streamer
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, or to clip their global norm, use train="host"'
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memkit import torch_private
-from memkit.attached import note_attached, note_detached
+from memkit.attached import NotCopied, note_attached, note_detached
 from memkit.device import CpuDevice, Device, cuda_is_available, open_device
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
@@ -22,10 +22,10 @@ from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.storages import byte_view, unique_storages
 from memkit.transfer.arena import Arena, Span
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
-from memkit.weights.forwards import Forwards, NotCopied
-from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
+from memkit.weights.forwards import Forwards
+from memkit.weights.fused import FusedSteps, state_bytes_per_byte
 from memkit.weights.gradients import HostGradients, bring_state
-from memkit.weights.placement import Placement, has_plain_parts, is_plain, shared_between
+from memkit.weights.placement import Placement, shared_between
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import (
     LayerChoice,
@@ -35,10 +35,11 @@ from memkit.weights.selection import (
     refuse_unmovable,
     refuse_wrapped,
 )
-from memkit.weights.shares import choose_mode, costs_of, plan_layers, plan_measured, why_nothing_is_freed
+from memkit.weights.shares import MakeOptimizer, choose_mode, costs_of, plan_layers, plan_measured, why_nothing_is_freed
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
 from memkit.weights.timing import StepTimes, StepTiming
+from memkit.wrappers import has_plain_parts, is_plain
 
 _streaming_by: weakref.WeakValueDictionary[int, LayerOffload] = weakref.WeakValueDictionary()
 """Who streams a parameter, by its id: whoever does keeps it alive."""
@@ -265,7 +266,9 @@ class LayerOffload(NotCopied):
     def _begin_timing(self) -> StepTiming:
         resident = {name: self._layers[name] for name in self._layers if name not in self.plan.streamed}
         is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
-        self._timing = StepTiming(self.device, self._streams, is_trained=is_trained, resets_peak=self._is_to_choose)
+        self._timing = StepTiming(
+            self.device, self._streams.log_transfers, is_trained=is_trained, resets_peak=self._is_to_choose
+        )
         self._forwards.time_with(self._timing, resident)
         return self._timing
 

@@ -1,56 +1,15 @@
-"""Tensors that do not stream: which they are, and how they get to the device and back."""
+"""Tensors that do not stream: how they get to the device and back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.storages import byte_view, storage_key, tensor_over, unique_storages
-from memkit.weights.wrappers import parts_of, set_reported_device, wrappers_in
-
-
-def chunk_bytes(tensor: Tensor) -> int:
-    """Return from the first byte of a tensor to behind its last one."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((length - 1) * step for length, step in zip(tensor.size(), tensor.stride(), strict=True))
-    return int(1 + last) * tensor.dtype.itemsize
-
-
-def overlapping(tensors: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, int, int]]]:
-    """Yield plain tensors together that have bytes in common, with where each begins and ends in its storage."""
-    ranges: dict[int, list[tuple[Tensor, int, int]]] = {}
-    for tensor in tensors:
-        low = int(tensor.storage_offset()) * tensor.dtype.itemsize
-        found = ranges.setdefault(storage_key(tensor.untyped_storage()), [])
-        found.append((tensor, low, low + chunk_bytes(tensor)))
-    for found in ranges.values():
-        found.sort(key=lambda item: item[1:])
-        group: list[tuple[Tensor, int, int]] = []
-        for item in found:
-            if group and item[1] >= max(high for _, _, high in group):
-                yield group
-                group = []
-            group.append(item)
-        yield group
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Tell whether a parameter or a buffer is a range of bytes, and no tensor that wraps others."""
-    return type(tensor.data) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def has_plain_parts(tensor: Tensor) -> bool:
-    """Tell whether a parameter or a buffer is plain, or wraps tensors that are: the same at any time, and where it says."""
-    if not torch_private.is_wrapper(tensor):
-        return is_plain(tensor)
-    parts = parts_of(tensor)
-    are_same = all(one is other for one, other in zip(parts, parts_of(tensor), strict=True))
-    are_plain = all(is_plain(part) and part.device == tensor.device and not part.requires_grad for part in parts)
-    return are_same and are_plain and tensor.layout is torch.strided
+from memkit.storages import byte_view, overlapping, tensor_over, unique_storages
+from memkit.wrappers import has_plain_parts, parts_of, set_reported_device, wrappers_in
 
 
 def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:

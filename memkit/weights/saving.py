@@ -14,8 +14,7 @@ from memkit import torch_private
 from memkit.hooks import SavedTensorHooks
 from memkit.kept import KeptHandle
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
-from memkit.weights.streaming import StreamedHandle, Streamer
-from memkit.weights.wrappers import parts_of
+from memkit.wrappers import parts_of
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -57,12 +56,20 @@ class WeightHooks:
     user's, those of a checkpoint.
 
     Args:
-        streamer: brings the weights.
+        slot_at: returns the slot that a storage is, None if it is none.
+        handle_of: returns what stands for a tensor that lies in a slot, and holds none of its bytes.
         hands_on_weights: whether those, if there are any, are given the weights as well, which hold the slot then.
     """
 
-    def __init__(self, streamer: Streamer, *, hands_on_weights: bool) -> None:
-        self._streamer = streamer
+    def __init__(
+        self,
+        slot_at: Callable[[torch.UntypedStorage], object],
+        handle_of: Callable[[Tensor], KeptHandle],
+        *,
+        hands_on_weights: bool,
+    ) -> None:
+        self._slot_at = slot_at
+        self._handle_of = handle_of
         self._hands_on_weights = hands_on_weights
         pack, unpack = _functions(dynamo_is_loaded())
         self._hooks = SavedTensorHooks(partial(pack, self), unpack, owner=self, hands_on=True)
@@ -85,7 +92,7 @@ class WeightHooks:
                 if not is_plain:
                     return _WrapperHandle(tensor, self.pack)
                 with torch_private.without_python_dispatch():  # it is no part of the forward
-                    return StreamedHandle(self._streamer, tensor)
+                    return self._handle_of(tensor)
             tensor = tensor.detach()  # the parameter itself leaves the slot before this is used
         if self._hooks.outer is not None:
             pack, unpack = self._hooks.outer
@@ -93,7 +100,7 @@ class WeightHooks:
         return KeptHandle(tensor)
 
     def _is_in_slot(self, tensor: Tensor) -> bool:
-        return tensor.layout is torch.strided and self._streamer.ring.at(tensor.untyped_storage()) is not None
+        return tensor.layout is torch.strided and self._slot_at(tensor.untyped_storage()) is not None
 
 
 def _unpack(packed: KeptHandle | _Passed) -> Tensor:

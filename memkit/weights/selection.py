@@ -16,7 +16,7 @@ from memkit import torch_private
 from memkit.errors import LayerOffloadError
 from memkit.plan import slot_sizes
 from memkit.weights.chunks import LayerChunk
-from memkit.weights.wrappers import parts_of
+from memkit.wrappers import parts_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import nn
 
 from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_resident, plan_streamed_ratio
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.weights.chunks import LayerChunk
-from memkit.weights.fused import MakeOptimizer
 from memkit.weights.timing import StepTimes
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _TRAIN = ("auto", "frozen", "host", "fused")
 _MOSTLY = 0.5

@@ -114,6 +114,10 @@ class Streamer:
         waited_s = dict(zip(before.chunks, before.stalls.seconds(), strict=True))
         self.stalls = Stalls(waited_s.get(chunk, 0.0) for chunk in self.chunks)
 
+    def log_transfers(self, log: list[Transfer] | None) -> None:
+        """Have each copy to the device added to a list from now on; None: to none."""
+        self.transfers = log
+
     # Passes
 
     def is_continued_by(self, first: LayerChunk | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from memkit import backwards, torch_private
 from memkit.device.base import Device, Event
 from memkit.transfer.lanes import Transfer
-from memkit.weights.streaming import Streamer
 
 _MOST_WITHOUT_BACKWARD = 3
 """After so many forwards in grad mode without a backward there is not going to be one."""
@@ -50,14 +49,21 @@ class StepTiming:
 
     Args:
         device: where the layers run.
-        streamer: brings the weights of those that stream.
+        log_transfers: has each copy to the device added to a list from now on, or to none.
         is_trained: whether a backward is to be expected: a few samples ahead of it (a check of the validation) say little.
         resets_peak: whether the device's peak is that of the pass alone.
     """
 
-    def __init__(self, device: Device, streamer: Streamer, *, is_trained: bool, resets_peak: bool) -> None:
+    def __init__(
+        self,
+        device: Device,
+        log_transfers: Callable[[list[Transfer] | None], None],
+        *,
+        is_trained: bool,
+        resets_peak: bool,
+    ) -> None:
         self._device = device
-        self._streamer = streamer
+        self._log_transfers = log_transfers
         self._resets_peak = resets_peak
         self._num_unfit_left = {True: _MOST_WITHOUT_BACKWARD, False: _MOST_SAMPLES if is_trained else 0}
         """By grad mode, how many more passes without a backward are not what is to be timed."""
@@ -79,13 +85,14 @@ class StepTiming:
         if is_timed:
             self.pause()
             self._is_timed = True
-            self._transfers, self._streamer.transfers = self._streamer.transfers or [], None
+            self._log_transfers(None)
             return True
         self._has_grad = torch.is_grad_enabled()
         self._is_timing = self._has_grad in self._seen
         self._seen.add(self._has_grad)
         self._points.clear()
-        self._streamer.transfers = [] if self._is_timing else None
+        self._transfers = []
+        self._log_transfers(self._transfers if self._is_timing else None)
         if self._is_timing and self._resets_peak:
             counter = self._device.memory_counter()
             if counter is not None:

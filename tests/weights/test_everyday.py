@@ -23,7 +23,7 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owners
-from memkit.weights.wrappers import parts_of
+from memkit.wrappers import parts_of
 from tests.weights.cases import Stack, assert_same, inputs, only_lora, run_step
 from tests.weights.wrapped import BLOCKS, Wrapper, devices_of
 
