@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,80 @@ def test_imports_point_down() -> None:
 def test_layering_check_can_fail() -> None:
     assert _upward_edges("device", {"memkit.profile.records"}) == ["memkit.profile.records"]
     assert _upward_edges("hooks", {"memkit.device"}) == ["memkit.device"]
+
+
+ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
+MOST_FILES_IN_A_CHAIN = 6
+MOST_LINES = 400
+
+# Known to be too long. A name goes from here with the change that mends it.
+TOO_LONG_CHAINS = {"activations": "one engine for all that is done to a saved tensor takes the place of several"}
+TOO_LONG_FILES = {
+    "activations/cpu_offload.py",
+    "activations/ledger.py",
+    "activations/recorder.py",
+    "activations/recording.py",
+    "activations/remat_entry.py",
+    "activations/replay.py",
+    "activations/window.py",
+    "device/reference.py",
+    "torch_private.py",
+    "transfer/arena.py",
+    "weights/chunks.py",
+    "weights/fused.py",
+    "weights/layers.py",
+    "weights/streaming.py",
+}
+
+
+def _run_time_imports(path: Path) -> set[str]:
+    """Return the modules of memkit that a file imports when it is imported itself, so without those for types alone."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def _longest_chain(imports: Mapping[str, set[str]]) -> list[str]:
+    """Return the longest chain of modules of which each imports the next one."""
+
+    @functools.cache
+    def below(module: str) -> tuple[str, ...]:
+        chains = [below(name) for name in imports[module] & imports.keys() - {module}]
+        return (module, *max(chains, key=len, default=()))
+
+    return list(max([below(module) for module in imports], key=len))
+
+
+def _room_imports(room: str) -> dict[str, set[str]]:
+    files = [path for path in (PACKAGE / room).rglob("*.py") if path.name != "__init__.py"]
+    names = {path: ".".join(("memkit", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in files}
+    return {names[path]: _run_time_imports(path) for path in files}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_chains_of_imports_inside_a_room_are_short(room: str, request: pytest.FixtureRequest) -> None:
+    if room in TOO_LONG_CHAINS:
+        request.applymarker(pytest.mark.xfail(reason=TOO_LONG_CHAINS[room], strict=False))
+
+    chain = _longest_chain(_room_imports(room))
+
+    assert len(chain) <= MOST_FILES_IN_A_CHAIN, " -> ".join(chain)
+
+
+def test_check_of_chains_can_fail() -> None:
+    assert _longest_chain({"a": {"b", "c"}, "b": {"c", "elsewhere"}, "c": set(), "d": {"a"}}) == ["d", "a", "b", "c"]
+    assert len(_room_imports("device")["memkit.device.cuda"] & {"memkit.device.base"}) == 1
+
+
+def test_files_are_short() -> None:
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    too_long = {name for name, path in files.items() if len(path.read_text().splitlines()) > MOST_LINES}
+
+    assert too_long - TOO_LONG_FILES == set()
 
 
 def test_only_the_cuda_device_names_torch_cuda() -> None:
