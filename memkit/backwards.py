@@ -1,7 +1,7 @@
 """Which backward runs, when it comes to what, and when it ends.
 
 Autograd numbers its backwards: `torch_private.backward_task()` is the number of the one that runs in this thread, -1 outside of
-one. Whoever follows them notes the number, and is told of the end here.
+one. What follows them notes the number, and is told of the end here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memkit import torch_private
 class BackwardEnd:
     """Tells when a backward is over: see `on_end`.
 
-    The engine, and nobody else, holds a callback: not even the frames of a traceback that somebody keeps. It is called when the
+    The engine alone holds a callback: not even the frames of a traceback that the caller keeps do. It is called when the
     backward has ended well. Where that fails, or the backward does, the engine drops it, which tells as much.
 
     Source: DistributedDataParallel, which has the engine call it so.

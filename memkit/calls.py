@@ -17,7 +17,7 @@ class Ending(Enum):
 
     RETURNED = "returned"
     RAISED = "raised"
-    """With an exception, as also a checkpoint that has made again all it needs: nobody could do anything since."""
+    """With an exception, as also a checkpoint that has made again all it needs: the caller could do nothing since."""
     LEFT = "left"
     """By an interrupt, some time ago: anything may have been done since."""
 
@@ -82,7 +82,7 @@ class Calls(threading.local):
         return call
 
     def drop(self, call: Call) -> None:
-        """A call goes on, and nobody will say when it ends."""
+        """A call goes on, and its end will not be told."""
         self._calls.remove(call)
 
     def claim(self, claims: Claims) -> bool:

@@ -157,7 +157,7 @@ def _add_model(
 
 def _check_model(options: argparse.Namespace) -> None:
     """Refuse a command that says no model or no input. argparse would do the latter before it names an option that is misspelt,
-    and whoever builds the model has imported torch by then."""
+    and the code that builds the model has imported torch by then."""
     if not hasattr(options, "spec") or getattr(options, "predict", False):
         return
     if options.needs_input and not options.inputs:

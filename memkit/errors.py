@@ -60,8 +60,8 @@ class BudgetInfeasible(MemkitError):  # noqa: N818  # it names a fact, as in lin
 
 
 class LayerOffloadError(MemkitError):
-    """Raised when the weights that `LayerOffload` streams were moved or cast by somebody else, or are used in a way that it
-    cannot keep exact."""
+    """Raised when the weights that `LayerOffload` streams were moved or cast by the caller or another library, or are used in a
+    way that it cannot keep exact."""
 
 
 class ReplayMismatchError(MemkitError):
@@ -100,7 +100,7 @@ def warn_user(message: str) -> None:
 
 
 def note_on(error: BaseException, note: str) -> None:
-    """Add a line to the message of somebody else's exception, which keeps its type, its arguments and its traceback.
+    """Add a line to the message of an exception of the model's or torch's, which keeps its type, arguments and traceback.
 
     `BaseException.add_note` came with Python 3.11; before, the note is only kept in `__notes__`.
     """

@@ -180,7 +180,7 @@ def may_step_in_backward(parameter: Tensor) -> bool:
 
 @runtime_checkable
 class Ends(Protocol):
-    """Whose hooks are on while somebody is in a context."""
+    """Whose hooks are on while a thread is in a context."""
 
     def end(self, *, has_failed: bool) -> None:
         """Take them off, if they are not yet."""
@@ -220,11 +220,11 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         self.is_last = is_last
         """Whether no other may be inside, which would hide tensors from these. What they keep they offer to those outside."""
         self.hands_on = hands_on
-        """Whether these only keep what nobody else may see, and hand on all the rest."""
+        """Whether these only keep what no other hooks may see, and hand on all the rest."""
         self.outer: HookPair | None = None
         """The pair that was on top before: these may hand on to it what they do not want."""
         self.block = block
-        """Whether somebody is in the context, if that is known. Else `end_left` takes the hooks off, and has the owner end."""
+        """Whether a thread is in the context, if that is known. Else `end_left` takes the hooks off, and has the owner end."""
         self._was_taken_off: list[bool] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._push, self._pop = torch_private.push_saved_tensor_hooks, torch_private.pop_saved_tensor_hooks
@@ -255,7 +255,7 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         if pair is not None:
             _take_off(self._pop, self._was_taken_off)  # above it are those that were set after an interrupt has left it there
         elif not self._was_taken_off:
-            del above[:1]  # after an interrupt somebody else's exit has taken it off, and left this one instead
+            del above[:1]  # after an interrupt another context's exit has taken it off, and left this one instead
         if above and not self.hands_on:
             above = [pair for pair in above if not _is_of_left(pair)]
         for pair in reversed(above):
@@ -269,7 +269,7 @@ def _take_off(pop: Callable[[], None], was_taken_off: list[bool]) -> None:
 
 
 def end_left() -> None:
-    """End the contexts that nobody in this thread is in any more, and that have not heard of it because of an interrupt."""
+    """End the contexts that this thread is in no more, and that have not heard of it because of an interrupt."""
     for hooks in _stacked.hooks[::-1]:
         if hooks.block is not None and hooks.block() is None:
             if isinstance(hooks.owner, Ends):

@@ -6,16 +6,16 @@
   are let go only when a stream has waited for what was noted behind the copy, or the host for all that is under way.
 - *Totals follow.* What counts is what the things themselves say: a record and its handles, a segment and its spans. Whatever
   else is known (sums, queues, gaps, how many handles wait) can be counted again.
-- *Whoever locks, mends.* If a call under a lock is broken off by any exception, that is noted. The next call, which is that of
+- *Who locks, mends.* If a call under a lock is broken off by any exception, that is noted. The next call, which is that of
   the next forward at the latest, first puts right what was left: the host waits for the device, a copy that was not noted as
-  made counts for nothing, what nobody can ask for is freed. That is rare, and may take long. See `mended`.
+  made counts for nothing, what no caller can ask for is freed. That is rare, and may take long. See `mended`.
 - *Deaths are noted without a line of Python,* by weak references that put themselves into a queue: an interrupt in a finalizer
   is lost, and the rest of the finalizer with it.
 - *What was entered is left.* If the interrupt comes in `__enter__`, all is undone at once. If it comes in `__exit__`, the next
   context to be entered in the thread finishes that. See `Exclusive`, and `memkit.hooks.end_left`.
 - *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking one, or of giving it back. It
-  may let one in right after it was given back: what a call returns then reaches nobody. So what the caller must know of can be
-  found: by what dies with it, or, of host memory, as what is taken and held by nobody (`Arena.give_all`).
+  may let one in right after it was given back: what a call returns then is lost. So what the caller must know of can be
+  found: by what dies with it, or, of host memory, as what is taken and not held (`Arena.give_all`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def do_at_once(*steps: functools.partial[Any]) -> None:
 
 
 Block = weakref.ref[Any]
-"""What is alive for as long as somebody is in a context: something that a `with` block holds, or else the context itself."""
+"""What is alive for as long as a thread is in a context: something that a `with` block holds, or else the context itself."""
 
 
 class Blocks(threading.local):
@@ -95,10 +95,10 @@ class Blocks(threading.local):
 
 
 class _HeldExit:
-    """An `__exit__` that tells whether anybody is still in the context.
+    """An `__exit__` that tells whether a thread is still in the context.
 
     A `with` statement looks it up ahead of `__enter__`, and holds what it was given until the block has been left, however that
-    is. So each look-up is given something of its own. Once that has gone nobody is in there, also where an interrupt came
+    is. So each look-up is given something of its own. Once that has gone the block has been left, also where an interrupt came
     ahead of the first line of `__exit__`. It is made of no Python function, whose frame in a traceback would hold it.
     """
 
@@ -125,7 +125,7 @@ class _Exit(Protocol):
 class Exclusive(ABC):
     """A context that is never entered twice at once, and that an interrupt may keep from hearing that it was left.
 
-    Who calls `__enter__` by hand, or by an `ExitStack`, is in until `__exit__` is called, or nobody holds the context any more.
+    Who calls `__enter__` by hand, or by an `ExitStack`, is in until `__exit__` is called, or the context is held no more.
     """
 
     _looked_up: Block | None = None
@@ -139,7 +139,7 @@ class Exclusive(ABC):
         """Return who is about to be in. It is up to the caller to set `is_entered`.
 
         Raises:
-            ValueError: somebody is in already. The text is the refusal.
+            ValueError: a thread is in already. The text is the refusal.
         """
         found, self._looked_up = self._looked_up, None
         if self.is_entered:

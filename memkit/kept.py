@@ -15,7 +15,7 @@ _Parameter = nn.Parameter
 class KeptHandle:
     """A saved tensor that stays as it is.
 
-    Saved-tensor hooks switch off autograd's check that nobody wrote to a saved tensor; this does it again. The alias shares
+    Saved-tensor hooks switch off autograd's check that no saved tensor was written to; this does it again. The alias shares
     the version counter of the tensor, so it counts writes through any view. It is not the tensor itself, which may hold the
     graph.
     """
@@ -40,7 +40,7 @@ class KeptHandle:
         return self.alias
 
     def is_unchanged(self) -> bool:
-        """Tell whether nobody has written to the tensor since it was saved."""
+        """Tell whether the tensor was not written to since it was saved."""
         return self.version_now == self.version
 
     def check_version(self) -> None:

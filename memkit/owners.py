@@ -17,7 +17,7 @@ from memkit.storages import storage_key
 
 
 class Owner(Protocol):
-    """Who lends a storage out: its bytes are another's at times, so that nobody may hold a reference to it."""
+    """Who lends a storage out: its bytes are another's at times, so that saved tensors may hold no reference to it."""
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what gives the tensor again at any later time, with the bytes that it has now.
@@ -52,7 +52,7 @@ def own(storage: torch.UntypedStorage, owner: Owner) -> None:
 
 
 def disown(storage: torch.UntypedStorage) -> None:
-    """A storage is nobody's any more."""
+    """A storage has no owner any more."""
     _owners.pop(torch_private.storage_address(storage), None)
 
 
@@ -62,7 +62,7 @@ def owners() -> list[Owner]:
 
 
 def owner_of(storage: torch.UntypedStorage) -> Owner | None:
-    """Return who owns a storage, None if nobody has said so."""
+    """Return who owns a storage, None if it has none."""
     return _owners.get(torch_private.storage_address(storage)) if _owners else None
 
 

@@ -1,4 +1,4 @@
-"""Contexts that know whether anybody is in them, and hooks that are taken off when nobody is."""
+"""Contexts that know whether a thread is in them, and hooks that are taken off when none is."""
 
 from __future__ import annotations
 

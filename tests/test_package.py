@@ -122,15 +122,15 @@ def _run_time_imports(path: Path) -> set[str]:
     return found
 
 
-def _longest_chain(imports: Mapping[str, set[str]]) -> list[str]:
+def _longest_chain(imports: Mapping[str, set[str]]) -> tuple[str, ...]:
     """Return the longest chain of modules of which each imports the next one."""
 
     @functools.cache
     def below(module: str) -> tuple[str, ...]:
-        chains = [below(name) for name in imports[module] & imports.keys() - {module}]
-        return (module, *max(chains, key=len, default=()))
+        chains: list[tuple[str, ...]] = [(), *map(below, imports[module] & imports.keys() - {module})]
+        return (module, *max(chains, key=len))
 
-    return list(max([below(module) for module in imports], key=len))
+    return max(map(below, imports), key=len)
 
 
 def _room_imports(room: str) -> dict[str, set[str]]:
@@ -150,7 +150,7 @@ def test_chains_of_imports_inside_a_room_are_short(room: str, request: pytest.Fi
 
 
 def test_check_of_chains_can_fail() -> None:
-    assert _longest_chain({"a": {"b", "c"}, "b": {"c", "elsewhere"}, "c": set(), "d": {"a"}}) == ["d", "a", "b", "c"]
+    assert _longest_chain({"a": {"b", "c"}, "b": {"c", "elsewhere"}, "c": set(), "d": {"a"}}) == ("d", "a", "b", "c")
     assert len(_room_imports("device")["memkit.device.cuda"] & {"memkit.device.base"}) == 1
 
 

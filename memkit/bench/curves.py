@@ -33,7 +33,7 @@ def ms(seconds: float | None) -> str:
 
 
 def mib(num_bytes: int | None) -> str:
-    """Return MiB for a table, "-" where nobody counts."""
+    """Return MiB for a table, "-" where the device does not count."""
     return "-" if num_bytes is None else format_mib(num_bytes).removesuffix(" MiB")
 
 
@@ -94,7 +94,7 @@ def pictures_by_ratio(path: Path, title: str) -> Iterator[tuple[Axes, Axes]]:
 
 
 def draw_curve(axes: Axes, style: str, label: str, points: Iterable[tuple[int | None, float]], **options: Any) -> None:
-    """Draw steps, each by its peak in bytes and its seconds. Those whose peak nobody counted are left out."""
+    """Draw steps, each by its peak in bytes and its seconds. Those whose peak was not counted are left out."""
     counted = [(peak_bytes / _GIB, seconds * 1e3) for peak_bytes, seconds in points if peak_bytes is not None]
     axes.plot([peak for peak, _ in counted], [time for _, time in counted], style, label=label, **options)
 

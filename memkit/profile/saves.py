@@ -65,7 +65,7 @@ class SavedCount:
 class SavedStorages:
     """Lists every storage that autograd saves, once per version, and which module saved it first; empty ones are left out.
 
-    Holds weak references only: what the model drops is freed as if nobody had looked.
+    Holds weak references only: what the model drops is freed as in a run that is not watched.
 
     Args:
         resident: the storages that are there anyway (parameters and buffers): not listed.

@@ -17,7 +17,7 @@ from memkit.sizes import format_mib
 
 PAGE_BYTES = 2 * 2**20
 """Size of a huge page: segments begin and end at multiples of it."""
-# Linux's MAP_NORESERVE, MADV_HUGEPAGE and MADV_WIPEONFORK: else a fork copies pinned memory at once, not only when somebody
+# Linux's MAP_NORESERVE, MADV_HUGEPAGE and MADV_WIPEONFORK: else a fork copies pinned memory at once, not only when a process
 # writes to it, which costs each worker of a data loader seconds and gigabytes. With it the child finds zeros.
 _MAP_NORESERVE, _ADVICE = (0x4000, (14, 18)) if sys.platform == "linux" else (0, ())
 
@@ -49,7 +49,7 @@ class Addresses:
                 self._map.madvise(advice)
         self._skipped = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % PAGE_BYTES
         self.num_bytes = num_bytes
-        # Nobody closes the map: it lives until the last tensor on it dies. What is skipped is not in the storage either, since
+        # The map is not closed: it lives until the last tensor on it dies. What is skipped is not in the storage either, since
         # torch tells by the first byte of its storage whether a tensor is pinned.
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes, offset=self._skipped)
         self._touching_bytes = 0
@@ -66,7 +66,7 @@ class Addresses:
         try:
             device.pin(self.bytes[start:end])
         except BaseException as error:
-            self.forget(start, end)  # at once: nobody may ever ask for it
+            self.forget(start, end)  # at once: it may never be asked for again
             if isinstance(error, HostMemoryError):
                 raise PinError(*error.args) from error
             raise

@@ -40,14 +40,14 @@ class Prefetcher(Protocol):
 class Lanes:
     """One queue from a device to the host and one back. Everything that memkit moves goes through these.
 
-    A copy waits for the events that it is given, and nothing waits for it by itself. Whoever asks for one keeps the storage
-    alive until the stream that the storage goes back to has waited for `Transfer.done`.
+    A copy waits for the events that it is given, and nothing waits for it by itself. The caller keeps the storage alive
+    until the stream that the storage goes back to has waited for `Transfer.done`.
 
     [Note: one queue for all] A copy that is on the lane cannot be overtaken. Weights and activations are brought back by
     several prefetchers, so that one could put much on the lane which is needed late, and another would have to wait behind it
     with what is needed now. A backward goes through the forward in reverse. So whatever will be needed again notes a `tick` in
     the forward, and what has the highest tick goes first: a prefetcher asks `is_turn_of` before each copy, and stops there if
-    another is still to bring what is needed sooner. What is needed at once asks nobody.
+    another is still to bring what is needed sooner. What is needed at once does not ask.
     """
 
     def __init__(self, device: Device) -> None:
@@ -62,7 +62,7 @@ class Lanes:
         return next(self._ticks)
 
     def join(self, prefetcher: Prefetcher) -> None:
-        """Have somebody be asked from now on, for as long as he lives, what he is still to bring."""
+        """Have a prefetcher be asked from now on, for as long as it lives, what it is still to bring."""
         self._prefetchers.add(prefetcher)
 
     def is_turn_of(self, prefetcher: Prefetcher, tick: int) -> bool:

@@ -28,7 +28,7 @@ NUM_BUFFERS = 4
 
 
 class PromisedEvent(Event):
-    """An event that a thread is yet to record. If it fails, nothing of its copy is under way, and whoever waits is told why."""
+    """An event that a thread is yet to record. If it fails, nothing of its copy is under way, and who waits is told why."""
 
     __slots__ = ("_recording", "_which")
 

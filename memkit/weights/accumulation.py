@@ -1,4 +1,4 @@
-"""When the gradient of a streamed parameter is complete, so that somebody may take it.
+"""When the gradient of a streamed parameter is complete, so that it may be taken to the host, or stepped with.
 
 [Note: when a gradient is complete] A parameter that is bound to a slot and back changes its device, which makes torch give it a
 new `AccumulateGrad` node each time. A layer that is used twice in one graph then has two nodes, and each brings a part of the
@@ -116,7 +116,7 @@ class Accumulation(ABC):
                 made.is_watched = True
 
     def unwatch(self, chunk: LayerChunk) -> None:
-        """Leave the gradients of a layer to whoever wants them. No backward runs."""
+        """Leave the gradients of a layer to autograd and the caller. No backward runs."""
         for streamed in chunk.parameters:
             known = self._sums.get(streamed)
             if known is not None:
@@ -132,7 +132,7 @@ class Accumulation(ABC):
         """See no gradients any more. No backward runs. Calling it again does what an interrupt has kept from being done.
 
         Returns:
-            Storages of host memory that somebody else holds, each with one of the same bytes.
+            Storages of host memory that the caller holds, each with one of the same bytes.
         """
         for known in self._sums.values():
             known.hooks.remove()

@@ -30,7 +30,7 @@ class Forwards(NotCopied):
     Args:
         model: whose forwards they are.
         before_pass: called when a forward begins that is no part of another, nor of a backward. It may call `watch` anew.
-        note_adopted: called with parameters that somebody has put in the place of others, and that stream from now on.
+        note_adopted: called with parameters that the caller has put in the place of others, and that stream from now on.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Forwards(NotCopied):
             self._gradients.note_forward(chunk)
         if self._timing is not None and ending is not Ending.RETURNED and torch_private.backward_task() == -1:
             self._timing.fail()
-        if ending is Ending.LEFT and chunk.uses <= {call}:  # since then the slot was what somebody may have written to
+        if ending is Ending.LEFT and chunk.uses <= {call}:  # since then the slot was what the caller may have written to
             chunk.write_back()
             self._streamer.forget()
         self._streamer.leave(chunk, use=call)

@@ -43,11 +43,11 @@ class _Buffer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody holds a gradient that lies here."""
+        """Whether no gradient that lies here is held."""
         return num_users(self.storage) == 1
 
     def renew(self) -> None:
-        """Lie here again, if the gradient was moved to other memory in place (`Tensor.share_memory_`): whoever holds it has
+        """Lie here again, if the gradient was moved to other memory in place (`Tensor.share_memory_`): its holders have
         that."""
         assert self.span.whole is not None
         if self.storage.data_ptr() != self.span.whole.data_ptr():
@@ -120,7 +120,7 @@ class HostGradients(Accumulation):
         self._may_have_lost = False
         """Whether an interrupt may have kept us from hearing of what was taken."""
         self._kept: list[_Buffer] = []
-        """With gradients that somebody holds, of layers that do not stream any more."""
+        """With gradients that the caller holds, of layers that do not stream any more."""
         trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
         self._take_memory([parameters for parameters in trained if parameters])
 
@@ -164,7 +164,7 @@ class HostGradients(Accumulation):
                 del self._gradients[streamed]
 
     def _give_unused(self) -> None:
-        """Give back what nobody holds a gradient in."""
+        """Give back what no gradient lies in any more."""
         used = {buffer.taken for gradient in self._gradients.values() for buffer in gradient.buffers}
         used.update(buffer.taken for buffer in self._kept)
         unused = [span for span in self._spans if span not in used]
@@ -194,13 +194,13 @@ class HostGradients(Accumulation):
         self._put_back()
 
     def _give_lost(self) -> None:
-        """Give back what was taken and nobody knows of. All copies have come."""
-        self._threads.submit(int).result()  # an addition of which nobody knows has come to its end then
+        """Give back what was taken and not noted. All copies have come."""
+        self._threads.submit(int).result()  # an addition that was not noted has come to its end then
         self._arena.give_all(but_for=[*self._spans, *self._others()])
         self._may_have_lost = False
 
     def _lose(self) -> None:
-        """A copy has failed, or nobody knows: what came of this backward is not to be used."""
+        """A copy has failed, or may have: what came of this backward is not to be used."""
         self._arena.drain()
         self._device.synchronize()
         self._last = None
@@ -252,7 +252,7 @@ class HostGradients(Accumulation):
             for buffer in gradient.buffers:
                 buffer.renew()
             idle = next((buffer for buffer in gradient.buffers if buffer.is_idle), None)
-            if idle is None:  # somebody keeps the gradient of an earlier step
+            if idle is None:  # the caller keeps the gradient of an earlier step
                 (span,) = self._take_pinned([gradient.num_bytes])
                 idle = _Buffer(span, span)
                 gradient.buffers.append(idle)

@@ -21,8 +21,8 @@ from memkit.weights.chunks import LayerChunk
 class Slot:
     """A storage of its own, with the bytes of one layer at a time.
 
-    It is in use while the layer runs, or while anybody else holds its storage: a tensor that a node of the graph was given, a
-    view that somebody keeps. What reads it does so on the streams noted here.
+    It is in use while the layer runs, or while another holds its storage: a node of the graph a tensor that it was given, the
+    caller a view. What reads it does so on the streams noted here.
     """
 
     __slots__ = (
@@ -43,7 +43,7 @@ class Slot:
         self.storage = device.allocate(num_bytes)
         self.num_bytes = num_bytes
         self.is_overflow = is_overflow
-        """Whether it was taken because all others were in use: it goes as soon as nobody uses it."""
+        """Whether it was taken because all others were in use: it goes as soon as it is idle."""
         self.chunk: LayerChunk | None = None
         """Whose bytes it has, or will have once `ready` is reached."""
         self.state: object = None
@@ -62,7 +62,7 @@ class Slot:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody uses it."""
+        """Whether it is not in use."""
         return not self.is_dirty and (self.chunk is None or not self.chunk.uses) and num_users(self.storage) == 1
 
     def holds(self, chunk: LayerChunk) -> bool:
@@ -105,7 +105,8 @@ class Slot:
         """A forward of the layer is over, or its backward: all work that uses the slot has been put on a stream, and the
         layer's tensors do not lie here any more.
 
-        Unless somebody else holds a tensor that does. He may put work on it until he lets go, which nothing tells.
+        Unless the graph or the caller holds a tensor that does: they may put work on it until they let go, which nothing
+        tells.
         """
         self._device.note_read(self.storage)
         is_held = num_users(self.storage) > 1
@@ -232,12 +233,12 @@ class SlotRing:
         return slot
 
     def sweep(self, current: LayerChunk | None) -> None:
-        """Give those up that were taken for a while, and that nobody uses."""
+        """Give those up that were taken for a while, and that are idle."""
         for slot in [slot for slot in self._slots if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
             self._drop(slot)
 
     def forget(self) -> None:
-        """What the slots hold is not to be found any more: somebody may have written to the host copies unseen."""
+        """What the slots hold is not to be found any more: the caller may have written to the host copies unseen."""
         for slot in self._slots:
             slot.forget()
 

@@ -41,7 +41,7 @@ class LayerStats:
     """With "auto", the most bytes that were to be allocated on the device with the share that was chosen; without gradients and
     optimizer state that have come to stay on the device."""
     actual_peak_bytes: int | None
-    """The most bytes that were allocated by the end of the step that was timed, since somebody has reset the device's peak."""
+    """The most bytes that were allocated by the end of the step that was timed, since the device's peak was reset last."""
     num_overflows: int
     """How often all slots were in use, so that one more was taken for a while."""
     stall_s: dict[str, float]

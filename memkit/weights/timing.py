@@ -29,11 +29,11 @@ class StepTimes:
     h2d_bytes_per_s: float | None
     """None if nothing was copied."""
     peak_bytes: int | None
-    """The most bytes that were allocated on the device; None where nobody counts them."""
+    """The most bytes that were allocated on the device; None where the device does not count them."""
 
 
 class _Point:
-    """A moment from which on a layer computes, or nobody does."""
+    """A moment from which on a layer computes, or none does."""
 
     __slots__ = ("after", "before", "is_backward", "name")
 

@@ -49,7 +49,7 @@ class TargetMode(TorchFunctionMode):
         self._backend_dependent = backend_dependent
         self._autocast = MetaAutocast()
         self._routes: dict[Any, tuple[Rule | None, Operation]] = {}
-        # asked of torch once, and here, where nobody counts what that allocates
+        # asked of torch once, and here, where what that allocates is not counted
         fused_broadcast_heads()
         fused_take_three_dims()
 

@@ -50,7 +50,7 @@ class MetaTwins:
     def stand_in(self, model: nn.Module) -> None:
         """Put twins in the place of all parameters, buffers and tensor attributes of a model's modules.
 
-        Putting the originals back is for whoever kept the modules' state (see `restore.py`).
+        The originals are put back by `restore.preserved`, which has kept the modules' state.
         """
         for module in model.modules():
             members: tuple[dict[str, Any], ...] = (torch_private.parameters_of(module), torch_private.buffers_of(module))
