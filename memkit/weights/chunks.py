@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.device.base import Event
 from memkit.errors import LayerOffloadError
-from memkit.storages import byte_view, storage_key, tensor_over
+from memkit.storages import Geometry, byte_view, storage_key, tensor_over
 from memkit.torch_state import num_users
 from memkit.transfer.arena import Span
 from memkit.weights.placement import has_plain_parts, overlapping
@@ -264,8 +264,7 @@ class LayerChunk:
                 for now in streamed.current_tensors():
                     to = copied.get(storage_key(now.untyped_storage()))
                     if to is not None:
-                        offset, size, stride = now.storage_offset(), now.size(), now.stride()
-                        now.data = tensor_over(to, now.dtype, offset=offset, size=size, stride=stride)
+                        now.data = Geometry.of(now).over(to)
                     elif now.device != streamed.device:
                         now.data = now.data.to(streamed.device)
                 for wrapper in (wrapper for parameter in streamed.current_parameters() for wrapper in wrappers_in(parameter)):

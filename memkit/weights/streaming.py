@@ -34,7 +34,7 @@ from memkit.errors import LayerOffloadError
 from memkit.kept import KeptHandle, nothing
 from memkit.labels import label
 from memkit.owners import StreamedWeights
-from memkit.storages import tensor_over
+from memkit.storages import Geometry
 from memkit.torch_state import sharing_counters
 from memkit.transfer.lanes import Transfer, lanes_of
 from memkit.weights.chunks import LayerChunk
@@ -366,7 +366,7 @@ class Streamer:
 class StreamedHandle(KeptHandle):
     """A saved tensor that lies in a slot: a parameter, or a view of one. It holds none of its bytes."""
 
-    __slots__ = ("_chunk", "_dtype", "_is_conj", "_is_neg", "_num_changes", "_offset", "_size", "_streamer", "_stride")
+    __slots__ = ("_chunk", "_geometry", "_num_changes", "_streamer")
 
     def __init__(self, streamer: Streamer, tensor: Tensor) -> None:
         super().__init__(tensor)
@@ -378,14 +378,12 @@ class StreamedHandle(KeptHandle):
             streamer.handles.add(self)
         self._chunk = slot.chunk
         self._num_changes = slot.chunk.num_changes
-        self._size, self._stride = tensor.size(), tensor.stride()
-        self._offset, self._dtype = tensor.storage_offset(), tensor.dtype
-        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
+        self._geometry = Geometry.of(tensor)
         self.alias.data = nothing(tensor.dtype, tensor.device)
 
     @property
     def size(self) -> torch.Size:
-        return self._size
+        return self._geometry.size
 
     @property
     def version_now(self) -> int:
@@ -393,13 +391,4 @@ class StreamedHandle(KeptHandle):
 
     def unpack(self) -> Tensor:
         self.check_version()
-        slot = self._streamer.use(self._chunk)
-        return tensor_over(
-            slot.storage,
-            self._dtype,
-            offset=self._offset,
-            size=self._size,
-            stride=self._stride,
-            is_conj=self._is_conj,
-            is_neg=self._is_neg,
-        )
+        return self._geometry.over(self._streamer.use(self._chunk).storage)
