@@ -16,8 +16,8 @@ from memkit.device.base import Stream
 from memkit.kept import KeptHandle, nothing
 from memkit.plan import Action
 from memkit.storages import Geometry
-from memkit.transfer.arena import Span
 from memkit.transfer.lanes import Transfer
+from memkit.transfer.spans import Span
 
 if TYPE_CHECKING:
     from memkit.activations.ledger import Ledger

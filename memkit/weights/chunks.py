@@ -14,7 +14,7 @@ from memkit.device.base import Event
 from memkit.errors import LayerOffloadError
 from memkit.storages import Geometry, byte_view, storage_key, tensor_over
 from memkit.torch_state import num_users
-from memkit.transfer.arena import Span
+from memkit.transfer.spans import Span
 from memkit.weights.placement import has_plain_parts, overlapping
 from memkit.weights.wrappers import parts_of, set_reported_device, wrappers_in
 

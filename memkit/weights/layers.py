@@ -20,7 +20,8 @@ from memkit.hooks import HookSet
 from memkit.plan import plan_again
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.storages import byte_view, unique_storages
-from memkit.transfer.arena import Arena, Span
+from memkit.transfer.arena import Arena
+from memkit.transfer.spans import Span
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 from memkit.weights.forwards import Forwards, NotCopied
 from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
