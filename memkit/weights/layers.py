@@ -22,10 +22,12 @@ from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.storages import byte_view, unique_storages
 from memkit.transfer.arena import Arena
 from memkit.transfer.spans import Span
+from memkit.weights.adoption import adopt
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 from memkit.weights.forwards import Forwards, NotCopied
-from memkit.weights.fused import FusedSteps, MakeOptimizer, state_bytes_per_byte
+from memkit.weights.fused import FusedSteps
 from memkit.weights.gradients import HostGradients, bring_state
+from memkit.weights.optimizers import MakeOptimizer, state_bytes_per_byte
 from memkit.weights.placement import Placement, has_plain_parts, is_plain, shared_between
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import (
@@ -280,7 +282,7 @@ class LayerOffload(NotCopied):
         if self._is_to_choose and (self._streams.handles or any(chunk.uses for chunk in self._chunks)):
             return  # of a graph that is alive, or in another thread: later
         if self._is_to_choose:
-            for adopted in (adopted for chunk in self._chunks for adopted in chunk.adopt()):
+            for adopted in (adopted for chunk in self._chunks for adopted in adopt(chunk)):
                 self._note_adopted(adopted)
         times = self._timing.result()
         self._forwards.time_with(None, {})

@@ -9,7 +9,7 @@ from torch import nn
 from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_resident, plan_streamed_ratio
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.weights.chunks import LayerChunk
-from memkit.weights.fused import MakeOptimizer
+from memkit.weights.optimizers import MakeOptimizer
 from memkit.weights.timing import StepTimes
 
 _TRAIN = ("auto", "frozen", "host", "fused")

@@ -19,7 +19,7 @@ import memkit
 from memkit.device import ReferenceDevice
 from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owner_of
-from memkit.weights.fused import SteppedGradient
+from memkit.weights.stepped import SteppedGradient
 from tests import interrupts as harness
 from tests.interrupts import count_lines, hooks_around, interrupt, interrupted_after, interrupts, spread
 from tests.weights.cases import RUNS, WIDTH, Stack, inputs, only_lora
