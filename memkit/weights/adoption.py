@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -42,6 +43,20 @@ def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
         chunk.num_changes += 1
         _take_over(streamed)
     return adopted
+
+
+def refuse_tied(adopted: StreamedParameter, chunks: Iterable[LayerChunk]) -> None:
+    """Raise where a parameter that was put in the place of another is that of a second place that streams.
+
+    Raises:
+        LayerOffloadError: that is so.
+    """
+    for other in (item for chunk in chunks for item in chunk.parameters):
+        if other is not adopted and other.parameter is adopted.parameter:
+            raise LayerOffloadError(
+                f'"{adopted.name}" and "{other.name}" have come to be one parameter while they stream. Call '
+                "offload.close() first, tie them, and make a new LayerOffload: what is tied then stays on the device"
+            )
 
 
 def adopt_data(chunk: LayerChunk) -> None:

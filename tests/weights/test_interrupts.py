@@ -477,7 +477,7 @@ def test_interrupt_while_layers_come_to_stay_on_the_device(monkeypatch: pytest.M
     def choose(layers: Any, times: Any, plan: Any, **options: Any) -> Any:
         return chosen([*_costs(layers)], 2, num_slots=options["num_slots"])
 
-    from memkit.weights import layers as module
+    from memkit.weights import choice as module
     from memkit.weights.shares import costs_of as _costs
 
     monkeypatch.setattr(module, "plan_measured", choose)
