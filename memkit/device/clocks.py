@@ -96,6 +96,7 @@ class Accesses:
                 raise RaceError(f'stream "{stream.name}" {verb} {what} without waiting for its reader, "{read.stream.name}"')
 
     def note(self, stamp: Stamp, *, is_write: bool) -> None:
+        """Note a piece of work; a write is behind all reads before it."""
         if is_write:
             self.written = stamp
             self.reads.clear()
@@ -124,6 +125,7 @@ class Place:
         return cls(None, weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor.nbytes)
 
     def tensor(self) -> Tensor:
+        """Return the bytes. Raises where the caller has let them go."""
         if self.host is not None:
             return self.host
         storage = self.storage() if self.storage is not None else None

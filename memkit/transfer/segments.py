@@ -109,6 +109,7 @@ class Segments:
 
 
 def _unpin(device: Device, segments: list[Segment]) -> None:
+    """Undo what was pinned of segments, and keep from being pinned what was not yet."""
     for segment in segments:
         if not segment.pinned.cancel() and segment.pinned.exception() is None and segment.is_pinned:
             device.unpin(segment.bytes)

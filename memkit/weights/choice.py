@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from memkit.device.base import Device
 from memkit.plan import ResidencyPlan, plan_again
-from memkit.weights.chunks import LayerChunk
 from memkit.weights.shares import costs_of, plan_measured
-from memkit.weights.streaming import Streamer
 from memkit.weights.timing import StepTimes, StepTiming
+
+if TYPE_CHECKING:
+    from memkit.weights.chunks import LayerChunk
+    from memkit.weights.streaming import Streamer
 
 
 class MeasuredChoice:

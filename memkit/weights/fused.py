@@ -169,6 +169,7 @@ class FusedSteps(NotCopied, Accumulation):
         _refuse(grad, f'"{streamed.name}"')
 
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
+        """A gradient is complete: step the parameter in its slot, and write the layer back once that was its last."""
         chunk, parameter = self._layers[streamed], streamed.parameter
         if id(parameter) not in self._group_of:
             raise LayerOffloadError(
@@ -227,6 +228,7 @@ class FusedSteps(NotCopied, Accumulation):
                 parameter.grad = stand_in
 
     def _forget_consumed(self) -> None:
+        """Have `grad` of what was stepped be None again."""
         for parameter in self._consumed:
             if type(parameter.grad) is SteppedGradient:
                 parameter.grad = None
@@ -260,6 +262,7 @@ class FusedSteps(NotCopied, Accumulation):
         self._due.clear()
 
     def _drop(self) -> None:
+        """A backward has failed: have each parameter be stepped whole or not at all."""
         self._regroup()
         for parameter in list(self._due.values()):
             self._consume(parameter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,8 +14,10 @@ from memkit.storages import byte_view
 from memkit.transfer.arena import Arena
 from memkit.transfer.spans import Span
 from memkit.weights import claims
-from memkit.weights.accumulation import Accumulation
-from memkit.weights.chunks import LayerChunk
+
+if TYPE_CHECKING:
+    from memkit.weights.accumulation import Accumulation
+    from memkit.weights.chunks import LayerChunk
 
 
 class HostCopies:

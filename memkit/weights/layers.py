@@ -209,6 +209,7 @@ class LayerOffload(NotCopied):
     # Finding out the share, and what it takes
 
     def _begin_timing(self) -> StepTiming:
+        """Have the next passes timed."""
         resident = {name: self._layers[name] for name in self._layers if name not in self.plan.streamed}
         is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
         timing = self._choice.begin(self._streams, is_trained=is_trained)
@@ -216,6 +217,7 @@ class LayerOffload(NotCopied):
         return timing
 
     def _before_pass(self) -> None:
+        """A forward begins: finish what an interrupt has left, and take up what a step took that was timed."""
         self._host.warn_of_refusal()
         if self._streams.is_closed:  # by an interrupt while layers came to stay on the device
             self._stream_anew()

@@ -40,33 +40,7 @@ from memkit.transfer.lanes import Transfer, lanes_of
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.order import LayerOrder, Phase
 from memkit.weights.slots import Slot, SlotRing
-
-_MOST_PENDING = 256
-
-
-class Stalls:
-    """How long the device has waited for each layer: read from events, as far as they are reached."""
-
-    def __init__(self, seconds: Iterable[float]) -> None:
-        self._seconds = list(seconds)
-        self._pending: list[tuple[int, Event, Event]] = []
-
-    def add(self, layer: int, start: Event, end: Event) -> None:
-        """Note that a stream has waited for a layer between two events."""
-        self._pending.append((layer, start, end))
-        if len(self._pending) > _MOST_PENDING:
-            self.seconds()
-
-    def seconds(self) -> tuple[float, ...]:
-        """Return the seconds of each layer so far."""
-        waiting = []
-        for layer, start, end in self._pending:
-            if end.is_reached():
-                self._seconds[layer] += start.elapsed_s(end)
-            else:
-                waiting.append((layer, start, end))
-        self._pending = waiting
-        return tuple(self._seconds)
+from memkit.weights.stats import Stalls
 
 
 class Streamer:
@@ -132,6 +106,7 @@ class Streamer:
             self._prefetch()
 
     def _find_phase(self) -> Phase:
+        """Return which way the layers are gone through, by autograd's state; a backward expects them in reverse."""
         if torch_private.backward_task() == -1:
             return Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
         if self._phase is not Phase.BACKWARD:  # reentrant checkpoints have their forwards without grad mode
@@ -210,6 +185,7 @@ class Streamer:
                         slot.release(self.device.current_stream())
 
     def _wait(self, slot: Slot, chunk: LayerChunk) -> None:
+        """Have the current stream wait for what is in a slot, and note how long that takes."""
         stream = self.device.current_stream()
         assert slot.ready is not None
         if slot.ready.is_reached():
@@ -285,6 +261,8 @@ class Streamer:
         return [chunk for chunk in found if chunk is not self._current]
 
     def _fetch(self, chunk: LayerChunk, slot: Slot) -> None:
+        """Put the copy of a layer to a slot on its lane."""
+
         def copy(storage: torch.UntypedStorage, after: Iterable[Event]) -> Event:
             assert chunk.span is not None
             written = () if chunk.written is None else (chunk.written,)
