@@ -85,15 +85,8 @@ class Geometry(NamedTuple):
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor with this geometry over a storage."""
-        return tensor_over(
-            storage,
-            self.dtype,
-            offset=self.offset,
-            size=self.size,
-            stride=self.stride,
-            is_conj=self.is_conj,
-            is_neg=self.is_neg,
-        )
+        size, stride, offset, dtype, is_conj, is_neg = self
+        return tensor_over(storage, dtype, offset=offset, size=size, stride=stride, is_conj=is_conj, is_neg=is_neg)
 
 
 def tensor_over(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.eligibility import is_range_of_bytes
 from memkit.activations.ops import OpKind
-from memkit.storages import Geometry
+from memkit.storages import Geometry, tensor_over
 from memkit.torch_state import has_own_dispatch
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -29,7 +29,8 @@ def source_of(key: Any, value: int, tensor: Tensor) -> Source:
 
 def tensor_of(source: Source, storage: torch.UntypedStorage) -> Tensor:
     """Return the tensor that a call is given, over the storage that its value is in now."""
-    return Geometry(*source[2:]).over(storage)
+    _, _, size, stride, offset, dtype, is_conj, is_neg = source  # `Geometry.over`, in place
+    return tensor_over(storage, dtype, offset=offset, size=size, stride=stride, is_conj=is_conj, is_neg=is_neg)
 
 
 CostKey = tuple[Any, int, int]
