@@ -1,8 +1,11 @@
-"""A saved tensor that stays as it is, and that nobody may have written to when it is asked for."""
+"""What autograd is given in the place of a saved tensor: handles of those that stay as they are, that the hooks outside were
+given, or that wrap others."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +70,71 @@ class KeptHandle:
     def version_now(self) -> int:
         """What `version` would be if it were saved now."""
         return torch_private.version_of(self.alias)
+
+
+class ForwardedHandle(KeptHandle):
+    """A saved tensor that the hooks outside were given. It holds none of its bytes.
+
+    Args:
+        tensor: what was saved.
+        pack, unpack: the hooks outside.
+        is_checked: whether a write to the tensor since is an error here. Else those hooks alone say what it is.
+    """
+
+    __slots__ = ("_is_checked", "_packed", "_size", "_unpack")
+
+    def __init__(
+        self, tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], *, is_checked: bool
+    ) -> None:
+        if is_checked:
+            super().__init__(tensor)
+            self._size = tensor.size()
+            self.alias.data = nothing(tensor.dtype, tensor.device)
+        self._is_checked = is_checked
+        self._packed = pack(tensor)
+        self._unpack = unpack
+
+    @property
+    def size(self) -> torch.Size:
+        return self._size
+
+    def is_unchanged(self) -> bool:
+        return not self._is_checked or super().is_unchanged()
+
+    def unpack(self) -> Tensor:
+        self.check_version()
+        return self._unpack(self._packed)
+
+
+class FlattenedHandle(KeptHandle):
+    """A saved tensor that wraps others (a DTensor, a jagged one, a quantized weight): the inner ones are saved in its place.
+
+    Args:
+        tensor: of a class with `__tensor_flatten__`.
+        pack: takes an inner tensor.
+        leaves: tells by its name whether an inner tensor is packed; the others stay as they are. By default all are.
+    """
+
+    __slots__ = ("_context", "_inner", "_kind", "_size", "_stride")
+
+    def __init__(
+        self, tensor: Any, pack: Callable[[Tensor], KeptHandle], leaves: Callable[[Tensor, str], bool] | None = None
+    ) -> None:
+        with torch_private.without_subclass_functions(), torch_private.without_python_dispatch():
+            super().__init__(tensor)  # the alias wraps nothing, and counts what is written by the wrapper's own ops
+        names, self._context = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in names}  # tensors, and in newer DTensors a mesh
+        self._inner = {
+            name: pack(part) if isinstance(part, Tensor) and (leaves is None or leaves(tensor, name)) else part
+            for name, part in parts.items()
+        }
+        self._kind, self._size, self._stride = type(tensor), tensor.size(), tensor.stride()
+
+    def unpack(self) -> Tensor:
+        self.check_version()
+        inner = {name: part.unpack() if isinstance(part, KeptHandle) else part for name, part in self._inner.items()}
+        made: Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+        return made
 
 
 @functools.cache

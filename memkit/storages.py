@@ -1,4 +1,4 @@
-"""Bytes of tensors, each storage counted once.
+"""Bytes of tensors, each storage counted once, and how tensors lie in them.
 
 The unit is the storage (`torch.UntypedStorage`): a view costs nothing of its own, and a small view keeps all of its storage
 alive. Identity is the storage object, never `data_ptr`, because addresses are used again.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +67,26 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def byte_view(storage: torch.UntypedStorage) -> Tensor:
     """Return all bytes of a storage as a tensor of dtype uint8, which shares them."""
     return tensor_over(storage, torch.uint8, offset=0, size=(storage.nbytes(),), stride=(1,))
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the tensor with this geometry over a storage."""
+        size, stride, offset, dtype, is_conj, is_neg = self
+        return tensor_over(storage, dtype, offset=offset, size=size, stride=stride, is_conj=is_conj, is_neg=is_neg)
 
 
 def tensor_over(

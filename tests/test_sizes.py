@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit.sizes import check_budget, check_budget_bytes, check_bytes, format_bytes, format_mib
-from memkit.storages import byte_view, storage_bytes, storage_key, storages_of, tensor_over, unique_storages
+from memkit.storages import Geometry, byte_view, storage_bytes, storage_key, storages_of, tensor_over, unique_storages
 
 
 def test_views_share_one_storage() -> None:
@@ -244,3 +244,17 @@ def test_no_mode_sees_how_a_tensor_is_laid_over_a_storage() -> None:
 
     assert seen == []
     assert found.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.arange(6.0).view(2, 3)[:, 1:].t(), torch.full((2,), 1 + 2j).conj(), torch.full((2,), 1 + 2j).conj().imag],
+    ids=["strided", "conjugated", "negated"],
+)
+def test_geometry_is_how_a_tensor_lies_in_its_storage(tensor: torch.Tensor) -> None:
+    geometry = Geometry.of(tensor)
+
+    found = geometry.over(tensor.untyped_storage().clone())
+
+    assert Geometry.of(found) == geometry
+    assert torch.equal(found, tensor)

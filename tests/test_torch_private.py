@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit import torch_private
+from memkit import torch_lookup, torch_private
 from memkit.activations import ops
 from memkit.activations.eligibility import is_from_leaf
 from memkit.device import ReferenceDevice
@@ -35,7 +35,7 @@ OPTIONAL = [name for name, private in NAMES.items() if not private.features]
 @pytest.fixture
 def take_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has torch be without a name, for memkit alone: torch itself uses most of them."""
-    look_up, taken = torch_private._look_up, set[str]()
+    look_up, taken = torch_lookup.look_up, set[str]()
     monkeypatch.setattr(torch_private, "_complete", set())
 
     def take(name: str) -> None:
@@ -46,7 +46,7 @@ def take_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
                 raise AttributeError(symbol)
             return look_up(symbol)
 
-        monkeypatch.setattr(torch_private, "_look_up", refuse)
+        monkeypatch.setattr(torch_lookup, "look_up", refuse)
         monkeypatch.delitem(vars(torch_private), name, raising=False)
 
     return take
@@ -173,9 +173,9 @@ def test_context_needs_nothing_that_is_not_its_own(feature: Feature, take_away: 
 _IN_PROCESSES = """
 import json, os, sys, traceback
 import torch
-from memkit import torch_private
+from memkit import torch_lookup, torch_private
 
-LOOK_UP, NAMES = torch_private._look_up, torch_private.NAMES
+LOOK_UP, NAMES = torch_lookup.look_up, torch_private.NAMES
 
 def child(missing, act):
     # Runs in a process of its own, in which torch was imported, and nothing of memkit beside the table.
@@ -186,7 +186,7 @@ def child(missing, act):
             if symbol in symbols:
                 raise AttributeError(symbol)
             return LOOK_UP(symbol)
-        torch_private._look_up = look_up
+        torch_lookup.look_up = look_up
         try:
             answer = act()
         except BaseException as error:

@@ -25,7 +25,7 @@ from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import warn_user
 from memkit.hooks import SavedTensorHooks, end_left, in_checkpoint, is_in_last, refuse_in_profile
 from memkit.interrupts import Block, Blocks
-from memkit.kept import KeptHandle
+from memkit.kept import FlattenedHandle, KeptHandle
 from memkit.plan import Action, Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
 from memkit.profile.registry import forget_report
@@ -42,31 +42,6 @@ _AutoKey = tuple[MemoryReport, int, int | None]
 _MAX_RATIOS = 10_000
 _MANY_SAVES, _MOST = 9, 0.75
 """No operator saves so many tensors by itself; and how much of all is too much to be saved at once."""
-
-
-class _Flattened:
-    """A saved tensor that wraps others (a DTensor, a jagged one): the inner ones are saved in its place."""
-
-    __slots__ = ("_context", "_counter", "_inner", "_size", "_stride", "_type")
-
-    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], KeptHandle | _Flattened]) -> None:
-        names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrapper subclasses only
-        parts = {name: getattr(tensor, name) for name in names}  # tensors, and in newer DTensors a mesh
-        self._inner = {
-            name: pack(part) if isinstance(part, Tensor) and leaves_with(tensor, name) else part for name, part in parts.items()
-        }
-        self._size, self._stride, self._type = tensor.size(), tensor.stride(), type(tensor)
-        with torch_private.without_subclass_functions(), torch_private.without_python_dispatch():
-            self._counter = KeptHandle(tensor)  # wraps nothing, and counts what is written by the wrapper's own ops
-
-    def unpack(self) -> Tensor:
-        self._counter.check_version()
-        inner = {
-            name: _unpack(part) if isinstance(part, KeptHandle | _Flattened) else part for name, part in self._inner.items()
-        }
-        make: Any = self._type  # `__tensor_unflatten__` is a protocol without a type
-        tensor: Tensor = make.__tensor_unflatten__(inner, self._context, self._size, self._stride)
-        return tensor
 
 
 class _TagState:
@@ -245,7 +220,7 @@ class _Entry(TaggedEntry):
         found = self._marks.get(_mark_key(tensor, storage))
         return found[1] if found is not None and found[0]() is counted_by(tensor) else None
 
-    def pack(self, tensor: Tensor) -> KeptHandle | _Flattened:
+    def pack(self, tensor: Tensor) -> KeptHandle:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
         if torch_private.backward_task() != -1 or (_paused.blocks and _paused.are_any()):
             return KeptHandle(tensor)
@@ -257,7 +232,7 @@ class _Entry(TaggedEntry):
             with torch_private.without_subclass_functions():
                 return self._pack(tensor)
         if torch_private.is_wrapper(tensor) and not is_from_leaf(tensor):
-            return _Flattened(tensor, self.pack)
+            return FlattenedHandle(tensor, self.pack, leaves_with)
         return KeptHandle(tensor)
 
     def _pack(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
@@ -322,7 +297,7 @@ class _Entry(TaggedEntry):
         return found
 
 
-def _unpack(packed: KeptHandle | _Flattened) -> Tensor:
+def _unpack(packed: KeptHandle) -> Tensor:
     return packed.unpack()
 
 

@@ -27,8 +27,9 @@ from memkit.activations.records import (
 from memkit.device.base import Device, Event, Stream
 from memkit.kept import KeptHandle, nothing
 from memkit.labels import label
-from memkit.transfer.arena import Arena, Span
+from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import Lanes
+from memkit.transfer.spans import Span
 
 
 class Ledger:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.eligibility import is_range_of_bytes
 from memkit.activations.ops import OpKind
-from memkit.storages import tensor_over
+from memkit.storages import Geometry, tensor_over
 from memkit.torch_state import has_own_dispatch
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -19,26 +19,17 @@ _STRIDED = torch.strided
 
 Source = tuple[Any, int, torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype, bool, bool]
 """One tensor among the arguments of a call: its position or its name (in a list: with the place there), the value that it is,
-and how it lies in that value's storage: size, stride, offset, dtype, and whether it is read conjugated or negated."""
+and its `Geometry` in that value's storage, item by item."""
 
 
 def source_of(key: Any, value: int, tensor: Tensor) -> Source:
     """Return what is remembered of a tensor among the arguments of a call."""
-    return (
-        key,
-        value,
-        tensor.size(),
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+    return (key, value, *Geometry.of(tensor))
 
 
 def tensor_of(source: Source, storage: torch.UntypedStorage) -> Tensor:
     """Return the tensor that a call is given, over the storage that its value is in now."""
-    _, _, size, stride, offset, dtype, is_conj, is_neg = source
+    _, _, size, stride, offset, dtype, is_conj, is_neg = source  # `Geometry.over`, in place
     return tensor_over(storage, dtype, offset=offset, size=size, stride=stride, is_conj=is_conj, is_neg=is_neg)
 
 

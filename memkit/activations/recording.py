@@ -15,13 +15,13 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.activations.eligibility import is_range_of_bytes
-from memkit.activations.recorded import Call, CostKey, source_of, tensor_of, tensors_in
+from memkit.activations.recorded import Call, CostKey, tensors_in
 from memkit.activations.settings import current_settings
 from memkit.device.base import Device, Event
 from memkit.kept import KeptHandle
 from memkit.owners import owner_of
 from memkit.plan import NO_OP, Lineage
-from memkit.storages import byte_view
+from memkit.storages import Geometry, byte_view
 from memkit.torch_state import sharing_counters
 
 
@@ -282,7 +282,7 @@ class Recording:
 
     def _copy_root(self, root: Root, tensor: Tensor) -> None:
         """Hold a root as it is now, whatever is written to it later."""
-        root.alias = tensor_of(source_of(None, 0, tensor), tensor.untyped_storage().clone())
+        root.alias = Geometry.of(tensor).over(tensor.untyped_storage().clone())
         root.version = torch_private.version_of(root.alias)
         self.held_bytes += root.num_bytes
 
@@ -318,7 +318,7 @@ class Recording:
         anchor = self.anchors.get(value)
         if anchor is not None:
             copied = anchor.alias.untyped_storage().clone()
-            self.anchors[value] = Anchor(tensor_of(source_of(None, value, anchor.alias), copied), None)
+            self.anchors[value] = Anchor(Geometry.of(anchor.alias).over(copied), None)
         root = self.roots.get(value)
         if root is None:
             return

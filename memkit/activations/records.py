@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from memkit.activations.counts import Counts
 from memkit.device.base import Stream
 from memkit.kept import KeptHandle, nothing
 from memkit.plan import Action
-from memkit.storages import tensor_over
-from memkit.transfer.arena import Span
+from memkit.storages import Geometry
 from memkit.transfer.lanes import Transfer
+from memkit.transfer.spans import Span
 
 if TYPE_CHECKING:
     from memkit.activations.ledger import Ledger
@@ -44,33 +44,6 @@ class Residency(Enum):
 
 
 ON_DEVICE = frozenset({Residency.DEVICE, Residency.LEAVING, Residency.COMING, Residency.BACK})
-
-
-class Geometry(NamedTuple):
-    """How a tensor lies in its storage."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-    dtype: torch.dtype
-    is_conj: bool
-    is_neg: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Geometry:
-        return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-
-    def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor with this geometry over a storage."""
-        return tensor_over(
-            storage,
-            self.dtype,
-            offset=self.offset,
-            size=self.size,
-            stride=self.stride,
-            is_conj=self.is_conj,
-            is_neg=self.is_neg,
-        )
 
 
 class Unpacker(Protocol):

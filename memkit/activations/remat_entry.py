@@ -32,7 +32,7 @@ from memkit.device.ceilings import GUESSED, Ceilings, measure_ceilings
 from memkit.errors import BudgetInfeasible
 from memkit.hooks import SavedTensorHooks, innermost_hooks, stacked_owners
 from memkit.interrupts import Block
-from memkit.kept import KeptHandle, nothing
+from memkit.kept import ForwardedHandle, KeptHandle
 from memkit.plan import NO_OP, Action, DTRScore, RematPlan, Step, ends_of, tell_kept
 from memkit.sizes import format_bytes
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, in_compiled_function, is_traced, leave_mode
@@ -62,40 +62,6 @@ class RematOptions:
     """What is known of ops, the user's word included."""
     yields: bool = False
     """Whether it gives way to any other context that is entered inside of it."""
-
-
-class OfferedHandle(KeptHandle):
-    """A saved tensor that this context does not drop, and that the hooks outside of it were given."""
-
-    __slots__ = ("_hooks", "_packed", "_size")
-
-    def __init__(self, tensor: Tensor, hooks: SavedTensorHooks) -> None:
-        super().__init__(tensor)
-        self._size = tensor.size()
-        self.alias.data = nothing(tensor.dtype, tensor.device)
-        self._hooks = hooks
-        self._packed = hooks.pack(tensor)
-
-    @property
-    def size(self) -> torch.Size:
-        return self._size
-
-    def unpack(self) -> Tensor:
-        self.check_version()
-        return self._hooks.unpack(self._packed)
-
-
-class PassedOn:
-    """A saved tensor of a class of its own, which the hooks outside were given as it is."""
-
-    __slots__ = ("_hooks", "_packed")
-
-    def __init__(self, tensor: Tensor, hooks: SavedTensorHooks) -> None:
-        self._hooks = hooks
-        self._packed = hooks.pack(tensor)
-
-    def unpack(self) -> Tensor:
-        return self._hooks.unpack(self._packed)
 
 
 class Entry(TaggedEntry):
@@ -288,7 +254,7 @@ class Entry(TaggedEntry):
 
     # Saving
 
-    def pack(self, tensor: Tensor) -> KeptHandle | PassedOn:
+    def pack(self, tensor: Tensor) -> KeptHandle:
         """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
         if torch_private.backward_task() != -1 or is_traced():
             return KeptHandle(tensor)
@@ -303,10 +269,10 @@ class Entry(TaggedEntry):
         with torch_private.without_python_dispatch():  # what is done here is no part of the forward
             return self._pack_locked(tensor)
 
-    def _pack_of_class(self, tensor: Tensor) -> KeptHandle | PassedOn:
+    def _pack_of_class(self, tensor: Tensor) -> KeptHandle:
         if has_own_dispatch(tensor):
             with torch_private.without_dispatch_modes():
-                return KeptHandle(tensor) if self._outer is None else PassedOn(tensor, self._outer)
+                return self._forward(tensor, is_checked=False)
         with torch_private.without_subclass_functions(), torch_private.without_python_dispatch():
             return self._pack_locked(tensor)
 
@@ -385,7 +351,12 @@ class Entry(TaggedEntry):
     def _keep(self, tensor: Tensor) -> KeptHandle:
         if self._mover is not None:
             return self._mover.take(tensor, None)
-        return KeptHandle(tensor) if self._outer is None else OfferedHandle(tensor, self._outer)
+        return self._forward(tensor, is_checked=True)
+
+    def _forward(self, tensor: Tensor, *, is_checked: bool) -> KeptHandle:
+        """Give a tensor to the hooks outside, if there are any."""
+        outer = self._outer
+        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=is_checked)
 
     def _offer(self, run: Run, value: int, tensor: Tensor, action: Action | None) -> KeptHandle:
         """Return the handle of a value that is not dropped: it may leave for host memory.
@@ -398,7 +369,7 @@ class Entry(TaggedEntry):
         elif action is Action.OFFLOAD:
             handle = self._move(run, tensor)
         else:
-            handle = KeptHandle(tensor) if self._outer is None else OfferedHandle(tensor, self._outer)
+            handle = self._forward(tensor, is_checked=True)
         if type(handle) is KeptHandle or run.note_offer(value, tensor):
             run.others[value] = weakref.ref(handle)
         return handle
@@ -560,7 +531,7 @@ def end_yielding() -> None:
             owner.end(has_failed=False)
 
 
-def _unpack(packed: KeptHandle | PassedOn) -> Tensor:
+def _unpack(packed: KeptHandle) -> Tensor:
     return packed.unpack()
 
 

@@ -88,6 +88,7 @@ class CudaMemoryCounter(MemoryCounter):
         return self._current_and_peak("reserved_bytes")[1]
 
     def capacity_bytes(self) -> int:
+        """Return what is free and what this process holds, up to the share that `set_per_process_memory_fraction` leaves it."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._torch_device)
         cap_bytes = int(torch.cuda.get_per_process_memory_fraction(self._torch_device) * total_bytes)
         return min(free_bytes + self._current_and_peak("reserved_bytes")[0], cap_bytes)
@@ -144,9 +145,10 @@ class CudaDevice(Device):
         return torch.cuda.stream(_of(stream))
 
     def make_events(self, num_events: int) -> None:
+        """Record events once, since CUDA makes one when it is first recorded; `record_event` takes of these."""
         while len(self._spare_events) < num_events:
             event = CudaEvent()
-            event.event.record(torch.cuda.current_stream(self.torch_device))  # CUDA makes it only now
+            event.event.record(torch.cuda.current_stream(self.torch_device))
             self._spare_events.append(event)
 
     def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> CudaEvent:
@@ -171,6 +173,7 @@ class CudaDevice(Device):
         return torch.UntypedStorage(num_bytes, device=self.torch_device)
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Put an asynchronous copy on the stream: the host's side is pinned."""
         with torch.cuda.stream(_of(stream)):
             destination.copy_(source, non_blocking=True)
 
@@ -180,6 +183,7 @@ class CudaDevice(Device):
             destination.copy_(source)
 
     def pin(self, host: Tensor) -> None:
+        """Pin memory where it is, by `cudaHostRegister`."""
         # cudaHostRegister belongs to a context, which a thread of ours has not made current yet.
         with torch.cuda.device(self.torch_device):
             status = self._runtime.cudaHostRegister(host.data_ptr(), host.nbytes, _REGISTER_PORTABLE)
@@ -191,6 +195,7 @@ class CudaDevice(Device):
             )
 
     def unpin(self, host: Tensor) -> None:
+        """Undo `pin`; CUDA's refusal for what is not pinned is none."""
         with torch.cuda.device(self.torch_device):
             status = self._runtime.cudaHostUnregister(host.data_ptr())
         if int(status) != 0:

@@ -18,10 +18,9 @@ import random
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -29,95 +28,11 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.device.base import Device, Event, MemoryCounter, Stream
+from memkit.device.clocks import Accesses, Copy, Place, ReferenceEvent, ReferenceStream, Stamp, own
 from memkit.errors import RaceError
 from memkit.storages import byte_view, storage_key
 
 POISON = 0xFF
-
-
-@dataclass(eq=False, slots=True)
-class ReferenceStream(Stream):
-    """A queue of copies and waits. `clock` says how much of each stream's work is ordered before what comes next here."""
-
-    name: str
-    number: int
-    is_compute: bool
-    """Whether torch's own work runs on it, which is done at once: then what it waits for must land at once, too."""
-    clock: dict[int, int] = field(default_factory=dict)
-    queue: deque[_Copy | ReferenceEvent] = field(default_factory=deque)
-    num_enqueued: int = 0
-
-    @property
-    def num_landed(self) -> int:
-        return self.num_enqueued - len(self.queue)
-
-    def tick(self) -> _Stamp:
-        """Count one more piece of work and return its stamp."""
-        self.clock[self.number] = self.clock.get(self.number, 0) + 1
-        return _Stamp(self, self.clock[self.number])
-
-    def is_after(self, stamp: _Stamp) -> bool:
-        """Tell whether all that comes next on this stream is ordered behind the stamped work."""
-        return self.clock.get(stamp.stream.number, 0) >= stamp.count
-
-
-@dataclass(frozen=True, slots=True)
-class _Stamp:
-    """One piece of work: the `count`-th of a stream."""
-
-    stream: ReferenceStream
-    count: int
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class ReferenceEvent(Event):
-    """A snapshot of a stream's clock, and how far its queue must have landed."""
-
-    device: ReferenceDevice
-    stream: ReferenceStream
-    clock: dict[int, int]
-    position: int
-    at_s: float
-
-    def elapsed_s(self, end: Event) -> float:
-        end = end.recorded()
-        assert isinstance(end, ReferenceEvent)
-        return end.at_s - self.at_s
-
-    def is_reached(self) -> bool:
-        is_reached = self.stream.num_landed >= self.position
-        if is_reached and not self.stream.is_compute:  # whose work is done at once: that would hide each wait that is missing
-            self.device.note_reached(self)
-        return is_reached
-
-
-@dataclass(slots=True)
-class _Accesses:
-    """Who touched a piece of memory last: the writer, and since then the last read of each stream."""
-
-    written: _Stamp
-    reads: dict[int, _Stamp] = field(default_factory=dict)
-
-    def check(self, stream: ReferenceStream, *, is_write: bool, what: str) -> None:
-        """Raise unless `stream` comes after the last write and, to write itself, after the reads since."""
-        verb = "writes to" if is_write else "reads"
-        if not stream.is_after(self.written):
-            raise RaceError(
-                f'stream "{stream.name}" {verb} {what} without waiting for its writer, "{self.written.stream.name}"'
-            )
-        for read in self.reads.values() if is_write else ():
-            if not stream.is_after(read):
-                raise RaceError(f'stream "{stream.name}" {verb} {what} without waiting for its reader, "{read.stream.name}"')
-
-    def note(self, stamp: _Stamp, *, is_write: bool) -> None:
-        if is_write:
-            self.written = stamp
-            self.reads.clear()
-        else:
-            self.reads[stamp.stream.number] = stamp
-
-    def copy(self) -> _Accesses:
-        return _Accesses(self.written, dict(self.reads))
 
 
 @dataclass(slots=True)
@@ -126,7 +41,7 @@ class _Storage:
 
     home: ReferenceStream
     num_bytes: int
-    accesses: _Accesses
+    accesses: Accesses
     version: int | None = None
 
 
@@ -136,47 +51,12 @@ class _HostRange:
 
     start: int
     end: int
-    accesses: _Accesses
+    accesses: Accesses
 
     def outside(self, start: int, end: int) -> list[_HostRange]:
         """Return the parts of it that are not between two addresses, which copies touch apart from now on."""
         parts = (self.start, min(self.end, start)), (max(self.start, end), self.end)
         return [_HostRange(*part, self.accesses.copy()) for part in parts if part[0] < part[1]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """One side of a copy. A storage of the device is held weakly: keeping it alive is the caller's business."""
-
-    host: Tensor | None
-    storage: weakref.ref[torch.UntypedStorage] | None
-    start: int
-    num_bytes: int
-
-    @classmethod
-    def on_host(cls, tensor: Tensor) -> _Place:
-        return cls(tensor, None, tensor.data_ptr(), tensor.nbytes)
-
-    @classmethod
-    def on_device(cls, tensor: Tensor) -> _Place:
-        return cls(None, weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor.nbytes)
-
-    def tensor(self) -> Tensor:
-        if self.host is not None:
-            return self.host
-        storage = self.storage() if self.storage is not None else None
-        if storage is None:
-            raise RaceError("a tensor was freed before a copy from or to it had landed")
-        return byte_view(storage).narrow(0, self.start - storage.data_ptr(), self.num_bytes)
-
-    def overlaps(self, start: int, end: int) -> bool:
-        return self.start < end and start < self.start + self.num_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    destination: _Place
-    source: _Place
 
 
 class _Counter(MemoryCounter):
@@ -208,7 +88,7 @@ class ReferenceDevice(Device):
         seed: None lets every copy land as late as it may; a number lets copies land at random legal moments.
 
     Attributes:
-        capacity_bytes: what its counter says can be allocated, None for no limit. Nobody is kept from more.
+        capacity_bytes: what its counter says can be allocated, None for no limit. More can be allocated all the same.
         races: what was found where no exception could be raised, because a storage was freed without waiting for the copies
             from or to it. The next call on the device raises it.
 
@@ -263,14 +143,16 @@ class ReferenceDevice(Device):
             return self._make_stream(name, is_compute=False)
 
     def _make_stream(self, name: str, *, is_compute: bool) -> ReferenceStream:
+        """Add a stream, numbered as in the clocks."""
         self._streams.append(ReferenceStream(name, len(self._streams), is_compute))
         return self._streams[-1]
 
     def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
-        return self._on_stream(_own(stream))
+        return self._on_stream(own(stream))
 
     @contextmanager
     def _on_stream(self, stream: ReferenceStream) -> Iterator[None]:
+        """What is on the stream lands first: from now on torch's work is done on it, at once."""
         before = self.current_stream()
         stream.is_compute = True
         self._land(stream, stream.num_enqueued)
@@ -284,16 +166,18 @@ class ReferenceDevice(Device):
         pass
 
     def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> ReferenceEvent:
+        """Take a snapshot of the stream's clock, and of how much is on its queue."""
         with self._lock:
             self._pass_time()
-            recorded = self.current_stream() if stream is None else _own(stream)
+            recorded = self.current_stream() if stream is None else own(stream)
             return ReferenceEvent(self, recorded, dict(recorded.clock), recorded.num_enqueued, time.perf_counter())
 
     def wait_event(self, stream: Stream, event: Event) -> None:
+        """Join the event's clock. A compute stream has all that it waits for land now, another when it lands itself."""
         event = event.recorded()  # another thread may need the lock to do so
         with self._lock:
             self._pass_time()
-            waiting = _own(stream)
+            waiting = own(stream)
             assert isinstance(event, ReferenceEvent)
             for number, count in event.clock.items():
                 waiting.clock[number] = max(waiting.clock.get(number, 0), count)
@@ -304,6 +188,7 @@ class ReferenceDevice(Device):
                 waiting.num_enqueued += 1
 
     def synchronize(self, event: Event | None = None) -> None:
+        """Let all land, and order it ahead of whatever comes next on any stream."""
         event = None if event is None else event.recorded()
         with self._lock:
             if event is not None:
@@ -327,6 +212,7 @@ class ReferenceDevice(Device):
                 stream.clock[number] = max(stream.clock.get(number, 0), count)
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        """Return poison, which the current stream has written."""
         with self._lock:
             self._pass_time()
             storage = torch.UntypedStorage(num_bytes)
@@ -335,9 +221,10 @@ class ReferenceDevice(Device):
             return storage
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Check both ends for races, and poison the destination until the copy lands."""
         with self._lock:
             self._pass_time()
-            lane = _own(stream)
+            lane = own(stream)
             if self._is_host(destination) == self._is_host(source):
                 raise ValueError("a copy goes between the device and pinned host memory; both ends were on the same side")
             stamp = lane.tick()
@@ -345,15 +232,16 @@ class ReferenceDevice(Device):
             self._access(destination, stamp, is_write=True)
             if not self._is_awaited(destination):
                 destination.fill_(POISON)
-            lane.queue.append(_Copy(self._place(destination), self._place(source)))
+            lane.queue.append(Copy(self._place(destination), self._place(source)))
             lane.num_enqueued += 1
             if lane.is_compute:
                 self._land(lane, lane.num_enqueued)
 
     def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Let the stream land, and copy at once: nothing comes late."""
         with self._lock:
             self._pass_time()
-            lane = _own(stream)
+            lane = own(stream)
             stamp = lane.tick()
             for tensor, is_write in ((source, False), (destination, True)):
                 if storage_key(tensor.untyped_storage()) in self._storages:  # the other is any memory
@@ -363,6 +251,7 @@ class ReferenceDevice(Device):
             self._order_all_behind(lane.clock)
 
     def pin(self, host: Tensor) -> None:
+        """Note that these bytes are the host's, which are CPU tensors as the device's own."""
         with self._lock:
             self._pinned.append(host)
 
@@ -380,6 +269,7 @@ class ReferenceDevice(Device):
         return False
 
     def note_written(self, storage: torch.UntypedStorage, version: int) -> None:
+        """Raise where the current stream has not waited for all that touched the storage before."""
         with self._lock:
             known, stream = self._storages.get(storage_key(storage)), self.current_stream()
             if known is None:
@@ -390,6 +280,7 @@ class ReferenceDevice(Device):
             known.version = version
 
     def note_read(self, storage: torch.UntypedStorage) -> None:
+        """Raise where the current stream has not waited for the last write."""
         with self._lock:
             known = self._storages.get(storage_key(storage))
             if known is not None:
@@ -398,6 +289,7 @@ class ReferenceDevice(Device):
                 known.accesses.note(stream.tick(), is_write=False)
 
     def note_host_free(self, host: Tensor) -> None:
+        """Poison the bytes, unless a copy is yet to read them."""
         with self._lock:
             if not self._is_awaited(host):
                 host.fill_(POISON)
@@ -410,6 +302,7 @@ class ReferenceDevice(Device):
             self._land_next(stream)
 
     def _land_next(self, stream: ReferenceStream) -> None:
+        """Let the first entry of a queue happen: a copy, or a wait for what is on another queue."""
         entry = stream.queue[0]
         if isinstance(entry, ReferenceEvent):
             self._land(entry.stream, entry.position)
@@ -435,13 +328,14 @@ class ReferenceDevice(Device):
     def _know(self, storage: torch.UntypedStorage) -> _Storage:
         """Keep book of a storage until it dies: it was handed to, or made by, work on the current stream."""
         home, key = self.current_stream(), storage_key(storage)
-        known = self._storages[key] = _Storage(home, storage.nbytes(), _Accesses(home.tick()))
+        known = self._storages[key] = _Storage(home, storage.nbytes(), Accesses(home.tick()))
         self._allocated_bytes += storage.nbytes()
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
         weakref.finalize(storage, self._forget, key).atexit = False
         return known
 
     def _forget(self, key: int) -> None:
+        """A storage has died: it goes back to its home stream, which should have waited for all others."""
         known = self._storages.pop(key)
         self._allocated_bytes -= known.num_bytes
         stamps = [known.accesses.written, *known.accesses.reads.values()]
@@ -455,11 +349,12 @@ class ReferenceDevice(Device):
                 )
 
     def _is_host(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies in memory that was pinned; all else is the device's."""
         start = tensor.data_ptr()
         return any(pinned.data_ptr() <= start < pinned.data_ptr() + pinned.nbytes for pinned in self._pinned)
 
-    def _place(self, tensor: Tensor) -> _Place:
-        return _Place.on_host(tensor) if self._is_host(tensor) else _Place.on_device(tensor)
+    def _place(self, tensor: Tensor) -> Place:
+        return Place.on_host(tensor) if self._is_host(tensor) else Place.on_device(tensor)
 
     def _is_awaited(self, tensor: Tensor) -> bool:
         """Tell whether a copy that has not landed yet touches these bytes."""
@@ -468,10 +363,11 @@ class ReferenceDevice(Device):
             entry.source.overlaps(start, end) or entry.destination.overlaps(start, end)
             for stream in self._streams
             for entry in stream.queue
-            if isinstance(entry, _Copy)
+            if isinstance(entry, Copy)
         )
 
-    def _access(self, tensor: Tensor, stamp: _Stamp, *, is_write: bool) -> None:
+    def _access(self, tensor: Tensor, stamp: Stamp, *, is_write: bool) -> None:
+        """Check and note that a piece of work reads a tensor, or writes to it."""
         if self._is_host(tensor):
             self._access_host(tensor, stamp, is_write=is_write)
             return
@@ -482,7 +378,8 @@ class ReferenceDevice(Device):
         known.accesses.check(stamp.stream, is_write=is_write, what="a storage")
         known.accesses.note(stamp, is_write=is_write)
 
-    def _access_host(self, tensor: Tensor, stamp: _Stamp, *, is_write: bool) -> None:
+    def _access_host(self, tensor: Tensor, stamp: Stamp, *, is_write: bool) -> None:
+        """The same for a range of host memory, of which others may have touched parts."""
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         touched = [known for known in self._host_ranges if known.start < end and start < known.end]
         for known in touched:
@@ -493,9 +390,4 @@ class ReferenceDevice(Device):
             known.accesses.note(stamp, is_write=False)
         if is_write:
             self._host_ranges = [known for known in self._host_ranges if known not in touched]
-            self._host_ranges.append(_HostRange(start, end, _Accesses(stamp)))
-
-
-def _own(stream: Stream) -> ReferenceStream:
-    assert isinstance(stream, ReferenceStream)
-    return stream
+            self._host_ranges.append(_HostRange(start, end, Accesses(stamp)))

@@ -99,6 +99,7 @@ class Addresses:
 
 
 def no_room(num_bytes: int, room_bytes: int, limit: str) -> HostMemoryError:
+    """Return what to raise where a limit leaves less room than is needed."""
     return HostMemoryError(
         f"{format_mib(num_bytes)} more of host memory is needed; {limit} leaves {format_mib(max(room_bytes, 0))}. "
         "Offload less, or raise the limit."

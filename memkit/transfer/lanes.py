@@ -14,7 +14,7 @@ import torch
 from memkit.device.base import Device, Event, Stream
 from memkit.labels import label
 from memkit.storages import byte_view
-from memkit.transfer.arena import Span
+from memkit.transfer.spans import Span
 
 
 @dataclass(frozen=True, slots=True)

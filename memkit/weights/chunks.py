@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,10 +10,9 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.device.base import Event
-from memkit.errors import LayerOffloadError
-from memkit.storages import byte_view, overlapping, storage_key, tensor_over
+from memkit.storages import Geometry, byte_view, overlapping, storage_key, tensor_over
 from memkit.torch_state import num_users
-from memkit.transfer.arena import Span
+from memkit.transfer.spans import Span
 from memkit.wrappers import has_plain_parts, parts_of, set_reported_device, wrappers_in
 
 HEADER_BYTES = 512
@@ -142,7 +140,7 @@ class StreamedParameter:
         )
 
     def current_parameters(self) -> list[nn.Parameter]:
-        """Return the parameter, and what somebody has put in its place since."""
+        """Return the parameter, and what the caller has put in its place since."""
         found = (torch_private.parameters_of(module).get(key) for module, key in self.places)
         now = (parameter for parameter in found if isinstance(parameter, nn.Parameter) and has_plain_parts(parameter))
         return list({id(parameter): parameter for parameter in (self.parameter, *now)}.values())
@@ -182,7 +180,7 @@ class LayerChunk:
         self._restored: dict[int, torch.UntypedStorage] = {}
         """While the parameters are restored: storages of the host copy, by key, each with one of the same bytes elsewhere."""
         self.held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        """Since then: storages of the host copy that somebody else holds (a `state_dict`), each with one of the same bytes."""
+        """Since then: storages of the host copy that the caller holds (a `state_dict`), each with one of the same bytes."""
         wanted = {id(parameter) for parameter in parameters}
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         named: dict[int, tuple[str, nn.Parameter]] = {}
@@ -234,7 +232,7 @@ class LayerChunk:
                 for part in region:
                     part.host_copy = part.over(storage, start=start)
                     part.address = part.host_copy.data_ptr()
-                    _distinct(part.host_copy).copy_(_distinct(part.tensor.data))
+                    distinct(part.host_copy).copy_(distinct(part.tensor.data))
             self.is_on_host = True  # ahead of the first that is: an interrupt leaves some that are not, and `restore` knows
             for streamed in self.parameters:
                 streamed.unbind()
@@ -250,7 +248,7 @@ class LayerChunk:
     def restore(self) -> None:
         """Let the parameters be tensors of their own again, where they were found; see also `held`.
 
-        Those that somebody has put in the place of others since are his, and stay as they are. Calling it again after an
+        Those that the caller has put in the place of others since stay as they are. Calling it again after an
         interrupt does the rest.
         """
         copied = self._restored
@@ -263,8 +261,7 @@ class LayerChunk:
                 for now in streamed.current_tensors():
                     to = copied.get(storage_key(now.untyped_storage()))
                     if to is not None:
-                        offset, size, stride = now.storage_offset(), now.size(), now.stride()
-                        now.data = tensor_over(to, now.dtype, offset=offset, size=size, stride=stride)
+                        now.data = Geometry.of(now).over(to)
                     elif now.device != streamed.device:
                         now.data = now.data.to(streamed.device)
                 for wrapper in (wrapper for parameter in streamed.current_parameters() for wrapper in wrappers_in(parameter)):
@@ -291,7 +288,7 @@ class LayerChunk:
         with without_modes():
             for part in self._parts():
                 if part.tensor.size() == part.size:
-                    _distinct(part.host_copy).copy_(_distinct(part.tensor.data))
+                    distinct(part.host_copy).copy_(distinct(part.tensor.data))
 
     def unbind(self) -> None:
         """Let the parameters be the host copy again."""
@@ -303,104 +300,6 @@ class LayerChunk:
         """Return what changes with every write to the host copy that can be seen."""
         wrappers = [torch_private.version_of(wrapper) for streamed in self.parameters for wrapper in streamed.wrappers]
         return (self.num_changes, *wrappers, *[torch_private.version_of(part.tensor) for part in self._parts()])
-
-    def adopt(self) -> list[StreamedParameter]:
-        """Take over parameters that were put in the place of others (`load_state_dict(assign=True)`), and return them.
-
-        Raises:
-            LayerOffloadError: a parameter was moved, or is of another kind now.
-        """
-        adopted = [streamed for streamed in self.parameters if self._is_replaced(streamed)]
-        for streamed in adopted:
-            module, key = streamed.places[0]
-            old, found = streamed.parameter, torch_private.parameters_of(module)[key]
-            assert found is not None
-            for inner, inner_key in streamed.places[1:]:
-                if torch_private.parameters_of(inner).get(inner_key) is old:
-                    torch_private.parameters_of(inner)[inner_key] = found
-            left = [weakref.ref(part.tensor) for part in streamed.parts if part.is_at_host_copy(part.tensor)]
-            streamed.replace(found)
-            del old
-            now = {id(part.tensor) for part in streamed.parts}
-            for is_kept in left:
-                kept = is_kept()
-                if kept is not None and id(kept) not in now:  # who has it reads and writes there what it is, not its successor
-                    with without_modes():
-                        kept.data = kept.data.clone()
-        for streamed in adopted:
-            self.num_changes += 1
-            self._take_over(streamed)
-        return adopted
-
-    def adopt_data(self) -> None:
-        """Take over what parameters were given since (`parameter.data = other`), while a graph is alive that has used them.
-
-        Those that were put in the place of others are left to the next forward: the graph is one of the others.
-
-        Raises:
-            LayerOffloadError: a parameter was moved, or is of another kind now.
-        """
-        for streamed in self.parameters:
-            module, key = streamed.places[0]
-            if self._is_replaced(streamed) and torch_private.parameters_of(module)[key] is streamed.parameter:
-                self.num_changes += 1
-                self._take_over(streamed)
-
-    def _is_replaced(self, streamed: StreamedParameter) -> bool:
-        """Tell whether somebody has put another tensor in the place of a parameter; raise where it is of another kind."""
-        module, key = streamed.places[0]
-        found = torch_private.parameters_of(module).get(key)
-        if found is None:
-            raise LayerOffloadError(f'"{streamed.name}" is gone from its module while LayerOffload streams it. {_ADVICE}')
-        if not isinstance(found, nn.Parameter):
-            raise LayerOffloadError(
-                f'"{streamed.name}" streams, and is a {type(found).__name__} that is no parameter now: was the model called by '
-                "torch.func.functional_call? That cannot run with weights that stream"
-            )
-        if streamed.wrappers and found.requires_grad:
-            raise LayerOffloadError(
-                f'"{streamed.name}" has come to require grad while it streams. A {type(found).__name__} wraps tensors, and '
-                "streams as a frozen one. Set this before LayerOffload is made: it then stays on the device"
-            )
-        if any(part.host_copy.data_ptr() != part.address for part in streamed.parts):
-            raise LayerOffloadError(
-                f'"{streamed.name}" streams, and its bytes were moved to other memory in place: by model.share_memory(), or by '
-                f"sending its tensors to another process (torch.multiprocessing)? Send copies. {_ADVICE}"
-            )
-        if streamed.is_at_host_copy(found):
-            return False
-        if not streamed.is_of_kind(found):
-            was, now = (
-                f"{type(wrappers[0]).__name__}, " if wrappers else "" for wrappers in (streamed.wrappers, wrappers_in(found))
-            )
-            raise LayerOffloadError(
-                f'"{streamed.name}" streams as {was}{streamed.dtype}, {list(streamed.size)}, and is {now}{found.dtype}, '
-                f"{list(found.size())} on {found.device} now: was the model moved or cast (.to(), .cuda(), .half())? {_ADVICE}"
-            )
-        return True
-
-    def _take_over(self, streamed: StreamedParameter) -> None:
-        """Write to the host copy what a parameter is now, and let it be that."""
-        for part in streamed.parts:
-            if part.is_as_host_copy(part.tensor):
-                continue
-            source = part.tensor.data
-            if part.is_at_host_copy(part.tensor):
-                source = source.clone()
-                part.tensor.data = source
-            if num_users(part.host_copy.untyped_storage()) > 2:
-                raise LayerOffloadError(
-                    f'"{streamed.name}" was given another tensor (`parameter.data = other`) while somebody still holds the one '
-                    "that it was, which is where LayerOffload has its weights. Write to it instead: parameter.data.copy_(other)"
-                )
-            with without_modes():
-                part.adopt_layout(source)
-                _distinct(part.host_copy).copy_(_distinct(source))
-                part.tensor.data = part.host_copy
-        streamed.stride = streamed.parameter.stride()
-
-
-_ADVICE = "Call offload.close() first, change the model, and make a new LayerOffload."
 
 
 def _is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
@@ -421,7 +320,7 @@ def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _distinct(tensor: Tensor) -> Tensor:
+def distinct(tensor: Tensor) -> Tensor:
     """Return the elements of a tensor that was expanded, each once."""
     for dim, step in enumerate(tensor.stride()):
         if step == 0 and tensor.size(dim) > 1:

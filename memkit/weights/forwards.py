@@ -17,6 +17,7 @@ from memkit.hooks import HookSet
 from memkit.owners import are_owners_set_aside
 from memkit.torch_state import in_differentiating_transform
 from memkit.weights.accumulation import Accumulation
+from memkit.weights.adoption import adopt, adopt_data
 from memkit.weights.chunks import LayerChunk, StreamedParameter
 from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import refuse_replicated
@@ -158,7 +159,7 @@ class Forwards(NotCopied):
 
     def _adopt(self, chunk: LayerChunk) -> None:
         if not chunk.uses:
-            for adopted in chunk.adopt():
+            for adopted in adopt(chunk):
                 self._note_adopted(adopted)
 
     def _refuse_transforms(self) -> None:
@@ -194,7 +195,7 @@ class Forwards(NotCopied):
         if self._timing is not None:
             self._timing.arrive(chunk.name)
         if chunk.is_on_host and not chunk.uses:
-            chunk.adopt_data()
+            adopt_data(chunk)
         self._streamer.begin_backward(chunk)
         if self._timing is not None:
             self._timing.go()

@@ -21,51 +21,13 @@ from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.labels import label
-from memkit.storages import storage_bytes
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
-from memkit.weights.shares import MakeOptimizer
+from memkit.weights.optimizers import MakeOptimizer, changed_in, entries_of
+from memkit.weights.stepped import SteppedGradient
 from memkit.weights.streaming import Streamer
 
 _ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, or to clip their global norm, use train="host"'
-
-
-class SteppedGradient(Tensor):
-    """In `grad` of a parameter that was stepped within the backward: whatever would use it raises. It is one element large."""
-
-    @staticmethod
-    def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device) -> SteppedGradient:
-        return torch.zeros((), dtype=dtype, device=device).expand(size).as_subclass(cls)
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"SteppedGradient(size={tuple(self.size())})"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let attributes be read, and it be moved with its parameter; what `zero_grad` does has no effect; all else raises."""
-        name = func.__name__
-        if name in _ZERO_GRAD:
-            return args[0]
-        if name in _MOVES:
-            moved = func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **(kwargs or {}))
-            return cls(args[0].size(), moved.dtype, moved.device)
-        if name in ("__get__", "__set__") or name in _READS:
-            with torch_private.without_subclass_functions():
-                found = func(*args, **(kwargs or {}))
-            if not isinstance(found, Tensor):  # as `data` is
-                return found
-            name = func.__self__.__name__
-        raise LayerOffloadError(
-            f'{name}: this gradient was consumed by the step within the backward. With train="fused" gradients cannot be '
-            'clipped by their global norm, scaled or read. Use train="host"'
-        )
-
-
-_READS = {"size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous"}
-_READS |= {"untyped_storage", "storage_offset", "data_ptr", "is_inference", "is_conj", "is_neg", "__hash__"}
-_READS |= torch_private.READ_BY_MODULES
-_MOVES = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double"}
-_ZERO_GRAD = {"zero_", "detach_", "requires_grad_", torch_private.ZEROING_ALL}
 
 
 class FusedSteps(NotCopied, Accumulation):
@@ -207,6 +169,7 @@ class FusedSteps(NotCopied, Accumulation):
         _refuse(grad, f'"{streamed.name}"')
 
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
+        """A gradient is complete: step the parameter in its slot, and write the layer back once that was its last."""
         chunk, parameter = self._layers[streamed], streamed.parameter
         if id(parameter) not in self._group_of:
             raise LayerOffloadError(
@@ -265,6 +228,7 @@ class FusedSteps(NotCopied, Accumulation):
                 parameter.grad = stand_in
 
     def _forget_consumed(self) -> None:
+        """Have `grad` of what was stepped be None again."""
         for parameter in self._consumed:
             if type(parameter.grad) is SteppedGradient:
                 parameter.grad = None
@@ -283,12 +247,12 @@ class FusedSteps(NotCopied, Accumulation):
         super()._end_backward(task, has_failed)
 
     def _finish(self, has_failed: bool) -> None:
-        """Have the host copies be what was stepped, each parameter whole or not at all, and nobody hold a gradient of it."""
+        """Have the host copies be what was stepped, each parameter whole or not at all, and let its gradient go."""
         if has_failed:
             self._drop()
             return
         self._write_back_waiting()
-        for event in self._written:  # whoever reads a host copy finds what was written
+        for event in self._written:  # who reads a host copy then finds what was written
             self._device.synchronize(event)
         self._written.clear()
         self._say_consumed()
@@ -298,6 +262,7 @@ class FusedSteps(NotCopied, Accumulation):
         self._due.clear()
 
     def _drop(self) -> None:
+        """A backward has failed: have each parameter be stepped whole or not at all."""
         self._regroup()
         for parameter in list(self._due.values()):
             self._consume(parameter)
@@ -330,14 +295,14 @@ class FusedSteps(NotCopied, Accumulation):
         """Return a context in which the optimizer's groups are one, that of a parameter, with nothing else in it."""
         groups = self.optimizer.param_groups
         group = {**groups[self._group_of[id(parameter)]], "params": [parameter]}
-        entries = _entries(group)
+        entries = entries_of(group)
         self._groups = groups
         self.optimizer.param_groups = [group]
         try:
             yield
         finally:
             self._regroup()
-        changed = _changed(entries, group)
+        changed = changed_in(entries, group)
         if changed is not None:
             raise LayerOffloadError(f"{type(self.optimizer).__name__} {_KEEPS % changed}")
 
@@ -357,53 +322,3 @@ _KEEPS = (
     'keeps state in its groups (a step has changed "%s"), which is of all parameters together. With train="fused" each is '
     'stepped by itself. Use train="host"'
 )
-
-_Entries = dict[str, tuple[Any, int]]
-
-
-def _entries(group: dict[str, Any]) -> _Entries:
-    """Return the entries of an optimizer's group, and how often each was written to."""
-    return {name: (value, _version(value)) for name, value in group.items() if name != "params"}
-
-
-def _changed(before: _Entries, group: dict[str, Any]) -> str | None:
-    """Return the name of an entry of a group that a step has changed, if any."""
-    for name, (value, version) in _entries(group).items():
-        known, known_version = before.get(name, (_MISSING, 0))
-        if known is value and known_version == version:
-            continue
-        if known is value or isinstance(known, Tensor) or isinstance(value, Tensor) or known != value:
-            return name
-    return None
-
-
-_MISSING = object()
-
-
-def _version(value: object) -> int:
-    return torch_private.version_of(value) if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def state_bytes_per_byte(make: MakeOptimizer) -> float:
-    """Return how many bytes of state an optimizer keeps for each byte of parameters.
-
-    Raises:
-        ValueError: it does not step a matrix by itself.
-    """
-    parameter = nn.Parameter(torch.zeros(32, 32))
-    tried = "LayerOffload: optimizer= was called with one parameter, a matrix of 32 x 32, to see how much state it keeps"
-    try:
-        optimizer = make([parameter])
-        held = [item for group in optimizer.param_groups for item in group["params"]]
-    except Exception as error:
-        raise ValueError(f"{tried}. This failed: {type(error).__name__}: {error}") from error
-    if len(held) != 1 or held[0] is not parameter:
-        raise ValueError(f"{tried}. It makes an optimizer of the parameters that it is given; what it returned holds others")
-    parameter.grad = torch.zeros_like(parameter)
-    try:
-        optimizer.step()
-    except Exception as error:
-        raise ValueError(f"{tried}, and a step without a closure failed: {type(error).__name__}: {error}") from error
-    state = [item for item in optimizer.state[parameter].values() if isinstance(item, Tensor) and item.numel() > 1]
-    num_bytes: int = parameter.nbytes
-    return storage_bytes(state) / num_bytes

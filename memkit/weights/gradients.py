@@ -22,8 +22,9 @@ from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.storages import byte_view
 from memkit.torch_state import num_users
-from memkit.transfer.arena import ALIGNMENT_BYTES, Arena, Span
+from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
+from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
 from memkit.weights.accumulation import Accumulation, sum_of
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 
@@ -346,4 +347,4 @@ def _gradient_bytes(streamed: StreamedParameter) -> int:
 
 
 def _room_bytes(streamed: StreamedParameter) -> int:
-    return -(-_gradient_bytes(streamed) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return rounded(_gradient_bytes(streamed), ALIGNMENT_BYTES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,18 +13,20 @@ from torch import nn
 
 from memkit import torch_private
 from memkit.attached import NotCopied, note_attached, note_detached
-from memkit.device import CpuDevice, Device, cuda_is_available, open_device
-from memkit.errors import LayerOffloadError
+from memkit.device import Device, cuda_is_available, open_device
+from memkit.errors import warn_user
 from memkit.hooks import HookSet
-from memkit.plan import plan_again
 from memkit.sizes import check_budget_bytes, format_bytes
-from memkit.storages import byte_view, unique_storages
-from memkit.transfer.arena import Arena, Span
+from memkit.weights.adoption import adopt, refuse_tied
+from memkit.weights.choice import MeasuredChoice
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
+from memkit.weights.claims import claim, is_streamed, refuse_streamed
 from memkit.weights.forwards import Forwards
-from memkit.weights.fused import FusedSteps, state_bytes_per_byte
+from memkit.weights.fused import FusedSteps
 from memkit.weights.gradients import HostGradients, bring_state
-from memkit.weights.placement import Placement, shared_between
+from memkit.weights.host_copies import HostCopies
+from memkit.weights.optimizers import MakeOptimizer, state_bytes_per_byte
+from memkit.weights.placement import Placement
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import (
     LayerChoice,
@@ -35,14 +36,10 @@ from memkit.weights.selection import (
     refuse_unmovable,
     refuse_wrapped,
 )
-from memkit.weights.shares import MakeOptimizer, choose_mode, costs_of, plan_layers, plan_measured, why_nothing_is_freed
+from memkit.weights.shares import choose_mode, chunks_of, plan_layers, why_nothing_is_freed
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
 from memkit.weights.timing import StepTimes, StepTiming
-from memkit.wrappers import has_plain_parts, is_plain
-
-_streaming_by: weakref.WeakValueDictionary[int, LayerOffload] = weakref.WeakValueDictionary()
-"""Who streams a parameter, by its id: whoever does keeps it alive."""
 
 
 class LayerOffload(NotCopied):
@@ -127,13 +124,11 @@ class LayerOffload(NotCopied):
         self.model = model
         self.device = open_device(("cuda" if cuda_is_available() else "cpu") if device is None else device)
         self._layers = find_layers(model, layers)
-        for name, parameter in model.named_parameters():
-            _refuse_streamed(name, parameter)
+        refuse_streamed(model)
         self.train = choose_mode(train, self._layers, optimizer)
         refuse_scripted(model, self._layers, steps_all=self.train == "fused")
-        chunks = self._chunks_of()
+        chunks = chunks_of(model, self._layers, is_trained=self.train != "frozen")
         self._candidates = {name: chunks.get(name) for name in self._layers}
-        self._num_slots = num_slots
         self.plan = plan_layers(
             self._candidates,
             offload_ratio=offload_ratio,
@@ -142,36 +137,35 @@ class LayerOffload(NotCopied):
             num_slots=num_slots,
             state_ratio=0.0 if optimizer is None else state_bytes_per_byte(optimizer),
         )
-        self._warn_of_no_use(is_asked_for=device is not None)
-        self._is_to_choose = isinstance(offload_ratio, str)
+        message = why_nothing_is_freed(
+            self._candidates, self.plan, self.device, train=self.train, num_slots=num_slots, is_asked_for=device is not None
+        )
+        if message is not None:
+            warn_user(message)
+        self._choice = MeasuredChoice(
+            self.device, self._candidates, train=self.train, num_slots=num_slots, is_open=isinstance(offload_ratio, str)
+        )
         self._chunks = self._streaming()
         self._placement, self._hooks = Placement(), HookSet()
         self._forwards = Forwards(model, self._before_pass, self._note_adopted)
         self._streamer: Streamer | None = None
-        self._timing: StepTiming | None = None
-        self._times: StepTimes | None = None
-        self._predicted_peak_bytes: int | None = None
         self._gradients: HostGradients | FusedSteps | None = None
         self._leaving: list[LayerChunk] = []
         """Layers that stay on the device from now on, and have yet to give back what they took."""
-        self._held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = None
-        """Once all is where it was found: storages of host memory that somebody else holds, each with one of the same bytes."""
         self._is_closed = self._is_entered = False
-        self._arena, self._has_warned = Arena(self.device, limit_bytes=host_limit_bytes, must_pin=False), False
+        self._host = HostCopies(self.device, model, chunks.values(), limit_bytes=host_limit_bytes)
+        self._arena = self._host.arena
         try:
-            with torch.inference_mode(False):  # else host memory could not be written to outside of that
-                spans = self._arena.take_pinned_as_one([chunk.num_bytes for chunk in self._chunks])
-            for chunk, span in zip(self._chunks, spans, strict=True):
-                chunk.span = span
+            self._host.take(self._chunks)
             if self.train != "frozen":
                 refuse_replicas(self.model, self.train)
             if self.train == "host":
                 self._gradients = HostGradients(
-                    self.device, self._arena, self._chunks, rest=lambda: self._streams.rest(), others=self._spans_of_weights
+                    self.device, self._arena, self._chunks, rest=lambda: self._streams.rest(), others=self._host.spans
                 )
                 self._gradients.begin(self._chunks)
-                self._hooks.before_any_step(partial(refuse_unscaled, _is_streamed))
-            self._warn_of_refusal()
+                self._hooks.before_any_step(partial(refuse_unscaled, is_streamed))
+            self._host.warn_of_refusal()
             note_attached(self, is_on=LayerOffload._is_over, take_off=LayerOffload.close)
             self._begin(optimizer)
         except BaseException:
@@ -181,19 +175,6 @@ class LayerOffload(NotCopied):
     def _is_over(self, module: nn.Module) -> bool:
         return self.model is module
 
-    def _warn_of_no_use(self, *, is_asked_for: bool) -> None:
-        message = why_nothing_is_freed(self._candidates, self.plan, train=self.train, num_slots=self._num_slots)
-        if isinstance(self.device, CpuDevice):
-            found, advice = "found no CUDA device", "Run on a machine with a GPU"
-            if is_asked_for:
-                found, advice = "was given the CPU as its device", 'Leave device= out, or name a GPU (device="cuda")'
-            message = (
-                f"LayerOffload {found}: weights stream from host memory to host memory, which frees nothing. {advice}, or pass "
-                "device=memkit.device.ReferenceDevice() to try it out."
-            )
-        if message is not None:
-            warnings.warn(message, stacklevel=3)
-
     def _streaming(self) -> list[LayerChunk]:
         """Return what streams by the plan, in its order."""
         found = [chunk for name in self.plan.streamed if (chunk := self._candidates[name]) is not None]
@@ -201,42 +182,17 @@ class LayerOffload(NotCopied):
             chunk.position = position
         return found
 
-    def _chunks_of(self) -> dict[str, LayerChunk]:
-        """Return what of each layer may stream."""
-        tied, found = shared_between(self.model, self._layers), dict[str, LayerChunk]()
-        seen = set[int]()
-        for name, module in self._layers.items():
-            chosen = []
-            for parameter in module.parameters():
-                must_be_frozen = self.train == "frozen" or not is_plain(parameter)
-                if not has_plain_parts(parameter) or not parameter.numel() or (parameter.requires_grad and must_be_frozen):
-                    continue
-                shared = [key for key in unique_storages([parameter]) if key in tied]
-                for key in shared:
-                    if key not in seen:
-                        seen.add(key)
-                        warnings.warn(
-                            f"LayerOffload: {', '.join(tied[key])} share their bytes, so they stay on the device", stacklevel=4
-                        )
-                if not shared:
-                    chosen.append(parameter)
-            if chosen:
-                found[name] = LayerChunk(name, module, chosen, len(found))
-        return found
-
-    def _spans_of_weights(self) -> list[Span]:
-        return [chunk.span for chunk in filter(None, self._candidates.values()) if chunk.span is not None]
-
     def _begin(self, make: MakeOptimizer | None) -> None:
         """Move everything to where it belongs, and have the model's forwards seen."""
         streamed = {id(item.parameter) for chunk in self._chunks for item in chunk.parameters}
         for chunk in self._chunks:
             chunk.move_to_host()
-            _streaming_by.update((id(item.parameter), self) for item in chunk.parameters)
+            for item in chunk.parameters:
+                claim(item, self._host)
         tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if id(tensor) not in streamed]
         self._placement.place(tensors, self.device.torch_device)
         self._streamer = Streamer(self.device, self._chunks, self.plan.slot_bytes)
-        if self._is_to_choose:
+        if self._choice.is_open:
             self._streamer.handles = weakref.WeakSet()
         if make is not None:
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -246,72 +202,47 @@ class LayerOffload(NotCopied):
         if self._chunks:
             self._begin_timing()
 
-    def _warn_of_refusal(self) -> None:
-        """Say once that host memory could not be pinned: in the beginning, or when more of it was needed later."""
-        if self._arena.refusal is not None and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(f"LayerOffload: {self._arena.refusal}", stacklevel=3)
-
     def _note_adopted(self, adopted: StreamedParameter) -> None:
-        for other in (item for chunk in self._chunks for item in chunk.parameters):
-            if other is not adopted and other.parameter is adopted.parameter:
-                raise LayerOffloadError(
-                    f'"{adopted.name}" and "{other.name}" have come to be one parameter while they stream. Call '
-                    "offload.close() first, tie them, and make a new LayerOffload: what is tied then stays on the device"
-                )
-        _streaming_by[id(adopted.parameter)] = self
+        refuse_tied(adopted, self._chunks)
+        claim(adopted, self._host)
 
     # Finding out the share, and what it takes
 
     def _begin_timing(self) -> StepTiming:
+        """Have the next passes timed."""
         resident = {name: self._layers[name] for name in self._layers if name not in self.plan.streamed}
         is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
-        self._timing = StepTiming(
-            self.device, self._streams.log_transfers, is_trained=is_trained, resets_peak=self._is_to_choose
-        )
-        self._forwards.time_with(self._timing, resident)
-        return self._timing
+        timing = self._choice.begin(self._streams, is_trained=is_trained)
+        self._forwards.time_with(timing, resident)
+        return timing
 
     def _before_pass(self) -> None:
-        self._warn_of_refusal()
+        """A forward begins: finish what an interrupt has left, and take up what a step took that was timed."""
+        self._host.warn_of_refusal()
         if self._streams.is_closed:  # by an interrupt while layers came to stay on the device
             self._stream_anew()
         self._let_go()
-        if self._timing is None or not self._timing.begin_pass():
+        times = self._choice.begin_pass(self._streams)
+        if times is None:
             return
-        if self._is_to_choose and (self._streams.handles or any(chunk.uses for chunk in self._chunks)):
-            return  # of a graph that is alive, or in another thread: later
-        if self._is_to_choose:
-            for adopted in (adopted for chunk in self._chunks for adopted in chunk.adopt()):
-                self._note_adopted(adopted)
-        times = self._timing.result()
+        for adopted in (adopted for chunk in self._chunks if self._choice.is_open for adopted in adopt(chunk)):
+            self._note_adopted(adopted)
         self._forwards.time_with(None, {})
-        if self._is_to_choose:
-            try:
-                with without_modes():
-                    self._choose(times)
-            except Exception:
-                self._is_to_choose, self._timing = False, None
-                raise
-            self._is_to_choose = False
-            self._begin_timing().begin_pass()
+        if not self._choice.is_open:
+            self.plan = self._choice.end(self.plan, times)
             return
-        self._times, self._timing = times, None
-        if self.plan.predicted_s is None:
-            costs = costs_of(self._candidates, times)
-            self.plan = plan_again(self.plan, costs, times.h2d_bytes_per_s)
+        try:
+            with without_modes():
+                self._choose(times)
+        except Exception:
+            self._choice.is_open, self._choice.timing = False, None
+            raise
+        self._choice.is_open = False
+        self._begin_timing().begin_pass()
 
     def _choose(self, times: StepTimes) -> None:
         """Have as many layers stay on the device as is best by what a step took in which all stream."""
-        counter, before = self.device.memory_counter(), self.plan
-        chosen = plan_measured(
-            self._candidates,
-            times,
-            before,
-            train=self.train,
-            num_slots=self._num_slots,
-            capacity_bytes=None if counter is None else counter.capacity_bytes(),
-        )
+        before, chosen = self.plan, self._choice.choose(self.plan, times)
         staying = [chunk for chunk in self._chunks if chunk.name not in chosen.streamed]
         if not staying:
             self.plan = chosen
@@ -329,8 +260,7 @@ class LayerOffload(NotCopied):
                 self._stream_anew()
                 raise
             self._let_go()
-        if times.peak_bytes is not None:
-            self._predicted_peak_bytes = times.peak_bytes - before.device_bytes + self.plan.device_bytes
+        self._choice.note_chosen(before, self.plan, times)
 
     def _stream_anew(self) -> None:
         """Have what streams by the plan do so, and nothing else."""
@@ -349,15 +279,10 @@ class LayerOffload(NotCopied):
         """Give back what layers had that stay on the device from now on, but for host copies that are held."""
         if not self._leaving:
             return
-        for chunk in self._leaving:
-            if self._gradients is not None:
+        if self._gradients is not None:
+            for chunk in self._leaving:
                 self._gradients.unwatch(chunk)
-            for item in chunk.parameters:
-                _streaming_by.pop(id(item.parameter), None)
-            if chunk.span is not None and not chunk.held:
-                span, chunk.span = chunk.span, None
-                self._arena.give(span)
-        self._arena.trim_gaps()
+        self._host.give(self._leaving)
         if self.train == "host":
             parameters = [item.parameter for chunk in self._leaving for item in chunk.parameters]
             self._hooks.before_any_step(partial(bring_state, parameters))
@@ -409,29 +334,17 @@ class LayerOffload(NotCopied):
             return
         self._forwards.close()
         self._hooks.remove()
-        self._timing = None
+        self._choice.timing = None
         if self._gradients is not None:
             self._gradients.drop_interrupted()
         self._arena.drain()
         if self._streamer is not None:
             self._streamer.close()
-        if self._held is None:
-            held = [] if self._gradients is None else self._gradients.close()
-            for chunk in filter(None, self._candidates.values()):
-                if chunk.is_on_host:
-                    chunk.restore()
-                held += [(storage, byte_view(storage).clone().untyped_storage()) for storage, _ in chunk.held]
-                for item in chunk.parameters:
-                    _streaming_by.pop(id(item.parameter), None)
-            self._placement.restore()
-            self._held = held
-        self._arena.give_all()
-        self._arena.close()
-        # The arena has given the memory back; the addresses still are whose tensors are there.
-        for storage, copied in self._held:
-            byte_view(storage).copy_(byte_view(copied))
+        self._host.restore(self._gradients)
+        self._placement.restore()
+        self._host.close()
         note_detached(self)
-        self._held, self._is_closed = [], True
+        self._is_closed = True
 
     @contextmanager
     def gather(self, layer: str | nn.Module) -> Iterator[nn.Module]:
@@ -461,7 +374,7 @@ class LayerOffload(NotCopied):
 
     def stats(self) -> LayerStats:
         """Return what was moved so far, and what had to be waited for."""
-        streamer = self._streams
+        streamer, times = self._streams, self._choice.times
         with streamer.lock:
             return LayerStats(
                 num_streamed=len(self._chunks),
@@ -475,21 +388,8 @@ class LayerOffload(NotCopied):
                 num_demand_fetches=streamer.num_demand_fetches,
                 num_overflows=streamer.ring.num_overflows,
                 predicted_s=self.plan.predicted_s,
-                actual_s=None if self._times is None else self._times.taken_s,
-                predicted_peak_bytes=self._predicted_peak_bytes,
-                actual_peak_bytes=None if self._times is None else self._times.peak_bytes,
+                actual_s=None if times is None else times.taken_s,
+                predicted_peak_bytes=self._choice.predicted_peak_bytes,
+                actual_peak_bytes=None if times is None else times.peak_bytes,
                 stall_s=dict(zip((chunk.name for chunk in self._chunks), streamer.stalls.seconds(), strict=True)),
             )
-
-
-def _is_streamed(parameter: torch.Tensor) -> bool:
-    return id(parameter) in _streaming_by
-
-
-def _refuse_streamed(name: str, parameter: nn.Parameter) -> None:
-    other = _streaming_by.get(id(parameter))
-    if other is not None and any(item.parameter is parameter for chunk in other._chunks for item in chunk.parameters):
-        raise ValueError(
-            f'LayerOffload: "{name}" is streamed by another LayerOffload already, over a {type(other.model).__name__}. '
-            "Close that one first: call its close(), or memkit.detach(model) with the model that it was given"
-        )

@@ -12,43 +12,11 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.hooks import SavedTensorHooks
-from memkit.kept import KeptHandle
+from memkit.kept import FlattenedHandle, ForwardedHandle, KeptHandle
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
 from memkit.wrappers import parts_of
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-class _Passed:
-    """A saved tensor that the hooks outside were given."""
-
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
-        self._packed = packed
-        self._unpack = unpack
-
-    def unpack(self) -> Tensor:
-        return self._unpack(self._packed)
-
-
-class _WrapperHandle(KeptHandle):
-    """A saved tensor that wraps others, some of which lie in a slot. It holds none of their bytes."""
-
-    __slots__ = ("_context", "_kind", "_packed", "_size", "_stride")
-
-    def __init__(self, tensor: Any, pack: Callable[[Tensor], Any]) -> None:
-        with torch_private.without_subclass_functions(), torch_private.without_python_dispatch():
-            super().__init__(tensor)  # the alias wraps nothing, and counts what is written by the wrapper's own ops
-        names, self._context = tensor.__tensor_flatten__()
-        self._packed = {name: pack(getattr(tensor, name)) for name in names}
-        self._kind, self._size, self._stride = type(tensor), tensor.size(), tensor.stride()
-
-    def unpack(self) -> Tensor:
-        self.check_version()
-        inner = {name: packed.unpack() for name, packed in self._packed.items()}
-        made: Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
-        return made
 
 
 class WeightHooks:
@@ -83,27 +51,26 @@ class WeightHooks:
             self._hooks.__exit__()
             del self._hooks  # it holds this object
 
-    def pack(self, tensor: Tensor) -> KeptHandle | _Passed:
+    def pack(self, tensor: Tensor) -> KeptHandle:
         """Take a tensor that autograd saves."""
         is_plain = type(tensor) in _PLAIN_TYPES or not has_own_dispatch(tensor)
         parts = [tensor] if is_plain else parts_of(tensor) if torch_private.is_wrapper(tensor) else []
         if any(map(self._is_in_slot, parts)):
             if self._hooks.outer is None or not self._hands_on_weights:
                 if not is_plain:
-                    return _WrapperHandle(tensor, self.pack)
+                    return FlattenedHandle(tensor, self.pack)
                 with torch_private.without_python_dispatch():  # it is no part of the forward
                     return self._handle_of(tensor)
             tensor = tensor.detach()  # the parameter itself leaves the slot before this is used
         if self._hooks.outer is not None:
-            pack, unpack = self._hooks.outer
-            return _Passed(pack(tensor), unpack)
+            return ForwardedHandle(tensor, *self._hooks.outer, is_checked=False)
         return KeptHandle(tensor)
 
     def _is_in_slot(self, tensor: Tensor) -> bool:
         return tensor.layout is torch.strided and self._slot_at(tensor.untyped_storage()) is not None
 
 
-def _unpack(packed: KeptHandle | _Passed) -> Tensor:
+def _unpack(packed: KeptHandle) -> Tensor:
     return packed.unpack()
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
-import torch
 from torch import nn
 
+from memkit.device import CpuDevice, Device
+from memkit.errors import warn_user
 from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_resident, plan_streamed_ratio
 from memkit.sizes import check_budget_bytes, format_bytes
+from memkit.storages import unique_storages
 from memkit.weights.chunks import LayerChunk
+from memkit.weights.optimizers import MakeOptimizer
+from memkit.weights.placement import shared_between
 from memkit.weights.timing import StepTimes
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+from memkit.wrappers import has_plain_parts, is_plain
 
 _TRAIN = ("auto", "frozen", "host", "fused")
 _MOSTLY = 0.5
@@ -45,6 +48,34 @@ def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOpti
     parameters = [parameter for layer in layers.values() for parameter in layer.parameters()]
     trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     return "host" if trained_bytes > _MOSTLY * sum(parameter.nbytes for parameter in parameters) else "frozen"
+
+
+def chunks_of(model: nn.Module, layers: Mapping[str, nn.Module], *, is_trained: bool) -> dict[str, LayerChunk]:
+    """Return what of each layer may stream, of those of which anything may.
+
+    Args:
+        model: whose layers they are: what they share with the rest of it stays.
+        layers: by name.
+        is_trained: whether parameters that require grad may stream.
+    """
+    tied, found = shared_between(model, layers), dict[str, LayerChunk]()
+    seen = set[int]()
+    for name, module in layers.items():
+        chosen = []
+        for parameter in module.parameters():
+            must_be_frozen = not is_trained or not is_plain(parameter)
+            if not has_plain_parts(parameter) or not parameter.numel() or (parameter.requires_grad and must_be_frozen):
+                continue
+            shared = [key for key in unique_storages([parameter]) if key in tied]
+            for key in shared:
+                if key not in seen:
+                    seen.add(key)
+                    warn_user(f"LayerOffload: {', '.join(tied[key])} share their bytes, so they stay on the device")
+            if not shared:
+                chosen.append(parameter)
+        if chosen:
+            found[name] = LayerChunk(name, module, chosen, len(found))
+    return found
 
 
 def plan_layers(
@@ -95,16 +126,32 @@ def plan_layers(
 
 
 def why_nothing_is_freed(
-    layers: Mapping[str, LayerChunk | None], plan: ResidencyPlan, *, train: str, num_slots: int
+    layers: Mapping[str, LayerChunk | None],
+    plan: ResidencyPlan,
+    device: Device,
+    *,
+    train: str,
+    num_slots: int,
+    is_asked_for: bool,
 ) -> str | None:
     """Return what to say if layers stream, and the device has no byte more for it; None if that is not so.
 
     Args:
         layers: see `plan_layers`.
         plan: which of them stream.
+        device: where they run.
         train: how they are trained: with "host", the gradients of what streams are not on the device either.
         num_slots: for layers of one size.
+        is_asked_for: whether the user has named the device.
     """
+    if isinstance(device, CpuDevice):
+        found, advice = "found no CUDA device", "Run on a machine with a GPU"
+        if is_asked_for:
+            found, advice = "was given the CPU as its device", 'Leave device= out, or name a GPU (device="cuda")'
+        return (
+            f"LayerOffload {found}: weights stream from host memory to host memory, which frees nothing. {advice}, or pass "
+            "device=memkit.device.ReferenceDevice() to try it out."
+        )
     costs = costs_of(layers)
     grad_bytes = sum(layer.grad_bytes for layer in costs if layer.name in plan.streamed) if train == "host" else 0
     if not plan.streamed or plan.freed_bytes + grad_bytes > 0:

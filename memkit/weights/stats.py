@@ -1,12 +1,41 @@
-"""What a `LayerOffload` did."""
+"""What a `LayerOffload` did, and had to wait for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from memkit.device.base import Event
 from memkit.sizes import format_bytes
+
+_MOST_PENDING = 256
+
+
+class Stalls:
+    """How long the device has waited for each layer: read from events, as far as they are reached."""
+
+    def __init__(self, seconds: Iterable[float]) -> None:
+        self._seconds = list(seconds)
+        self._pending: list[tuple[int, Event, Event]] = []
+
+    def add(self, layer: int, start: Event, end: Event) -> None:
+        """Note that a stream has waited for a layer between two events."""
+        self._pending.append((layer, start, end))
+        if len(self._pending) > _MOST_PENDING:
+            self.seconds()
+
+    def seconds(self) -> tuple[float, ...]:
+        """Return the seconds of each layer so far."""
+        waiting = []
+        for layer, start, end in self._pending:
+            if end.is_reached():
+                self._seconds[layer] += start.elapsed_s(end)
+            else:
+                waiting.append((layer, start, end))
+        self._pending = waiting
+        return tuple(self._seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

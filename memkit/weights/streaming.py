@@ -13,7 +13,7 @@ and the training loop may go on after it. So in all of this room:
   event was noted behind it, the host waits for the whole device before the memory goes.
 - *A slot that is written to is the truth from before the write on*, until the write to the host copy is noted. So a parameter
   that was stepped has its new weights in host memory, and one that was not has the old ones.
-- *Constructors set no hooks.* Somebody knows the object before it `begin`s, so that `LayerOffload.close` finds all there is to
+- *Constructors set no hooks.* `LayerOffload` knows the object before it `begin`s, so that its `close` finds all there is to
   undo. That may be called again after an interrupt as well.
 """
 
@@ -34,46 +34,20 @@ from memkit.errors import LayerOffloadError
 from memkit.kept import KeptHandle, nothing
 from memkit.labels import label
 from memkit.owners import StreamedWeights
-from memkit.storages import tensor_over
+from memkit.storages import Geometry
 from memkit.torch_state import sharing_counters
 from memkit.transfer.lanes import Transfer, lanes_of
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.order import LayerOrder, Phase
 from memkit.weights.slots import Slot, SlotRing
-
-_MOST_PENDING = 256
-
-
-class Stalls:
-    """How long the device has waited for each layer: read from events, as far as they are reached."""
-
-    def __init__(self, seconds: Iterable[float]) -> None:
-        self._seconds = list(seconds)
-        self._pending: list[tuple[int, Event, Event]] = []
-
-    def add(self, layer: int, start: Event, end: Event) -> None:
-        """Note that a stream has waited for a layer between two events."""
-        self._pending.append((layer, start, end))
-        if len(self._pending) > _MOST_PENDING:
-            self.seconds()
-
-    def seconds(self) -> tuple[float, ...]:
-        """Return the seconds of each layer so far."""
-        waiting = []
-        for layer, start, end in self._pending:
-            if end.is_reached():
-                self._seconds[layer] += start.elapsed_s(end)
-            else:
-                waiting.append((layer, start, end))
-        self._pending = waiting
-        return tuple(self._seconds)
+from memkit.weights.stats import Stalls
 
 
 class Streamer:
     """Brings layers into slots. It is the owner of the slots' storages. See [Note: interrupts of streaming].
 
     Any use of a layer finds its bytes: they are in a slot, or are fetched then. Whatever is expected next is fetched ahead, as
-    far as slots are free that nobody needs sooner. What a slot holds is good for the pass and its backward: before each new
+    far as slots are free that no layer needs sooner. What a slot holds is good for the pass and its backward: before each new
     pass the slots forget, since not every write to a host copy can be seen.
 
     Args:
@@ -136,6 +110,7 @@ class Streamer:
             self._prefetch()
 
     def _find_phase(self) -> Phase:
+        """Return which way the layers are gone through, by autograd's state; a backward expects them in reverse."""
         if torch_private.backward_task() == -1:
             return Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
         if self._phase is not Phase.BACKWARD:  # reentrant checkpoints have their forwards without grad mode
@@ -196,7 +171,7 @@ class Streamer:
         with torch_private.without_python_dispatch(), self.lock:
             chunk = self._in_backward
             if chunk is not None:
-                if chunk.uses == {self} and self.ring.holding(chunk) is None:  # somebody has written to the parameters
+                if chunk.uses == {self} and self.ring.holding(chunk) is None:  # the parameters were written to
                     chunk.write_back()
                 self.leave(chunk, use=self)
                 self._in_backward = None
@@ -214,6 +189,7 @@ class Streamer:
                         slot.release(self.device.current_stream())
 
     def _wait(self, slot: Slot, chunk: LayerChunk) -> None:
+        """Have the current stream wait for what is in a slot, and note how long that takes."""
         stream = self.device.current_stream()
         assert slot.ready is not None
         if slot.ready.is_reached():
@@ -289,6 +265,8 @@ class Streamer:
         return [chunk for chunk in found if chunk is not self._current]
 
     def _fetch(self, chunk: LayerChunk, slot: Slot) -> None:
+        """Put the copy of a layer to a slot on its lane."""
+
         def copy(storage: torch.UntypedStorage, after: Iterable[Event]) -> Event:
             assert chunk.span is not None
             written = () if chunk.written is None else (chunk.written,)
@@ -317,12 +295,12 @@ class Streamer:
     def settle(self) -> None:
         """Have the host copies be what is in slots that were written to; the host waits for all copies.
 
-        Also for those that nobody knows of, since an interrupt came ahead of that.
+        Also for those that are not noted, since an interrupt came ahead of that.
         """
         with torch_private.without_python_dispatch(), self.lock:
             for slot in self.ring:
                 if slot.is_dirty and slot.chunk is not None:
-                    with suppress(Exception):  # a copy that fails: what is in the slot is lost, and whoever steps is told
+                    with suppress(Exception):  # a copy that fails: what is in the slot is lost, and the step is told
                         self.write_back(slot.chunk)
                 slot.is_dirty = False
             for chunk in self.chunks:
@@ -333,7 +311,7 @@ class Streamer:
             self.device.synchronize()
 
     def forget(self) -> None:
-        """Somebody may have written to the host copies unseen."""
+        """The caller may have written to the host copies unseen."""
         with self.lock:
             self.ring.forget()
 
@@ -370,7 +348,7 @@ class Streamer:
 class StreamedHandle(KeptHandle):
     """A saved tensor that lies in a slot: a parameter, or a view of one. It holds none of its bytes."""
 
-    __slots__ = ("_chunk", "_dtype", "_is_conj", "_is_neg", "_num_changes", "_offset", "_size", "_streamer", "_stride")
+    __slots__ = ("_chunk", "_geometry", "_num_changes", "_streamer")
 
     def __init__(self, streamer: Streamer, tensor: Tensor) -> None:
         super().__init__(tensor)
@@ -382,14 +360,12 @@ class StreamedHandle(KeptHandle):
             streamer.handles.add(self)
         self._chunk = slot.chunk
         self._num_changes = slot.chunk.num_changes
-        self._size, self._stride = tensor.size(), tensor.stride()
-        self._offset, self._dtype = tensor.storage_offset(), tensor.dtype
-        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
+        self._geometry = Geometry.of(tensor)
         self.alias.data = nothing(tensor.dtype, tensor.device)
 
     @property
     def size(self) -> torch.Size:
-        return self._size
+        return self._geometry.size
 
     @property
     def version_now(self) -> int:
@@ -397,13 +373,4 @@ class StreamedHandle(KeptHandle):
 
     def unpack(self) -> Tensor:
         self.check_version()
-        slot = self._streamer.use(self._chunk)
-        return tensor_over(
-            slot.storage,
-            self._dtype,
-            offset=self._offset,
-            size=self._size,
-            stride=self._stride,
-            is_conj=self._is_conj,
-            is_neg=self._is_neg,
-        )
+        return self._geometry.over(self._streamer.use(self._chunk).storage)

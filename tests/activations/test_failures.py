@@ -16,7 +16,7 @@ import memkit
 from memkit.activations.cpu_offload import _states
 from memkit.device import Device, ReferenceDevice
 from memkit.hooks import innermost_pack
-from memkit.transfer.arena import PAGE_BYTES
+from memkit.transfer.host_memory import PAGE_BYTES
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step, three_backwards
 from tests.activations.conftest import Offload

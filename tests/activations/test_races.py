@@ -10,7 +10,7 @@ from torch import Tensor
 
 import memkit
 from memkit.device import Event, ReferenceDevice, Stream
-from memkit.device.reference import ReferenceEvent, ReferenceStream
+from memkit.device.clocks import ReferenceEvent, ReferenceStream
 from memkit.errors import RaceError
 
 

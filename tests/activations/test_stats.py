@@ -12,7 +12,7 @@ import memkit
 from memkit.activations.counts import EventPairs
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint
 from memkit.device import Device, ReferenceDevice
-from memkit.transfer.arena import PAGE_BYTES
+from memkit.transfer.host_memory import PAGE_BYTES
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step, units_that_stay
 from tests.activations.conftest import Offload

@@ -22,7 +22,7 @@ from memkit.device import CpuDevice, Event, ReferenceDevice
 from memkit.device.reference import POISON
 from memkit.errors import HostMemoryError
 from memkit.storages import byte_view
-from memkit.transfer import Arena, Span, arena, host_memory
+from memkit.transfer import Arena, Span, arena, host_memory, segments
 from memkit.transfer.lanes import Lanes
 
 MIB = 2**20
@@ -76,7 +76,7 @@ class ManualEvent(Event):
 @pytest.fixture(autouse=True)
 def _small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tests on any machine see the same one: one page per segment, and no limits."""
-    monkeypatch.setattr(arena, "SMALLEST_SEGMENT_BYTES", PAGE)
+    monkeypatch.setattr(segments, "SMALLEST_SEGMENT_BYTES", PAGE)
     monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "groups")
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
@@ -229,7 +229,7 @@ def test_spans_are_aligned_apart_and_cut_at_segment_edges(steps: list[tuple[int,
 
         while spans:
             host.give(spans.pop())
-        assert host._gaps == ([(0, host.held_bytes)] if steps else [])
+        assert host._gaps.ranges == ([(0, host.held_bytes)] if steps else [])
         host.close()
         assert (host.held_bytes, device.pinned) == (0, {})
 
@@ -430,8 +430,8 @@ def test_take_waits_only_for_its_own_segments() -> None:
 
     lowest = [0]
     host = Arena(GatedDevice())
-    host._addresses = host_memory.Addresses()
-    lowest[0] = host._addresses.bytes.storage_offset()
+    host._committed.addresses = host_memory.Addresses()
+    lowest[0] = host._committed.addresses.bytes.storage_offset()
     host.reserve(4 * PAGE)
     first.set()
 
@@ -584,8 +584,8 @@ def test_segment_that_could_not_be_pinned_is_passed_over() -> None:
 
     bad, device = [0], MiddleFails()
     host = Arena(device)
-    host._addresses = host_memory.Addresses()
-    bad[0] = host._addresses.bytes.data_ptr() + PAGE
+    host._committed.addresses = host_memory.Addresses()
+    bad[0] = host._committed.addresses.bytes.data_ptr() + PAGE
     host.reserve(3 * PAGE)
 
     with pytest.raises(HostMemoryError, match="not this one"):
@@ -635,7 +635,7 @@ def test_reserve_takes_what_its_limit_allows() -> None:
 
 
 def test_available_memory_of_the_machine_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "SMALLEST_SEGMENT_BYTES", 32 * MIB)
+    monkeypatch.setattr(segments, "SMALLEST_SEGMENT_BYTES", 32 * MIB)
     host = Arena(CpuDevice())
     _set_meminfo(2**30 + 3 * PAGE)
     host.take(2 * PAGE)
@@ -716,7 +716,7 @@ def test_container_room_is_the_least_of_all_groups_above(version: int, line: str
 
 
 def test_limit_of_the_container_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "SMALLEST_SEGMENT_BYTES", 32 * MIB)
+    monkeypatch.setattr(segments, "SMALLEST_SEGMENT_BYTES", 32 * MIB)
     host_memory.OWN_CGROUPS.write_text("0::/\n")
     _set_group(host_memory.CGROUP, str(5 * PAGE), 2 * PAGE)
 

@@ -8,7 +8,7 @@ import pytest
 
 from memkit.device import ReferenceDevice
 from memkit.device.base import Event
-from memkit.transfer import Arena, Span, arena
+from memkit.transfer import Arena, Span, segments
 from memkit.transfer.host_memory import PAGE_BYTES
 from tests.interrupts import interrupts
 
@@ -48,7 +48,7 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "SMALLEST_SEGMENT_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(segments, "SMALLEST_SEGMENT_BYTES", PAGE_BYTES)
 
 
 @pytest.mark.parametrize("trims", [False, True])
@@ -59,7 +59,7 @@ def test_interrupted_arena_neither_loses_memory_nor_gives_it_to_two(count: int, 
 
     for place in interrupts(case.step, count):
         case.go_on()
-        assert (case.arena.in_use_bytes, case.arena.held_bytes, case.arena._gaps) == (0, 0, []), place
+        assert (case.arena.in_use_bytes, case.arena.held_bytes, case.arena._gaps.ranges) == (0, 0, []), place
         assert case.device._pinned == [], place
 
         spans = [case.arena.take(size) for size in SIZES]

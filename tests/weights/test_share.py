@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio, predict_step
-from memkit.weights import layers as layers_module
+from memkit.weights import choice as choice_module
 from memkit.weights.placement import Placement
 from memkit.weights.shares import plan_measured
 from memkit.weights.timing import StepTimes
@@ -39,7 +39,7 @@ def half(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
         costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
         return plan_streamed_ratio(costs, 0.5, num_slots=options["num_slots"])
 
-    monkeypatch.setattr(layers_module, "plan_measured", choose)
+    monkeypatch.setattr(choice_module, "plan_measured", choose)
     return seen
 
 
@@ -314,7 +314,7 @@ def test_capacity_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
         seen.append(capacity_bytes)
         return plan
 
-    monkeypatch.setattr(layers_module, "plan_measured", choose)
+    monkeypatch.setattr(choice_module, "plan_measured", choose)
     device = ReferenceDevice()
     device.capacity_bytes = 12345
     model = only_lora(Stack(4))
@@ -354,7 +354,7 @@ def test_all_come_to_stay(by_themselves: bool, device: Device, monkeypatch: pyte
             [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers], 0, num_slots=3
         )
 
-    monkeypatch.setattr(layers_module, "plan_measured", choose)
+    monkeypatch.setattr(choice_module, "plan_measured", choose)
     model = only_lora(Stack(4)).to(device.torch_device)
     plain = copy.deepcopy(model)
     with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:
@@ -548,10 +548,10 @@ def test_profile_without_data_is_not_timed() -> None:
     with memkit.LayerOffload(model, num_resident=2, device=device) as offload:
         for _ in range(2):
             run_step(model, batches)
-        assert offload._timing is not None
-        before = len(offload._timing._points)
+        assert offload._choice.timing is not None
+        before = len(offload._choice.timing._points)
         memkit.profile_memory(model, batches[0], device="meta", print_table=False)
-        assert len(offload._timing._points) == before > 0
+        assert len(offload._choice.timing._points) == before > 0
 
 
 @pytest.mark.usefixtures("half")

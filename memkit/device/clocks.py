@@ -1,0 +1,149 @@
+"""What a reference device's streams are: queues of late copies with vector clocks; and who touched a piece of memory last.
+
+The device itself is `reference`, which says what the clocks are for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from memkit.device.base import Event, Stream
+from memkit.errors import RaceError
+from memkit.storages import byte_view
+
+if TYPE_CHECKING:
+    from memkit.device.reference import ReferenceDevice
+
+
+@dataclass(eq=False, slots=True)
+class ReferenceStream(Stream):
+    """A queue of copies and waits. `clock` says how much of each stream's work is ordered before what comes next here."""
+
+    name: str
+    number: int
+    is_compute: bool
+    """Whether torch's own work runs on it, which is done at once: then what it waits for must land at once, too."""
+    clock: dict[int, int] = field(default_factory=dict)
+    queue: deque[Copy | ReferenceEvent] = field(default_factory=deque)
+    num_enqueued: int = 0
+
+    @property
+    def num_landed(self) -> int:
+        return self.num_enqueued - len(self.queue)
+
+    def tick(self) -> Stamp:
+        """Count one more piece of work and return its stamp."""
+        self.clock[self.number] = self.clock.get(self.number, 0) + 1
+        return Stamp(self, self.clock[self.number])
+
+    def is_after(self, stamp: Stamp) -> bool:
+        """Tell whether all that comes next on this stream is ordered behind the stamped work."""
+        return self.clock.get(stamp.stream.number, 0) >= stamp.count
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """One piece of work: the `count`-th of a stream."""
+
+    stream: ReferenceStream
+    count: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ReferenceEvent(Event):
+    """A snapshot of a stream's clock, and how far its queue must have landed."""
+
+    device: ReferenceDevice
+    stream: ReferenceStream
+    clock: dict[int, int]
+    position: int
+    at_s: float
+
+    def elapsed_s(self, end: Event) -> float:
+        end = end.recorded()
+        assert isinstance(end, ReferenceEvent)
+        return end.at_s - self.at_s
+
+    def is_reached(self) -> bool:
+        is_reached = self.stream.num_landed >= self.position
+        if is_reached and not self.stream.is_compute:  # whose work is done at once: that would hide each wait that is missing
+            self.device.note_reached(self)
+        return is_reached
+
+
+@dataclass(slots=True)
+class Accesses:
+    """Who touched a piece of memory last: the writer, and since then the last read of each stream."""
+
+    written: Stamp
+    reads: dict[int, Stamp] = field(default_factory=dict)
+
+    def check(self, stream: ReferenceStream, *, is_write: bool, what: str) -> None:
+        """Raise unless `stream` comes after the last write and, to write itself, after the reads since."""
+        verb = "writes to" if is_write else "reads"
+        if not stream.is_after(self.written):
+            raise RaceError(
+                f'stream "{stream.name}" {verb} {what} without waiting for its writer, "{self.written.stream.name}"'
+            )
+        for read in self.reads.values() if is_write else ():
+            if not stream.is_after(read):
+                raise RaceError(f'stream "{stream.name}" {verb} {what} without waiting for its reader, "{read.stream.name}"')
+
+    def note(self, stamp: Stamp, *, is_write: bool) -> None:
+        """Note a piece of work; a write is behind all reads before it."""
+        if is_write:
+            self.written = stamp
+            self.reads.clear()
+        else:
+            self.reads[stamp.stream.number] = stamp
+
+    def copy(self) -> Accesses:
+        return Accesses(self.written, dict(self.reads))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One side of a copy. A storage of the device is held weakly: keeping it alive is the caller's business."""
+
+    host: Tensor | None
+    storage: weakref.ref[torch.UntypedStorage] | None
+    start: int
+    num_bytes: int
+
+    @classmethod
+    def on_host(cls, tensor: Tensor) -> Place:
+        return cls(tensor, None, tensor.data_ptr(), tensor.nbytes)
+
+    @classmethod
+    def on_device(cls, tensor: Tensor) -> Place:
+        return cls(None, weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor.nbytes)
+
+    def tensor(self) -> Tensor:
+        """Return the bytes. Raises where the caller has let them go."""
+        if self.host is not None:
+            return self.host
+        storage = self.storage() if self.storage is not None else None
+        if storage is None:
+            raise RaceError("a tensor was freed before a copy from or to it had landed")
+        return byte_view(storage).narrow(0, self.start - storage.data_ptr(), self.num_bytes)
+
+    def overlaps(self, start: int, end: int) -> bool:
+        return self.start < end and start < self.start + self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    destination: Place
+    source: Place
+
+
+def own(stream: Stream) -> ReferenceStream:
+    """Return a stream as one of a reference device."""
+    assert isinstance(stream, ReferenceStream)
+    return stream

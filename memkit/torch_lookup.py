@@ -1,0 +1,107 @@
+"""How a private name of torch is looked up, and what is said where it is missing. The names are in `torch_private`."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from operator import attrgetter
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from memkit.errors import MissingTorchNameError
+
+
+class Feature(Enum):
+    """What stops without a name. The first three look up all of theirs before they begin: see `require`."""
+
+    OFFLOAD = "CPUOffload"
+    REMAT = "Rematerialize"
+    LAYERS = "LayerOffload"
+    PURE_OPS = "Rematerialize(pure_ops=...)"
+    REPLICAS = "LayerOffload within DistributedDataParallel"
+    SCALER = "a GradScaler with LayerOffload"
+    PROFILE = "profile_memory"
+    META = 'profile_memory(device="meta")'
+    SPARSE = "what memkit does with sparse tensors"
+
+
+class Kind(Enum):
+    """What a name of this module is."""
+
+    VALUE = "what torch has under that name"
+    FIELD = "reads the attribute of what it is called with: whether there is one is asked of the class, once"
+    SETTER = "sets it"
+    INSTANCE_FIELD = "reads an attribute that the class does not show: whether there is one is asked each time"
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """One private name of torch."""
+
+    symbol: str
+    """Where it is in torch."""
+    purpose: str
+    features: tuple[Feature, ...]
+    """What stops without it; nothing where it is only asked for by `known`."""
+    kind: Kind = Kind.VALUE
+    sample: str = ""
+    """Of a field that instances have and the class has not: the same field of some instance."""
+
+    def find(self) -> Any:
+        """Look it up.
+
+        Raises:
+            MissingTorchNameError: torch does not have it.
+        """
+        if self.kind is Kind.INSTANCE_FIELD:
+            return self._read
+        try:
+            found = look_up(self.sample or self.symbol)
+        except AttributeError:
+            raise self.missing() from None
+        if self.kind is Kind.SETTER:
+            return functools.partial(setattr, look_up(self.symbol.rpartition(".")[0]), self._attribute)
+        return attrgetter(self._attribute) if self.kind is Kind.FIELD else found
+
+    def missing(self) -> MissingTorchNameError:
+        """Return what to raise where torch does not have it."""
+        needing = ", ".join(feature.value for feature in self.features) or "memkit"
+        return MissingTorchNameError(
+            f"{needing} {'need' if len(self.features) > 1 else 'needs'} {self.symbol} ({self.purpose}); found torch "
+            f"{torch.__version__}, which does not have it. Install an older torch, or a newer memkit",
+            symbol=self.symbol,
+        )
+
+    @property
+    def _attribute(self) -> str:
+        return self.symbol.rpartition(".")[2]
+
+    def _read(self, instance: object) -> Any:
+        try:
+            return getattr(instance, self._attribute)
+        except AttributeError:
+            raise self.missing() from None
+
+
+def look_up(symbol: str) -> Any:
+    """Return what torch has under a name, whose module may have to be imported.
+
+    Raises:
+        AttributeError: nothing.
+    """
+    parts = symbol.split(".")
+    found: Any = torch
+    for number, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part):
+            if isinstance(found, type) and part in getattr(found, "__annotations__", ()):
+                return None  # a field that is set when an instance is made
+            if isinstance(found, ModuleType):
+                with suppress(ImportError):
+                    import_module(".".join(parts[:number]))
+        found = getattr(found, part)
+    return found

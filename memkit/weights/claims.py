@@ -1,0 +1,46 @@
+"""Who streams a parameter: one `LayerOffload` at a time."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from memkit.weights.chunks import LayerChunk, StreamedParameter
+    from memkit.weights.host_copies import HostCopies
+
+_streaming_by: weakref.WeakValueDictionary[int, HostCopies] = weakref.WeakValueDictionary()
+"""Where the bytes of a parameter are, by its id: who streams it keeps both alive."""
+
+
+def claim(streamed: StreamedParameter, host: HostCopies) -> None:
+    """From now on a parameter streams, and has its bytes there."""
+    _streaming_by[id(streamed.parameter)] = host
+
+
+def release(chunk: LayerChunk) -> None:
+    """The parameters of a layer stream no more."""
+    for streamed in chunk.parameters:
+        _streaming_by.pop(id(streamed.parameter), None)
+
+
+def is_streamed(parameter: Tensor) -> bool:
+    """Tell whether a parameter streams."""
+    return id(parameter) in _streaming_by
+
+
+def refuse_streamed(model: nn.Module) -> None:
+    """Raise where another LayerOffload streams parameters of a model.
+
+    Raises:
+        ValueError: that is so.
+    """
+    for name, parameter in model.named_parameters():
+        other = _streaming_by.get(id(parameter))
+        if other is not None and any(item.parameter is parameter for chunk in other.chunks for item in chunk.parameters):
+            raise ValueError(
+                f'LayerOffload: "{name}" is streamed by another LayerOffload already, over a {type(other.model).__name__}. '
+                "Close that one first: call its close(), or memkit.detach(model) with the model that it was given"
+            )

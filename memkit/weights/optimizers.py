@@ -1,0 +1,64 @@
+"""What is asked of an optimizer that a user has made: how much state it keeps, and whether a step writes to its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.storages import storage_bytes
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""Makes an optimizer of parameters."""
+Entries = dict[str, tuple[Any, int]]
+
+
+def entries_of(group: dict[str, Any]) -> Entries:
+    """Return the entries of an optimizer's group, and how often each was written to."""
+    return {name: (value, _version(value)) for name, value in group.items() if name != "params"}
+
+
+def changed_in(before: Entries, group: dict[str, Any]) -> str | None:
+    """Return the name of an entry of a group that a step has changed, if any."""
+    for name, (value, version) in entries_of(group).items():
+        known, known_version = before.get(name, (_MISSING, 0))
+        if known is value and known_version == version:
+            continue
+        if known is value or isinstance(known, Tensor) or isinstance(value, Tensor) or known != value:
+            return name
+    return None
+
+
+_MISSING = object()
+
+
+def _version(value: object) -> int:
+    return torch_private.version_of(value) if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def state_bytes_per_byte(make: MakeOptimizer) -> float:
+    """Return how many bytes of state an optimizer keeps for each byte of parameters.
+
+    Raises:
+        ValueError: it does not step a matrix by itself.
+    """
+    parameter = nn.Parameter(torch.zeros(32, 32))
+    tried = "LayerOffload: optimizer= was called with one parameter, a matrix of 32 x 32, to see how much state it keeps"
+    try:
+        optimizer = make([parameter])
+        held = [item for group in optimizer.param_groups for item in group["params"]]
+    except Exception as error:
+        raise ValueError(f"{tried}. This failed: {type(error).__name__}: {error}") from error
+    if len(held) != 1 or held[0] is not parameter:
+        raise ValueError(f"{tried}. It makes an optimizer of the parameters that it is given; what it returned holds others")
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise ValueError(f"{tried}, and a step without a closure failed: {type(error).__name__}: {error}") from error
+    state = [item for item in optimizer.state[parameter].values() if isinstance(item, Tensor) and item.numel() > 1]
+    num_bytes: int = parameter.nbytes
+    return storage_bytes(state) / num_bytes
