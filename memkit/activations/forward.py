@@ -197,7 +197,7 @@ class Forward:
         if self._plan is not None and place is not None:
             if self._has_changed_trace:  # more or less has left than this plan would have let: end with its share
                 return Action.OFFLOAD if self._moved_bytes < self._plan.offload_bytes else Action.KEEP
-            return self._plan.actions[place]
+            return self._plan.saves[place].action
         return Action.OFFLOAD if self._moved_bytes < self.ratio * self._seen_bytes else Action.KEEP
 
     def pass_over(self, key: SaveKey) -> None:
@@ -266,7 +266,7 @@ class Forward:
     def limit_bytes(self) -> int:
         """What the device may hold if no other forward is alive."""
         if self._plan is not None:
-            limit_bytes = self._plan.limit_bytes
+            limit_bytes = int(self._plan.limit_bytes)
         else:
             limit_bytes = limit_of(self._seen_bytes, self.ratio, self.window_bytes)
         return max(limit_bytes + self.stays_more_bytes, self.window_bytes)
@@ -374,7 +374,7 @@ class Forward:
         if trace is None or trace.order is None or not trace.working_bytes or len(trace.keys) != len(self._keys):
             return None
         sizes = [trace.keys[index].num_bytes for index in trace.order]
-        stays = [self._plan is not None and self._plan.actions[index] is Action.KEEP for index in trace.order]
+        stays = [self._plan is not None and self._plan.saves[index].action is Action.KEEP for index in trace.order]
         return Forecast(sizes, trace.working_bytes, stays, limit_bytes=self.limit_bytes, slack_bytes=self.window_bytes // 8)
 
     def end_backward(self) -> None:

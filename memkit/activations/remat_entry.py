@@ -33,7 +33,7 @@ from memkit.errors import BudgetInfeasible
 from memkit.hooks import SavedTensorHooks, innermost_hooks, stacked_owners
 from memkit.interrupts import Block
 from memkit.kept import KeptHandle, nothing
-from memkit.plan import NO_OP, Action, DTRScore, RematPlan, Step, ends_of, tell_kept
+from memkit.plan import NO_OP, Action, DTRScore, Plan, Step, ends_of, tell_kept
 from memkit.sizes import format_bytes
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, in_compiled_function, is_traced, leave_mode
 
@@ -52,7 +52,7 @@ class RematOptions:
 
     budget: int | float
     policy: str
-    plan: RematPlan | None
+    plan: Plan | None
     score: DTRScore
     min_bytes: int
     strict: bool
@@ -121,7 +121,7 @@ class Entry(TaggedEntry):
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and may_drop else None
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
         self.counts = Counts()
-        self._plan: RematPlan | None = None
+        self._plan: Plan | None = None
         state.know(options.kinds)
         self._run = self._open_run(raises=options.strict)
         self.recorder = Recorder(self._run.recording, options.kinds, default_generator, self._estimate_s)
@@ -211,23 +211,23 @@ class Entry(TaggedEntry):
         self.counts.budget = self._options.budget
         self.counts.budget_bytes = self._budget_bytes()
         self.counts.follows_plan = self._plan is not None
-        self._planned = {} if self._plan is None else self._plan.actions
+        self._planned = {} if self._plan is None else {save.value: save.action for save in self._plan.saves}
         return self.counts.budget_bytes if self._plan is None else self._plan.limit_bytes
 
-    def _plan_of(self, trace: OpTrace | None, *, raises: bool) -> RematPlan | None:
+    def _plan_of(self, trace: OpTrace | None, *, raises: bool) -> Plan | None:
         """Return the plan to follow."""
         options, state = self._options, self._state
         if trace is None:
             return None
         given = options.plan
         if given is not None:
-            if [planned.value for planned in given.values] == list(dict.fromkeys(trace.step.saves)):
+            if [save.value for save in given.saves] == list(dict.fromkeys(trace.step.saves)):
                 state.plan = given
                 return given
             num_values = len(set(trace.step.saves))
             state.warn_once(
                 "plan",
-                f"the plan that was given is of another step: it has {len(given.values)} values, and {num_values} were saved. "
+                f"the plan that was given is of another step: it has {len(given.saves)} values, and {num_values} were saved. "
                 "It is not used.",
             )
         budget_bytes = math.ceil(self._budget_bytes())

@@ -18,7 +18,7 @@ from memkit.activations.window import OffloadWindow
 from memkit.device import Device
 from memkit.errors import warn_user
 from memkit.interrupts import mended
-from memkit.plan import RematPlan, ends_of
+from memkit.plan import Plan, ends_of
 
 _MAX_COSTS = 8192
 """For so many kinds and sizes of ops it is remembered what they take."""
@@ -38,7 +38,7 @@ class RematState:
         self.counts = Counts()
         self.traces = OpTraces()
         self._kinds = op_kinds()
-        self.plan: RematPlan | None = None
+        self.plan: Plan | None = None
         """The one that was followed last."""
         self.moved = frozenset[int]()
         """Values of the last forward that the context outside has moved to host memory."""

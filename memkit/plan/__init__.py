@@ -1,13 +1,12 @@
 """Decide: pure functions from sizes and times to plans. No tensor is touched here."""
 
-from memkit.plan.actions import Action, Plan, limit_of
+from memkit.plan.actions import Action, Plan, PlannedSave, limit_of, tell_kept
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes, timed_saves
 from memkit.plan.drop_order import drop_order
 from memkit.plan.eviction import DTRScore, Residents
 from memkit.plan.lineage import NO_OP, Lineage, Step, ends_of
 from memkit.plan.planner import RematPlanner
-from memkit.plan.ratio import check_ratio, plan_ratio
-from memkit.plan.remat import PlannedValue, RematPlan, tell_kept
+from memkit.plan.ratio import RatioSoFar, check_ratio, plan_ratio
 from memkit.plan.residency import (
     LayerResidency,
     PlannedLayer,
@@ -33,8 +32,8 @@ __all__ = [
     "Outcome",
     "Plan",
     "PlannedLayer",
-    "PlannedValue",
-    "RematPlan",
+    "PlannedSave",
+    "RatioSoFar",
     "RematPlanner",
     "ResidencyPlan",
     "Residents",

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from memkit.plan.actions import Action
-from memkit.plan.ratio import plan_ratio
+from memkit.plan.actions import limit_of
+from memkit.plan.ratio import first_to_leave
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.transfer import Link
 
@@ -79,7 +79,7 @@ def simulate_lanes(
     forward_s: float,
     backward_s: float,
     link: Link,
-    limit_bytes: int | None = None,
+    limit_bytes: float | None = None,
 ) -> StepTime:
     """Return how long a step takes that moves some of its saved storages.
 
@@ -98,7 +98,7 @@ def simulate_lanes(
 
 
 def _simulate_forward(
-    saves: Sequence[TimedSave], out: frozenset[int], *, forward_s: float, link: Link, limit: int | None
+    saves: Sequence[TimedSave], out: frozenset[int], *, forward_s: float, link: Link, limit: float | None
 ) -> tuple[float, set[int], int]:
     """Return the seconds that the forward waits, which of `out` are still on the device at its end, and the bytes on it."""
     late_s = lane_free_s = 0.0
@@ -123,7 +123,7 @@ def _simulate_forward(
 
 
 def _simulate_backward(
-    saves: Sequence[TimedSave], out: Sequence[int], resident: set[int], *, live_bytes: int, link: Link, limit: int | None
+    saves: Sequence[TimedSave], out: Sequence[int], resident: set[int], *, live_bytes: int, link: Link, limit: float | None
 ) -> float:
     """Return the seconds that the backward waits for what comes back."""
     order = sorted((index for index, save in enumerate(saves) if not save.is_held), key=lambda index: saves[index].needed_at_s)
@@ -180,10 +180,10 @@ def auto_ratio(
     for size in movable:  # the plan changes where one more storage is chosen
         chosen_bytes += size
         ratio = chosen_bytes / sum(movable)
-        plan = plan_ratio(sizes, ratio, window_bytes=window, held=held)
-        offloaded = {index for index, action in enumerate(plan.actions) if action is Action.OFFLOAD}
+        leaving, _, seen_bytes = first_to_leave(sizes, ratio, window_bytes=window, held=held)
+        limit_bytes = limit_of(seen_bytes, ratio, window)
         time = simulate_lanes(
-            saves, offloaded, forward_s=forward_s, backward_s=backward_s, link=link, limit_bytes=plan.limit_bytes
+            saves, set(leaving), forward_s=forward_s, backward_s=backward_s, link=link, limit_bytes=limit_bytes
         )
         if time.step_s > (1 + tolerance) * (forward_s + backward_s):
             break

@@ -17,7 +17,7 @@ from memkit.plan import (
     DTRScore,
     Lineage,
     Outcome,
-    RematPlan,
+    Plan,
     RematPlanner,
     Step,
     drop_order,
@@ -40,9 +40,9 @@ def planner_of(step: Step) -> RematPlanner:
     return RematPlanner(step, DTRScore())
 
 
-def plans(step: Step, budgets: Sequence[int]) -> list[RematPlan | None]:
+def plans(step: Step, budgets: Sequence[int]) -> list[Plan | None]:
     """Ask one planner for several budgets."""
-    planner, found = planner_of(step), list[RematPlan | None]()
+    planner, found = planner_of(step), list[Plan | None]()
     for budget in budgets:
         try:
             found.append(planner.plan(budget))
@@ -51,7 +51,7 @@ def plans(step: Step, budgets: Sequence[int]) -> list[RematPlan | None]:
     return found
 
 
-def replayed_s(plan: RematPlan | None) -> float:
+def replayed_s(plan: Plan | None) -> float:
     return math.inf if plan is None else plan.predicted_replay_s
 
 
@@ -344,7 +344,7 @@ def test_the_users_word_is_kept(name: str, every: int, share: float) -> None:
 
     assert dropped <= plan.dropped
     assert not fixed & plan.dropped
-    reasons = {planned.value: planned.reason for planned in plan.values}
+    reasons = {planned.value: planned.reason for planned in plan.saves}
     assert {value for value, reason in reasons.items() if reason == "asked for"} == fixed | dropped
 
 
@@ -387,7 +387,7 @@ def test_step_that_saves_nothing_has_a_plan() -> None:
 
     plan = planner_of(Step(lineage=lineage, saves=(), uses=())).plan(1)
 
-    assert (plan.values, plan.predicted_peak_bytes) == ((), 0)
+    assert (plan.saves, plan.predicted_peak_bytes) == ((), 0)
 
 
 # How good plans are
@@ -509,10 +509,10 @@ def test_plan_lists_each_value_in_the_order_of_first_saves() -> None:
 
     plan = planner.plan(40 * 2**20)
 
-    assert [planned.value for planned in plan.values] == list(step.saves)
+    assert [planned.value for planned in plan.saves] == list(step.saves)
     assert plan.saved_bytes == step.saved_bytes
     assert plan.kept_bytes + sum(step.lineage.num_bytes[value] for value in plan.dropped) == plan.saved_bytes
-    assert str(plan.values[1]) == "recompute aten.mm: 8.00 MiB"
+    assert str(plan.saves[1]) == "recompute aten.mm: 8.00 MiB"
 
 
 def test_cost_of_a_value_goes_back_to_what_is_kept() -> None:
@@ -521,7 +521,7 @@ def test_cost_of_a_value_goes_back_to_what_is_kept() -> None:
 
     plan = planner.plan(4000, simulate(step, {2, 3}, limit_bytes=4000, score=DTRScore()))
 
-    assert [planned.cost_s for planned in plan.values] == [1.0, 1.0, 2.0, 3.0]
+    assert [planned.cost_s for planned in plan.saves] == [1.0, 1.0, 2.0, 3.0]
     assert plan.dropped == {2, 3}
 
 
@@ -543,19 +543,19 @@ def test_action_can_be_changed() -> None:
 
     edited = plan.with_action(1, Action.KEEP).with_action(3, Action.RECOMPUTE)
 
-    assert edited.values[1].action is Action.KEEP
-    assert edited.values[1].reason == edited.values[3].reason == "asked for"
-    assert plan.values[1].action is Action.RECOMPUTE
+    assert edited.saves[1].action is Action.KEEP
+    assert edited.saves[1].reason == edited.saves[3].reason == "asked for"
+    assert plan.saves[1].action is Action.RECOMPUTE
     assert 1 not in edited.dropped
-    assert edited.values[3].value in edited.dropped
-    assert plan.with_action(1, Action.OFFLOAD).offload_bytes == plan.values[1].num_bytes
+    assert edited.saves[3].value in edited.dropped
+    assert plan.with_action(1, Action.OFFLOAD).offload_bytes == plan.saves[1].num_bytes
 
 
 def test_action_that_cannot_be_is_refused() -> None:
     _, planner = described()
     plan = planner.plan(40 * 2**20)
 
-    with pytest.raises(ValueError, match="value 0 cannot be made again: no op can make it again"):
+    with pytest.raises(ValueError, match="save 0 cannot be made again: no op can make it again"):
         plan.with_action(0, Action.RECOMPUTE)
     with pytest.raises(IndexError):
         plan.with_action(5, Action.KEEP)
