@@ -257,7 +257,7 @@ class Entry(TaggedEntry):
         recording = run.recording
         counts = self.counts
         counts.num_ops += len(recording.funcs)
-        counts.peak_bytes = max(counts.peak_bytes, run.peak_bytes)
+        counts.peak_bytes = max(counts.peak_bytes, run.walk.peak_bytes)
         counts.is_to_be_judged = learn and self._plan is None
         if counts.is_to_be_judged:
             counts.largest_bytes = max(counts.largest_bytes, _largest_bytes(recording))
@@ -372,14 +372,14 @@ class Entry(TaggedEntry):
             run.note_record(value, record)
             handle = window.ledger.add_handle(record, tensor, window, node)
             if run.marks.get(value) is not Action.KEEP and root is None:
-                run.admit(value)
+                run.walk.admit(value)
                 if drops:
-                    run.drop(value)
+                    run.walk.drop(value)
         else:
             handle = run.ledger.add_handle(record, tensor, run.window, node)
-        if run.live_bytes > run.limit_bytes:
-            run.make_room(0)
-        run.note_peak()
+        if run.live_bytes > run.walk.limit_bytes:
+            run.make_room()
+        run.walk.note_peak()
         return handle
 
     def _keep(self, tensor: Tensor) -> KeptHandle:
@@ -427,7 +427,7 @@ class Entry(TaggedEntry):
             run.recording.known_s = () if trace is None else trace.step.lineage.seconds
             self._plan = self._plan_of(trace, raises=False)
             run.recording.retained = frozenset() if self._plan is None else self._plan.retained
-            run.limit_bytes = self._limit_bytes()
+            run.walk.limit_bytes = self._limit_bytes()
             if trace is None and had_plan:
                 self._state.num_deviations += 1
                 _LOGGER.debug('Rematerialize (tag "%s"): save %d is not that of the plan', self._state.tag, len(run.saves))
@@ -435,7 +435,7 @@ class Entry(TaggedEntry):
     def _raise_limit(self, run: Run) -> None:
         """What is saved has grown, and with it a budget that is a share of it."""
         if self._plan is None:
-            run.limit_bytes = self._limit_bytes()
+            run.walk.limit_bytes = self._limit_bytes()
 
     def _action(self, run: Run, value: int, num_bytes: int) -> Action | None:
         """Return what is done with a value as soon as it is saved; None where nobody has said anything: it stays as far as this
@@ -443,7 +443,7 @@ class Entry(TaggedEntry):
         action = run.marks.get(value)
         if action is not None or self._plan is not None:
             return action or self._planned.get(value)
-        exceeds = self._outer is not None and run.live_bytes + run.offered_bytes + num_bytes > run.limit_bytes
+        exceeds = self._outer is not None and run.live_bytes + run.offered_bytes + num_bytes > run.walk.limit_bytes
         return Action.RECOMPUTE if exceeds else None
 
     def _turn(self) -> Run:
@@ -517,9 +517,9 @@ class Entry(TaggedEntry):
     def _change(self, run: Run, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action) -> None:
         """Do something else with a value that is saved already, and that is in a storage of the user's."""
         if action is Action.RECOMPUTE:
-            run.drop(record.value)
+            run.walk.drop(record.value)
             return
-        run.evictable.pop(record.value, None)
+        run.walk.evictable.pop(record.value, None)
         if action is Action.OFFLOAD and not isinstance(run.window.device, CpuDevice):
             run.window.adopt(self._forward_of(run), record, tensor, storage)
         run.window.change(record, storage, action)

@@ -99,12 +99,12 @@ class RematState:
         """Take up what the ops of the last iteration took."""
         for trace, recording in self._timed:
             self.remember(self.costs_s, recording.read_times())
-            if trace is None or trace.is_measured or trace.num_seen == 1:
-                continue  # in its first forward a kernel is loaded, or chosen among several
-            if len(recording.lineage.seconds) == len(trace.step.lineage.seconds):
-                trace.step.lineage.seconds[:] = recording.lineage.seconds
-                trace.learn(trace.step)
-                trace.is_measured = True
+            if trace is None or trace.is_measured:
+                continue
+            lineage, seconds = trace.step.lineage, recording.lineage.seconds
+            if len(seconds) == len(lineage.seconds):
+                trace.learn(replace(trace.step, lineage=lineage.with_seconds(seconds)))
+                trace.is_measured = trace.num_seen > 1  # in its first forward a kernel is loaded, or chosen among several
         self._timed.clear()
 
     # The backward

@@ -3,8 +3,8 @@
 from memkit.plan.actions import Action, Plan, PlannedSave, limit_of, tell_kept
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes, timed_saves
 from memkit.plan.drop_order import drop_order
-from memkit.plan.eviction import DTRScore, Residents
-from memkit.plan.lineage import NO_OP, Lineage, Step, ends_of
+from memkit.plan.eviction import DTRScore, ValueStore, Walk
+from memkit.plan.lineage import NO_OP, GrowingLineage, Lineage, Step, ends_of
 from memkit.plan.planner import RematPlanner
 from memkit.plan.ratio import RatioSoFar, check_ratio, plan_ratio
 from memkit.plan.residency import (
@@ -26,6 +26,7 @@ __all__ = [
     "NO_OP",
     "Action",
     "DTRScore",
+    "GrowingLineage",
     "LayerCosts",
     "LayerResidency",
     "Lineage",
@@ -36,11 +37,12 @@ __all__ = [
     "RatioSoFar",
     "RematPlanner",
     "ResidencyPlan",
-    "Residents",
     "Step",
     "StepPrediction",
     "StepTime",
     "TimedSave",
+    "ValueStore",
+    "Walk",
     "auto_ratio",
     "call_schedule",
     "check_ratio",

@@ -2,7 +2,7 @@
 
 A trace is planned once. A greedy walk finds one *drop order*: at each point of the step where the ledger is fullest, the value
 whose making again costs least for the bytes it frees there goes next. Each prefix of that order is a plan, and so is what
-dynamic tensor rematerialization would drop by itself. Plans are simulated by the walk that also runs them (`Residents`); a
+dynamic tensor rematerialization would drop by itself. Plans are simulated by the walk that also runs them (`Walk`); a
 budget takes the cheapest that fits of all that were found.
 
 Each stage of the search says what it brings: how much longer a step takes without it at the worst, in shares of the plain

@@ -15,7 +15,7 @@ from memkit.plan import (
     NO_OP,
     Action,
     DTRScore,
-    Lineage,
+    GrowingLineage,
     Outcome,
     Plan,
     RematPlanner,
@@ -57,7 +57,7 @@ def replayed_s(plan: Plan | None) -> float:
 
 def convnet(num_blocks: int = 12) -> Step:
     """Return a step of blocks of a convolution, a norm of several results and an activation in place, wide ones first."""
-    lineage, saves = Lineage(), list[int]()
+    lineage, saves = GrowingLineage(), list[int]()
     weight, value = lineage.add_root(10), lineage.add_root(400)
     for block in range(num_blocks):
         size = 400 // (1 + block // 3)
@@ -135,7 +135,7 @@ def test_values_beyond_the_limit_are_dropped_in_the_forward_only_online() -> Non
 
 
 def test_retained_roots_count_from_the_first_drop() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     root = lineage.add_root(70)
     values = [lineage.add_op([root], [100], 1.0)[0] for _ in range(2)]
     step = Step(lineage=lineage, saves=tuple(values), uses=tuple(reversed(values)), retained_bytes={root: 70})
@@ -146,7 +146,7 @@ def test_retained_roots_count_from_the_first_drop() -> None:
 
 
 def test_anchors_spare_what_leads_to_them() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     (anchor,) = lineage.add_op([lineage.add_root(0)], [10], 100.0)
     (value,) = lineage.add_op([anchor], [50], 1.0)
     step = Step(lineage=lineage, saves=(value,), uses=(value,))
@@ -208,7 +208,7 @@ def test_peaks_of_the_drop_order_are_those_of_steps_with_room() -> None:
 
 
 def test_cheapest_for_its_bytes_goes_first() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     root = lineage.add_root(0)
     values = [
         lineage.add_op([root], [num_bytes], seconds)[0] for num_bytes, seconds in ((10, 5.0), (100, 5.0), (100, 1.0), (0, 0.0))
@@ -368,7 +368,7 @@ def test_budget_of_nothing_is_infeasible() -> None:
 
 
 def test_step_that_saves_no_bytes_may_need_some() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     root = lineage.add_root(10)
     (value,) = lineage.add_op([root], [0], 1.0)
     asked = frozenset({value})
@@ -382,7 +382,7 @@ def test_step_that_saves_no_bytes_may_need_some() -> None:
 
 
 def test_step_that_saves_nothing_has_a_plan() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     lineage.add_op([lineage.add_root(10)], [10], 1.0)
 
     plan = planner_of(Step(lineage=lineage, saves=(), uses=())).plan(1)
@@ -464,7 +464,7 @@ def test_plans_of_small_steps_are_close_to_the_best() -> None:
 
 def described() -> tuple[Step, RematPlanner]:
     mib = 2**20
-    lineage = Lineage()
+    lineage = GrowingLineage()
     root = lineage.add_root(4 * mib)
     (first,) = lineage.add_op([root], [8 * mib], 2e-3)
     (second,) = lineage.add_op([first], [16 * mib], 1e-3)
@@ -526,7 +526,7 @@ def test_cost_of_a_value_goes_back_to_what_is_kept() -> None:
 
 
 def test_plan_retains_roots_and_anchors_it_needs() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     needed, spare = lineage.add_root(5), lineage.add_root(7)
     (anchor,) = lineage.add_op([needed], [10], 100.0)
     (value,) = lineage.add_op([anchor], [50], 1.0)
