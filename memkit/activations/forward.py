@@ -20,9 +20,8 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.activations.counts import Counts
 from memkit.activations.eligibility import counted_by
-from memkit.activations.forecast import Forecast
 from memkit.activations.records import Record
-from memkit.plan import Action, Plan, limit_of, plan_ratio
+from memkit.plan import Action, Forecast, Plan, limit_of, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.storages import storage_key
 

@@ -100,7 +100,6 @@ class RematPlanner:
             dropped,
             limit_bytes=limit_bytes,
             score=self.score,
-            online=True,
             anchors=anchors.difference(self.step.saves),
             most_s=min(most_s, self._most_s),
         )
@@ -111,10 +110,6 @@ class RematPlanner:
         else:
             self._work += MOST_REPLAYS * len(self.step.lineage.ins)
         return found
-
-    def dtr(self, budget_bytes: float) -> Outcome:
-        """Return what dynamic tensor rematerialization would do by itself."""
-        return self._try(self.step.dropped, budget_bytes, frozenset())
 
     def smallest(self) -> Outcome:
         """Return the step that takes the fewest bytes, without thrashing, of those that a search for it looks at.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.lineage import NO_OP, Step
+from memkit.plan.timeline import Timeline
 
 _NO_END = 1 << 62
 MOST_REPLAYS = 8
@@ -35,10 +36,11 @@ class _GiveUpError(Exception):
     """Ops are run again so often that nobody would want it."""
 
 
-class _Simulation:
-    """A step without its tensors."""
+class _Simulation(Timeline):
+    """A step without its tensors: the store of its walk. Compute is late by what is run again."""
 
     def __init__(self, step: Step, score: DTRScore, limit_bytes: float, anchors: frozenset[int], most_s: float) -> None:
+        super().__init__()
         self._walk = Walk(step.lineage, score, limit_bytes, self)
         self._most_s = most_s
         self._step = step
@@ -46,7 +48,6 @@ class _Simulation:
         self._anchors = anchors
         self._anchors_to_come = sorted(anchors, reverse=True)
         self._anchors_held: list[int] = []
-        self.live_bytes = 0
         self._present = set[int]()
         self._moved = set[int]()
         self._held_roots = set[int]()
@@ -84,8 +85,9 @@ class _Simulation:
         return True
 
     def run(self, op: int, in_place: Collection[int]) -> None:
-        if self._walk.num_replayed_ops > self._most_ops or self._walk.replayed_s > self._most_s:
+        if self._walk.num_replayed_ops > self._most_ops or self.late_s > self._most_s:
             raise _GiveUpError
+        self.late_s += self._lineage.seconds[op]
 
     def keep(self, value: int) -> None:
         self._present.add(value)
@@ -94,8 +96,8 @@ class _Simulation:
     def forget(self, value: int) -> None:
         pass
 
-    def go(self, dropped: Collection[int], *, online: bool) -> Outcome:
-        """Simulate the step; with `online`, also drop in the forward whatever the limit asks for."""
+    def go(self, dropped: Collection[int]) -> Outcome:
+        """Simulate the step."""
         step, lineage, walk = self._step, self._lineage, self._walk
         for index, value in enumerate(step.saves):
             is_new = value not in self._saved_at
@@ -116,15 +118,14 @@ class _Simulation:
                 walk.admit(value)
                 if value in dropped:
                     walk.drop(value)
-            if online:
-                walk.make_room(0)
+            walk.make_room(0)
             walk.note_peak()
         gone = self._saved_at.keys() - self._present - self._held_roots - step.moved
         latest = sorted(self._saved_at)
         self._backward(latest)
         return Outcome(
             peak_bytes=walk.peak_bytes,
-            replayed_s=walk.replayed_s,
+            replayed_s=self.late_s,
             num_replayed_ops=walk.num_replayed_ops,
             dropped=frozenset(gone),
             limit_bytes=walk.limit_bytes,
@@ -167,7 +168,6 @@ def simulate(
     *,
     limit_bytes: float,
     score: DTRScore,
-    online: bool = False,
     anchors: frozenset[int] = frozenset(),
     most_s: float = math.inf,
 ) -> Outcome:
@@ -176,14 +176,13 @@ def simulate(
     Args:
         step: the step.
         dropped: the values that are dropped as soon as they are saved.
-        limit_bytes: what saved values and replays may take; where that is not enough, more is dropped.
+        limit_bytes: what saved values and replays may take; where that is not enough, in the forward or later, more is dropped.
         score: who goes then.
-        online: decide in the forward as well, as dynamic tensor rematerialization does.
         anchors: values that were not saved, and that are held for as long as anything saved later is needed.
         most_s: a step whose replays take longer, or run each op many times, is given up: it takes for ever then.
     """
     try:
-        return _Simulation(step, score, limit_bytes, anchors, most_s).go(dropped, online=online)
+        return _Simulation(step, score, limit_bytes, anchors, most_s).go(dropped)
     except _GiveUpError:
         return Outcome(
             peak_bytes=_NO_END, replayed_s=math.inf, num_replayed_ops=_NO_END, dropped=frozenset(), limit_bytes=limit_bytes

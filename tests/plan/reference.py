@@ -146,7 +146,7 @@ class Reference:
             self.touched[value] = self.clock
             self.times_made[value] = self.times_made.get(value, 0) + 1
 
-    def run(self, dropped: Collection[int], *, online: bool) -> None:
+    def run(self, dropped: Collection[int]) -> None:
         step = self.step
         for value in step.saves:
             for anchor in self.anchors:
@@ -163,8 +163,7 @@ class Reference:
                 self.touched[value] = self.clock
                 if value in dropped:
                     self.drop(value)
-            if online:
-                self.make_room(0)
+            self.make_room(0)
             self.peak_bytes = max(self.peak_bytes, self.bytes_now())
         self.gone = set(self.saves) - self.present.keys() - self.held
         for place, value in enumerate(step.uses):

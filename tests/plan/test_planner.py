@@ -77,21 +77,19 @@ def convnet(num_blocks: int = 12) -> Step:
 
 
 @settings(max_examples=300, deadline=None)
-@given(step=steps(), score=SCORES, share=st.sampled_from((0.0, 0.2, 0.4, 0.7, 1.0)), online=st.booleans(), data=st.data())
-def test_simulated_step_equals_the_plain_executor(
-    step: Step, score: DTRScore, share: float, online: bool, data: st.DataObject
-) -> None:
+@given(step=steps(), score=SCORES, share=st.sampled_from((0.0, 0.2, 0.4, 0.7, 1.0)), data=st.data())
+def test_simulated_step_equals_the_plain_executor(step: Step, score: DTRScore, share: float, data: st.DataObject) -> None:
     free = [value for value in dict.fromkeys(step.saves) if value not in step.fixed]
     dropped = {value for value in free if data.draw(st.booleans())}
     others = [value for value, maker in enumerate(step.lineage.maker) if maker != NO_OP and value not in step.saves]
     anchors = frozenset(value for value in others if data.draw(st.integers(0, 4)) == 0)
     limit_bytes = share * step.saved_bytes
 
-    outcome = simulate(step, dropped, limit_bytes=limit_bytes, score=score, online=online, anchors=anchors)
+    outcome = simulate(step, dropped, limit_bytes=limit_bytes, score=score, anchors=anchors)
 
     if outcome.replayed_s < math.inf:
         reference = Reference(step, score, limit_bytes, anchors)
-        reference.run(dropped, online=online)
+        reference.run(dropped)
         assert outcome.peak_bytes == reference.peak_bytes
         assert outcome.replayed_s == reference.replayed_s
         assert outcome.num_replayed_ops == len(reference.run_ops)
@@ -99,9 +97,9 @@ def test_simulated_step_equals_the_plain_executor(
 
 
 @settings(deadline=None)
-@given(step=steps(), online=st.booleans())
-def test_nothing_dropped_is_nothing_replayed(step: Step, online: bool) -> None:
-    outcome = simulate(step, (), limit_bytes=step.saved_bytes, score=DTRScore(), online=online)
+@given(step=steps())
+def test_nothing_dropped_is_nothing_replayed(step: Step) -> None:
+    outcome = simulate(step, (), limit_bytes=step.saved_bytes, score=DTRScore())
 
     assert (outcome.replayed_s, outcome.num_replayed_ops, outcome.dropped) == (0.0, 0, frozenset())
     assert outcome.peak_bytes == step.saved_bytes
@@ -117,21 +115,17 @@ def test_limit_is_kept_to_but_for_what_one_op_needs() -> None:
 
     for percent in range(2, 101, 7):
         limit_bytes = percent / 100 * step.saved_bytes
-        outcome = simulate(step, (), limit_bytes=limit_bytes, score=DTRScore(), online=True)
+        outcome = simulate(step, (), limit_bytes=limit_bytes, score=DTRScore())
         if percent >= 9:  # below, nothing but thrashing is left
             assert outcome.peak_bytes <= limit_bytes + most_needed
         if percent >= 23:
             assert outcome.peak_bytes <= limit_bytes
 
 
-def test_values_beyond_the_limit_are_dropped_in_the_forward_only_online() -> None:
-    step = chain(10)
+def test_values_beyond_the_limit_are_dropped_in_the_forward() -> None:
+    outcome = simulate(chain(10), (), limit_bytes=5000, score=DTRScore())
 
-    kept = simulate(step, (), limit_bytes=5000, score=DTRScore())
-    dropped = simulate(step, (), limit_bytes=5000, score=DTRScore(), online=True)
-
-    assert (kept.peak_bytes, kept.dropped) == (10_000, frozenset())
-    assert (dropped.peak_bytes, len(dropped.dropped)) == (5000, 5)
+    assert (outcome.peak_bytes, len(outcome.dropped)) == (5000, 5)
 
 
 def test_retained_roots_count_from_the_first_drop() -> None:
@@ -162,7 +156,7 @@ def test_values_that_are_never_asked_for_go_without_a_replay() -> None:
     step = chain(6)
     partial = Step(lineage=step.lineage, saves=step.saves, uses=step.uses[:3])
 
-    outcome = simulate(partial, (), limit_bytes=3000, score=DTRScore(), online=True)
+    outcome = simulate(partial, (), limit_bytes=3000, score=DTRScore())
 
     assert outcome.peak_bytes <= 4000
     assert planner_of(partial).plan(4000).predicted_peak_bytes <= 4000
@@ -181,7 +175,7 @@ def test_simulation_that_costs_too_much_is_given_up() -> None:
 def test_thrashing_is_given_up() -> None:
     step = chain(100)
 
-    assert simulate(step, (), limit_bytes=1000, score=DTRScore(max_replays=10**6), online=True).replayed_s == math.inf
+    assert simulate(step, (), limit_bytes=1000, score=DTRScore(max_replays=10**6)).replayed_s == math.inf
 
 
 # The drop order
@@ -247,8 +241,8 @@ def test_plan_does_what_it_predicts(step: Step, share: float) -> None:
         found = planner.smallest()
 
     reference = Reference(step, DTRScore(), found.limit_bytes, found.anchors)
-    again = simulate(step, found.dropped, limit_bytes=found.limit_bytes, score=DTRScore(), online=True, anchors=found.anchors)
-    reference.run(found.dropped, online=True)
+    again = simulate(step, found.dropped, limit_bytes=found.limit_bytes, score=DTRScore(), anchors=found.anchors)
+    reference.run(found.dropped)
 
     assert again.peak_bytes == reference.peak_bytes <= found.peak_bytes
     assert again.replayed_s == reference.replayed_s
@@ -259,7 +253,7 @@ def test_plan_does_what_it_predicts(step: Step, share: float) -> None:
 def test_plan_is_never_worse_than_dtr(step: Step, share: float) -> None:
     budget = math.ceil(share * step.saved_bytes)
     (plan,) = plans(step, [budget])
-    dtr = simulate(step, step.dropped, limit_bytes=budget, score=DTRScore(), online=True)
+    dtr = simulate(step, step.dropped, limit_bytes=budget, score=DTRScore())
 
     if dtr.peak_bytes <= budget:
         assert replayed_s(plan) <= dtr.replayed_s
@@ -420,11 +414,11 @@ def test_ledger_of_checkpointing_costs_less_than_one_forward(num_layers: int) ->
 def test_plan_of_a_transformer_costs_far_less_than_dtr(share: float, most: float) -> None:
     step = transformer(16)
     budget = round(share * step.saved_bytes)
-    planner = planner_of(step)
 
-    plan = planner.plan(budget)
+    plan = planner_of(step).plan(budget)
 
-    assert plan.predicted_replay_s <= most * planner.dtr(budget).replayed_s
+    dtr = simulate(step, (), limit_bytes=budget, score=DTRScore())
+    assert plan.predicted_replay_s <= most * dtr.replayed_s
 
 
 def exhaustive(step: Step, budget: int) -> float:
@@ -433,7 +427,7 @@ def exhaustive(step: Step, budget: int) -> float:
     best = math.inf
     for length in range(len(free) + 1):
         for chosen in itertools.combinations(free, length):
-            outcome = simulate(step, step.dropped.union(chosen), limit_bytes=budget, score=DTRScore(), online=True, most_s=best)
+            outcome = simulate(step, step.dropped.union(chosen), limit_bytes=budget, score=DTRScore(), most_s=best)
             if outcome.peak_bytes <= budget:
                 best = min(best, outcome.replayed_s)
     return best
