@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from tabulate import tabulate
@@ -76,6 +76,15 @@ class Plan:
     num_replayed_ops: int = 0
     retained: frozenset[int] = frozenset()
     """Values that are held on purpose, because something is made from them: roots, and others that autograd did not save."""
+    _bytes: Mapping[Action, int] = field(init=False, repr=False, compare=False)
+    """Bytes of the saves by action, but for those that something else keeps alive: summed up once, as each forward asks."""
+
+    def __post_init__(self) -> None:
+        totals = dict.fromkeys(Action, 0)
+        for save in self.saves:
+            if not save.is_held:
+                totals[save.action] += save.num_bytes
+        object.__setattr__(self, "_bytes", totals)
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -90,25 +99,22 @@ class Plan:
     @property
     def saved_bytes(self) -> int:
         """Bytes of all saves, but for those that something else keeps alive."""
-        return sum(save.num_bytes for save in self.saves if not save.is_held)
+        return sum(self._bytes.values())
 
     @property
     def kept_bytes(self) -> int:
         """Of these, the bytes that stay."""
-        return self._bytes(Action.KEEP)
+        return self._bytes[Action.KEEP]
 
     @property
     def offload_bytes(self) -> int:
         """Of these, the bytes that leave for host memory."""
-        return self._bytes(Action.OFFLOAD)
+        return self._bytes[Action.OFFLOAD]
 
     @property
     def recompute_bytes(self) -> int:
         """Of these, the bytes that are made again."""
-        return self._bytes(Action.RECOMPUTE)
-
-    def _bytes(self, action: Action) -> int:
-        return sum(save.num_bytes for save in self.saves if save.action is action and not save.is_held)
+        return self._bytes[Action.RECOMPUTE]
 
     @property
     def _is_recorded(self) -> bool:
@@ -116,7 +122,7 @@ class Plan:
         return self.budget_bytes is not None
 
     def __str__(self) -> str:
-        shares = ", ".join(f"{action.value} {format_bytes(self._bytes(action))}" for action in Action if self._bytes(action))
+        shares = ", ".join(f"{action.value} {format_bytes(total)}" for action, total in self._bytes.items() if total)
         text = f"{shares or 'nothing'} of {format_bytes(self.saved_bytes)}, in {len(self.saves)} storages"
         if not self._is_recorded:
             return text

@@ -182,7 +182,7 @@ def auto_ratio(
     for size in movable:  # the plan changes where one more storage is chosen
         chosen_bytes += size
         ratio = chosen_bytes / sum(movable)
-        leaving, _, seen_bytes = first_to_leave(sizes, ratio, window_bytes=window, held=held)
+        leaving, seen_bytes = first_to_leave(sizes, ratio, window_bytes=window, held=held)
         limit_bytes = limit_of(seen_bytes, ratio, window)
         time = simulate_lanes(
             saves, set(leaving), forward_s=forward_s, backward_s=backward_s, link=link, limit_bytes=limit_bytes

@@ -30,8 +30,8 @@ def check_ratio(ratio: object, *, where: str) -> float:
 
 def first_to_leave(
     sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = ()
-) -> tuple[list[int], int, int]:
-    """Return which saves leave, by index, how many bytes they have, and how many all have that are not held.
+) -> tuple[list[int], int]:
+    """Return the saves that leave, by index, and how many bytes all have that are not held.
 
     The shortest beginning of the saves whose bytes reach the share leaves. If what stays is less than the window, the latest of
     those stay as well, as many as the window holds: they would still be on the device when the backward starts, so to copy them
@@ -51,7 +51,7 @@ def first_to_leave(
         offload_bytes += sizes_bytes[index]
     while chosen and seen_bytes - offload_bytes + sizes_bytes[chosen[-1]] <= window_bytes:
         offload_bytes -= sizes_bytes[chosen.pop()]
-    return chosen, offload_bytes, seen_bytes
+    return chosen, seen_bytes
 
 
 def plan_ratio(sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = ()) -> Plan:
@@ -63,7 +63,7 @@ def plan_ratio(sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, h
         window_bytes: bytes that the device may hold in any case.
         held: indices of storages that something else keeps alive.
     """
-    chosen, _, seen_bytes = first_to_leave(sizes_bytes, ratio, window_bytes=window_bytes, held=held)
+    chosen, seen_bytes = first_to_leave(sizes_bytes, ratio, window_bytes=window_bytes, held=held)
     leaving, limit_bytes = frozenset(chosen), limit_of(seen_bytes, ratio, window_bytes)
     return Plan(
         saves=tuple(
