@@ -14,7 +14,7 @@ from workloads import CifarResNet, on_images
 
 import memkit
 from memkit.bench import Workload
-from memkit.plan import Lineage, RematPlanner, Step
+from memkit.plan import GrowingLineage, RematPlanner, Step
 
 
 def planning(setting: Setting) -> Iterator[Line]:
@@ -55,7 +55,7 @@ def planning(setting: Setting) -> Iterator[Line]:
 
 def _residual_step(num_values: int) -> Step:
     """Return a step as that of a residual network: convolution, batch norm and ReLU, with a sum over every third."""
-    source, lineage = random.Random(0), Lineage()
+    source, lineage = random.Random(0), GrowingLineage()
     value = shortcut = lineage.add_root(2**20)
     weight = lineage.add_root(2**16)
     saves: list[int] = []

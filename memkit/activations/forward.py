@@ -20,9 +20,8 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.activations.counts import Counts
 from memkit.activations.eligibility import counted_by
-from memkit.activations.forecast import Forecast
 from memkit.activations.records import Record
-from memkit.plan import Action, Plan, limit_of, plan_ratio
+from memkit.plan import Action, Forecast, Plan, RatioSoFar, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.storages import storage_key
 
@@ -125,11 +124,11 @@ class Forward:
     def __init__(self, traces: Traces, *, ratio: float, window_bytes: int | None, counts: Counts) -> None:
         self.counts = counts
         self.ratio = ratio
+        self.so_far = RatioSoFar(ratio, window_bytes)
+        """Decides, and counts what leaves and what stays."""
         self.is_forward = True
         self.is_broken = False
         """Whether an interrupt may have left it half noted: then nothing more is done for it, or learned from it."""
-        self.stays_more_bytes = 0
-        """What stays beyond what was foreseen, for want of host memory or by the user's word, less what leaves by it."""
         self.unwritten: list[tuple[Record, int]] = []
         """Records that are about to leave, and the node that saves them."""
         self._traces = traces
@@ -139,14 +138,10 @@ class Forward:
         """For each key its record, or None where the save was left alone."""
         self._by_storage: dict[tuple[int, int, int], tuple[weakref.ref[Tensor], weakref.ref[Record]]] = {}
         self._held: set[int] = set()
-        self._largest_bytes = 0
-        self._seen_bytes = 0
-        self._moved_bytes = 0
         self._trace: Trace | None = None
         self._plan: Plan | None = None
         self._place = 0
         self._num_strangers = 0
-        self._has_changed_trace = False
         self._take(traces.beginning_with(()), place=0)
         self.task = -1
         """Autograd's number of the backward that asks for records now; -1 before the first."""
@@ -182,23 +177,7 @@ class Forward:
         if asked is None and (place is _STRANGER or (self._trace is not None and place in self._trace.held)):
             self._held.add(index)
             return None
-        self._seen_bytes += key.num_bytes
-        self._largest_bytes = max(self._largest_bytes, key.num_bytes)
-        foreseen = self._foreseen(place)
-        action = foreseen if asked is None else asked
-        if action is Action.OFFLOAD:
-            self._moved_bytes += key.num_bytes
-        if action is not foreseen:
-            self.stays_more_bytes += key.num_bytes if action is Action.KEEP else -key.num_bytes
-        return action
-
-    def _foreseen(self, place: int | None) -> Action:
-        """Return what is done with a save by the plan, or else to keep the ratio."""
-        if self._plan is not None and place is not None:
-            if self._has_changed_trace:  # more or less has left than this plan would have let: end with its share
-                return Action.OFFLOAD if self._moved_bytes < self._plan.offload_bytes else Action.KEEP
-            return self._plan.actions[place]
-        return Action.OFFLOAD if self._moved_bytes < self.ratio * self._seen_bytes else Action.KEEP
+        return self.so_far.decide(key.num_bytes, place, asked)
 
     def pass_over(self, key: SaveKey) -> None:
         """Take note of a save that is left alone because of whose storage it is, which a report may have foretold."""
@@ -219,7 +198,6 @@ class Forward:
         if trace is None or self._place == len(trace.keys) or trace.keys[self._place] != key:
             other = self._traces.beginning_with((*self._keys, key))
             if other is not None:
-                self._has_changed_trace = bool(self._keys)
                 if self._keys:
                     _LOGGER.debug("save %d is not that of the plan: another one is followed", len(self._keys))
                 self._take(other, place=len(self._keys))
@@ -237,6 +215,7 @@ class Forward:
     def _take(self, trace: Trace | None, *, place: int) -> None:
         self._trace, self._place, self._num_strangers = trace, place, 0
         self._plan = None if trace is None else trace.plan(self.ratio, self._window_bytes)
+        self.so_far.follow(self._plan, is_late=place > 0)
 
     def note_record(self, record: Record, storage: torch.UntypedStorage, tensor: Tensor) -> None:
         """Remember the record of the last first save."""
@@ -249,38 +228,11 @@ class Forward:
         """How many first saves it has seen."""
         return len(self._keys)
 
-    @property
-    def window_bytes(self) -> int:
-        """The window: as asked for, or twice the largest storage, of the plan or of what was seen."""
-        if self._window_bytes is not None:
-            return self._window_bytes
-        return self._plan.window_bytes if self._plan is not None else 2 * self._largest_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """What stays on the device: by plan, or so far."""
-        kept_bytes = self._plan.kept_bytes if self._plan is not None else self._seen_bytes - self._moved_bytes
-        return kept_bytes + self.stays_more_bytes
-
-    @property
-    def limit_bytes(self) -> int:
-        """What the device may hold if no other forward is alive."""
-        if self._plan is not None:
-            limit_bytes = self._plan.limit_bytes
-        else:
-            limit_bytes = limit_of(self._seen_bytes, self.ratio, self.window_bytes)
-        return max(limit_bytes + self.stays_more_bytes, self.window_bytes)
-
-    @property
-    def offload_bytes(self) -> int:
-        """What leaves: by plan, or so far."""
-        return self._plan.offload_bytes if self._plan is not None else self._moved_bytes
-
     def finish_forward(self, *, learn: bool) -> bool:
         """End the forward; file what it saved as a trace, unless it broke off. Tells whether a report was of no use."""
         assert self.is_forward
         self.is_forward = False
-        self.counts.window_bytes = max(self.counts.window_bytes, self.window_bytes)
+        self.counts.window_bytes = max(self.counts.window_bytes, self.so_far.window_bytes)
         if not learn or not self._keys or self.is_broken:
             return False
         trace = self._trace
@@ -374,8 +326,10 @@ class Forward:
         if trace is None or trace.order is None or not trace.working_bytes or len(trace.keys) != len(self._keys):
             return None
         sizes = [trace.keys[index].num_bytes for index in trace.order]
-        stays = [self._plan is not None and self._plan.actions[index] is Action.KEEP for index in trace.order]
-        return Forecast(sizes, trace.working_bytes, stays, limit_bytes=self.limit_bytes, slack_bytes=self.window_bytes // 8)
+        stays = [self._plan is not None and self._plan.saves[index].action is Action.KEEP for index in trace.order]
+        return Forecast(
+            sizes, trace.working_bytes, stays, limit_bytes=self.so_far.limit_bytes, slack_bytes=self.so_far.window_bytes // 8
+        )
 
     def end_backward(self) -> None:
         """Learn the order of a whole backward."""

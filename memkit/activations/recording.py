@@ -20,7 +20,7 @@ from memkit.activations.settings import current_settings
 from memkit.device.base import Device, Event
 from memkit.kept import KeptHandle
 from memkit.owners import owner_of
-from memkit.plan import NO_OP, Lineage
+from memkit.plan import NO_OP, GrowingLineage
 from memkit.storages import Geometry, byte_view
 from memkit.torch_state import sharing_counters
 
@@ -121,7 +121,7 @@ class Recording:
         """Which value is in which storage now, by the storage's key."""
         self.lent: dict[int, tuple[weakref.ref[torch.UntypedStorage]]] = {}
         """Storages that were seen and are not in `current`, since they may have another's bytes when they are met again."""
-        self.lineage = Lineage()
+        self.lineage = GrowingLineage()
         """The ops and values, in numbers, as of the last `sync`."""
         self.modules: dict[int, str] = {}
         """The module in which an op ran, where that was watched."""

@@ -33,7 +33,7 @@ from memkit.errors import BudgetInfeasible
 from memkit.hooks import SavedTensorHooks, innermost_hooks, stacked_owners
 from memkit.interrupts import Block
 from memkit.kept import ForwardedHandle, KeptHandle
-from memkit.plan import NO_OP, Action, DTRScore, RematPlan, Step, ends_of, tell_kept
+from memkit.plan import NO_OP, Action, DTRScore, Plan, Step, ends_of, tell_kept
 from memkit.sizes import format_bytes
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, in_compiled_function, is_traced, leave_mode
 
@@ -52,7 +52,7 @@ class RematOptions:
 
     budget: int | float
     policy: str
-    plan: RematPlan | None
+    plan: Plan | None
     score: DTRScore
     min_bytes: int
     strict: bool
@@ -87,7 +87,7 @@ class Entry(TaggedEntry):
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and may_drop else None
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
         self.counts = Counts()
-        self._plan: RematPlan | None = None
+        self._plan: Plan | None = None
         state.know(options.kinds)
         self._run = self._open_run(raises=options.strict)
         self.recorder = Recorder(self._run.recording, options.kinds, default_generator, self._estimate_s)
@@ -177,23 +177,23 @@ class Entry(TaggedEntry):
         self.counts.budget = self._options.budget
         self.counts.budget_bytes = self._budget_bytes()
         self.counts.follows_plan = self._plan is not None
-        self._planned = {} if self._plan is None else self._plan.actions
+        self._planned = {} if self._plan is None else {save.value: save.action for save in self._plan.saves}
         return self.counts.budget_bytes if self._plan is None else self._plan.limit_bytes
 
-    def _plan_of(self, trace: OpTrace | None, *, raises: bool) -> RematPlan | None:
+    def _plan_of(self, trace: OpTrace | None, *, raises: bool) -> Plan | None:
         """Return the plan to follow."""
         options, state = self._options, self._state
         if trace is None:
             return None
         given = options.plan
         if given is not None:
-            if [planned.value for planned in given.values] == list(dict.fromkeys(trace.step.saves)):
+            if [save.value for save in given.saves] == list(dict.fromkeys(trace.step.saves)):
                 state.plan = given
                 return given
             num_values = len(set(trace.step.saves))
             state.warn_once(
                 "plan",
-                f"the plan that was given is of another step: it has {len(given.values)} values, and {num_values} were saved. "
+                f"the plan that was given is of another step: it has {len(given.saves)} values, and {num_values} were saved. "
                 "It is not used.",
             )
         budget_bytes = math.ceil(self._budget_bytes())
@@ -223,7 +223,7 @@ class Entry(TaggedEntry):
         recording = run.recording
         counts = self.counts
         counts.num_ops += len(recording.funcs)
-        counts.peak_bytes = max(counts.peak_bytes, run.peak_bytes)
+        counts.peak_bytes = max(counts.peak_bytes, run.walk.peak_bytes)
         counts.is_to_be_judged = learn and self._plan is None
         if counts.is_to_be_judged:
             counts.largest_bytes = max(counts.largest_bytes, _largest_bytes(recording))
@@ -338,14 +338,14 @@ class Entry(TaggedEntry):
             run.note_record(value, record)
             handle = window.ledger.add_handle(record, tensor, window, node)
             if run.marks.get(value) is not Action.KEEP and root is None:
-                run.admit(value)
+                run.walk.admit(value)
                 if drops:
-                    run.drop(value)
+                    run.walk.drop(value)
         else:
             handle = run.ledger.add_handle(record, tensor, run.window, node)
-        if run.live_bytes > run.limit_bytes:
-            run.make_room(0)
-        run.note_peak()
+        if run.live_bytes > run.walk.limit_bytes:
+            run.make_room()
+        run.walk.note_peak()
         return handle
 
     def _keep(self, tensor: Tensor) -> KeptHandle:
@@ -398,7 +398,7 @@ class Entry(TaggedEntry):
             run.recording.known_s = () if trace is None else trace.step.lineage.seconds
             self._plan = self._plan_of(trace, raises=False)
             run.recording.retained = frozenset() if self._plan is None else self._plan.retained
-            run.limit_bytes = self._limit_bytes()
+            run.walk.limit_bytes = self._limit_bytes()
             if trace is None and had_plan:
                 self._state.num_deviations += 1
                 _LOGGER.debug('Rematerialize (tag "%s"): save %d is not that of the plan', self._state.tag, len(run.saves))
@@ -406,7 +406,7 @@ class Entry(TaggedEntry):
     def _raise_limit(self, run: Run) -> None:
         """What is saved has grown, and with it a budget that is a share of it."""
         if self._plan is None:
-            run.limit_bytes = self._limit_bytes()
+            run.walk.limit_bytes = self._limit_bytes()
 
     def _action(self, run: Run, value: int, num_bytes: int) -> Action | None:
         """Return what is done with a value as soon as it is saved; None where nobody has said anything: it stays as far as this
@@ -414,7 +414,7 @@ class Entry(TaggedEntry):
         action = run.marks.get(value)
         if action is not None or self._plan is not None:
             return action or self._planned.get(value)
-        exceeds = self._outer is not None and run.live_bytes + run.offered_bytes + num_bytes > run.limit_bytes
+        exceeds = self._outer is not None and run.live_bytes + run.offered_bytes + num_bytes > run.walk.limit_bytes
         return Action.RECOMPUTE if exceeds else None
 
     def _turn(self) -> Run:
@@ -488,9 +488,9 @@ class Entry(TaggedEntry):
     def _change(self, run: Run, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action) -> None:
         """Do something else with a value that is saved already, and that is in a storage of the user's."""
         if action is Action.RECOMPUTE:
-            run.drop(record.value)
+            run.walk.drop(record.value)
             return
-        run.evictable.pop(record.value, None)
+        run.walk.evictable.pop(record.value, None)
         if action is Action.OFFLOAD and not isinstance(run.window.device, CpuDevice):
             run.window.adopt(self._forward_of(run), record, tensor, storage)
         run.window.change(record, storage, action)

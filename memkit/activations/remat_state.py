@@ -18,7 +18,7 @@ from memkit.activations.window import OffloadWindow
 from memkit.device import Device
 from memkit.errors import warn_user
 from memkit.interrupts import mended
-from memkit.plan import RematPlan, ends_of
+from memkit.plan import Plan, ends_of
 
 _MAX_COSTS = 8192
 """For so many kinds and sizes of ops it is remembered what they take."""
@@ -38,7 +38,7 @@ class RematState:
         self.counts = Counts()
         self.traces = OpTraces()
         self._kinds = op_kinds()
-        self.plan: RematPlan | None = None
+        self.plan: Plan | None = None
         """The one that was followed last."""
         self.moved = frozenset[int]()
         """Values of the last forward that the context outside has moved to host memory."""
@@ -99,12 +99,12 @@ class RematState:
         """Take up what the ops of the last iteration took."""
         for trace, recording in self._timed:
             self.remember(self.costs_s, recording.read_times())
-            if trace is None or trace.is_measured or trace.num_seen == 1:
-                continue  # in its first forward a kernel is loaded, or chosen among several
-            if len(recording.lineage.seconds) == len(trace.step.lineage.seconds):
-                trace.step.lineage.seconds[:] = recording.lineage.seconds
-                trace.learn(trace.step)
-                trace.is_measured = True
+            if trace is None or trace.is_measured:
+                continue
+            lineage, seconds = trace.step.lineage, recording.lineage.seconds
+            if len(seconds) == len(lineage.seconds):
+                trace.learn(replace(trace.step, lineage=lineage.with_seconds(seconds)))
+                trace.is_measured = trace.num_seen > 1  # in its first forward a kernel is loaded, or chosen among several
         self._timed.clear()
 
     # The backward

@@ -19,7 +19,7 @@ from memkit.activations.stats import report_from
 from memkit.device import CpuDevice, Device, is_capturing, open_device
 from memkit.hooks import end_left, in_checkpoint, refuse_in_profile, stacked_owners
 from memkit.interrupts import Block
-from memkit.plan import DTRScore, RematPlan
+from memkit.plan import DTRScore, Plan
 from memkit.profile.step import Step as ProfiledStep
 from memkit.sizes import check_budget, check_bytes, format_bytes
 
@@ -44,7 +44,7 @@ class Rematerialize(ForwardContext):
             (parameters, inputs, storages under `min_bytes`) does not count. It may be exceeded by what one op makes.
         tag: which memory to use: one per model, or per kind of step.
         policy: "plan", or "dtr" to let the score decide in every step.
-        plan: a plan to follow instead, as `Rematerialize.plan` is and `RematPlan.with_action` edits.
+        plan: a plan to follow instead, as `Rematerialize.plan` is and `Plan.with_action` edits.
         score: how the next to be dropped is chosen.
         min_bytes: storages smaller than this stay: bytes, or text such as "1MiB".
         strict: raise when the budget cannot be kept to, instead of a warning. With a plan that is known at the entry, or where
@@ -83,7 +83,7 @@ class Rematerialize(ForwardContext):
         tag: str = "default",
         *,
         policy: str = "plan",
-        plan: RematPlan | None = None,
+        plan: Plan | None = None,
         score: DTRScore = DTRScore(),  # noqa: B008  # frozen
         min_bytes: int | str = "1MiB",
         strict: bool = False,
@@ -99,8 +99,8 @@ class Rematerialize(ForwardContext):
                 f'Rematerialize needs policy="plan" or "dtr"; found {policy!r}. Omit it to follow a plan from the second step '
                 'on, or pass "dtr" to let the score decide in every step'
             )
-        if plan is not None and not isinstance(plan, RematPlan):
-            raise TypeError(f"plan is a RematPlan, as Rematerialize.plan is; found {type(plan).__name__}")
+        if plan is not None and not isinstance(plan, Plan):
+            raise TypeError(f"plan is a memkit.plan.Plan, as Rematerialize.plan is; found {type(plan).__name__}")
         if not isinstance(score, DTRScore):
             raise TypeError(f"score is a memkit.plan.DTRScore; found {type(score).__name__}")
         for name, flag in (("strict", strict), ("verify", verify)):
@@ -157,7 +157,7 @@ class Rematerialize(ForwardContext):
             self._entry.begin()
 
     @property
-    def plan(self) -> RematPlan | None:
+    def plan(self) -> Plan | None:
         """The plan that was given, or else the one that was followed last under the tag; None before one: the first step
         follows none. What a `CPUOffload` around has moved of what stays is OFFLOAD in it."""
         state = find_state(self.tag)

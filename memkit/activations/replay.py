@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,7 +30,7 @@ from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.kept import KeptHandle
 from memkit.labels import label
-from memkit.plan import NO_OP, Action, DTRScore, Residents
+from memkit.plan import NO_OP, Action, DTRScore, Walk
 from memkit.sizes import format_mib
 from memkit.storages import byte_view, storage_key
 
@@ -41,7 +41,7 @@ def _vmap_mode() -> Any:
     return torch_private.DispatchKeySet(torch_private.key_named("VmapMode"))
 
 
-class Run(Residents):
+class Run:
     """The saved values of one forward.
 
     Args:
@@ -62,7 +62,8 @@ class Run(Residents):
         counts: Counts,
         begin: Callable[[Run, int], None],
     ) -> None:
-        super().__init__(recording.lineage, score, limit_bytes)
+        self.lineage = recording.lineage
+        self.walk = Walk(recording.lineage, score, limit_bytes, store=self)
         self.recording = recording
         self.counts = counts
         self.trace: object = None
@@ -110,7 +111,7 @@ class Run(Residents):
 
     def note_save(self, value: int, node: int) -> None:
         """Note one more save of a value that counts, by a node of the graph."""
-        self.clock += 1
+        self.walk.clock += 1
         self._saved_at[value] = len(self.saves)
         self.saves.append(value)
         self.save_nodes.append(node)
@@ -179,10 +180,10 @@ class Run(Residents):
 
     def note_last_use(self, record: Record) -> None:
         """The backward is about to be given a record that it will not ask for again, as far as is known."""
-        self.evictable.pop(record.value, None)
+        self.walk.evictable.pop(record.value, None)
 
     def _note_use(self, value: int, node: int) -> None:
-        self.clock += 1
+        self.walk.clock += 1
         self.uses.append(value)
         self.use_nodes.append(node)
         while self._awaited and self.record_of(self._awaited[-1]) is None:
@@ -193,7 +194,7 @@ class Run(Residents):
         place = next((place for place in self._places.get(value, ()) if place >= self._now), None)
         self._now = self._now + 1 if place is None else place + 1
 
-    # Residents
+    # As the store of its walk
 
     @property
     def live_bytes(self) -> int:
@@ -304,7 +305,7 @@ class Run(Residents):
         self.recording.pinned[value] = handle
         return True
 
-    def _drop(self, value: int) -> bool:
+    def drop(self, value: int) -> bool:
         record = self.record_of(value)
         if record is None or record.residency is Residency.DROPPED or not self.secure(value):
             return False
@@ -315,7 +316,7 @@ class Run(Residents):
             self.counts.dropped_bytes += record.num_bytes
         return True
 
-    def _keep(self, value: int) -> None:
+    def keep(self, value: int) -> None:
         record = self.record_of(value)
         assert record is not None
         storage = self._temps.pop(value)
@@ -325,12 +326,13 @@ class Run(Residents):
             )
         self.ledger.restore(record, storage)
 
-    def _forget(self, value: int) -> None:
+    def forget(self, value: int) -> None:
         self._temps.pop(value, None)
 
-    def make_room(self, num_bytes: int, needed: Container[int] = ()) -> bool:
+    def make_room(self) -> bool:
+        """Drop values until the limit is kept to; tell whether it is."""
         self.recording.sync()
-        return super().make_room(num_bytes, needed)
+        return self.walk.make_room(0)
 
     # Running ops
 
@@ -346,11 +348,11 @@ class Run(Residents):
             self.compare_settings()
         self.recording.sync()
         self.recording.see_versions()
-        ledger, counts = self.ledger, self.counts
+        ledger, counts, walk = self.ledger, self.counts, self.walk
         ledger.expect(record)
         device = ledger.device
         start = device.record_event()
-        ops_before, seconds_before = self.num_replayed_ops, self.replayed_s
+        ops_before, seconds_before = walk.num_replayed_ops, walk.replayed_s
         here = device.current_stream()
         others = [stream for stream in self._streams if stream != here]
         self._streams[here] = None
@@ -369,25 +371,25 @@ class Run(Residents):
                 settings,
                 label("replay"),
             ):
-                self.rebuild(record.value)
+                walk.rebuild(record.value)
         finally:
             self._temps.clear()
-            self.temp_bytes = 0
+            walk.temp_bytes = 0
             for stream in others:  # they may use the bytes again that the replay has read
                 device.wait_event(stream, device.record_event(here, timed=False))
         counts.num_replays += 1
-        counts.num_replayed_ops += self.num_replayed_ops - ops_before
-        counts.replayed_s += self.replayed_s - seconds_before
+        counts.num_replayed_ops += walk.num_replayed_ops - ops_before
+        counts.replayed_s += walk.replayed_s - seconds_before
         counts.replayed.add(start, device.record_event())
-        counts.peak_bytes = max(counts.peak_bytes, self.peak_bytes)
+        counts.peak_bytes = max(counts.peak_bytes, walk.peak_bytes)
 
-    def _run(self, op: int, in_place: Collection[int]) -> None:
+    def run(self, op: int, in_place: Collection[int]) -> None:
         call = self.recording.calls[op]
         try:
             self._repeat(call, op, in_place)
         except torch.OutOfMemoryError:
-            for value in [value for value in self.evictable if value not in self.needed]:
-                self.drop(value)
+            for value in [value for value in self.walk.evictable if value not in self.walk.needed]:
+                self.walk.drop(value)
             try:
                 self._repeat(call, op, in_place)
             except torch.OutOfMemoryError as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from memkit.plan import Action, DTRScore, RematPlan, RematPlanner, Step
+from memkit.plan import Action, DTRScore, Plan, RematPlanner, Step
 
 _MAX_TRACES = 16
 
@@ -38,7 +38,7 @@ class OpTrace:
     has_order: bool = False
     """Whether a whole backward was seen."""
     _planner: RematPlanner | None = None
-    _plans: dict[tuple[int, DTRScore], RematPlan] = field(default_factory=dict)
+    _plans: dict[tuple[int, DTRScore], Plan] = field(default_factory=dict)
 
     @property
     def is_worth_a_plan(self) -> bool:
@@ -51,7 +51,7 @@ class OpTrace:
             self._planner = RematPlanner(self.step, score, lambda value: self.names.get(value, ("", "")))
         return self._planner
 
-    def plan(self, budget_bytes: int, score: DTRScore) -> RematPlan:
+    def plan(self, budget_bytes: int, score: DTRScore) -> Plan:
         """Return the plan for a budget.
 
         Raises:

@@ -67,8 +67,9 @@ class OffloadWindow:
         """The bytes of records that the device may hold."""
         forwards = self._live_forwards()
         if len(forwards) == 1:
-            return forwards[0].limit_bytes
-        return sum(forward.kept_bytes for forward in forwards) + max((forward.window_bytes for forward in forwards), default=0)
+            return forwards[0].so_far.limit_bytes
+        shares = [forward.so_far for forward in forwards]
+        return sum(share.kept_bytes for share in shares) + max((share.window_bytes for share in shares), default=0)
 
     def _live_forwards(self) -> list[Forward]:
         forwards = [forward for forward in (reference() for reference in self._forwards) if forward is not None]
@@ -87,7 +88,9 @@ class OffloadWindow:
         self._size_arena(forward)
 
     def _size_arena(self, forward: Forward) -> None:
-        needed_bytes = max((trace.plan(forward.ratio, forward.window_bytes).offload_bytes for trace in self.traces), default=0)
+        needed_bytes = max(
+            (trace.plan(forward.ratio, forward.so_far.window_bytes).offload_bytes for trace in self.traces), default=0
+        )
         if not needed_bytes and forward.ratio > 0:
             return  # nothing is known yet
         if needed_bytes != self._needed_bytes and self.arena.in_use_bytes == 0:
@@ -154,11 +157,11 @@ class OffloadWindow:
         is_waiting = any(waiting is record for waiting, _ in forward.unwritten)
         if action is Action.KEEP and (is_waiting or record.left is not None):  # it was to leave
             forward.unwritten = [waiting for waiting in forward.unwritten if waiting[0] is not record]
-            forward.stays_more_bytes += record.num_bytes
+            forward.so_far.stays_more_bytes += record.num_bytes
             if record.residency is Residency.LEAVING:
                 ledger.stay(record)
         elif action is Action.OFFLOAD and record.left is None and not is_waiting:
-            forward.stays_more_bytes -= record.num_bytes
+            forward.so_far.stays_more_bytes -= record.num_bytes
             self._leave(forward, record, storage)
             self._make_room()
 
@@ -196,7 +199,7 @@ class OffloadWindow:
         try:
             self.ledger.leave(record, storage)
         except HostMemoryError as error:
-            forward.stays_more_bytes += record.num_bytes
+            forward.so_far.stays_more_bytes += record.num_bytes
             forward.counts.kept_bytes += record.num_bytes
             if not self._has_warned:
                 self._has_warned = True
@@ -402,7 +405,7 @@ class OffloadWindow:
         forecast = forward.forecast if self._counter is not None and len(self._live_forwards()) == 1 else None
         if forecast is None:
             return live_bytes <= limit_bytes
-        if live_bytes > limit_bytes + forward.window_bytes:
+        if live_bytes > limit_bytes + forward.so_far.window_bytes:
             return False
         return forecast.level_bytes(forward.num_used - 1, forward.place_of(record), live_bytes) <= forecast.peak_bytes
 

@@ -249,7 +249,7 @@ def predict_offload(report: MemoryReport, ratios: Sequence[float], link: Link) -
         time = simulate_lanes(
             saves, offloaded, forward_s=forward_s, backward_s=backward_s, link=link, limit_bytes=plan.limit_bytes
         )
-        moved_bytes, saved_bytes = plan.offload_bytes, plan.seen_bytes
+        moved_bytes, saved_bytes = plan.offload_bytes, plan.saved_bytes
         both_ways_s = moved_bytes / link.d2h_bytes_per_s + moved_bytes / link.h2d_bytes_per_s
         rows.append(
             OffloadRow(

@@ -1,13 +1,13 @@
 """Decide: pure functions from sizes and times to plans. No tensor is touched here."""
 
-from memkit.plan.actions import Action, Plan, limit_of
+from memkit.plan.actions import Action, Plan, PlannedSave, limit_of, tell_kept
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes, timed_saves
 from memkit.plan.drop_order import drop_order
-from memkit.plan.eviction import DTRScore, Residents
-from memkit.plan.lineage import NO_OP, Lineage, Step, ends_of
+from memkit.plan.eviction import DTRScore, ValueStore, Walk
+from memkit.plan.forecast import Forecast
+from memkit.plan.lineage import NO_OP, GrowingLineage, Lineage, Step, ends_of
 from memkit.plan.planner import RematPlanner
-from memkit.plan.ratio import check_ratio, plan_ratio
-from memkit.plan.remat import PlannedValue, RematPlan, tell_kept
+from memkit.plan.ratio import RatioSoFar, check_ratio, plan_ratio
 from memkit.plan.residency import (
     LayerResidency,
     PlannedLayer,
@@ -22,26 +22,33 @@ from memkit.plan.residency import (
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.simulation import Outcome, simulate
 from memkit.plan.streaming import LayerCosts, StepPrediction, predict_step, slot_size_of, slot_sizes
+from memkit.plan.timeline import Lane, Levels, Timeline
 
 __all__ = [
     "NO_OP",
     "Action",
     "DTRScore",
+    "Forecast",
+    "GrowingLineage",
+    "Lane",
     "LayerCosts",
     "LayerResidency",
+    "Levels",
     "Lineage",
     "Outcome",
     "Plan",
     "PlannedLayer",
-    "PlannedValue",
-    "RematPlan",
+    "PlannedSave",
+    "RatioSoFar",
     "RematPlanner",
     "ResidencyPlan",
-    "Residents",
     "Step",
     "StepPrediction",
     "StepTime",
     "TimedSave",
+    "Timeline",
+    "ValueStore",
+    "Walk",
     "auto_ratio",
     "call_schedule",
     "check_ratio",

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from memkit.plan.actions import Action
-from memkit.plan.ratio import plan_ratio
+from memkit.plan.actions import limit_of
+from memkit.plan.ratio import first_to_leave
+from memkit.plan.timeline import HIDDEN, Lane, Timeline
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.transfer import Link
 
@@ -79,7 +80,7 @@ def simulate_lanes(
     forward_s: float,
     backward_s: float,
     link: Link,
-    limit_bytes: int | None = None,
+    limit_bytes: float | None = None,
 ) -> StepTime:
     """Return how long a step takes that moves some of its saved storages.
 
@@ -91,65 +92,68 @@ def simulate_lanes(
         limit_bytes: the most bytes of `saves` that the device may hold. None sets no limit: then nothing waits for room, and
             the forward is over when the last copy is.
     """
+    timeline = Timeline()
     out = [index for index in range(len(saves)) if index in offloaded and not saves[index].is_held]
-    late_s, resident, live_bytes = _simulate_forward(saves, frozenset(out), forward_s=forward_s, link=link, limit=limit_bytes)
-    stall_s = _simulate_backward(saves, out, resident, live_bytes=live_bytes, link=link, limit=limit_bytes)
-    return StepTime(forward_s=forward_s + late_s, backward_s=backward_s + stall_s)
+    resident = _simulate_forward(timeline, saves, frozenset(out), forward_s=forward_s, link=link, limit=limit_bytes)
+    late_s = timeline.late_s
+    _simulate_backward(timeline, saves, set(out) - resident, forward_s=forward_s, link=link, limit=limit_bytes)
+    return StepTime(forward_s=forward_s + late_s, backward_s=backward_s + (timeline.late_s - late_s))
 
 
 def _simulate_forward(
-    saves: Sequence[TimedSave], out: frozenset[int], *, forward_s: float, link: Link, limit: int | None
-) -> tuple[float, set[int], int]:
-    """Return the seconds that the forward waits, which of `out` are still on the device at its end, and the bytes on it."""
-    late_s = lane_free_s = 0.0
+    timeline: Timeline,
+    saves: Sequence[TimedSave],
+    out: frozenset[int],
+    *,
+    forward_s: float,
+    link: Link,
+    limit: float | None,
+) -> set[int]:
+    """Simulate the forward. Return which of `out` are still on the device at its end."""
     backlog: deque[tuple[int, float]] = deque()
-    live_bytes = 0
     for index, save in enumerate(saves):
         if save.is_held:
             continue
-        live_bytes += save.num_bytes
-        now_s = save.saved_at_s + late_s
+        timeline.live_bytes += save.num_bytes
         if index in out:
-            lane_free_s = max(lane_free_s, now_s) + link.latency_s + save.num_bytes / link.d2h_bytes_per_s
-            backlog.append((index, lane_free_s))
-        while limit is not None and live_bytes > limit and backlog:
+            copy_s, now_s = save.num_bytes / link.d2h_bytes_per_s, timeline.now_s(save.saved_at_s)
+            backlog.append((index, timeline.issue(Lane.OUT, copy_s, after_s=now_s, latency_s=link.latency_s)))
+        while limit is not None and timeline.live_bytes > limit and backlog:
             oldest, done_s = backlog.popleft()
-            now_s = max(now_s, done_s)
-            live_bytes -= saves[oldest].num_bytes
-        late_s = now_s - save.saved_at_s
+            timeline.wait(save.saved_at_s, done_s)
+            timeline.live_bytes -= saves[oldest].num_bytes
     if limit is None:
-        return max(late_s, lane_free_s - forward_s, 0.0), set(), live_bytes
-    return late_s, {index for index, _ in backlog}, live_bytes
+        timeline.wait(forward_s, timeline.free_s(Lane.OUT))
+        return set()
+    return {index for index, _ in backlog}
 
 
 def _simulate_backward(
-    saves: Sequence[TimedSave], out: Sequence[int], resident: set[int], *, live_bytes: int, link: Link, limit: int | None
-) -> float:
-    """Return the seconds that the backward waits for what comes back."""
+    timeline: Timeline, saves: Sequence[TimedSave], away: set[int], *, forward_s: float, link: Link, limit: float | None
+) -> None:
+    """Simulate the backward, which has what is away come back."""
     order = sorted((index for index, save in enumerate(saves) if not save.is_held), key=lambda index: saves[index].needed_at_s)
-    away = set(out) - resident
     to_fetch = deque(index for index in order if index in away)
     done_s: dict[int, float] = {}
-    stall_s = lane_free_s = 0.0
+    begin_s = timeline.now_s(forward_s)
 
     def fetch(now_s: float) -> None:
-        nonlocal lane_free_s, live_bytes
         index = to_fetch.popleft()
-        lane_free_s = max(lane_free_s, now_s) + link.latency_s + saves[index].num_bytes / link.h2d_bytes_per_s
-        done_s[index] = lane_free_s
-        live_bytes += saves[index].num_bytes
+        copy_s = saves[index].num_bytes / link.h2d_bytes_per_s
+        done_s[index] = timeline.issue(Lane.BACK, copy_s, after_s=now_s, latency_s=link.latency_s)
+        timeline.live_bytes += saves[index].num_bytes
 
     used_bytes = 0
     for index in order:
-        now_s = saves[index].needed_at_s + stall_s
-        live_bytes -= used_bytes  # what was used last falls free by now
-        while to_fetch and (limit is None or live_bytes + saves[to_fetch[0]].num_bytes <= limit):
-            fetch(0.0 if limit is None else now_s)
+        moment_s = forward_s + saves[index].needed_at_s
+        now_s = timeline.now_s(moment_s)
+        timeline.live_bytes -= used_bytes  # what was used last falls free by now
+        while to_fetch and (limit is None or timeline.live_bytes + saves[to_fetch[0]].num_bytes <= limit):
+            fetch(begin_s if limit is None else now_s)
         if to_fetch and to_fetch[0] == index:
             fetch(now_s)
-        stall_s += max(0.0, done_s.get(index, 0.0) - now_s)
+        timeline.wait(moment_s, done_s.get(index, 0.0))
         used_bytes = saves[index].num_bytes
-    return stall_s
 
 
 def auto_ratio(
@@ -159,7 +163,6 @@ def auto_ratio(
     backward_s: float,
     link: Link,
     window_bytes: int | None = None,
-    tolerance: float = 0.01,
 ) -> float:
     """Return the largest ratio whose copies hide behind the computation.
 
@@ -168,7 +171,6 @@ def auto_ratio(
         forward_s, backward_s: seconds without any copies.
         link: how fast copies are.
         window_bytes: bytes that the device may hold in any case; by default twice the largest of `saves`.
-        tolerance: by what share of its plain time the step may take longer.
     """
     sizes = [save.num_bytes for save in saves]
     held = frozenset(index for index, save in enumerate(saves) if save.is_held)
@@ -180,12 +182,12 @@ def auto_ratio(
     for size in movable:  # the plan changes where one more storage is chosen
         chosen_bytes += size
         ratio = chosen_bytes / sum(movable)
-        plan = plan_ratio(sizes, ratio, window_bytes=window, held=held)
-        offloaded = {index for index, action in enumerate(plan.actions) if action is Action.OFFLOAD}
+        leaving, seen_bytes = first_to_leave(sizes, ratio, window_bytes=window, held=held)
+        limit_bytes = limit_of(seen_bytes, ratio, window)
         time = simulate_lanes(
-            saves, offloaded, forward_s=forward_s, backward_s=backward_s, link=link, limit_bytes=plan.limit_bytes
+            saves, set(leaving), forward_s=forward_s, backward_s=backward_s, link=link, limit_bytes=limit_bytes
         )
-        if time.step_s > (1 + tolerance) * (forward_s + backward_s):
+        if time.step_s > HIDDEN * (forward_s + backward_s):
             break
         best = ratio
     return best

@@ -8,6 +8,7 @@ from heapq import nsmallest
 from itertools import accumulate
 
 from memkit.plan.lineage import NO_OP, Step
+from memkit.plan.timeline import Levels
 
 _MOST_LOOKS = 150_000
 """Values are picked for the drop order one by one, or several at once where that would mean more looks at a value."""
@@ -38,11 +39,11 @@ class _DropOrder:
         self._until = {value: last_use.get(value, end - 1) for value in first_saved}
         self._back = {value: first_use.get(value, end) for value in first_saved}
         """When a dropped value is on the device again: with its first use, or with that of one made from it."""
-        self._changes = [0] * (end + 2)
-        """By how much the ledger grows at each save and request."""
+        self._levels = Levels(end + 1)
+        """The ledger at each save and request."""
         for value in first_saved:
             if value not in step.moved:
-                self._add(self._since[value], self._until[value] + 1, lineage.num_bytes[value])
+                self._levels.add(self._since[value], self._until[value] + 1, lineage.num_bytes[value])
         self._dropped = set[int]()
         self._replayed = set[int]()
         stays = step.fixed.union(step.moved, anchors)
@@ -50,16 +51,11 @@ class _DropOrder:
         for anchor in anchors:
             if anchor not in first_saved:
                 first_saved[anchor] = bisect_left(latest_saved, anchor)
-                self._add(first_saved[anchor], end, lineage.num_bytes[anchor])
+                self._levels.add(first_saved[anchor], end, lineage.num_bytes[anchor])
         self._kept = set(first_saved)
         self.order: list[int] = []
-        self.peaks_bytes: list[int] = [max(accumulate(self._changes))]
+        self.peaks_bytes: list[int] = [self._levels.peak_bytes]
         """The peak before any drop, and after each: after those that were picked together, for each of them the last."""
-
-    def _add(self, start: int, end: int, num_bytes: int) -> None:
-        if start < end:
-            self._changes[start] += num_bytes
-            self._changes[end] -= num_bytes
 
     def _new_ops(self, value: int) -> set[int]:
         """Return the ops that making a value again adds to those that run again anyway."""
@@ -90,7 +86,7 @@ class _DropOrder:
 
     def _pick(self, num_picked: int) -> list[int]:
         """Return the values that lower the peak at least cost, the best first; none if nothing lowers it."""
-        level = list(accumulate(self._changes))
+        level = self._levels.each()
         peak = max(level)
         over = peak - max(1, peak // 64)
         counts = [0, *accumulate(bytes_here > over for bytes_here in level)]
@@ -112,11 +108,11 @@ class _DropOrder:
             # On the device again when the first is that is made from it, through values that are made again as well.
             back = min((self._back[later] for later in self._made_from(value)), default=self._back[value])
             back = min(back, self._back[value])
-            self._add(self._since[value], min(back, self._until[value] + 1), -self._lineage.num_bytes[value])
+            self._levels.add(self._since[value], min(back, self._until[value] + 1), -self._lineage.num_bytes[value])
             self._back[value] = back
             self._bring_forward(value, back)
         self.order += values
-        self.peaks_bytes += [max(accumulate(self._changes))] * len(values)
+        self.peaks_bytes += [self._levels.peak_bytes] * len(values)
 
     def _made_from(self, value: int) -> Iterator[int]:
         """Yield the dropped values that are made from a value without a kept one between."""
@@ -147,7 +143,9 @@ class _DropOrder:
             for source in ins[op]:
                 if source in self._dropped:
                     if self._back[source] > back:
-                        self._add(back, min(self._back[source], self._until[source] + 1), self._lineage.num_bytes[source])
+                        self._levels.add(
+                            back, min(self._back[source], self._until[source] + 1), self._lineage.num_bytes[source]
+                        )
                         self._back[source] = back
                         pending.append(source)
                 elif source not in self._since:

@@ -7,10 +7,11 @@ and not needed for long goes first. Its cost is that of its own op and of all an
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+import weakref
 from collections.abc import Collection, Container
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import Protocol
 
 from memkit.plan.lineage import NO_OP, Lineage
 
@@ -49,16 +50,52 @@ _LEAST_COST_S = 1e-9
 _ROOT_GONE = "a root that is needed for a replay is gone"
 
 
-class Residents(ABC):
-    """The saved values that are on the device, against a limit in bytes.
+class ValueStore(Protocol):
+    """The saved values of a step, on a device or without any: what a walk asks of them, and has done with them."""
 
-    Subclasses say what it means to drop a value and to run an op. All sizes are bytes of storages.
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the saved values on the device."""
+
+    def is_available(self, value: int) -> bool:
+        """Tell whether a replay can read a value without making it first."""
+
+    def is_wanted(self, value: int) -> bool:
+        """Tell whether the backward will still ask for a value."""
+
+    def distance(self, value: int) -> int:
+        """Return how many requests away the next use of a value is, at least 1."""
+
+    def drop(self, value: int) -> bool:
+        """Let go of a value that is on the device, unless what it would be made from is gone; tell whether that was done."""
+
+    def run(self, op: int, in_place: Collection[int]) -> None:
+        """Run an op again: its values are the replay's own then. It may write over the values `in_place`."""
+
+    def keep(self, value: int) -> None:
+        """Make a value that the replay holds one of the saved values on the device."""
+
+    def forget(self, value: int) -> None:
+        """Free a value that the replay holds."""
+
+
+class Walk:
+    """The way of a step through its saves and requests, against a limit in bytes: who goes, and what is made again.
+
+    All sizes are bytes of storages.
+
+    Args:
+        lineage: how values are made. It may grow.
+        score: who goes when room is short.
+        limit_bytes: what saved values and replays may take on the device.
+        store: what has the values. It is not kept alive: it may own the walk.
     """
 
-    def __init__(self, lineage: Lineage, score: DTRScore, limit_bytes: float) -> None:
+    def __init__(self, lineage: Lineage, score: DTRScore, limit_bytes: float, store: ValueStore) -> None:
         self.lineage = lineage
         self.score = score
         self.limit_bytes = limit_bytes
+        self._store: ValueStore = weakref.proxy(store)
         self.num_replays: dict[int, int] = {}
         """How often each value has been made again."""
         self.replayed_s = 0.0
@@ -86,43 +123,6 @@ class Residents(ABC):
         self._last_evictable = -1
         """No value after this one may be dropped."""
 
-    # What subclasses know and do
-
-    @property
-    @abstractmethod
-    def live_bytes(self) -> int:
-        """Bytes of the saved values on the device."""
-
-    @abstractmethod
-    def is_available(self, value: int) -> bool:
-        """Tell whether a replay can read a value without making it first."""
-
-    @abstractmethod
-    def is_wanted(self, value: int) -> bool:
-        """Tell whether the backward will still ask for a value."""
-
-    @abstractmethod
-    def distance(self, value: int) -> int:
-        """Return how many requests away the next use of a value is, at least 1."""
-
-    @abstractmethod
-    def _drop(self, value: int) -> bool:
-        """Let go of a value that is on the device, unless what it would be made from is gone; tell whether that was done."""
-
-    @abstractmethod
-    def _run(self, op: int, in_place: Collection[int]) -> None:
-        """Run an op again: its values are the replay's own then. It may write over the values `in_place`."""
-
-    @abstractmethod
-    def _keep(self, value: int) -> None:
-        """Make a value that the replay holds one of the saved values on the device."""
-
-    @abstractmethod
-    def _forget(self, value: int) -> None:
-        """Free a value that the replay holds."""
-
-    # What is the same for all
-
     def staleness(self, value: int) -> int:
         """Return how many saves and requests ago a value came to the device, at least 1."""
         return self.clock - self._touched[value] + 1
@@ -137,15 +137,15 @@ class Residents(ABC):
     def drop(self, value: int) -> bool:
         """Drop a value; tell whether that was possible."""
         self.evictable.pop(value, None)
-        return self._drop(value)
+        return self._store.drop(value)
 
     def note_peak(self) -> None:
         """The bytes on the device may have grown."""
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + self.temp_bytes)
+        self.peak_bytes = max(self.peak_bytes, self._store.live_bytes + self.temp_bytes)
 
     def make_room(self, num_bytes: int, needed: Container[int] = ()) -> bool:
         """Drop values until so many bytes more would fit, except those that are needed; tell whether they do."""
-        while self.live_bytes + self.temp_bytes + num_bytes > self.limit_bytes:
+        while self._store.live_bytes + self.temp_bytes + num_bytes > self.limit_bytes:
             victim = self._victim(needed)
             if victim is None:
                 return False
@@ -185,7 +185,7 @@ class Residents(ABC):
 
     def _entry(self, value: int, cost_s: float) -> tuple[float, int]:
         """Return what values are ranked by, for a cost."""
-        distance = self.distance(value) if self.score.distance == "next_use" else self.staleness(value)
+        distance = self._store.distance(value) if self.score.distance == "next_use" else self.staleness(value)
         return (cost_s + _LEAST_COST_S) / (self.lineage.num_bytes[value] + 1) / distance, value
 
     def _bound_s(self, value: int) -> float:
@@ -207,7 +207,7 @@ class Residents(ABC):
                 for made in outs[op]:
                     if made <= latest and made not in changed:
                         changed.add(made)
-                        if not self.is_available(made):
+                        if not self._store.is_available(made):
                             pending.append(made)
         for value in changed:
             self._least_s.pop(value, None)
@@ -220,7 +220,7 @@ class Residents(ABC):
         return self._missing(value, enough_s)[1]
 
     def _missing(self, value: int, enough_s: float = math.inf) -> tuple[set[int], float]:
-        lineage, is_available = self.lineage, self.is_available
+        lineage, is_available = self.lineage, self._store.is_available
         maker, ins, seconds = lineage.maker, lineage.ins, lineage.seconds
         ops, pending, total_s = set[int](), [value], 0.0
         while pending and total_s <= enough_s:
@@ -250,18 +250,18 @@ class Residents(ABC):
         temps = set[int]()
         for op in ops:
             taken = lineage.taken.get(op, ())
-            in_place = {over for over, _ in taken if over in temps and needed[over] == op and not self.is_wanted(over)}
+            in_place = {over for over, _ in taken if over in temps and needed[over] == op and not self._store.is_wanted(over)}
             reused_bytes = sum(lineage.num_bytes[over] for over in in_place)
             new_bytes = sum(lineage.num_bytes[value] for value in lineage.outs[op]) - reused_bytes
             self.make_room(new_bytes, needed)
-            self._run(op, in_place)
+            self._store.run(op, in_place)
             self.num_replayed_ops += 1
             self.replayed_s += lineage.seconds[op]
             temps -= in_place
             self.temp_bytes += new_bytes
             self.note_peak()
             for value in lineage.outs[op]:
-                if self.is_available(value):  # a sibling that was never gone
+                if self._store.is_available(value):  # a sibling that was never gone
                     self._discard(value)
                 else:
                     temps.add(value)
@@ -279,13 +279,13 @@ class Residents(ABC):
         """The replay is done with a value that it has made."""
         num_bytes = self.lineage.num_bytes[value]
         self.temp_bytes -= num_bytes
-        if self.is_wanted(value):
-            self._keep(value)
+        if self._store.is_wanted(value):
+            self._store.keep(value)
             self.num_replays[value] = self.num_replays.get(value, 0) + 1
             self.admit(value)
         else:
-            self._forget(value)
+            self._store.forget(value)
 
     def _discard(self, value: int) -> None:
         self.temp_bytes -= self.lineage.num_bytes[value]
-        self._forget(value)
+        self._store.forget(value)

@@ -6,7 +6,7 @@ numbered in the order in which they came to be, so that any selection of ops can
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 NO_OP = -1
@@ -14,55 +14,38 @@ NO_OP = -1
 
 
 class Lineage:
-    """The ops and values of one forward, as they are recorded."""
+    """The ops and values of one forward, as they are known once it is over: nothing here changes."""
 
     __slots__ = ("_num_linked", "ins", "maker", "num_bytes", "outs", "seconds", "taken", "users")
 
-    def __init__(self) -> None:
-        self.num_bytes: list[int] = []
-        """Bytes of each value's storage."""
-        self.maker: list[int] = []
-        """The op that can make each value again, or `NO_OP`."""
-        self.ins: list[tuple[int, ...]] = []
-        """The values that each op reads."""
-        self.outs: list[tuple[int, ...]] = []
-        """The values that each op makes."""
-        self.taken: dict[int, tuple[tuple[int, int], ...]] = {}
-        """For ops that write to their arguments: which value they write over, and which value it becomes."""
-        self.seconds: list[float] = []
-        """What each op takes."""
-        self.users: list[list[int]] = []
-        """The ops that read each value, as of the last `link`."""
-        self._num_linked = 0
+    num_bytes: Sequence[int]
+    """Bytes of each value's storage."""
+    maker: Sequence[int]
+    """The op that can make each value again, or `NO_OP`."""
+    ins: Sequence[tuple[int, ...]]
+    """The values that each op reads."""
+    outs: Sequence[tuple[int, ...]]
+    """The values that each op makes."""
+    taken: Mapping[int, tuple[tuple[int, int], ...]]
+    """For ops that write to their arguments: which value they write over, and which value it becomes."""
+    seconds: Sequence[float]
+    """What each op takes."""
+    users: list[list[int]]
+    """The ops that read each value, as of the last `link`."""
 
-    def add_root(self, num_bytes: int) -> int:
-        """Return the number of a new value that nothing here makes."""
-        self.num_bytes.append(num_bytes)
-        self.maker.append(NO_OP)
-        return len(self.maker) - 1
+    def __init__(self, known: Lineage, seconds: Sequence[float]) -> None:
+        self.num_bytes, self.maker = tuple(known.num_bytes), tuple(known.maker)
+        self.ins, self.outs, self.taken = tuple(known.ins), tuple(known.outs), dict(known.taken)
+        self.seconds = tuple(seconds)
+        self.users, self._num_linked = [], 0
 
-    def add_op(
-        self, ins: Sequence[int], outs_bytes: Sequence[int], seconds: float = 0.0, taken: Iterable[int] = ()
-    ) -> tuple[int, ...]:
-        """Return the numbers of the values that a new op makes.
+    def frozen(self) -> Lineage:
+        """Return what is known by now, which does not change any more."""
+        return self
 
-        Args:
-            ins: the values that it reads.
-            outs_bytes: the bytes of the values that it makes.
-            seconds: what it takes.
-            taken: the values that it writes over: its last outputs are what they become, in this order.
-        """
-        op, first = len(self.ins), len(self.maker)
-        outs = tuple(range(first, first + len(outs_bytes)))
-        self.num_bytes += outs_bytes
-        self.maker += [op] * len(outs)
-        self.ins.append(tuple(ins))
-        self.outs.append(outs)
-        self.seconds.append(seconds)
-        written = tuple(taken)
-        if written:
-            self.taken[op] = tuple(zip(written, outs[len(outs) - len(written) :], strict=True))
-        return outs
+    def with_seconds(self, seconds: Sequence[float]) -> Lineage:
+        """Return the lineage with what each op takes, now that this is known."""
+        return Lineage(self, seconds)
 
     def ops_to(self, value: int, kept: Collection[int]) -> set[int]:
         """Return the ops that make a value from roots and from what is kept, whether it is kept itself or not."""
@@ -99,6 +82,55 @@ class Lineage:
         self._num_linked = len(self.ins)
 
 
+class GrowingLineage(Lineage):
+    """The ops and values of one forward, as they are recorded."""
+
+    __slots__ = ()
+
+    num_bytes: list[int]
+    maker: list[int]
+    ins: list[tuple[int, ...]]
+    outs: list[tuple[int, ...]]
+    taken: dict[int, tuple[tuple[int, int], ...]]
+    seconds: list[float]
+
+    def __init__(self) -> None:
+        self.num_bytes, self.maker, self.ins, self.outs, self.taken, self.seconds = [], [], [], [], {}, []
+        self.users, self._num_linked = [], 0
+
+    def frozen(self) -> Lineage:
+        return Lineage(self, self.seconds)
+
+    def add_root(self, num_bytes: int) -> int:
+        """Return the number of a new value that nothing here makes."""
+        self.num_bytes.append(num_bytes)
+        self.maker.append(NO_OP)
+        return len(self.maker) - 1
+
+    def add_op(
+        self, ins: Sequence[int], outs_bytes: Sequence[int], seconds: float = 0.0, taken: Iterable[int] = ()
+    ) -> tuple[int, ...]:
+        """Return the numbers of the values that a new op makes.
+
+        Args:
+            ins: the values that it reads.
+            outs_bytes: the bytes of the values that it makes.
+            seconds: what it takes.
+            taken: the values that it writes over: its last outputs are what they become, in this order.
+        """
+        op, first = len(self.ins), len(self.maker)
+        outs = tuple(range(first, first + len(outs_bytes)))
+        self.num_bytes += outs_bytes
+        self.maker += [op] * len(outs)
+        self.ins.append(tuple(ins))
+        self.outs.append(outs)
+        self.seconds.append(seconds)
+        written = tuple(taken)
+        if written:
+            self.taken[op] = tuple(zip(written, outs[len(outs) - len(written) :], strict=True))
+        return outs
+
+
 def ends_of(nodes: Sequence[int]) -> tuple[int, ...]:
     """Return for each request the first after it that comes from another node.
 
@@ -115,7 +147,10 @@ def ends_of(nodes: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One whole step: its lineage, what autograd saved, and when the backward asked for it."""
+    """One whole step: its lineage, what autograd saved, and when the backward asked for it.
+
+    Nothing in it changes while a recording that it was made from goes on.
+    """
 
     lineage: Lineage
     saves: tuple[int, ...]
@@ -131,11 +166,16 @@ class Step:
     """Saved values that the user asked to be made again."""
     moved: frozenset[int] = field(default_factory=frozenset)
     """Saved values that leave for host memory, whatever the plan, and come back to what reads them."""
-    retained_bytes: dict[int, int] = field(default_factory=dict)
+    retained_bytes: Mapping[int, int] = field(default_factory=dict)
     """Roots that are gone unless they are held on purpose, and what that takes: made here by what cannot run again, or
     written over. All other roots are somebody else's and cost nothing."""
-    why_kept: dict[int, str] = field(default_factory=dict)
+    why_kept: Mapping[int, str] = field(default_factory=dict)
     """Why no op makes a value again, where a user may wonder."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lineage", self.lineage.frozen())
+        object.__setattr__(self, "retained_bytes", dict(self.retained_bytes))
+        object.__setattr__(self, "why_kept", dict(self.why_kept))
 
     def use_end(self, place: int) -> int:
         """Return the first request after one that comes from another node."""

@@ -2,7 +2,7 @@
 
 A trace is planned once. A greedy walk finds one *drop order*: at each point of the step where the ledger is fullest, the value
 whose making again costs least for the bytes it frees there goes next. Each prefix of that order is a plan, and so is what
-dynamic tensor rematerialization would drop by itself. Plans are simulated by the walk that also runs them (`Residents`); a
+dynamic tensor rematerialization would drop by itself. Plans are simulated by the walk that also runs them (`Walk`); a
 budget takes the cheapest that fits of all that were found.
 
 Each stage of the search says what it brings: how much longer a step takes without it at the worst, in shares of the plain
@@ -16,11 +16,10 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import chain, combinations, islice
 
 from memkit.errors import BudgetInfeasible
-from memkit.plan.actions import Action
+from memkit.plan.actions import Action, Plan, PlannedSave, tell_kept
 from memkit.plan.drop_order import drop_order
 from memkit.plan.eviction import DTRScore
 from memkit.plan.lineage import NO_OP, Step
-from memkit.plan.remat import PlannedValue, RematPlan, tell_kept
 from memkit.plan.segments import Segments
 from memkit.plan.simulation import MOST_REPLAYS, Outcome, simulate
 from memkit.sizes import format_bytes
@@ -101,7 +100,6 @@ class RematPlanner:
             dropped,
             limit_bytes=limit_bytes,
             score=self.score,
-            online=True,
             anchors=anchors.difference(self.step.saves),
             most_s=min(most_s, self._most_s),
         )
@@ -112,10 +110,6 @@ class RematPlanner:
         else:
             self._work += MOST_REPLAYS * len(self.step.lineage.ins)
         return found
-
-    def dtr(self, budget_bytes: float) -> Outcome:
-        """Return what dynamic tensor rematerialization would do by itself."""
-        return self._try(self.step.dropped, budget_bytes, frozenset())
 
     def smallest(self) -> Outcome:
         """Return the step that takes the fewest bytes, without thrashing, of those that a search for it looks at.
@@ -231,7 +225,7 @@ class RematPlanner:
             if rank(found) < rank(best):
                 best, dropped = found, dropped.symmetric_difference(move)
 
-    def plan(self, budget_bytes: int, outcome: Outcome | None = None) -> RematPlan:
+    def plan(self, budget_bytes: int, outcome: Outcome | None = None) -> Plan:
         """Return the plan for a budget.
 
         Args:
@@ -256,8 +250,9 @@ class RematPlanner:
         limit_bytes = found.limit_bytes
         if limit_bytes < math.inf:  # its walk is the same under any limit that its peak keeps to
             limit_bytes = min(limit_bytes, max(budget_bytes, found.peak_bytes))
-        return RematPlan(
-            values=tuple(self._planned(value, found.dropped, kept) for value in dict.fromkeys(self.step.saves)),
+        values = enumerate(dict.fromkeys(self.step.saves))
+        return Plan(
+            saves=tuple(self._planned(index, value, found.dropped, kept) for index, value in values),
             budget_bytes=budget_bytes,
             limit_bytes=limit_bytes,
             predicted_peak_bytes=found.peak_bytes,
@@ -274,7 +269,7 @@ class RematPlanner:
                 found[step.why_kept[value]] = found.get(step.why_kept[value], 0) + step.lineage.num_bytes[value]
         return found
 
-    def _planned(self, value: int, dropped: Collection[int], kept: Collection[int]) -> PlannedValue:
+    def _planned(self, index: int, value: int, dropped: Collection[int], kept: Collection[int]) -> PlannedSave:
         step, lineage = self.step, self.step.lineage
         op, module = self._describe(value)
         action = Action.RECOMPUTE if value in dropped else Action.OFFLOAD if value in step.moved else Action.KEEP
@@ -286,7 +281,8 @@ class RematPlanner:
             reason = "asked for"
         else:
             reason = "cheap for its bytes" if action is Action.RECOMPUTE else "fits the budget"
-        return PlannedValue(
+        return PlannedSave(
+            index=index,
             value=value,
             num_bytes=lineage.num_bytes[value],
             action=action,

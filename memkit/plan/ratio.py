@@ -1,12 +1,12 @@
-"""From a ratio to a plan: the storages saved earliest leave, because they are needed last."""
+"""From a ratio to a plan, or to one action after the other: the storages saved earliest leave, because they are needed last."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Real
 
-from memkit.plan.actions import Action, Plan
+from memkit.plan.actions import Action, Plan, PlannedSave, limit_of
 
 
 def check_ratio(ratio: object, *, where: str) -> float:
@@ -28,18 +28,16 @@ def check_ratio(ratio: object, *, where: str) -> float:
     return value
 
 
-def plan_ratio(sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: frozenset[int] = frozenset()) -> Plan:
-    """Return the plan that moves a share of the saved bytes.
+def first_to_leave(
+    sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = ()
+) -> tuple[list[int], int]:
+    """Return the saves that leave, by index, and how many bytes all have that are not held.
 
     The shortest beginning of the saves whose bytes reach the share leaves. If what stays is less than the window, the latest of
     those stay as well, as many as the window holds: they would still be on the device when the backward starts, so to copy them
     would be in vain.
 
-    Args:
-        sizes_bytes: bytes of each saved storage, in the order of first saves.
-        ratio: the share, 0 to 1.
-        window_bytes: bytes that the device may hold in any case.
-        held: indices of storages that somebody else keeps alive.
+    Args: as of `plan_ratio`.
     """
     movable = [index for index in range(len(sizes_bytes)) if index not in held]
     seen_bytes = sum(sizes_bytes[index] for index in movable)
@@ -53,13 +51,132 @@ def plan_ratio(sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, h
         offload_bytes += sizes_bytes[index]
     while chosen and seen_bytes - offload_bytes + sizes_bytes[chosen[-1]] <= window_bytes:
         offload_bytes -= sizes_bytes[chosen.pop()]
-    leaving = frozenset(chosen)
+    return chosen, seen_bytes
+
+
+def plan_ratio(sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = ()) -> Plan:
+    """Return the plan that moves a share of the saved bytes: see `first_to_leave`.
+
+    Args:
+        sizes_bytes: bytes of each saved storage, in the order of first saves.
+        ratio: the share, 0 to 1.
+        window_bytes: bytes that the device may hold in any case.
+        held: indices of storages that something else keeps alive.
+    """
+    chosen, seen_bytes = first_to_leave(sizes_bytes, ratio, window_bytes=window_bytes, held=held)
+    leaving, limit_bytes = frozenset(chosen), limit_of(seen_bytes, ratio, window_bytes)
     return Plan(
-        sizes_bytes=tuple(sizes_bytes),
-        actions=tuple(Action.OFFLOAD if index in leaving else Action.KEEP for index in range(len(sizes_bytes))),
+        saves=tuple(
+            PlannedSave(
+                index=index,
+                num_bytes=num_bytes,
+                action=Action.OFFLOAD if index in leaving else Action.KEEP,
+                reason=_LEAVES if index in leaving else _HELD if index in held else _STAYS,
+                is_held=index in held,
+            )
+            for index, num_bytes in enumerate(sizes_bytes)
+        ),
         ratio=ratio,
+        limit_bytes=limit_bytes,
         window_bytes=window_bytes,
-        held=held,
-        seen_bytes=seen_bytes,
-        offload_bytes=offload_bytes,
+        predicted_peak_bytes=min(seen_bytes, limit_bytes),
     )
+
+
+_LEAVES = "saved early: the ratio moves it"
+_STAYS = "saved late: the ratio or the window keeps it"
+_HELD = "something else keeps it alive"
+
+
+class RatioSoFar:
+    """Decides save by save, as a forward goes: by a plan as long as one is followed, else so that a ratio is kept so far.
+
+    Args:
+        ratio: the share of the bytes that is to leave.
+        window_bytes: bytes that the device may hold in any case; None for twice the largest storage.
+    """
+
+    __slots__ = (
+        "_is_late",
+        "_kept_bytes",
+        "_limit_bytes",
+        "_moved_bytes",
+        "_plan",
+        "_planned_bytes",
+        "_window_bytes",
+        "largest_bytes",
+        "ratio",
+        "seen_bytes",
+        "stays_more_bytes",
+    )
+
+    def __init__(self, ratio: float, window_bytes: int | None = None) -> None:
+        self.ratio = ratio
+        self.seen_bytes = 0
+        self.largest_bytes = 0
+        self.stays_more_bytes = 0
+        """What stays beyond what was foreseen, for want of host memory or by the user's word, less what leaves by it."""
+        self._window_bytes = window_bytes
+        self._moved_bytes = 0
+        self.follow(None)
+
+    def follow(self, plan: Plan | None, *, is_late: bool = False) -> None:
+        """Go by a plan from here on, or by none.
+
+        Args:
+            is_late: whether something was saved before that went by another: then only the share of the plan is kept to.
+        """
+        self._plan, self._is_late = plan, is_late
+        self._planned_bytes = 0 if plan is None else plan.offload_bytes
+        self._kept_bytes = 0 if plan is None else plan.kept_bytes
+        self._limit_bytes = 0 if plan is None else int(plan.limit_bytes)
+
+    def decide(self, num_bytes: int, place: int | None = None, asked: Action | None = None) -> Action:
+        """Return what to do with the next storage that is saved, and count it.
+
+        Args:
+            place: its index in the plan; None if it is in none.
+            asked: what the user, or the context inside, has said.
+        """
+        self.seen_bytes += num_bytes
+        self.largest_bytes = max(self.largest_bytes, num_bytes)
+        plan = self._plan
+        if plan is None or place is None:
+            foreseen = self._until(self.ratio * self.seen_bytes)
+        else:
+            foreseen = self._until(self._planned_bytes) if self._is_late else plan.saves[place].action
+        action = foreseen if asked is None else asked
+        if action is Action.OFFLOAD:
+            self._moved_bytes += num_bytes
+        if action is not foreseen:
+            self.stays_more_bytes += num_bytes if action is Action.KEEP else -num_bytes
+        return action
+
+    def _until(self, wanted_bytes: float) -> Action:
+        return Action.OFFLOAD if self._moved_bytes < wanted_bytes else Action.KEEP
+
+    @property
+    def window_bytes(self) -> int:
+        """The window: as asked for, or twice the largest storage, of the plan or of what was seen."""
+        if self._window_bytes is not None:
+            return self._window_bytes
+        return self._plan.window_bytes if self._plan is not None else 2 * self.largest_bytes
+
+    @property
+    def offload_bytes(self) -> int:
+        """What leaves: by plan, or so far."""
+        return self._planned_bytes if self._plan is not None else self._moved_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """What stays on the device: by plan, or so far."""
+        kept_bytes = self._kept_bytes if self._plan is not None else self.seen_bytes - self._moved_bytes
+        return kept_bytes + self.stays_more_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the device may hold if no other forward is alive."""
+        window_bytes, limit_bytes = self.window_bytes, self._limit_bytes
+        if self._plan is None:
+            limit_bytes = limit_of(self.seen_bytes, self.ratio, window_bytes)
+        return max(limit_bytes + self.stays_more_bytes, window_bytes)

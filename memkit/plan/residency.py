@@ -18,10 +18,8 @@ from tabulate import tabulate
 
 from memkit.plan.ratio import check_ratio
 from memkit.plan.streaming import LayerCosts, check_count, check_num_slots, predict_step, size_classes, slot_sizes, transfer_s
+from memkit.plan.timeline import HIDDEN
 from memkit.sizes import MIB, format_bytes
-
-_HIDDEN = 1.01
-"""Copies hide if a step takes at most so many times its computation."""
 
 
 class LayerResidency(str, Enum):
@@ -227,7 +225,7 @@ def plan_auto(
         TypeError, ValueError: a layer was not measured, or as `plan_budget` does.
     """
     choices = sorted(_even_choices(layers, num_slots))
-    limit_s = _HIDDEN * predict_step(layers, (), (), link_bytes_per_s).total_s
+    limit_s = HIDDEN * predict_step(layers, (), (), link_bytes_per_s).total_s
     steps = (predict_step(layers, choice.streamed, choice.slot_bytes, link_bytes_per_s) for choice in choices)
     hiding = next(choice for choice, step in zip(choices, steps, strict=True) if step.total_s <= limit_s)
     if budget_bytes is not None and hiding.device_bytes > budget_bytes:

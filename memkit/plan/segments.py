@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from memkit.plan.lineage import NO_OP, Step
+from memkit.plan.timeline import Levels
 
 
 class Segments:
@@ -76,20 +77,18 @@ class Segments:
     def _widths(self) -> list[int]:
         """Return for each op the bytes of what is made up to it and read after it."""
         lineage = self._step.lineage
-        changes = [0] * (len(lineage.ins) + 1)
+        levels = Levels(len(lineage.ins))
         for value, maker in enumerate(lineage.maker):
-            if maker != NO_OP and lineage.users[value]:
-                changes[maker] += lineage.num_bytes[value]
-                changes[self._last_read[value]] -= lineage.num_bytes[value]
-        return list(accumulate(changes))
+            if maker != NO_OP:
+                levels.add(maker, self._last_read[value], lineage.num_bytes[value])
+        return levels.each()
 
     def _are_written_over(self) -> list[bool]:
         """Tell for each op whether something that is made up to it and read after it is written over, then or later."""
         lineage = self._step.lineage
-        changes = [0] * (len(lineage.ins) + 1)
+        counts = Levels(len(lineage.ins))
         for pairs in lineage.taken.values():
             for over, _ in pairs:
-                if lineage.maker[over] != NO_OP and lineage.users[over]:
-                    changes[lineage.maker[over]] += 1
-                    changes[self._last_read[over]] -= 1
-        return [number > 0 for number in accumulate(changes)]
+                if lineage.maker[over] != NO_OP:
+                    counts.add(lineage.maker[over], self._last_read[over], 1)
+        return [number > 0 for number in counts.each()]

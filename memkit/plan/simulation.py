@@ -7,8 +7,9 @@ from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from memkit.plan.eviction import DTRScore, Residents
+from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.lineage import NO_OP, Step
+from memkit.plan.timeline import Timeline
 
 _NO_END = 1 << 62
 MOST_REPLAYS = 8
@@ -35,17 +36,18 @@ class _GiveUpError(Exception):
     """Ops are run again so often that nobody would want it."""
 
 
-class _Simulation(Residents):
-    """A step without its tensors."""
+class _Simulation(Timeline):
+    """A step without its tensors: the store of its walk. Compute is late by what is run again."""
 
     def __init__(self, step: Step, score: DTRScore, limit_bytes: float, anchors: frozenset[int], most_s: float) -> None:
-        super().__init__(step.lineage, score, limit_bytes)
+        super().__init__()
+        self._walk = Walk(step.lineage, score, limit_bytes, self)
         self._most_s = most_s
         self._step = step
+        self._lineage = step.lineage
         self._anchors = anchors
         self._anchors_to_come = sorted(anchors, reverse=True)
         self._anchors_held: list[int] = []
-        self._live_bytes = 0
         self._present = set[int]()
         self._moved = set[int]()
         self._held_roots = set[int]()
@@ -58,12 +60,8 @@ class _Simulation(Residents):
         self._num_saved = 0
         self._most_ops = MOST_REPLAYS * len(step.lineage.ins)
 
-    @property
-    def live_bytes(self) -> int:
-        return self._live_bytes
-
     def is_available(self, value: int) -> bool:
-        return value in self._present or self.lineage.maker[value] == NO_OP or value in self._moved
+        return value in self._present or self._lineage.maker[value] == NO_OP or value in self._moved
 
     def is_wanted(self, value: int) -> bool:
         places = self._places.get(value)
@@ -76,66 +74,66 @@ class _Simulation(Residents):
         index = bisect_left(places, self._now)
         return places[index] - self._now + 1 if index < len(places) else len(self._step.uses)
 
-    def _drop(self, value: int) -> bool:
+    def drop(self, value: int) -> bool:
         self._present.discard(value)
-        self._live_bytes -= self.lineage.num_bytes[value]
-        for root in self.lineage.roots_of(value, self._traced):
+        self.live_bytes -= self._lineage.num_bytes[value]
+        for root in self._lineage.roots_of(value, self._traced):
             if root not in self._held_roots:
                 self._held_roots.add(root)
                 if root not in self._present:
-                    self._live_bytes += self._step.retained_bytes.get(root, 0)
+                    self.live_bytes += self._step.retained_bytes.get(root, 0)
         return True
 
-    def _run(self, op: int, in_place: Collection[int]) -> None:
-        if self.num_replayed_ops > self._most_ops or self.replayed_s > self._most_s:
+    def run(self, op: int, in_place: Collection[int]) -> None:
+        if self._walk.num_replayed_ops > self._most_ops or self.late_s > self._most_s:
             raise _GiveUpError
+        self.late_s += self._lineage.seconds[op]
 
-    def _keep(self, value: int) -> None:
+    def keep(self, value: int) -> None:
         self._present.add(value)
-        self._live_bytes += self.lineage.num_bytes[value]
+        self.live_bytes += self._lineage.num_bytes[value]
 
-    def _forget(self, value: int) -> None:
+    def forget(self, value: int) -> None:
         pass
 
-    def run(self, dropped: Collection[int], *, online: bool) -> Outcome:
-        """Simulate the step; with `online`, also drop in the forward whatever the limit asks for."""
-        step, lineage = self._step, self.lineage
+    def go(self, dropped: Collection[int]) -> Outcome:
+        """Simulate the step."""
+        step, lineage, walk = self._step, self._lineage, self._walk
         for index, value in enumerate(step.saves):
             is_new = value not in self._saved_at
             while self._anchors_to_come and self._anchors_to_come[-1] <= value:
                 anchor = self._anchors_to_come.pop()
                 self._anchors_held.append(anchor)
-                self._keep(anchor)
+                self.keep(anchor)
             self._saved_at[value], self._num_saved = index, index + 1
-            self.clock += 1
+            walk.clock += 1
             if not is_new:
                 continue
             if value in step.moved:
                 self._moved.add(value)
                 continue
             if value not in self._held_roots:
-                self._keep(value)
+                self.keep(value)
             if value not in step.fixed and lineage.maker[value] != NO_OP:
-                self.admit(value)
+                walk.admit(value)
                 if value in dropped:
-                    self.drop(value)
-            if online:
-                self.make_room(0)
-            self.note_peak()
+                    walk.drop(value)
+            walk.make_room(0)
+            walk.note_peak()
         gone = self._saved_at.keys() - self._present - self._held_roots - step.moved
         latest = sorted(self._saved_at)
         self._backward(latest)
         return Outcome(
-            peak_bytes=self.peak_bytes,
-            replayed_s=self.replayed_s,
-            num_replayed_ops=self.num_replayed_ops,
+            peak_bytes=walk.peak_bytes,
+            replayed_s=self.late_s,
+            num_replayed_ops=walk.num_replayed_ops,
             dropped=frozenset(gone),
-            limit_bytes=self.limit_bytes,
+            limit_bytes=walk.limit_bytes,
             anchors=self._anchors,
         )
 
     def _backward(self, latest: list[int]) -> None:
-        step, places, given, end = self._step, self._places, list[int](), 0
+        step, walk, places, given, end = self._step, self._walk, self._places, list[int](), 0
         for place, value in enumerate(step.uses):
             while latest and latest[-1] in places and places[latest[-1]][-1] < place:
                 latest.pop()
@@ -147,21 +145,21 @@ class _Simulation(Residents):
                         self._free(used)
                 given, end = [], step.use_end(place)
             self._now = place
-            self.clock += 1
+            walk.clock += 1
             if value not in self._saved_at or value in self._held_roots or value in self._moved:
                 continue
             if value not in self._present:
-                self.rebuild(value)
+                walk.rebuild(value)
             if value in self._present:
                 given.append(value)
-                if places[value][-1] == place or value not in self.num_replays:
-                    self.evictable.pop(value, None)  # the node has it; a copy that others wait for may go
-            self.note_peak()
+                if places[value][-1] == place or value not in walk.num_replays:
+                    walk.evictable.pop(value, None)  # the node has it; a copy that others wait for may go
+            walk.note_peak()
 
     def _free(self, value: int) -> None:
         self._present.discard(value)
-        self.evictable.pop(value, None)
-        self._live_bytes -= self.lineage.num_bytes[value]
+        self._walk.evictable.pop(value, None)
+        self.live_bytes -= self._lineage.num_bytes[value]
 
 
 def simulate(
@@ -170,7 +168,6 @@ def simulate(
     *,
     limit_bytes: float,
     score: DTRScore,
-    online: bool = False,
     anchors: frozenset[int] = frozenset(),
     most_s: float = math.inf,
 ) -> Outcome:
@@ -179,14 +176,13 @@ def simulate(
     Args:
         step: the step.
         dropped: the values that are dropped as soon as they are saved.
-        limit_bytes: what saved values and replays may take; where that is not enough, more is dropped.
+        limit_bytes: what saved values and replays may take; where that is not enough, in the forward or later, more is dropped.
         score: who goes then.
-        online: decide in the forward as well, as dynamic tensor rematerialization does.
         anchors: values that were not saved, and that are held for as long as anything saved later is needed.
         most_s: a step whose replays take longer, or run each op many times, is given up: it takes for ever then.
     """
     try:
-        return _Simulation(step, score, limit_bytes, anchors, most_s).run(dropped, online=online)
+        return _Simulation(step, score, limit_bytes, anchors, most_s).go(dropped)
     except _GiveUpError:
         return Outcome(
             peak_bytes=_NO_END, replayed_s=math.inf, num_replayed_ops=_NO_END, dropped=frozenset(), limit_bytes=limit_bytes

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from memkit.plan.timeline import Lane, Timeline
 from memkit.sizes import check_bytes, format_bytes
 
 
@@ -97,11 +98,11 @@ def predict_step(
     size_of = {index: slot_size_of(layers[index].num_bytes, num_slots) for index in streamed}
     held: dict[int, deque[int]] = {size: deque() for size in size_of.values()}
     computed_s: dict[int, float] = {}
-    now_s = copied_s = 0.0
+    timeline, moment_s = Timeline(), 0.0
 
     def use(index: int, compute_s: float, *, is_forward: bool) -> float:
         """Compute a layer once it is there. Return how long that waited."""
-        nonlocal now_s, copied_s
+        nonlocal moment_s
         stall_s = 0.0
         if index in size_of and index not in held[size_of[index]]:
             slots = held[size_of[index]]
@@ -109,21 +110,23 @@ def predict_step(
             if len(slots) == num_slots[size_of[index]]:  # they hold neighbours, in order: needed last is what came first
                 free_s = computed_s[slots.popleft() if is_forward else slots.pop()]
             (slots.append if is_forward else slots.appendleft)(index)
-            copied_s = max(copied_s, free_s) + transfer_s(layers[index].num_bytes, link_bytes_per_s)
-            stall_s = max(0.0, copied_s - now_s)
-        now_s += stall_s + compute_s
-        computed_s[index] = now_s
+            copy_s = transfer_s(layers[index].num_bytes, link_bytes_per_s)
+            stall_s = timeline.wait(moment_s, timeline.issue(Lane.BACK, copy_s, after_s=free_s))
+        moment_s += compute_s
+        computed_s[index] = timeline.now_s(moment_s)
         return stall_s
 
     forward_s = [_measured_s(layer.name, layer.forward_s) for layer in layers]
     backward_s = [_measured_s(layer.name, layer.backward_s) for layer in layers]
     forward_stall_s = [use(index, forward_s[index], is_forward=True) for index in range(len(layers))]
+    begin_s = timeline.now_s(moment_s)
     backward_stall_s = [use(index, backward_s[index], is_forward=False) for index in reversed(range(len(layers)))]
     grads_s = transfer_s(sum(layers[index].grad_bytes for index in size_of), link_bytes_per_s)
+    timeline.wait(moment_s, timeline.issue(Lane.OUT, grads_s, after_s=begin_s))
     return StepPrediction(
         forward_stall_s=tuple(forward_stall_s),
         backward_stall_s=tuple(reversed(backward_stall_s)),
-        total_s=math.fsum(forward_s + forward_stall_s) + max(math.fsum(backward_s + backward_stall_s), grads_s),
+        total_s=math.fsum(forward_s) + math.fsum(backward_s) + timeline.late_s,
     )
 
 

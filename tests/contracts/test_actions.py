@@ -95,7 +95,7 @@ def test_plan_of_all_actions_moves_and_drops_what_it_says(device: Device, action
     x = leaf_on(device.torch_device)
     wanted = _step(x, [None] * len(UNITS), nullcontext())
 
-    def run(plan: memkit.plan.RematPlan | None) -> list[Tensor]:
+    def run(plan: memkit.plan.Plan | None) -> list[Tensor]:
         context = memkit.Rematerialize(1.0, "actions", plan=plan, min_bytes=0, device=device)
         return _step(x, [None] * len(UNITS), context)
 
@@ -128,7 +128,7 @@ def test_marks_of_rematerialize_move_and_drop_what_they_say(device: Device) -> N
         assert stats.dropped_bytes >= _bytes(actions, Action.RECOMPUTE)  # a plan drops what others bring along as well
     plan = memkit.Rematerialize(1.0, "actions").plan
     assert plan is not None
-    for planned, asked in zip(plan.values, actions, strict=True):
+    for planned, asked in zip(plan.saves, actions, strict=True):
         assert planned.action is asked or asked is None
 
 

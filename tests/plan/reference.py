@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from memkit.plan import NO_OP, DTRScore, Lineage, Step, ends_of
+from memkit.plan import NO_OP, DTRScore, GrowingLineage, Lineage, Step, ends_of
 
 Content = tuple[int, int]
 """The op that has made something, and as which of its results; a root has made itself."""
@@ -146,7 +146,7 @@ class Reference:
             self.touched[value] = self.clock
             self.times_made[value] = self.times_made.get(value, 0) + 1
 
-    def run(self, dropped: Collection[int], *, online: bool) -> None:
+    def run(self, dropped: Collection[int]) -> None:
         step = self.step
         for value in step.saves:
             for anchor in self.anchors:
@@ -163,8 +163,7 @@ class Reference:
                 self.touched[value] = self.clock
                 if value in dropped:
                     self.drop(value)
-            if online:
-                self.make_room(0)
+            self.make_room(0)
             self.peak_bytes = max(self.peak_bytes, self.bytes_now())
         self.gone = set(self.saves) - self.present.keys() - self.held
         for place, value in enumerate(step.uses):
@@ -201,7 +200,7 @@ class Reference:
 
 def random_step(seed: int, num_ops: int) -> Step:
     """Return a step with ops in place, of several results, with roots that must be retained, and repeated saves and uses."""
-    rng, lineage = random.Random(seed), Lineage()
+    rng, lineage = random.Random(seed), GrowingLineage()
     readable = [lineage.add_root(rng.randint(0, 9)) for _ in range(rng.randint(1, 3))]
     retained = {root: lineage.num_bytes[root] for root in readable if rng.random() < 0.3}
     saves: list[int] = []
@@ -249,7 +248,7 @@ def steps(max_ops: int = 14) -> st.SearchStrategy[Step]:
 
 def chain(num_ops: int, num_bytes: int = 1000, seconds: float = 1.0) -> Step:
     """Return a step of ops one after the other, each of whose results is saved."""
-    lineage = Lineage()
+    lineage = GrowingLineage()
     values = [lineage.add_root(num_bytes)]
     for _ in range(num_ops):
         values += lineage.add_op(values[-1:], [num_bytes], seconds)
@@ -263,7 +262,7 @@ def transformer(num_layers: int, num_idle: int = 1) -> Step:
         num_layers: how many layers.
         num_idle: how many ops each product is followed by whose results are not saved.
     """
-    lineage = Lineage()
+    lineage = GrowingLineage()
     weights = [lineage.add_root(50) for _ in range(7)]
     (stream,) = lineage.add_op([lineage.add_root(10)], [64], 1.0)
     saves: list[int] = []

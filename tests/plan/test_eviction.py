@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -11,15 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit.plan import NO_OP, DTRScore, Lineage, Residents, Step
+from memkit.plan import NO_OP, DTRScore, GrowingLineage, Step, Walk
 from tests.plan.reference import Cell, ancestors, chain, content_of, steps
 
 
-class Storages(Residents):
+class Storages:
     """Carries out replays on storages that hold who has made them; all of `saved` is on the device at first."""
 
     def __init__(self, step: Step, limit_bytes: float = math.inf, score: DTRScore | None = None) -> None:
-        super().__init__(step.lineage, DTRScore() if score is None else score, limit_bytes)
+        self.lineage = step.lineage
+        self.walk = CheckedWalk(self, limit_bytes, DTRScore() if score is None else score)
         self.saved = {
             value: Cell(content_of(step.lineage, value), step.lineage.num_bytes[value])
             for value in dict.fromkeys(step.saves)
@@ -32,8 +34,8 @@ class Storages(Residents):
         self.log: list[Any] = []
         self.needs: dict[int, set[int]] = {}
         for value in self.saved:
-            self.clock += 1
-            self.admit(value)
+            self.walk.clock += 1
+            self.walk.admit(value)
 
     @property
     def live_bytes(self) -> int:
@@ -48,12 +50,12 @@ class Storages(Residents):
     def distance(self, value: int) -> int:
         return self.next_uses.get(value, 1)
 
-    def _drop(self, value: int) -> bool:
+    def drop(self, value: int) -> bool:
         self.log.append(("drop", value))
         del self.saved[value]
         return True
 
-    def _run(self, op: int, in_place: Collection[int]) -> None:
+    def run(self, op: int, in_place: Collection[int]) -> None:
         self.log.append(("run", op))
         lineage = self.lineage
         for value in lineage.ins[op]:
@@ -67,30 +69,50 @@ class Storages(Residents):
             cell.content = content_of(lineage, value)
             self.temps[value] = cell
 
-    def _keep(self, value: int) -> None:
+    def keep(self, value: int) -> None:
         self.log.append(("keep", value))
         assert value not in self.saved
         self.saved[value] = self.temps.pop(value)
 
-    def _forget(self, value: int) -> None:
+    def forget(self, value: int) -> None:
         self.log.append(("forget", value))
         del self.temps[value]
-
-    def note_peak(self) -> None:
-        assert self.temp_bytes == sum(cell.num_bytes for cell in self.temps.values())
-        assert not {id(cell) for cell in self.temps.values()} & {id(cell) for cell in self.saved.values()}
-        super().note_peak()
 
     def logged(self, kind: str) -> list[int]:
         return [value for name, value in self.log if name == kind]
 
 
+class CheckedWalk(Walk):
+    """Counts the bytes anew each time."""
+
+    def __init__(self, storages: Storages, limit_bytes: float, score: DTRScore) -> None:
+        super().__init__(storages.lineage, score, limit_bytes, storages)
+        self._storages = weakref.ref(storages)
+
+    def note_peak(self) -> None:
+        storages = self._storages()
+        assert storages is not None
+        assert self.temp_bytes == sum(cell.num_bytes for cell in storages.temps.values())
+        assert not {id(cell) for cell in storages.temps.values()} & {id(cell) for cell in storages.saved.values()}
+        super().note_peak()
+
+
 def star(sizes: list[int], seconds: list[float]) -> Step:
     """Return a step of ops beside each other."""
-    lineage = Lineage()
+    lineage = GrowingLineage()
     root = lineage.add_root(0)
     saves = [lineage.add_op([root], [size], cost)[0] for size, cost in zip(sizes, seconds, strict=True)]
     return Step(lineage=lineage, saves=tuple(saves), uses=tuple(reversed(saves)))
+
+
+def test_walk_does_not_keep_its_store_alive() -> None:
+    """Without a cycle: what a store holds is free as soon as nothing else asks for it."""
+    residents = Storages(star([10], [1.0]))
+    reference, walk = weakref.ref(residents), residents.walk
+    del residents
+
+    assert reference() is None
+    assert list(walk.evictable) == [1]
 
 
 # The score
@@ -113,7 +135,7 @@ def test_bad_score_is_refused(changes: dict[str, Any], text: str) -> None:
 def test_of_what_costs_nothing_the_larger_goes_first() -> None:
     residents = Storages(star([10, 100], [0.0, 0.0]), 109)
 
-    residents.make_room(0)
+    residents.walk.make_room(0)
 
     assert residents.logged("drop") == [2]
 
@@ -131,7 +153,7 @@ def test_lowest_score_goes(next_uses: dict[int, int], victim: int) -> None:
     residents = Storages(star([10, 100, 120, 50], [1.0, 6.0, 10.0, 2.0]), 279)
     residents.next_uses = next_uses
 
-    residents.make_room(0)
+    residents.walk.make_room(0)
 
     assert residents.logged("drop") == [victim]
 
@@ -139,52 +161,54 @@ def test_lowest_score_goes(next_uses: dict[int, int], victim: int) -> None:
 def test_staleness_takes_what_came_first() -> None:
     residents = Storages(star([10, 10, 10], [1.0, 1.0, 1.0]), 29, DTRScore(distance="staleness"))
     residents.next_uses = {1: 1, 2: 1, 3: 100}
-    residents.clock += 1
+    residents.walk.clock += 1
 
-    assert [residents.staleness(value) for value in (1, 2, 3)] == [4, 3, 2]
-    assert residents.make_room(0)
+    assert [residents.walk.staleness(value) for value in (1, 2, 3)] == [4, 3, 2]
+    assert residents.walk.make_room(0)
     assert residents.logged("drop") == [1]
 
 
 def test_missing_ancestors_add_to_the_cost() -> None:
     step = chain(3)
     residents = Storages(step, 1999)
-    residents.drop(1)
+    residents.walk.drop(1)
 
-    residents.make_room(0)
+    residents.walk.make_room(0)
 
-    assert residents.missing_cost_s(2) == 2.0
+    assert residents.walk.missing_cost_s(2) == 2.0
     assert residents.logged("drop") == [1, 3]
 
 
 def test_cheap_op_behind_dear_ancestors_stays() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     (value,) = lineage.add_op([lineage.add_root(0)], [10], 100.0)
     for _ in range(4):
         (value,) = lineage.add_op([value], [10], 1.0)
     (other,) = lineage.add_op([0], [10], 10.0)
     residents = Storages(Step(lineage=lineage, saves=(value, other), uses=()), 10)
 
-    residents.make_room(0)
+    residents.walk.make_room(0)
 
     assert residents.logged("drop") == [other]
 
 
 def test_what_came_back_makes_others_cheaper_again() -> None:
-    step = star([100, 100], [4.0, 5.0])
-    (last,) = step.lineage.add_op([1], [100], 3.0)
-    residents = Storages(Step(lineage=step.lineage, saves=(*step.saves, last), uses=()), 200)
-    residents.drop(1)
-    assert residents.missing_cost_s(last) == 7.0
-    residents.limit_bytes = 100
-    residents.make_room(0)  # ranks them: 5 s against 7
+    lineage = GrowingLineage()
+    root = lineage.add_root(0)
+    values = [lineage.add_op([source], [100], cost)[0] for source, cost in ((root, 4.0), (root, 5.0), (1, 3.0))]
+    last = values[-1]
+    residents = Storages(Step(lineage=lineage, saves=tuple(values), uses=()), 200)
+    residents.walk.drop(1)
+    assert residents.walk.missing_cost_s(last) == 7.0
+    residents.walk.limit_bytes = 100
+    residents.walk.make_room(0)  # ranks them: 5 s against 7
     assert residents.logged("drop") == [1, 2]
-    residents.limit_bytes = 300
-    residents.rebuild(2)
-    residents.rebuild(1)
-    residents.limit_bytes = 200
+    residents.walk.limit_bytes = 300
+    residents.walk.rebuild(2)
+    residents.walk.rebuild(1)
+    residents.walk.limit_bytes = 200
 
-    residents.make_room(0)
+    residents.walk.make_room(0)
 
     assert residents.logged("drop") == [1, 2, last]  # 3 s by now
 
@@ -194,13 +218,13 @@ def test_missing_cost_equals_brute_force(step: Step, data: st.DataObject) -> Non
     residents = Storages(step)
     for value in data.draw(st.sets(st.sampled_from([*residents.saved, None]), max_size=8)):
         if value is not None:
-            residents.drop(value)
+            residents.walk.drop(value)
 
     for value, maker in enumerate(step.lineage.maker):
         if maker != NO_OP:
             expected = sum(step.lineage.seconds[op] for op in ancestors(step.lineage, value, residents.saved))
-            assert residents.missing_cost_s(value) == expected
-            assert min(expected, 5.0) <= residents.missing_cost_s(value, 5.0) <= expected
+            assert residents.walk.missing_cost_s(value) == expected
+            assert min(expected, 5.0) <= residents.walk.missing_cost_s(value, 5.0) <= expected
 
 
 def test_max_replays_keeps_a_value_that_came_back_often() -> None:
@@ -208,16 +232,16 @@ def test_max_replays_keeps_a_value_that_came_back_often() -> None:
     residents = Storages(step, math.inf, DTRScore(max_replays=2))
 
     for _ in range(4):
-        residents.limit_bytes = 19
-        residents.make_room(0)
-        residents.limit_bytes = math.inf
+        residents.walk.limit_bytes = 19
+        residents.walk.make_room(0)
+        residents.walk.limit_bytes = math.inf
         for value in (1, 2):
             if value not in residents.saved:
-                residents.rebuild(value)
+                residents.walk.rebuild(value)
 
     assert residents.logged("drop") == [1, 1, 2, 2]
-    residents.limit_bytes = 0
-    assert not residents.make_room(0)
+    residents.walk.limit_bytes = 0
+    assert not residents.walk.make_room(0)
     assert set(residents.saved) == {1, 2}
 
 
@@ -226,7 +250,7 @@ def test_ranking_of_many_finds_the_lowest_scores() -> None:
     seconds = [float(rng.randint(1, 10**6)) for _ in range(1000)]
     residents = Storages(star([10] * 1000, seconds), 5000)
 
-    residents.make_room(0)
+    residents.walk.make_room(0)
 
     assert residents.logged("drop") == sorted(range(1, 1001), key=lambda value: seconds[value - 1])[:500]
 
@@ -234,12 +258,12 @@ def test_ranking_of_many_finds_the_lowest_scores() -> None:
 def test_make_room_tells_when_nothing_can_go() -> None:
     residents = Storages(star([10, 20], [1.0, 1.0]), 25)
 
-    assert residents.make_room(0, needed={1})
+    assert residents.walk.make_room(0, needed={1})
     assert residents.logged("drop") == [2]
-    assert residents.make_room(15, needed={1})
-    assert not residents.make_room(16, needed={1})
+    assert residents.walk.make_room(15, needed={1})
+    assert not residents.walk.make_room(16, needed={1})
     assert residents.logged("drop") == [2]
-    assert residents.make_room(16)
+    assert residents.walk.make_room(16)
     assert residents.logged("drop") == [2, 1]
 
 
@@ -250,33 +274,33 @@ def test_rebuild_runs_each_missing_op_once_in_order() -> None:
     step = chain(4)
     residents = Storages(step)
     for value in (2, 3, 4):
-        residents.drop(value)
+        residents.walk.drop(value)
     residents.log.clear()
 
-    residents.rebuild(4)
+    residents.walk.rebuild(4)
 
     assert residents.log == [("run", 1), ("run", 2), ("keep", 2), ("run", 3), ("keep", 3), ("keep", 4)]
-    assert (residents.num_replayed_ops, residents.replayed_s) == (3, 3.0)
-    assert residents.num_replays == {2: 1, 3: 1, 4: 1}
-    assert residents.temp_bytes == 0
+    assert (residents.walk.num_replayed_ops, residents.walk.replayed_s) == (3, 3.0)
+    assert residents.walk.num_replays == {2: 1, 3: 1, 4: 1}
+    assert residents.walk.temp_bytes == 0
 
 
 def test_rebuild_frees_what_nobody_wants_at_its_last_use() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     (first,) = lineage.add_op([lineage.add_root(0)], [100])
     (second,) = lineage.add_op([first], [10])
     (third,) = lineage.add_op([second], [10])
     (last,) = lineage.add_op([third, second], [10])
     residents = Storages(Step(lineage=lineage, saves=(last,), uses=(last,)))
-    residents.drop(last)
+    residents.walk.drop(last)
     residents.log.clear()
 
-    residents.rebuild(last)
+    residents.walk.rebuild(last)
 
     runs = [("run", 0), ("run", 1), ("forget", first), ("run", 2), ("run", 3)]
     assert residents.log[:5] == runs
     assert sorted(residents.log[5:]) == [("forget", second), ("forget", third), ("keep", last)]
-    assert residents.peak_bytes == 110
+    assert residents.walk.peak_bytes == 110
 
 
 def test_rebuild_drops_others_for_room_but_not_what_it_reads() -> None:
@@ -284,87 +308,87 @@ def test_rebuild_drops_others_for_room_but_not_what_it_reads() -> None:
     residents = Storages(step, 3000)
     residents.next_uses = {1: 100}
     for value in (2, 3):
-        residents.drop(value)
+        residents.walk.drop(value)
     residents.log.clear()
 
-    residents.rebuild(3)
+    residents.walk.rebuild(3)
 
     assert residents.log == [("drop", 5), ("run", 1), ("drop", 1), ("run", 2), ("drop", 4), ("keep", 2), ("keep", 3)] or (
-        residents.peak_bytes <= 3000 and residents.log.index(("run", 1)) < residents.log.index(("drop", 1))
+        residents.walk.peak_bytes <= 3000 and residents.log.index(("run", 1)) < residents.log.index(("drop", 1))
     )
     assert 3 in residents.saved
 
 
 def test_siblings_that_are_wanted_stay_and_others_go() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     first, second, third = lineage.add_op([lineage.add_root(0)], [10, 20, 40])
     residents = Storages(Step(lineage=lineage, saves=(first, second, third), uses=()))
     residents.unwanted = {third}
     for value in (first, second, third):
-        residents.drop(value)
+        residents.walk.drop(value)
 
-    residents.rebuild(first)
+    residents.walk.rebuild(first)
 
     assert set(residents.saved) == {first, second}
-    assert set(residents.evictable) == {first, second}
+    assert set(residents.walk.evictable) == {first, second}
     assert residents.logged("forget") == [third]
-    assert residents.peak_bytes == 70
+    assert residents.walk.peak_bytes == 70
 
 
 def test_siblings_that_were_there_are_not_doubled() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     first, second = lineage.add_op([lineage.add_root(0)], [10, 20])
     residents = Storages(Step(lineage=lineage, saves=(first, second), uses=()))
     cell = residents.saved[second]
-    residents.drop(first)
+    residents.walk.drop(first)
 
-    residents.rebuild(first)
+    residents.walk.rebuild(first)
 
     assert residents.saved[second] is cell
-    assert residents.peak_bytes == 50
+    assert residents.walk.peak_bytes == 50
     assert residents.live_bytes == 30
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_op_in_place_takes_over_what_is_the_replays_own(is_saved: bool) -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     (before,) = lineage.add_op([lineage.add_root(0)], [100])
     (after,) = lineage.add_op([before], [100], taken=[before])
     residents = Storages(Step(lineage=lineage, saves=(before, after) if is_saved else (after,), uses=()))
     for value in list(residents.saved):
-        residents.drop(value)
+        residents.walk.drop(value)
 
-    residents.rebuild(after)
+    residents.walk.rebuild(after)
 
-    assert residents.peak_bytes == (200 if is_saved else 100)
-    assert residents.live_bytes == residents.peak_bytes
-    assert residents.temp_bytes == 0
+    assert residents.walk.peak_bytes == (200 if is_saved else 100)
+    assert residents.live_bytes == residents.walk.peak_bytes
+    assert residents.walk.temp_bytes == 0
 
 
 def test_op_in_place_copies_what_is_read_again() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     (before,) = lineage.add_op([lineage.add_root(0)], [100])
     (after,) = lineage.add_op([before], [100], taken=[before])
     (last,) = lineage.add_op([before, after], [1])  # as if it had been cloned by the recorder
     residents = Storages(Step(lineage=lineage, saves=(last,), uses=()))
-    residents.drop(last)
+    residents.walk.drop(last)
 
-    residents.rebuild(last)
+    residents.walk.rebuild(last)
 
-    assert residents.peak_bytes == 201
-    assert residents.temp_bytes == 0
+    assert residents.walk.peak_bytes == 201
+    assert residents.walk.temp_bytes == 0
 
 
 def test_missing_root_is_an_error() -> None:
     step = chain(1)
     residents = Storages(step)
-    residents.drop(1)
+    residents.walk.drop(1)
     residents.is_available = lambda value: False  # type: ignore[method-assign]  # a root that is gone
 
     with pytest.raises(AssertionError, match="a root that is needed for a replay is gone"):
-        residents.rebuild(1)
+        residents.walk.rebuild(1)
     with pytest.raises(AssertionError, match="a root that is needed for a replay is gone"):
-        residents.missing_cost_s(1)
+        residents.walk.missing_cost_s(1)
 
 
 @given(step=steps(20), share=st.floats(0, 1), data=st.data())
@@ -372,20 +396,20 @@ def test_any_replays_are_exact_and_leave_nothing(step: Step, share: float, data:
     residents = Storages(step, share * step.saved_bytes)
     if not residents.saved:
         return
-    residents.make_room(0)
+    residents.walk.make_room(0)
     for value in data.draw(st.lists(st.sampled_from(sorted(residents.saved | dict.fromkeys(residents.wanted))), max_size=10)):
         if step.lineage.maker[value] == NO_OP or value in residents.saved:
             residents.unwanted.discard(value)
             continue
         missing = ancestors(step.lineage, value, residents.saved)
         residents.log.clear()
-        residents.clock += 1
+        residents.walk.clock += 1
 
-        residents.rebuild(value)
+        residents.walk.rebuild(value)
 
         assert residents.logged("run") == sorted(missing)
         assert residents.saved[value].content == content_of(step.lineage, value)
         assert not residents.temps
-        assert residents.temp_bytes == 0
-        assert residents.evictable.keys() == residents.saved.keys()
-    assert residents.peak_bytes >= residents.live_bytes or not residents.num_replayed_ops
+        assert residents.walk.temp_bytes == 0
+        assert residents.walk.evictable.keys() == residents.saved.keys()
+    assert residents.walk.peak_bytes >= residents.live_bytes or not residents.walk.num_replayed_ops

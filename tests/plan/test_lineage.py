@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from memkit.plan import NO_OP, Lineage, Step
-from tests.plan.reference import steps
+from memkit.plan import NO_OP, DTRScore, GrowingLineage, RematPlanner, Step
+from tests.plan.reference import chain, steps
 
 
 def test_ops_and_values_are_numbered_as_they_come() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     root = lineage.add_root(10)
 
     first = lineage.add_op([root], [20, 30], 1.5)
@@ -26,7 +26,7 @@ def test_ops_and_values_are_numbered_as_they_come() -> None:
 
 
 def test_last_outputs_are_what_written_values_become() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     first, second = lineage.add_root(10), lineage.add_root(20)
 
     lineage.add_op([first, second], [5, 20, 10], taken=[second, first])
@@ -35,7 +35,7 @@ def test_last_outputs_are_what_written_values_become() -> None:
 
 
 def test_link_knows_users_of_later_ops_too() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     root = lineage.add_root(1)
     (value,) = lineage.add_op([root], [1])
     lineage.link()
@@ -48,7 +48,7 @@ def test_link_knows_users_of_later_ops_too() -> None:
 
 
 def test_more_written_values_than_outputs_are_refused() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     root = lineage.add_root(1)
 
     with pytest.raises(ValueError):
@@ -56,7 +56,7 @@ def test_more_written_values_than_outputs_are_refused() -> None:
 
 
 def test_saved_bytes_count_a_value_once() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     values = lineage.add_op([lineage.add_root(1)], [10, 20])
 
     step = Step(lineage=lineage, saves=(*values, *values, 0), uses=())
@@ -65,7 +65,7 @@ def test_saved_bytes_count_a_value_once() -> None:
 
 
 def test_roots_of_passes_over_what_was_traced() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     left, right = lineage.add_root(1), lineage.add_root(1)
     (value,) = lineage.add_op([left, right], [1])
     (other,) = lineage.add_op([value, right], [1])
@@ -74,6 +74,37 @@ def test_roots_of_passes_over_what_was_traced() -> None:
     assert list(lineage.roots_of(other, traced)) == [left]
     assert list(lineage.roots_of(value, traced)) == []
     assert list(lineage.roots_of(left, set())) == [left]
+
+
+def test_step_stays_as_it_was_planned_while_its_recording_goes_on() -> None:
+    lineage, why_kept, retained_bytes = GrowingLineage(), {0: "it is an input"}, {0: 5}
+    root = lineage.add_root(5)
+    (value,) = lineage.add_op([root], [10], 1.0, taken=[root])
+    step = Step(lineage=lineage, saves=(value,), uses=(value,), why_kept=why_kept, retained_bytes=retained_bytes)
+    plan = RematPlanner(step, DTRScore()).plan(10)
+
+    lineage.add_root(7)
+    lineage.add_op([value], [20], 9.0, taken=[value])
+    lineage.num_bytes[value] = 1000
+    lineage.seconds[:] = [3.0, 3.0]
+    why_kept.clear()
+    retained_bytes.clear()
+
+    known = step.lineage
+    assert (known.num_bytes, known.maker, known.ins, known.outs) == ((5, 10), (NO_OP, 0), ((root,),), ((value,),))
+    assert (known.seconds, known.taken) == ((1.0,), {0: ((root, value),)})
+    assert (step.why_kept, step.retained_bytes) == ({0: "it is an input"}, {0: 5})
+    assert RematPlanner(step, DTRScore()).plan(10) == plan
+
+
+def test_times_are_learned_in_another_lineage() -> None:
+    known = chain(2).lineage
+
+    timed = known.with_seconds([7.0, 8.0])
+
+    assert (known.seconds, timed.seconds) == ((1.0, 1.0), (7.0, 8.0))
+    assert (timed.maker, timed.ins, timed.outs) == (known.maker, known.ins, known.outs)
+    assert known.frozen() is known
 
 
 @given(step=steps())

@@ -15,9 +15,9 @@ from memkit.plan import (
     NO_OP,
     Action,
     DTRScore,
-    Lineage,
+    GrowingLineage,
     Outcome,
-    RematPlan,
+    Plan,
     RematPlanner,
     Step,
     drop_order,
@@ -40,9 +40,9 @@ def planner_of(step: Step) -> RematPlanner:
     return RematPlanner(step, DTRScore())
 
 
-def plans(step: Step, budgets: Sequence[int]) -> list[RematPlan | None]:
+def plans(step: Step, budgets: Sequence[int]) -> list[Plan | None]:
     """Ask one planner for several budgets."""
-    planner, found = planner_of(step), list[RematPlan | None]()
+    planner, found = planner_of(step), list[Plan | None]()
     for budget in budgets:
         try:
             found.append(planner.plan(budget))
@@ -51,13 +51,13 @@ def plans(step: Step, budgets: Sequence[int]) -> list[RematPlan | None]:
     return found
 
 
-def replayed_s(plan: RematPlan | None) -> float:
+def replayed_s(plan: Plan | None) -> float:
     return math.inf if plan is None else plan.predicted_replay_s
 
 
 def convnet(num_blocks: int = 12) -> Step:
     """Return a step of blocks of a convolution, a norm of several results and an activation in place, wide ones first."""
-    lineage, saves = Lineage(), list[int]()
+    lineage, saves = GrowingLineage(), list[int]()
     weight, value = lineage.add_root(10), lineage.add_root(400)
     for block in range(num_blocks):
         size = 400 // (1 + block // 3)
@@ -77,21 +77,19 @@ def convnet(num_blocks: int = 12) -> Step:
 
 
 @settings(max_examples=300, deadline=None)
-@given(step=steps(), score=SCORES, share=st.sampled_from((0.0, 0.2, 0.4, 0.7, 1.0)), online=st.booleans(), data=st.data())
-def test_simulated_step_equals_the_plain_executor(
-    step: Step, score: DTRScore, share: float, online: bool, data: st.DataObject
-) -> None:
+@given(step=steps(), score=SCORES, share=st.sampled_from((0.0, 0.2, 0.4, 0.7, 1.0)), data=st.data())
+def test_simulated_step_equals_the_plain_executor(step: Step, score: DTRScore, share: float, data: st.DataObject) -> None:
     free = [value for value in dict.fromkeys(step.saves) if value not in step.fixed]
     dropped = {value for value in free if data.draw(st.booleans())}
     others = [value for value, maker in enumerate(step.lineage.maker) if maker != NO_OP and value not in step.saves]
     anchors = frozenset(value for value in others if data.draw(st.integers(0, 4)) == 0)
     limit_bytes = share * step.saved_bytes
 
-    outcome = simulate(step, dropped, limit_bytes=limit_bytes, score=score, online=online, anchors=anchors)
+    outcome = simulate(step, dropped, limit_bytes=limit_bytes, score=score, anchors=anchors)
 
     if outcome.replayed_s < math.inf:
         reference = Reference(step, score, limit_bytes, anchors)
-        reference.run(dropped, online=online)
+        reference.run(dropped)
         assert outcome.peak_bytes == reference.peak_bytes
         assert outcome.replayed_s == reference.replayed_s
         assert outcome.num_replayed_ops == len(reference.run_ops)
@@ -99,9 +97,9 @@ def test_simulated_step_equals_the_plain_executor(
 
 
 @settings(deadline=None)
-@given(step=steps(), online=st.booleans())
-def test_nothing_dropped_is_nothing_replayed(step: Step, online: bool) -> None:
-    outcome = simulate(step, (), limit_bytes=step.saved_bytes, score=DTRScore(), online=online)
+@given(step=steps())
+def test_nothing_dropped_is_nothing_replayed(step: Step) -> None:
+    outcome = simulate(step, (), limit_bytes=step.saved_bytes, score=DTRScore())
 
     assert (outcome.replayed_s, outcome.num_replayed_ops, outcome.dropped) == (0.0, 0, frozenset())
     assert outcome.peak_bytes == step.saved_bytes
@@ -117,25 +115,21 @@ def test_limit_is_kept_to_but_for_what_one_op_needs() -> None:
 
     for percent in range(2, 101, 7):
         limit_bytes = percent / 100 * step.saved_bytes
-        outcome = simulate(step, (), limit_bytes=limit_bytes, score=DTRScore(), online=True)
+        outcome = simulate(step, (), limit_bytes=limit_bytes, score=DTRScore())
         if percent >= 9:  # below, nothing but thrashing is left
             assert outcome.peak_bytes <= limit_bytes + most_needed
         if percent >= 23:
             assert outcome.peak_bytes <= limit_bytes
 
 
-def test_values_beyond_the_limit_are_dropped_in_the_forward_only_online() -> None:
-    step = chain(10)
+def test_values_beyond_the_limit_are_dropped_in_the_forward() -> None:
+    outcome = simulate(chain(10), (), limit_bytes=5000, score=DTRScore())
 
-    kept = simulate(step, (), limit_bytes=5000, score=DTRScore())
-    dropped = simulate(step, (), limit_bytes=5000, score=DTRScore(), online=True)
-
-    assert (kept.peak_bytes, kept.dropped) == (10_000, frozenset())
-    assert (dropped.peak_bytes, len(dropped.dropped)) == (5000, 5)
+    assert (outcome.peak_bytes, len(outcome.dropped)) == (5000, 5)
 
 
 def test_retained_roots_count_from_the_first_drop() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     root = lineage.add_root(70)
     values = [lineage.add_op([root], [100], 1.0)[0] for _ in range(2)]
     step = Step(lineage=lineage, saves=tuple(values), uses=tuple(reversed(values)), retained_bytes={root: 70})
@@ -146,7 +140,7 @@ def test_retained_roots_count_from_the_first_drop() -> None:
 
 
 def test_anchors_spare_what_leads_to_them() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     (anchor,) = lineage.add_op([lineage.add_root(0)], [10], 100.0)
     (value,) = lineage.add_op([anchor], [50], 1.0)
     step = Step(lineage=lineage, saves=(value,), uses=(value,))
@@ -162,7 +156,7 @@ def test_values_that_are_never_asked_for_go_without_a_replay() -> None:
     step = chain(6)
     partial = Step(lineage=step.lineage, saves=step.saves, uses=step.uses[:3])
 
-    outcome = simulate(partial, (), limit_bytes=3000, score=DTRScore(), online=True)
+    outcome = simulate(partial, (), limit_bytes=3000, score=DTRScore())
 
     assert outcome.peak_bytes <= 4000
     assert planner_of(partial).plan(4000).predicted_peak_bytes <= 4000
@@ -181,7 +175,7 @@ def test_simulation_that_costs_too_much_is_given_up() -> None:
 def test_thrashing_is_given_up() -> None:
     step = chain(100)
 
-    assert simulate(step, (), limit_bytes=1000, score=DTRScore(max_replays=10**6), online=True).replayed_s == math.inf
+    assert simulate(step, (), limit_bytes=1000, score=DTRScore(max_replays=10**6)).replayed_s == math.inf
 
 
 # The drop order
@@ -208,7 +202,7 @@ def test_peaks_of_the_drop_order_are_those_of_steps_with_room() -> None:
 
 
 def test_cheapest_for_its_bytes_goes_first() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     root = lineage.add_root(0)
     values = [
         lineage.add_op([root], [num_bytes], seconds)[0] for num_bytes, seconds in ((10, 5.0), (100, 5.0), (100, 1.0), (0, 0.0))
@@ -247,8 +241,8 @@ def test_plan_does_what_it_predicts(step: Step, share: float) -> None:
         found = planner.smallest()
 
     reference = Reference(step, DTRScore(), found.limit_bytes, found.anchors)
-    again = simulate(step, found.dropped, limit_bytes=found.limit_bytes, score=DTRScore(), online=True, anchors=found.anchors)
-    reference.run(found.dropped, online=True)
+    again = simulate(step, found.dropped, limit_bytes=found.limit_bytes, score=DTRScore(), anchors=found.anchors)
+    reference.run(found.dropped)
 
     assert again.peak_bytes == reference.peak_bytes <= found.peak_bytes
     assert again.replayed_s == reference.replayed_s
@@ -259,7 +253,7 @@ def test_plan_does_what_it_predicts(step: Step, share: float) -> None:
 def test_plan_is_never_worse_than_dtr(step: Step, share: float) -> None:
     budget = math.ceil(share * step.saved_bytes)
     (plan,) = plans(step, [budget])
-    dtr = simulate(step, step.dropped, limit_bytes=budget, score=DTRScore(), online=True)
+    dtr = simulate(step, step.dropped, limit_bytes=budget, score=DTRScore())
 
     if dtr.peak_bytes <= budget:
         assert replayed_s(plan) <= dtr.replayed_s
@@ -344,7 +338,7 @@ def test_the_users_word_is_kept(name: str, every: int, share: float) -> None:
 
     assert dropped <= plan.dropped
     assert not fixed & plan.dropped
-    reasons = {planned.value: planned.reason for planned in plan.values}
+    reasons = {planned.value: planned.reason for planned in plan.saves}
     assert {value for value, reason in reasons.items() if reason == "asked for"} == fixed | dropped
 
 
@@ -368,7 +362,7 @@ def test_budget_of_nothing_is_infeasible() -> None:
 
 
 def test_step_that_saves_no_bytes_may_need_some() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     root = lineage.add_root(10)
     (value,) = lineage.add_op([root], [0], 1.0)
     asked = frozenset({value})
@@ -382,12 +376,12 @@ def test_step_that_saves_no_bytes_may_need_some() -> None:
 
 
 def test_step_that_saves_nothing_has_a_plan() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     lineage.add_op([lineage.add_root(10)], [10], 1.0)
 
     plan = planner_of(Step(lineage=lineage, saves=(), uses=())).plan(1)
 
-    assert (plan.values, plan.predicted_peak_bytes) == ((), 0)
+    assert (plan.saves, plan.predicted_peak_bytes) == ((), 0)
 
 
 # How good plans are
@@ -420,11 +414,11 @@ def test_ledger_of_checkpointing_costs_less_than_one_forward(num_layers: int) ->
 def test_plan_of_a_transformer_costs_far_less_than_dtr(share: float, most: float) -> None:
     step = transformer(16)
     budget = round(share * step.saved_bytes)
-    planner = planner_of(step)
 
-    plan = planner.plan(budget)
+    plan = planner_of(step).plan(budget)
 
-    assert plan.predicted_replay_s <= most * planner.dtr(budget).replayed_s
+    dtr = simulate(step, (), limit_bytes=budget, score=DTRScore())
+    assert plan.predicted_replay_s <= most * dtr.replayed_s
 
 
 def exhaustive(step: Step, budget: int) -> float:
@@ -433,7 +427,7 @@ def exhaustive(step: Step, budget: int) -> float:
     best = math.inf
     for length in range(len(free) + 1):
         for chosen in itertools.combinations(free, length):
-            outcome = simulate(step, step.dropped.union(chosen), limit_bytes=budget, score=DTRScore(), online=True, most_s=best)
+            outcome = simulate(step, step.dropped.union(chosen), limit_bytes=budget, score=DTRScore(), most_s=best)
             if outcome.peak_bytes <= budget:
                 best = min(best, outcome.replayed_s)
     return best
@@ -464,7 +458,7 @@ def test_plans_of_small_steps_are_close_to_the_best() -> None:
 
 def described() -> tuple[Step, RematPlanner]:
     mib = 2**20
-    lineage = Lineage()
+    lineage = GrowingLineage()
     root = lineage.add_root(4 * mib)
     (first,) = lineage.add_op([root], [8 * mib], 2e-3)
     (second,) = lineage.add_op([first], [16 * mib], 1e-3)
@@ -509,10 +503,10 @@ def test_plan_lists_each_value_in_the_order_of_first_saves() -> None:
 
     plan = planner.plan(40 * 2**20)
 
-    assert [planned.value for planned in plan.values] == list(step.saves)
+    assert [planned.value for planned in plan.saves] == list(step.saves)
     assert plan.saved_bytes == step.saved_bytes
     assert plan.kept_bytes + sum(step.lineage.num_bytes[value] for value in plan.dropped) == plan.saved_bytes
-    assert str(plan.values[1]) == "recompute aten.mm: 8.00 MiB"
+    assert str(plan.saves[1]) == "recompute aten.mm: 8.00 MiB"
 
 
 def test_cost_of_a_value_goes_back_to_what_is_kept() -> None:
@@ -521,12 +515,12 @@ def test_cost_of_a_value_goes_back_to_what_is_kept() -> None:
 
     plan = planner.plan(4000, simulate(step, {2, 3}, limit_bytes=4000, score=DTRScore()))
 
-    assert [planned.cost_s for planned in plan.values] == [1.0, 1.0, 2.0, 3.0]
+    assert [planned.cost_s for planned in plan.saves] == [1.0, 1.0, 2.0, 3.0]
     assert plan.dropped == {2, 3}
 
 
 def test_plan_retains_roots_and_anchors_it_needs() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     needed, spare = lineage.add_root(5), lineage.add_root(7)
     (anchor,) = lineage.add_op([needed], [10], 100.0)
     (value,) = lineage.add_op([anchor], [50], 1.0)
@@ -543,19 +537,19 @@ def test_action_can_be_changed() -> None:
 
     edited = plan.with_action(1, Action.KEEP).with_action(3, Action.RECOMPUTE)
 
-    assert edited.values[1].action is Action.KEEP
-    assert edited.values[1].reason == edited.values[3].reason == "asked for"
-    assert plan.values[1].action is Action.RECOMPUTE
+    assert edited.saves[1].action is Action.KEEP
+    assert edited.saves[1].reason == edited.saves[3].reason == "asked for"
+    assert plan.saves[1].action is Action.RECOMPUTE
     assert 1 not in edited.dropped
-    assert edited.values[3].value in edited.dropped
-    assert plan.with_action(1, Action.OFFLOAD).offload_bytes == plan.values[1].num_bytes
+    assert edited.saves[3].value in edited.dropped
+    assert plan.with_action(1, Action.OFFLOAD).offload_bytes == plan.saves[1].num_bytes
 
 
 def test_action_that_cannot_be_is_refused() -> None:
     _, planner = described()
     plan = planner.plan(40 * 2**20)
 
-    with pytest.raises(ValueError, match="value 0 cannot be made again: no op can make it again"):
+    with pytest.raises(ValueError, match="save 0 cannot be made again: no op can make it again"):
         plan.with_action(0, Action.RECOMPUTE)
     with pytest.raises(IndexError):
         plan.with_action(5, Action.KEEP)

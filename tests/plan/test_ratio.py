@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memkit.plan import Action, Plan, check_ratio, limit_of, plan_ratio
+from memkit.plan import Action, Plan, RatioSoFar, check_ratio, limit_of, plan_ratio
 
 MIB = 2**20
 
@@ -50,10 +50,13 @@ def test_totals_are_those_of_the_actions(sizes: list[int], percent: int, window:
 
     movable = set(range(len(sizes))) - held
     assert leaving(plan) <= movable
-    assert plan.seen_bytes == sum(sizes[index] for index in movable)
+    assert plan.saved_bytes == sum(sizes[index] for index in movable)
     assert plan.offload_bytes == sum(sizes[index] for index in leaving(plan))
     assert plan.kept_bytes == sum(sizes[index] for index in movable - leaving(plan))
-    assert (plan.sizes_bytes, plan.window_bytes, plan.held) == (tuple(sizes), window, held)
+    assert [(save.index, save.num_bytes) for save in plan.saves] == list(enumerate(sizes))
+    assert {save.index for save in plan.saves if save.is_held} == held & set(range(len(sizes)))
+    assert plan.window_bytes == window
+    assert plan.predicted_peak_bytes == min(plan.saved_bytes, plan.limit_bytes)
     assert plan.ratio == percent / 100
 
 
@@ -104,7 +107,7 @@ def test_held_saves_neither_leave_nor_count() -> None:
     plan = plan_ratio([500, 10, 10, 500, 10, 10], 0.5, window_bytes=0, held=frozenset({0, 3}))
 
     assert leaving(plan) == {1, 2}
-    assert (plan.seen_bytes, plan.offload_bytes, plan.kept_bytes, plan.limit_bytes) == (40, 20, 20, 20)
+    assert (plan.saved_bytes, plan.offload_bytes, plan.kept_bytes, plan.limit_bytes) == (40, 20, 20, 20)
 
 
 @pytest.mark.parametrize("window_bytes", [0, 25, 1000])
@@ -122,7 +125,7 @@ def test_ratio_1_without_a_window_moves_everything() -> None:
 def test_nothing_saved_is_a_plan() -> None:
     plan = plan_ratio([], 0.5, window_bytes=100)
 
-    assert (plan.actions, plan.seen_bytes, plan.offload_bytes) == ((), 0, 0)
+    assert (plan.actions, plan.saved_bytes, plan.offload_bytes) == ((), 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +160,89 @@ def test_explain_lists_every_save_and_the_totals() -> None:
         "kept: 12.00 MiB\n"
         "offloaded: 3.50 MiB"
     )
+
+
+def test_each_save_says_why() -> None:
+    plan = plan_ratio([30, 20, 40, 10], 0.5, window_bytes=0, held=frozenset({3}))
+
+    reasons = {save.index: save.reason for save in plan.saves}
+    assert reasons[3] == "something else keeps it alive"
+    assert len({reasons[0], reasons[2], reasons[3]}) == 3
+    assert [str(save) for save in plan.saves[:2]] == ["offload save 0: 30 bytes", "offload save 1: 20 bytes"]
+    assert str(plan) == "keep 40 bytes, offload 50 bytes of 90 bytes, in 4 storages"
+
+
+def test_plan_of_a_ratio_can_be_edited_but_for_what_was_not_recorded() -> None:
+    plan = plan_ratio([30, 20, 10], 0.5, window_bytes=0)
+
+    edited = plan.with_action(0, Action.KEEP).with_action(2, Action.OFFLOAD)
+
+    assert edited.actions == (Action.KEEP, Action.KEEP, Action.OFFLOAD)
+    assert (edited.kept_bytes, edited.offload_bytes, edited.saved_bytes) == (50, 10, 60)
+    assert [save.reason for save in edited.saves][::2] == ["asked for", "asked for"]
+    with pytest.raises(ValueError, match="save 1 cannot be made again: no op was recorded"):
+        plan.with_action(1, Action.RECOMPUTE)
+
+
+# Save by save
+
+
+asked_actions = st.sampled_from([None, Action.KEEP, Action.OFFLOAD])
+saves_and_words = st.lists(st.tuples(st.integers(0, 60), asked_actions), max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(saves_and_words, percents, windows)
+def test_ratio_is_kept_so_far(saves: list[tuple[int, Action | None]], percent: int, window: int) -> None:
+    so_far, moved = RatioSoFar(percent / 100, window), 0
+    for index, (size, asked) in enumerate(saves):
+        seen = sum(earlier for earlier, _ in saves[: index + 1])
+        action = so_far.decide(size, None, asked)
+
+        assert action is (asked or (Action.OFFLOAD if moved < percent / 100 * seen else Action.KEEP))
+        moved += size if action is Action.OFFLOAD else 0
+        assert so_far.offload_bytes == moved
+        assert so_far.kept_bytes == seen - moved + so_far.stays_more_bytes
+        assert so_far.limit_bytes == max(limit_of(seen, percent / 100, window) + so_far.stays_more_bytes, window)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes_of_saves, percents, windows, st.lists(asked_actions, min_size=12, max_size=12))
+def test_plan_is_followed_save_by_save(sizes: list[int], percent: int, window: int, words: list[Action | None]) -> None:
+    plan = plan_ratio(sizes, percent / 100, window_bytes=window)
+    so_far = RatioSoFar(percent / 100)
+    so_far.follow(plan)
+
+    actions = [so_far.decide(size, place, words[place]) for place, size in enumerate(sizes)]
+
+    assert actions == [asked or action for asked, action in zip(words, plan.actions, strict=False)]
+    kept = sum(size for size, action in zip(sizes, actions, strict=True) if action is Action.KEEP)
+    assert so_far.kept_bytes == kept
+    assert so_far.offload_bytes == plan.offload_bytes
+    assert so_far.window_bytes == window
+    assert so_far.limit_bytes == max(plan.limit_bytes + kept - plan.kept_bytes, window)
+
+
+def test_window_without_a_plan_is_twice_the_largest() -> None:
+    so_far = RatioSoFar(0.5)
+    for size in (10, 30, 20):
+        so_far.decide(size)
+
+    assert so_far.window_bytes == 60
+    assert so_far.limit_bytes == 60
+
+
+def test_plan_that_is_taken_up_late_is_followed_in_its_share() -> None:
+    """Three saves have left by no plan; the plan lets four leave."""
+    so_far, plan = RatioSoFar(1.0), plan_ratio([10] * 8, 0.5, window_bytes=0)
+    for _ in range(3):
+        so_far.decide(10)
+    so_far.follow(plan, is_late=True)
+
+    assert [so_far.decide(10, place) for place in range(3, 8)] == [Action.OFFLOAD, *[Action.KEEP] * 4]
+
+
+# Ratios
 
 
 @pytest.mark.parametrize(

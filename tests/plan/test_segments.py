@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit.plan import NO_OP, Lineage, Step
+from memkit.plan import NO_OP, GrowingLineage, Lineage, Step
 from memkit.plan.segments import Segments
 from tests.plan.reference import chain, steps, transformer
 
@@ -56,7 +56,7 @@ def test_coarse_cuts_are_as_far_apart_as_asked() -> None:
 
 
 def test_ops_in_place_move_the_cut_behind_them() -> None:
-    lineage = Lineage()
+    lineage = GrowingLineage()
     value, saves, sums = lineage.add_root(100), list[int](), list[int]()
     for _ in range(4):  # the end of a block is narrow, and is written over at once
         (wide,) = lineage.add_op([value], [300])

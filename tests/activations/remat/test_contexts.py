@@ -241,6 +241,17 @@ def test_plan_of_another_step_warns_and_is_not_followed(device: Device, remat_on
     assert memkit.Rematerialize(1.0, "other").plan != plan
 
 
+def test_plan_of_a_ratio_names_no_values_and_is_not_followed(device: Device, remat_on: Remat) -> None:
+    x, wanted = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
+    plan = memkit.plan.plan_ratio([UNIT_BYTES] * 10, 0.5, window_bytes=0)
+    step(x, UNITS, lambda: remat_on(1.0, "of a ratio", plan=plan))
+
+    with pytest.warns(UserWarning, match="the plan that was given is of another step"):
+        assert_same_bits(step(x, UNITS, lambda: remat_on(1.0, "of a ratio", plan=plan)), wanted)
+
+    assert not memkit.stats("of a ratio").moved_out_bytes
+
+
 def test_parameters_and_inputs_are_never_dropped(device: Device, remat_on: Remat) -> None:
     x, w = inputs_on(device.torch_device)
     with remat_on("1B", "leaves"):

@@ -28,6 +28,22 @@ def test_ops_are_timed_in_the_second_step_only(budget: float | str, torch_device
     assert all(seconds > 0 for seconds in trace.step.lineage.seconds)
 
 
+def test_step_that_was_planned_stays_as_it_is_in_later_steps(torch_device: torch.device, remat_on: Remat) -> None:
+    x, seen = torch.randn(256, device=torch_device, requires_grad=True), []
+    for _ in range(4):
+        with remat_on(0.5, "frozen"):
+            loss = chain(x, [1] * 12).sum()
+        (trace,) = remat_state.states["frozen"].traces
+        step = trace.step
+        seen.append((step, tuple(step.lineage.seconds), len(step.lineage.maker), dict(step.why_kept), step.uses))
+        loss.backward()
+
+    for step, *known in seen:
+        assert known == [tuple(step.lineage.seconds), len(step.lineage.maker), dict(step.why_kept), step.uses]
+    assert seen[0][0] is not seen[-1][0]
+    assert seen[0][1] != seen[-1][1]  # what ops take was measured meanwhile
+
+
 @pytest.mark.parametrize("name", ["guessed_s", "costs_s"])
 def test_costs_of_very_many_shapes_are_not_all_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remat_state, "_MAX_COSTS", 10)

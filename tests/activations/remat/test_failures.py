@@ -29,7 +29,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterator[bool]], list[i
 
         def repeat_or_refuse(run: replay.Run, *args: object) -> None:
             if next(refused, False):
-                num_evictable.append(len(run.evictable))
+                num_evictable.append(len(run.walk.evictable))
                 raise torch.OutOfMemoryError("injected: out of memory")
             repeat(run, *args)
 

@@ -142,7 +142,7 @@ def test_plan_says_why_an_unknown_op_is_kept() -> None:
     _train(OPS["double"], torch.device("cpu"), contexts)
 
     plan = memkit.Rematerialize(1.0, "why").plan
-    kept = [index for index, planned in enumerate(plan.values) if "memkit_pure::double" in planned.reason]
+    kept = [index for index, planned in enumerate(plan.saves) if "memkit_pure::double" in planned.reason]
 
     assert len(kept) == 2
     assert "op memkit_pure::double is not known to be pure; if it is, name it in pure_ops" in plan.explain()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from memkit.plan.timeline import Levels
+
 
 class Forecast:
     """The bytes on a device during a backward that goes as an earlier one did.
@@ -32,12 +34,11 @@ class Forecast:
     ) -> None:
         self._used_bytes = tuple(itertools.accumulate(sizes_bytes, initial=0))
         self._working_bytes = tuple(working + size for size, working in zip(sizes_bytes, working_bytes, strict=True))
-        waiting_bytes = sum(size for size, stay in zip(sizes_bytes, stays, strict=True) if stay)
-        needed_bytes = 0
-        for size, working, stay in zip(sizes_bytes, self._working_bytes, stays, strict=True):
-            needed_bytes = max(needed_bytes, working + waiting_bytes + (0 if stay else size))
-            waiting_bytes -= size if stay else 0
-        self.peak_bytes = max(limit_bytes + working_bytes[0], needed_bytes + slack_bytes)
+        levels = Levels(len(sizes_bytes))
+        for place, (size, working, stay) in enumerate(zip(sizes_bytes, self._working_bytes, stays, strict=True)):
+            levels.add(place, place + 1, working)
+            levels.add(0 if stay else place, place + 1, size)
+        self.peak_bytes = max(limit_bytes + working_bytes[0], levels.peak_bytes + slack_bytes)
         """What the backward may reach: at its begin, or when it needs the most."""
 
     def level_bytes(self, now: int, until: int, live_bytes: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit.activations.forecast import Forecast
+from memkit.plan import Forecast
 
 records = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 200), st.booleans()), min_size=1, max_size=12)
 
