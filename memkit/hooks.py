@@ -216,7 +216,7 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         self.owner = owner
         """Which of memkit's contexts these are the hooks of."""
         self.name = name
-        """What its user calls that context; empty if he did not enter it himself."""
+        """What its user calls that context; empty where memkit has entered it."""
         self.is_last = is_last
         """Whether no other may be inside, which would hide tensors from these. What they keep they offer to those outside."""
         self.hands_on = hands_on

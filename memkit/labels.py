@@ -8,7 +8,7 @@ import torch
 
 from memkit import torch_private
 
-_NOTHING = nullcontext()
+NO_LABEL = nullcontext()
 
 
 def label(name: str) -> AbstractContextManager[object]:
@@ -16,4 +16,4 @@ def label(name: str) -> AbstractContextManager[object]:
 
     Source: `torch.profiler.record_function`.
     """
-    return torch.profiler.record_function(f"memkit::{name}") if torch_private.profiler_is_on() else _NOTHING
+    return torch.profiler.record_function(f"memkit::{name}") if torch_private.profiler_is_on() else NO_LABEL

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memkit import torch_private
 
+_STRIDED = torch.strided
 _SPARSE_PARTS = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
@@ -43,6 +44,23 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     else:
         for part in _SPARSE_PARTS.get(tensor.layout, ()):
             yield from storages_of(getattr(tensor, part)())
+
+
+def is_range_of_bytes(tensor: Tensor) -> bool:
+    """Tell whether all that a tensor is are bytes of one storage, and how it lies in them: such a one can leave, or be dropped,
+    and what comes back is the same. For tensors of a class without dispatch of its own.
+
+    The others are kept as they are: sparse ones and those in a layout of oneDNN, nested ones (strided; those of the jagged
+    layout are of a class that says what it is made of), quantized ones, and the zeros without bytes of forward-mode autograd.
+    """
+    return tensor.layout is _STRIDED and not (tensor.is_nested or tensor.is_quantized or torch_private.is_zero_tensor(tensor))
+
+
+def counted_by(tensor: Tensor) -> Tensor:
+    """Return the tensor whose version counter a tensor shares: the base of a view. One storage may have several counters, which
+    know nothing of each other's writes (`Tensor.data`, `Tensor.set_`, the parts of `unsafe_chunk`)."""
+    base = torch_private.base_of(tensor)
+    return tensor if base is None else base
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

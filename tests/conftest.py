@@ -11,7 +11,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import memkit
-from memkit.activations import cpu_offload, remat_state, window
+from memkit.activations.saved import state
+from memkit.activations.saved.state import offload_states, remat_states
 from memkit.profile import registry
 
 # the same examples each time, and none is too slow; `--hypothesis-profile search` looks for others
@@ -68,9 +69,9 @@ def _fresh_state() -> Iterator[None]:
     yield
     for tag in list(registry._reports):
         registry.forget_report(tag)
-    for tag in {*cpu_offload._states, *remat_state.states}:
+    for tag in {*offload_states, *remat_states}:
         memkit.reset(tag)
-    window._retired.clear()
+    state._retired.clear()
     assert torch.is_grad_enabled()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert torch._C._len_torch_dispatch_stack() == num_modes

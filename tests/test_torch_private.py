@@ -16,11 +16,11 @@ from torch.nn import functional
 
 import memkit
 from memkit import torch_lookup, torch_private
-from memkit.activations import ops
-from memkit.activations.eligibility import is_from_leaf
+from memkit.activations.offloading.stage import is_from_leaf
 from memkit.device import ReferenceDevice
 from memkit.errors import MissingTorchNameError
 from memkit.profile.simulate import attention, autocast, dtypes, target, twins
+from memkit.recording import ops
 from memkit.storages import storages_of
 from memkit.torch_private import NAMES, Feature
 from memkit.weights import scaler, selection

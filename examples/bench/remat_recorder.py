@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
-from memkit.activations.ops import op_kinds
-from memkit.activations.recorder import Recorder
-from memkit.activations.recording import Recording
 from memkit.bench import Workload
 from memkit.bench.engines import plain
 from memkit.bench.measure import Engine
 from memkit.device import CpuDevice, default_generator
+from memkit.recording.ops import op_kinds
+from memkit.recording.recorder import Recorder
+from memkit.recording.recording import Recording
 
 
 def recorder(setting: Setting) -> Iterator[Line]:

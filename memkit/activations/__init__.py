@@ -1,10 +1,10 @@
 """Act on saved tensors: move them to the host and back, or drop them and make them again."""
 
-from memkit.activations import cpu_offload, remat_state
 from memkit.activations.attach import Attachment, attach
 from memkit.activations.cpu_offload import CPUOffload, no_offload
 from memkit.activations.marks import keep, offload, recompute
 from memkit.activations.rematerialize import Rematerialize
+from memkit.activations.saved.state import offload_states, remat_states
 from memkit.activations.stats import SavedTensorStats, stats
 
 __all__ = [
@@ -24,5 +24,5 @@ __all__ = [
 
 def reset(tag: str) -> None:
     """Forget what is kept under a tag: plans, counts, and the host memory once no graph needs it. Unknown tags are fine."""
-    cpu_offload.forget(tag)
-    remat_state.forget(tag)
+    offload_states.forget(tag)
+    remat_states.forget(tag)

@@ -5,46 +5,16 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memkit.activations.stats import SavedTensorStats, stats
-from memkit.hooks import stacked_owners
-from memkit.interrupts import Exclusive
-from memkit.kept import KeptHandle
-from memkit.plan import Action
-
-
-@runtime_checkable
-class Mover(Protocol):
-    """What is there while a context is entered that moves saved tensors to host memory."""
-
-    def take(self, tensor: Tensor, action: Action | None) -> KeptHandle:
-        """Return the handle of a tensor that a context inside does not drop.
-
-        Args:
-            tensor: the real one, with grad mode off.
-            action: what to do with it; by default the context decides.
-        """
-
-    def mark(self, tensor: Tensor, action: Action) -> None:
-        """Do this with what is in a tensor now."""
-
+from memkit.hooks import end_left
+from memkit.interrupts import Block, Exclusive
 
 _Context = TypeVar("_Context", bound="ForwardContext")
-
-
-class TaggedEntry:
-    """One time in a context under a tag, from `with` to its end: the owner of its hooks."""
-
-    tag: str
-
-
-def is_within(tag: str) -> bool:
-    """Tell whether this thread is in a context under a tag."""
-    return any(isinstance(owner, TaggedEntry) and owner.tag == tag for owner in stacked_owners())
 
 
 class ForwardContext(Exclusive):
@@ -57,8 +27,12 @@ class ForwardContext(Exclusive):
     _entry: Any = None
     """What is there while it is entered."""
 
+    def __enter__(self: _Context) -> _Context:
+        return self.enter_with({})
+
     @abstractmethod
-    def __enter__(self) -> ForwardContext: ...
+    def _begin(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]], block: Block) -> None:
+        """Take the saved tensors from now on: see `enter_with`."""
 
     @property
     def plan(self) -> Any:
@@ -83,7 +57,7 @@ class ForwardContext(Exclusive):
             self._entry = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy does the same, and nobody is in it."""
+        """A copy does the same, and is not entered."""
         return {**self.__dict__, "_entry": None, "_looked_up": None, "_block": None, "is_entered": False}
 
     def again(self: _Context) -> _Context:
@@ -96,6 +70,19 @@ class ForwardContext(Exclusive):
         """Return the context to be entered around each forward of a model."""
         return self
 
-    def enter_with(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> None:
+    def enter_with(self: _Context, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> _Context:
         """Enter; the storages in `resident`, by their keys (`storages.storage_key`), are held by others in any case."""
-        self.__enter__()
+        end_left()
+        block = self.claim(f"this {self._title} is entered already; make a second one for a nested context")
+        try:
+            self.is_entered = True
+            self._begin(resident, block)
+            return self
+        except BaseException:
+            self.leave(has_failed=True)
+            raise
+
+    @property
+    def _title(self) -> str:
+        """What the user calls it."""
+        return f'{type(self).__name__} (tag "{self.tag}")'

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.activations.context import Mover
-from memkit.activations.remat_entry import Entry
-from memkit.hooks import stacked_owners
+from memkit.activations.saved.entry import Stage, entries_around
 from memkit.plan import Action
 from memkit.torch_state import has_own_dispatch
 
@@ -17,22 +15,23 @@ from memkit.torch_state import has_own_dispatch
 def _mark(tensor: Tensor, action: Action, name: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"memkit.{name} takes one tensor; found {type(tensor).__name__}")
-    _mark_in(tensor, action, [owner for owner in reversed(stacked_owners()) if isinstance(owner, Entry | Mover)])
+    stages = [stage for entry in entries_around() for stage in entry.stages]
+    _mark_in(tensor, action, stages)
     return tensor
 
 
-def _mark_in(tensor: Tensor, action: Action, entries: Sequence[Entry | Mover]) -> None:
-    """Mark a tensor, or what it wraps: that is never made again, and so it concerns those who move it."""
-    if not entries:
+def _mark_in(tensor: Tensor, action: Action, stages: Sequence[Stage]) -> None:
+    """Mark a tensor, or what it wraps: that is never made again, and so it concerns the stages that move."""
+    if not stages:
         return
     if has_own_dispatch(tensor) and torch_private.is_wrapper(tensor):
-        movers = [entry for entry in entries if isinstance(entry, Mover)]
+        moving = [stage for stage in stages if stage.moves]
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrapper subclasses only
         for part in (getattr(tensor, name) for name in names):
             if isinstance(part, Tensor) and action is not Action.RECOMPUTE:
-                _mark_in(part, action, movers)
+                _mark_in(part, action, moving)
         return
-    entries[0].mark(tensor, action)
+    stages[0].mark(tensor, action)
 
 
 def keep(tensor: Tensor) -> Tensor:

@@ -11,16 +11,18 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.context import ForwardContext
-from memkit.activations.ops import names_of_ops, op_kinds
-from memkit.activations.recording_cost import recording_cost_s
-from memkit.activations.remat_entry import NO_BUDGET, Entry, RematOptions, end_yielding, open_entry
-from memkit.activations.remat_state import RematState, find_state, states
+from memkit.activations.recomputing.budget import NO_BUDGET, RematOptions
+from memkit.activations.recomputing.stage import RecordingStage, open_recording
+from memkit.activations.saved.entry import Entry, entries_around, stop_recording
+from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.stats import report_from
 from memkit.device import CpuDevice, Device, is_capturing, open_device
-from memkit.hooks import end_left, in_checkpoint, refuse_in_profile, stacked_owners
+from memkit.hooks import in_checkpoint, innermost_hooks, refuse_in_profile
 from memkit.interrupts import Block
 from memkit.plan import DTRScore, Plan
 from memkit.profile.step import Step as ProfiledStep
+from memkit.recording.cost import recording_cost_s
+from memkit.recording.ops import names_of_ops, op_kinds
 from memkit.sizes import check_budget, check_bytes, format_bytes
 
 _POLICIES = ("plan", "dtr")
@@ -119,48 +121,37 @@ class Rematerialize(ForwardContext):
             device=None if device is None else open_device(device),
             kinds=op_kinds(names_of_ops(pure_ops)),
         )
-        self._entry: Entry | None = None
 
-    def __enter__(self) -> Rematerialize:
-        end_left()
-        block = self.claim(f'this Rematerialize (tag "{self.tag}") is entered already')
-        try:
-            self.is_entered = True
-            self._begin(block)
-            return self
-        except BaseException:
-            self.leave(has_failed=True)
-            raise
-
-    def _begin(self, block: Block) -> None:
+    def _begin(self, _: object, block: Block) -> None:
         if is_capturing():
             raise RuntimeError(
-                f'Rematerialize (tag "{self.tag}") was entered while a CUDA graph is being captured: what is recorded is run '
+                f"{self._title} was entered while a CUDA graph is being captured: what is recorded is run "
                 "again by the host, which a graph does not do. Leave the context out of what is captured"
             )
         is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if is_on:
-            refuse_in_profile(f'Rematerialize (tag "{self.tag}")')
+            refuse_in_profile(self._title)
         if in_checkpoint():
             raise ValueError(
-                f'Rematerialize (tag "{self.tag}") was entered inside a checkpointed function, which would undo the '
+                f"{self._title} was entered inside a checkpointed function, which would undo the "
                 "checkpoint. Put the context around the checkpoint, or leave out the checkpoint"
             )
-        end_yielding()
-        if any(isinstance(owner, Entry) for owner in stacked_owners()):
+        stop_recording()
+        if any(entry.recording is not None for entry in entries_around()):
             raise ValueError(
-                f'Rematerialize (tag "{self.tag}") was entered inside another Rematerialize: one budget holds for all that is '
+                f"{self._title} was entered inside another Rematerialize: one budget holds for all that is "
                 "saved. Use memkit.keep, memkit.offload and memkit.recompute to treat parts of a model differently"
             )
         if is_on:
-            self._entry = open_entry(self.tag, self._options, block)
-            self._entry.begin()
+            self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, compiled=False, block=block)
+            entry.recording = open_recording(self.tag, self._options, outer=innermost_hooks())
+            entry.begin()
 
     @property
     def plan(self) -> Plan | None:
         """The plan that was given, or else the one that was followed last under the tag; None before one: the first step
         follows none. What a `CPUOffload` around has moved of what stays is OFFLOAD in it."""
-        state = find_state(self.tag)
+        state = remat_states.get(self.tag)
         if self._options.plan is not None or state is None or state.plan is None:
             return self._options.plan
         return state.plan.with_moved(state.moved)
@@ -214,8 +205,8 @@ class Rematerialize(ForwardContext):
         device = CpuDevice(torch.device("meta"))
         everything = Rematerialize(1.0, state.tag, score=score, min_bytes=min_bytes, device=device, pure_ops=pure_ops)
         run_without_data(step, target, _Within(state, everything._options))
-        trace = next(iter(state.traces), None)
-        return 0 if trace is None else trace.planner(score).smallest().peak_bytes
+        trace = state.traces.latest
+        return 0 if trace is None or trace.ops is None else trace.ops.planner(score).smallest().peak_bytes
 
 
 class _Within:
@@ -226,7 +217,8 @@ class _Within:
         self._options = options
 
     def __enter__(self) -> None:
-        self._entry = Entry(self._state, self._options)
+        self._entry = Entry("Rematerialize", self._state.tag, is_last=True, compiled=False, block=None)
+        self._entry.recording = RecordingStage(self._state, self._options)
         self._entry.begin()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -235,13 +227,13 @@ class _Within:
 
 def _figures(tag: str) -> dict[str, Any] | None:
     """Return what `Rematerialize` knows under a tag, by the fields of `SavedTensorStats`."""
-    state = find_state(tag)
+    state = remat_states.get(tag)
     if state is None:
         return None
     with state.lock:
         state.sweep()
         counts, ledgers = state.counts, [window.ledger for window in state.windows()]
-        counter = None if state.device is None else state.device.memory_counter()
+        counter = None if state.costs.device is None else state.costs.device.memory_counter()
         return {
             "num_iterations": state.num_iterations - state.num_inner,
             "live_records": sum(ledger.num_records for ledger in ledgers),
@@ -263,8 +255,8 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "num_replayed_ops": counts.num_replayed_ops,
             "estimated_replay_s": counts.replayed_s,
             "measured_replay_s": counts.replayed.total_s(),
-            **(counts.figures_of_copies() if counts.num_copies_out else {}),
+            **(counts.figures_of_copies() if counts.moved_out.num_copies else {}),
         }
 
 
-report_from(Rematerialize.__name__, tags=lambda: list(states), figures=_figures)
+report_from(Rematerialize.__name__, tags=lambda: list(remat_states), figures=_figures)

@@ -66,7 +66,7 @@ class CudaEvent(Event):
 class CudaMemoryCounter(MemoryCounter):
     """The counters of PyTorch's caching allocator.
 
-    There is one set per device: `reset_peak` also resets what `torch.cuda.max_memory_allocated` reports to everybody else.
+    There is one set per device: `reset_peak` also resets what `torch.cuda.max_memory_allocated` reports to all others.
     """
 
     def __init__(self, torch_device: torch.device) -> None:

@@ -28,7 +28,7 @@ class TimedSave:
     needed_at_s: float
     """Seconds from the start of the backward to its first use."""
     is_held: bool = False
-    """Whether somebody else keeps it alive, so that to move it would free nothing."""
+    """Whether the caller keeps it alive, so that to move it would free nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

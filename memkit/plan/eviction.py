@@ -111,10 +111,10 @@ class Walk:
         self.clock = 0
         """How many saves and requests there were."""
         self._touched: dict[int, int] = {}
-        # [Note: ranking] Whoever goes is found without a look at all. What it takes to make a value again is known as a bound
-        # from below, at first its own op. A value that goes makes others dearer, which leaves the bounds what they are; one
-        # that comes makes those cheaper that are made from it, whose bounds start anew. The heap has a score for each bound:
-        # the value at its top is looked at closer, until one stays there.
+        # [Note: ranking] The value that goes is found without a look at all of them. What it takes to make a value again is
+        # known as a bound from below, at first its own op. A value that goes makes others dearer, which leaves the bounds
+        # what they are; one that comes makes those cheaper that are made from it, whose bounds start anew. The heap has a
+        # score for each bound: the value at its top is looked at closer, until one stays there.
         self._least_s: dict[int, float] = {}
         self._ranking: list[tuple[float, int]] = []
         self._ranked_until = -1

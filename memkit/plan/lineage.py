@@ -168,7 +168,7 @@ class Step:
     """Saved values that leave for host memory, whatever the plan, and come back to what reads them."""
     retained_bytes: Mapping[int, int] = field(default_factory=dict)
     """Roots that are gone unless they are held on purpose, and what that takes: made here by what cannot run again, or
-    written over. All other roots are somebody else's and cost nothing."""
+    written over. All other roots are the caller's and cost nothing."""
     why_kept: Mapping[int, str] = field(default_factory=dict)
     """Why no op makes a value again, where a user may wonder."""
 

@@ -96,28 +96,20 @@ class RatioSoFar:
         window_bytes: bytes that the device may hold in any case; None for twice the largest storage.
     """
 
-    __slots__ = (
-        "_is_late",
-        "_kept_bytes",
-        "_limit_bytes",
-        "_moved_bytes",
-        "_plan",
-        "_planned_bytes",
-        "_window_bytes",
-        "largest_bytes",
-        "ratio",
-        "seen_bytes",
-        "stays_more_bytes",
-    )
-
     def __init__(self, ratio: float, window_bytes: int | None = None) -> None:
         self.ratio = ratio
-        self.seen_bytes = 0
-        self.largest_bytes = 0
+        self.window_bytes = 0
+        """The window: as asked for, or twice the largest storage, of the plan or of what was seen."""
+        self.offload_bytes = 0
+        """What leaves: by plan, or so far."""
+        self.kept_bytes = 0
+        """What stays on the device: by plan, or so far."""
+        self.limit_bytes = 0
+        """What the device may hold if no other forward is alive."""
+        self._asked_window_bytes = window_bytes
+        self._seen_bytes = self._moved_bytes = self._largest_bytes = 0
         self.stays_more_bytes = 0
         """What stays beyond what was foreseen, for want of host memory or by the user's word, less what leaves by it."""
-        self._window_bytes = window_bytes
-        self._moved_bytes = 0
         self.follow(None)
 
     def follow(self, plan: Plan | None, *, is_late: bool = False) -> None:
@@ -127,9 +119,7 @@ class RatioSoFar:
             is_late: whether something was saved before that went by another: then only the share of the plan is kept to.
         """
         self._plan, self._is_late = plan, is_late
-        self._planned_bytes = 0 if plan is None else plan.offload_bytes
-        self._kept_bytes = 0 if plan is None else plan.kept_bytes
-        self._limit_bytes = 0 if plan is None else int(plan.limit_bytes)
+        self._sum_up()
 
     def decide(self, num_bytes: int, place: int | None = None, asked: Action | None = None) -> Action:
         """Return what to do with the next storage that is saved, and count it.
@@ -138,45 +128,38 @@ class RatioSoFar:
             place: its index in the plan; None if it is in none.
             asked: what the user, or the context inside, has said.
         """
-        self.seen_bytes += num_bytes
-        self.largest_bytes = max(self.largest_bytes, num_bytes)
+        self._seen_bytes += num_bytes
+        self._largest_bytes = max(self._largest_bytes, num_bytes)
         plan = self._plan
         if plan is None or place is None:
-            foreseen = self._until(self.ratio * self.seen_bytes)
+            foreseen = self._until(self.ratio * self._seen_bytes)
         else:
-            foreseen = self._until(self._planned_bytes) if self._is_late else plan.saves[place].action
+            foreseen = self._until(plan.offload_bytes) if self._is_late else plan.saves[place].action
         action = foreseen if asked is None else asked
         if action is Action.OFFLOAD:
             self._moved_bytes += num_bytes
         if action is not foreseen:
             self.stays_more_bytes += num_bytes if action is Action.KEEP else -num_bytes
+        if plan is None or action is not foreseen:
+            self._sum_up()
         return action
 
     def _until(self, wanted_bytes: float) -> Action:
         return Action.OFFLOAD if self._moved_bytes < wanted_bytes else Action.KEEP
 
-    @property
-    def window_bytes(self) -> int:
-        """The window: as asked for, or twice the largest storage, of the plan or of what was seen."""
-        if self._window_bytes is not None:
-            return self._window_bytes
-        return self._plan.window_bytes if self._plan is not None else 2 * self.largest_bytes
+    def stays_after_all(self, num_bytes: int) -> None:
+        """So many bytes stay that were to leave; fewer, if that is negative."""
+        self.stays_more_bytes += num_bytes
+        self._sum_up()
 
-    @property
-    def offload_bytes(self) -> int:
-        """What leaves: by plan, or so far."""
-        return self._planned_bytes if self._plan is not None else self._moved_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """What stays on the device: by plan, or so far."""
-        kept_bytes = self._kept_bytes if self._plan is not None else self.seen_bytes - self._moved_bytes
-        return kept_bytes + self.stays_more_bytes
-
-    @property
-    def limit_bytes(self) -> int:
-        """What the device may hold if no other forward is alive."""
-        window_bytes, limit_bytes = self.window_bytes, self._limit_bytes
-        if self._plan is None:
-            limit_bytes = limit_of(self.seen_bytes, self.ratio, window_bytes)
-        return max(limit_bytes + self.stays_more_bytes, window_bytes)
+    def _sum_up(self) -> None:
+        plan, window_bytes = self._plan, self._asked_window_bytes
+        if plan is not None:
+            self.window_bytes = plan.window_bytes if window_bytes is None else window_bytes
+            self.offload_bytes, kept_bytes, limit_bytes = plan.offload_bytes, plan.kept_bytes, int(plan.limit_bytes)
+        else:
+            self.window_bytes = 2 * self._largest_bytes if window_bytes is None else window_bytes
+            self.offload_bytes, kept_bytes = self._moved_bytes, self._seen_bytes - self._moved_bytes
+            limit_bytes = limit_of(self._seen_bytes, self.ratio, self.window_bytes)
+        self.kept_bytes = kept_bytes + self.stays_more_bytes
+        self.limit_bytes = max(limit_bytes + self.stays_more_bytes, self.window_bytes)

@@ -33,7 +33,7 @@ class Outcome:
 
 
 class _GiveUpError(Exception):
-    """Ops are run again so often that nobody would want it."""
+    """Ops are run again too often for a plan."""
 
 
 class _Simulation(Timeline):
@@ -139,7 +139,7 @@ class _Simulation(Timeline):
                 latest.pop()
             while self._anchors_held and (not latest or self._anchors_held[-1] > latest[-1]):
                 self._free(self._anchors_held.pop())  # nothing that is made from it will be asked for
-            if place >= end:  # the node before is done, and what nobody asks for again goes
+            if place >= end:  # the node before is done, and what is not asked for again goes
                 for used in given:
                     if places[used][-1] < place and used in self._present and used not in self._held_roots:
                         self._free(used)

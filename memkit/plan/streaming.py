@@ -76,7 +76,7 @@ def predict_step(
 ) -> StepPrediction:
     """Return how a step goes, a forward and a backward. It begins with nothing in the slots.
 
-    Weights may be written between steps in ways that nobody can see, so a slot keeps what it holds from the forward to the
+    Weights may be written between steps in ways that cannot be seen, so a slot keeps what it holds from the forward to the
     backward, but not to the next step. Every streamed layer is copied in the forward; in the backward those are that no slot
     holds any more: of the layers that share slots of a size, all but the last few, as many as these slots.
 

@@ -59,7 +59,7 @@ class NoGauge:
 class PeakGauge:
     """The most bytes allocated during each module's calls, above what was allocated when the call opened.
 
-    The allocator has one peak for everybody, so at each edge it is folded into every open call and started again.
+    The allocator has one peak for all who read it, so at each edge it is folded into every open call and started again.
     """
 
     def __init__(self, counter: MemoryCounter) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from memkit import torch_private
 from memkit.device.base import Device, Event, Stream
-from memkit.labels import label
+from memkit.labels import NO_LABEL, label
 from memkit.storages import byte_view
 from memkit.transfer.spans import Span
 
@@ -54,12 +55,9 @@ class Lanes:
         self._device = device
         self._out = device.new_stream("D2H")
         self._back = device.new_stream("H2D")
-        self._ticks = itertools.count(1)
+        self.tick: Callable[[], int] = itertools.count(1).__next__
+        """Returns when in the forward something was used last: more than anything before."""
         self._prefetchers = weakref.WeakSet[Prefetcher]()
-
-    def tick(self) -> int:
-        """Return when in the forward something was used last: more than anything before."""
-        return next(self._ticks)
 
     def join(self, prefetcher: Prefetcher) -> None:
         """Have a prefetcher be asked from now on, for as long as it lives, what it is still to bring."""
@@ -83,7 +81,7 @@ class Lanes:
     def _copy(
         self, lane: Stream, storage: torch.UntypedStorage, span: Span, *, is_out: bool, after: Iterable[Event]
     ) -> Transfer:
-        with label("evict" if is_out else "fetch"):
+        with label("evict" if is_out else "fetch") if torch_private.profiler_is_on() else NO_LABEL:
             return self._copy_labelled(lane, storage, span, is_out=is_out, after=after)
 
     def _copy_labelled(
@@ -109,7 +107,7 @@ _lock = threading.RLock()
 
 
 def lanes_of(device: Device) -> Lanes:
-    """Return the lanes of a device: the same ones for everybody."""
+    """Return the lanes of a device: always the same ones."""
     with _lock:
         if device not in _lanes:
             _lanes[device] = Lanes(device)

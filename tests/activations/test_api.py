@@ -12,7 +12,7 @@ from torch import Tensor
 
 import memkit
 from memkit import schedules
-from memkit.activations.cpu_offload import _states
+from memkit.activations.saved.state import offload_states
 from memkit.device import CudaDevice, Device, ReferenceDevice
 from memkit.hooks import innermost_pack
 from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips
@@ -101,7 +101,7 @@ def test_without_grad_a_context_costs_nothing(mode: type, device: Device, offloa
     with mode(), context:
         assert innermost_pack() is None
         chain(x, [1, 1])
-    assert "mode" not in _states
+    assert "mode" not in offload_states
     step(x, [1], lambda: context)
     with mode(), context:
         chain(x, [1, 1])
@@ -248,7 +248,7 @@ def test_reset_forgets_plans_counts_and_host_memory(device: Device, offloading: 
     x = leaf_on(device.torch_device)
     step(x, [1] * 4, lambda: offloading(0.5, "reset", window_bytes=0))
     device.synchronize()
-    (window,) = _states["reset"].windows()
+    (window,) = offload_states["reset"].windows()
     assert window.arena.held_bytes > 0
 
     memkit.reset("reset")
@@ -264,7 +264,7 @@ def test_reset_while_a_graph_is_alive(device: Device, offloading: Offload) -> No
     x = leaf_on(device.torch_device)
     with offloading(1.0, "alive", window_bytes=0):
         y = chain(x, [1] * 6)
-    (window,) = _states["alive"].windows()
+    (window,) = offload_states["alive"].windows()
     memkit.reset("alive")
     assert window.arena.in_use_bytes == 6 * UNIT_BYTES
     other = step(leaf_on(device.torch_device), [1] * 6, lambda: offloading(1.0, "alive", window_bytes=0))
@@ -285,7 +285,7 @@ def test_reset_while_a_graph_is_alive(device: Device, offloading: Offload) -> No
 def test_cpu_tensors_are_left_alone_with_one_warning() -> None:
     x = leaf_on(torch.device("cpu"))
     plain = step(x, [1] * 4)
-    with pytest.warns(UserWarning, match=r"\(tag \"cpu\"\) saw only tensors on the CPU.*ReferenceDevice") as caught:
+    with pytest.warns(UserWarning, match=r"\(tag \"cpu\"\): it saw only tensors on the CPU.*ReferenceDevice") as caught:
         found = step(x, [1] * 4, lambda: memkit.CPUOffload(1.0, "cpu", min_bytes=0))
     assert caught[0].filename == inspect.getsourcefile(step)  # it points to the with statement
     with warnings.catch_warnings():

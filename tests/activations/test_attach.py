@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit import schedules
+from memkit.activations.saved.state import offload_states
 from memkit.device import Device
 from memkit.hooks import innermost_pack
 from memkit.plan import plan_ratio
@@ -297,5 +298,5 @@ def test_step_inside_an_except_block_counts_as_any_other(device: Device) -> None
     except ValueError:
         model(x * 1).sum().backward()
 
-    (window,) = memkit.activations.cpu_offload._states["except"].windows()
+    (window,) = offload_states["except"].windows()
     assert len(window.traces) == 1

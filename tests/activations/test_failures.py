@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.cpu_offload import _states
+from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
 from memkit.hooks import innermost_pack
 from memkit.transfer.host_memory import PAGE_BYTES
@@ -50,7 +50,7 @@ def _assert_nothing_is_left(tag: str, device: Device) -> None:
 
     assert innermost_pack() is None
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
-    for window in _states[tag].windows():
+    for window in offload_states[tag].windows():
         assert not window.ledger.backlog
         assert not window.ledger.coming
 
@@ -68,7 +68,7 @@ def test_forward_that_broke_off_is_no_measure(device: Device, offloading: Offloa
                 raise KeyError
         moved.append(memkit.stats("measure").moved_out_bytes // UNIT_BYTES)
 
-    assert len(_states["measure"].windows()[0].traces) == 1
+    assert len(offload_states["measure"].windows()[0].traces) == 1
     assert moved[2] == 16
 
 
@@ -174,7 +174,7 @@ def test_room_is_made_by_dropping_what_was_fetched_ahead() -> None:
     device, num_coming, sines = Full(), [], []
 
     def count() -> None:
-        (window,) = _states["dropped"].windows()
+        (window,) = offload_states["dropped"].windows()
         num_coming.append(len(window.ledger.coming))
 
     def refuse_at_the_third() -> None:

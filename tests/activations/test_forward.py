@@ -1,21 +1,21 @@
-"""A pass lives as long as its graph, and no longer."""
+"""A forward lives as long as its graph, and no longer."""
 
 from __future__ import annotations
 
 import gc
 
 import memkit
-from memkit.activations.cpu_offload import _states
+from memkit.activations.saved.state import offload_states
 from memkit.device import Device
 from tests.activations.cases import inputs_on, mlp
 from tests.activations.conftest import Offload
 
 
 def _live_forwards(tag: str) -> int:
-    return sum(len(window._live_forwards()) for window in _states[tag].windows())
+    return sum(len(window.forwards.live()) for window in offload_states[tag].windows())
 
 
-def test_pass_ends_with_its_backward_without_the_garbage_collector(device: Device, offloading: Offload) -> None:
+def test_forward_ends_with_its_backward_without_the_garbage_collector(device: Device, offloading: Offload) -> None:
     x, w = inputs_on(device.torch_device)
     gc.disable()
     try:
@@ -31,7 +31,7 @@ def test_pass_ends_with_its_backward_without_the_garbage_collector(device: Devic
     assert memkit.stats("ended").moved_in_bytes > 0
 
 
-def test_pass_ends_with_a_graph_that_is_dropped(device: Device, offloading: Offload) -> None:
+def test_forward_ends_with_a_graph_that_is_dropped(device: Device, offloading: Offload) -> None:
     x, w = inputs_on(device.torch_device)
     with offloading(1.0, "dropped", window_bytes=0):
         loss = mlp(x, w).sum()

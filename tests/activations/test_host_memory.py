@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import memkit
+from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
 from tests.activations.chains import UNIT_BYTES, leaf_on, step
 from tests.activations.conftest import Offload
@@ -20,7 +21,7 @@ def test_what_was_served_from_the_device_leaves_no_host_memory_in_use(device: De
 
     for _ in range(3):
         step(x, units, lambda: offloading(0.5, "served", window_bytes=4 * UNIT_BYTES))
-        used_bytes = memkit.activations.cpu_offload._states["served"].windows()[0].arena.in_use_bytes
+        used_bytes = offload_states["served"].windows()[0].arena.in_use_bytes
         assert used_bytes == 0
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit.activations import cpu_offload, remat_state
+from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import open_test_device
@@ -129,7 +129,7 @@ def _plain(device: str = "late") -> list[Tensor]:
 
 def _locks() -> list[Any]:
     """Return the locks that a step takes. On a GPU the backward runs in another thread, and would wait for one for ever."""
-    return [state.lock for state in (*cpu_offload._states.values(), *remat_state.states.values())]
+    return [state.lock for state in (*offload_states.values(), *remat_states.values())]
 
 
 def _check(
@@ -219,7 +219,7 @@ def test_steps_of_an_attached_model_after_an_interrupt_are_exact(count: int) -> 
 
 
 @pytest.mark.parametrize("count", MANY_LINES)
-@pytest.mark.parametrize("function", ["leave", "fetch", "_release", "hand_out", "_close", "_copy"])
+@pytest.mark.parametrize("function", ["leave", "fetch", "_release", "hand_out", "close", "_copy"])
 def test_what_a_copy_touches_is_held_before_the_copy_is_issued(function: str, count: int) -> None:
     loop = Loop(FEATURES["offload all"])
     for _ in range(3):
@@ -236,7 +236,7 @@ def test_host_memory_whose_taker_an_interrupt_kept_from_hearing_of_it_is_given_b
     for _ in range(3):
         loop.step()
     before = loop.held_bytes()
-    (window,) = cpu_offload._states[TAG].windows()
+    (window,) = offload_states[TAG].windows()
     with monkeypatch.context() as patch:
         patch.setattr(window.arena, "take", interrupted_after(window.arena.take, num_calls=2))
         with pytest.raises(KeyboardInterrupt):

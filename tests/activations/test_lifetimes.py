@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 import memkit
-from memkit.activations.cpu_offload import _states
+from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
 from tests.activations.chains import UNIT_BYTES, leaf_on, step
 from tests.activations.conftest import Offload
@@ -22,13 +22,13 @@ def _held(tag: str, device: Device) -> dict[str, object]:
     """What may not grow with the number of steps."""
     gc.collect()
     stats = memkit.stats(tag)
-    (window,) = _states[tag].windows()
+    (window,) = offload_states[tag].windows()
     figures: dict[str, object] = {
         "held": stats.host_held_bytes,
         "pins": stats.num_pins,
         "records": stats.live_records,
         "peak": stats.peak_live_bytes if device.torch_device.type == "cpu" else 0,  # when a copy lands is up to the GPU
-        "passes": len(window._forwards),
+        "forwards": len(window.forwards.references),
         "traces": len(window.traces),
         "tensors": sum(type(thing) is Tensor for thing in gc.get_objects()),
     }
@@ -47,9 +47,9 @@ def test_two_hundred_steps(device: Device, offloading: Offload) -> None:
 
     assert _held("200", device) == before
     device.synchronize()
-    (window,) = _states["200"].windows()
+    (window,) = offload_states["200"].windows()
     window.settle()
-    assert (memkit.stats("200").host_in_use_bytes, len(window.ledger.deaths), len(window.ledger._orphans)) == (0, 0, 0)
+    assert (memkit.stats("200").host_in_use_bytes, len(window.ledger.deaths), len(window.ledger.orphans)) == (0, 0, 0)
 
 
 def test_ratios_that_change_pin_no_more_than_the_highest_needs(device: Device, offloading: Offload) -> None:

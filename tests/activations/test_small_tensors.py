@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit import schedules
-from memkit.activations import remat_state
+from memkit.activations.saved.state import remat_states
 from memkit.device import ReferenceDevice
 
 DEVICE = ReferenceDevice()
@@ -22,7 +22,7 @@ Context = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def _fresh_remat_tags() -> Iterator[None]:
     yield
-    for tag in list(remat_state.states):
+    for tag in list(remat_states):
         memkit.reset(tag)
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.counts import EventPairs
+from memkit.activations.saved.counts import EventPairs, Transfers
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint
 from memkit.device import Device, ReferenceDevice
 from memkit.transfer.host_memory import PAGE_BYTES
+from memkit.transfer.lanes import Transfer
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step, units_that_stay
 from tests.activations.conftest import Offload
@@ -245,7 +246,7 @@ def test_no_hint_where_the_setting_is_made(name: str, monkeypatch: pytest.Monkey
 
 def test_event_pairs_count_what_is_reached() -> None:
     device = ReferenceDevice()
-    lane, pairs = device.new_stream("lane"), EventPairs()
+    lane, pairs, transfers = device.new_stream("lane"), EventPairs(), Transfers()
     host, source = torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8)
     device.pin(host)
     device.note_written(source.untyped_storage(), source._version)
@@ -253,9 +254,11 @@ def test_event_pairs_count_what_is_reached() -> None:
     start = device.record_event(lane)
     device.copy(host, source, lane)
     end = device.record_event(lane)
-    pairs.add(start, end)
+    pairs.append((start, end))
+    transfers.append(Transfer(8, start, end))
 
-    assert (pairs.total_s(), pairs.rate(8)) == (0.0, None)
+    assert (pairs.total_s(), transfers.rate()) == (0.0, None)
     device.synchronize()
     assert pairs.total_s() == end.at_s - start.at_s > 0
-    assert pairs.rate(8) == 8 / pairs.total_s()
+    assert transfers.rate() == 8 / pairs.total_s()
+    assert (transfers.num_bytes, transfers.num_copies) == (8, 1)

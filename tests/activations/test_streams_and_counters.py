@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import memkit
+from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import Offload
@@ -83,7 +84,7 @@ def test_reset_gives_host_memory_back_once_the_copies_are_done() -> None:
     x = torch.randn(64, 64).requires_grad_()
     with memkit.CPUOffload(1.0, "back", window_bytes=2**20, min_bytes=0, device=device):
         y = (x * 2).exp().exp()
-    arena = memkit.activations.cpu_offload._states["back"].windows()[0].arena
+    arena = offload_states["back"].windows()[0].arena
 
     del y
     memkit.reset("back")

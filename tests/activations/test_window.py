@@ -12,8 +12,8 @@ import pytest
 from torch import Tensor
 
 import memkit
-from memkit.activations.cpu_offload import _states
-from memkit.activations.records import Record, Residency
+from memkit.activations.saved.records import Record, Residency
+from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step, three_backwards, units_that_stay
@@ -32,12 +32,16 @@ def _limit_units(kept_units: float, window_units: float) -> float:
 
 
 def _coming(tag: str) -> set[int]:
-    return {record.index for window in _states[tag].windows() for record in window.ledger.coming} if tag in _states else set()
+    return (
+        {record.index for window in offload_states[tag].windows() for record in window.ledger.coming}
+        if tag in offload_states
+        else set()
+    )
 
 
 def _records(tag: str) -> list[Record]:
-    (window,) = _states[tag].windows()
-    return [record for run in window._live_forwards() for record in run.records()]
+    (window,) = offload_states[tag].windows()
+    return [record for run in window.forwards.live() for record in run.records()]
 
 
 @pytest.mark.parametrize("window_units", [0, 2, 4, None])

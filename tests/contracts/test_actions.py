@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import memkit
+from memkit.activations.recomputing.recorded_forward import RecordedForward
+from memkit.activations.saved.ledger import Ledger
+from memkit.activations.saved.records import Record
 from memkit.device import CpuDevice, Device, ReferenceDevice
 from memkit.plan import Action
 from tests.activations.cases import assert_same_bits
@@ -235,3 +238,52 @@ def test_marks_count_for_what_a_tensor_wraps(ratio: float, word: Callable[[Tenso
         loss.backward()
 
     assert memkit.stats("actions").moved_out_bytes == 2 * UNIT_BYTES
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_what_a_replay_reads_from_host_memory_is_fetched_ahead_of_it(
+    outside: bool, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second backward on: the first one shows when replays read what. Its own request comes much later."""
+    events: list[str] = []
+    make, fetch = RecordedForward.make, Ledger.fetch
+
+    def watched_make(forward: RecordedForward, record: Record) -> None:
+        events.append("replay begins")
+        make(forward, record)
+        events.append("replay ends")
+
+    def watched_fetch(ledger: Ledger, record: Record) -> None:
+        fetch(ledger, record)
+        events.append("fetched")
+
+    def run(context: AbstractContextManager[object]) -> list[Tensor]:
+        x.grad = None
+        with context:
+            early = memkit.offload(x.exp())
+            y = early
+            for _ in range(8):
+                y = memkit.offload(y.clone()).sin()
+            late = memkit.recompute((early * 1.5).exp())
+            y = y + late.sin()
+            for _ in range(6):
+                y = (memkit.keep if outside else memkit.offload)(y.clone()).sin()
+        del early, late  # else they are there anyway
+        y.sum().backward()
+        return [y.detach(), x.grad]
+
+    monkeypatch.setattr(RecordedForward, "make", watched_make)
+    monkeypatch.setattr(Ledger, "fetch", watched_fetch)
+    x = leaf_on(device.torch_device)
+    plain = run(nullcontext())
+    for _ in range(4):
+        inner = memkit.Rematerialize(1.0, "actions", policy="dtr", min_bytes=0, device=device)  # a plan may hold the product
+        outer = memkit.CPUOffload(0.0, "outside", min_bytes=0, window_bytes=4 * UNIT_BYTES, device=device)
+        events.clear()
+        assert_same_bits(run(Around(outer, inner) if outside else inner), plain)
+
+    assert memkit.stats("actions").num_replayed_ops == 2  # the product and the exponential
+    begin, end = events.index("replay begins"), events.index("replay ends")
+    assert "fetched" in events[:begin]
+    assert "fetched" not in events[begin:end]
+    memkit.reset("outside")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memkit
-from memkit.activations.ledger import Ledger
-from memkit.activations.records import Record
+from memkit.activations.saved.ledger import Ledger
+from memkit.activations.saved.records import Record
 from memkit.device import Device, ReferenceDevice
 from memkit.owners import owner_of
 from memkit.weights.chunks import LayerChunk

@@ -171,7 +171,7 @@ def test_tensor_that_took_the_place_of_one_that_is_held_raises_and_leaves_it(dev
         kept = _weight(model).data
         _weight(model).data = torch.zeros_like(kept)
         with pytest.raises(
-            memkit.errors.LayerOffloadError, match=r'"layers.1.up.weight" was given another tensor .* still holds'
+            memkit.errors.LayerOffloadError, match=r'"layers.1.up.weight" was given another tensor .* is still held'
         ):
             run_step(model, batches)
         assert torch.equal(kept.cpu(), _weight(plain).data.cpu())

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import memkit
-from memkit.activations.recorded import CostKey
-from memkit.activations.recording import Recording
-from memkit.activations.remat_entry import Entry
 from memkit.device import CpuDevice, Device
 from memkit.plan import planner
+from memkit.recording.costs import OpCosts
+from memkit.recording.recorded import CostKey
+from memkit.recording.recording import Recording
 from tests.activations.conftest import open_test_device
 
 Remat = Callable[..., memkit.Rematerialize]
@@ -61,7 +61,7 @@ def any_costs(monkeypatch: pytest.MonkeyPatch) -> None:
         return {key: drawn.random() * 1e-4 for key in found}
 
     monkeypatch.setattr(Recording, "read_times", any_times)
-    monkeypatch.setattr(Entry, "_estimate_s", lambda *_: drawn.random() * drawn.choice([0, 1e-6, 1e-5, 1e-3]))
+    monkeypatch.setattr(OpCosts, "estimate_s", lambda *_: drawn.random() * drawn.choice([0, 1e-6, 1e-5, 1e-3]))
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
-from memkit.activations import remat_entry
-from memkit.activations.records import Handle
-from memkit.activations.window import OffloadWindow
+from memkit.activations.offloading.window import OffloadWindow
+from memkit.activations.recomputing.stage import RecordingStage
+from memkit.activations.saved.records import Handle
 from memkit.device import CpuDevice, Device
 from tests.activations.cases import assert_same_bits, gradients, inputs_on
 from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
@@ -106,18 +106,19 @@ def _counted(run: Callable[[Context], None], make: Context, tag: str) -> list[tu
         return tensor
 
     def records() -> list[object]:
-        return [record for run in runs for _, record in run.records()]
+        held = [handle.record for run in runs for handle in run._anchors._handles.values()]
+        return [*held, *(record for run in runs for record in run.records())]
 
     runs: list[object] = []
-    open_run = remat_entry.Entry._open_run
+    open_run = RecordingStage._open_forward
 
-    def opened(entry: remat_entry.Entry, *, raises: bool) -> object:
+    def opened(entry: RecordingStage, *, raises: bool) -> object:
         runs.append(open_run(entry, raises=raises))
         return runs[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OffloadWindow, "unpack", watched)
-        patch.setattr(remat_entry.Entry, "_open_run", opened)
+        patch.setattr(RecordingStage, "_open_forward", opened)
         run(make)
     return found
 

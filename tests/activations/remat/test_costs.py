@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from memkit.activations import remat_state
+from memkit.activations.saved.state import remat_states
+from memkit.recording import costs
 from tests.activations.chains import chain
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
@@ -18,14 +19,14 @@ def test_ops_are_timed_in_the_second_step_only(budget: float | str, torch_device
     timed = []
     for _ in range(5):
         with remat_on(budget, "timed") as context:
-            timed.append(context._entry._run.recording.is_timed)
+            timed.append(context._entry.recording._forward.recording.is_timed)
             loss = chain(x, [1] * 12).sum()
         loss.backward()
 
     assert timed == [False, True, False, False, False]
-    (trace,) = remat_state.states["timed"].traces
-    assert trace.is_measured
-    assert all(seconds > 0 for seconds in trace.step.lineage.seconds)
+    (trace,) = remat_states["timed"].traces
+    assert trace.ops.is_measured
+    assert all(seconds > 0 for seconds in trace.ops.step.lineage.seconds)
 
 
 def test_step_that_was_planned_stays_as_it_is_in_later_steps(torch_device: torch.device, remat_on: Remat) -> None:
@@ -33,8 +34,8 @@ def test_step_that_was_planned_stays_as_it_is_in_later_steps(torch_device: torch
     for _ in range(4):
         with remat_on(0.5, "frozen"):
             loss = chain(x, [1] * 12).sum()
-        (trace,) = remat_state.states["frozen"].traces
-        step = trace.step
+        (trace,) = remat_states["frozen"].traces
+        step = trace.ops.step
         seen.append((step, tuple(step.lineage.seconds), len(step.lineage.maker), dict(step.why_kept), step.uses))
         loss.backward()
 
@@ -44,29 +45,33 @@ def test_step_that_was_planned_stays_as_it_is_in_later_steps(torch_device: torch
     assert seen[0][1] != seen[-1][1]  # what ops take was measured meanwhile
 
 
-@pytest.mark.parametrize("name", ["guessed_s", "costs_s"])
+@pytest.mark.parametrize("name", ["guessed_s", "measured_s"])
 def test_costs_of_very_many_shapes_are_not_all_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remat_state, "_MAX_COSTS", 10)
-    state = remat_state.RematState("many")
+    monkeypatch.setattr(costs, "_MAX_COSTS", 10)
+    known = costs.OpCosts()
 
     for size in range(25):
-        state.remember(getattr(state, name), {(torch.sin, size, size): 1e-6})
+        args = (torch.empty(size, dtype=torch.uint8),)
+        if name == "guessed_s":
+            known.estimate_s(torch.sin, args, args[0])
+        else:
+            known.learn({costs.cost_key(torch.sin, args, args[0]): 1e-6})
 
-    assert [key[1] for key in getattr(state, name)] == list(range(15, 25))
+    assert [key[1] for key in getattr(known, name)] == list(range(15, 25))
 
 
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_new_shapes_are_forgotten(torch_device: torch.device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remat_state, "_MAX_COSTS", 10)
+    monkeypatch.setattr(costs, "_MAX_COSTS", 10)
     for size in range(1, 25):
         x = torch.randn(size, device=torch_device, requires_grad=True)
         with remat_on(0.5, "shapes"):
             loss = x.sin().cos().sum()
         loss.backward()
 
-    state = remat_state.states["shapes"]
-    assert len(state.guessed_s) == 10
-    assert 0 < len(state.costs_s) <= 10
+    known = remat_states["shapes"].costs
+    assert len(known.guessed_s) == 10
+    assert 0 < len(known.measured_s) <= 10
 
 
 def test_forward_after_a_backward_in_the_same_context_is_timed_as_any_other(
@@ -77,7 +82,7 @@ def test_forward_after_a_backward_in_the_same_context_is_timed_as_any_other(
     with remat_on(0.5, "turns") as context:
         chain(x, [1] * 12).sum().backward()
         loss = chain(x, [1] * 12).sum()
-        recording = context._entry._run.recording
+        recording = context._entry.recording._forward.recording
         num_timed = len({op for op, *_ in recording.times})
         loss.backward()
 
@@ -95,5 +100,5 @@ def test_modules_of_a_forward_after_a_backward_in_the_same_context_are_noted(
         chain(x.flatten(), [1] * 12).sum().backward()
         model(x).exp().sum().backward()
 
-    trace = next(iter(remat_state.states["turns"].traces))
-    assert {module for _, module in trace.names.values()} >= {"1", "3"}
+    trace = next(iter(remat_states["turns"].traces))
+    assert {module for _, module in trace.ops.names.values()} >= {"1", "3"}

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit.activations import remat_state, traces
+from memkit.activations.saved import traces
+from memkit.activations.saved.state import remat_states
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips
 from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
@@ -77,7 +78,7 @@ def test_supernet(device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPat
     found = _search(device, lambda: remat_on(8000, "supernet"), 30)
 
     assert_same_bits(found, plain)
-    stats, state = memkit.stats("supernet"), remat_state.states["supernet"]
+    stats, state = memkit.stats("supernet"), remat_states["supernet"]
     assert stats.num_deviations > 10
     assert len(planned) <= 3  # the first path, once guessed and once timed; no other came twice
     assert len(state.traces) <= traces._MAX_TRACES
@@ -119,7 +120,7 @@ def test_shapes_that_alternate_are_planned_each(device: Device, remat_on: Remat,
             step(x, units, lambda: remat_on(9 * UNIT_BYTES, "alternate"))
 
     assert len(planned) == num_planned
-    assert len(remat_state.states["alternate"].traces) == 2
+    assert len(remat_states["alternate"].traces) == 2
 
 
 def test_small_last_batch(device: Device, remat_on: Remat) -> None:
@@ -186,4 +187,4 @@ def test_step_with_other_ops_or_other_saves_is_another(change: str, device: Devi
     for _ in range(3):
         for is_other in (False, True):
             assert_same_bits(run(is_other, lambda: remat_on(0.4, "another")), plain[is_other])
-    assert len(remat_state.states["another"].traces) == 2
+    assert len(remat_states["another"].traces) == 2

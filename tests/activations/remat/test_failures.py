@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations import replay
 from memkit.device import CpuDevice, Device
+from memkit.recording import replay
 from tests.activations.cases import assert_same_bits, gradients, inputs_on
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step
 from tests.activations.remat.cases import COMPUTATIONS
@@ -25,15 +26,15 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterator[bool]], list[i
 
     def start(refused: Iterator[bool]) -> list[int]:
         num_evictable: list[int] = []
-        repeat = replay.Run._repeat
+        repeat = replay.Replay._repeat
 
-        def repeat_or_refuse(run: replay.Run, *args: object) -> None:
+        def repeat_or_refuse(run: replay.Replay, *args: Any) -> None:
             if next(refused, False):
-                num_evictable.append(len(run.walk.evictable))
+                num_evictable.append(len(args[-1].__self__.walk.evictable))
                 raise torch.OutOfMemoryError("injected: out of memory")
             repeat(run, *args)
 
-        monkeypatch.setattr(replay.Run, "_repeat", repeat_or_refuse)
+        monkeypatch.setattr(replay.Replay, "_repeat", repeat_or_refuse)
         return num_evictable
 
     return start
@@ -115,14 +116,14 @@ def test_what_is_made_again_in_another_size_raises(device: Device, remat_on: Rem
     x, _ = inputs_on(device.torch_device)
     with remat_on("1B", "size"):
         loss = x.sin().exp().cos().sum()
-    repeat = replay.Run._repeat
+    repeat = replay.Replay._repeat
 
-    def repeat_in_part(run: replay.Run, *args: object) -> None:
+    def repeat_in_part(run: replay.Replay, *args: object) -> None:
         repeat(run, *args)
-        for value in run._temps:
-            run._temps[value] = torch.UntypedStorage(8, device=device.torch_device)
+        for value in run.made:
+            run.made[value] = torch.UntypedStorage(8, device=device.torch_device)
 
-    monkeypatch.setattr(replay.Run, "_repeat", repeat_in_part)
+    monkeypatch.setattr(replay.Replay, "_repeat", repeat_in_part)
 
     with pytest.raises(memkit.errors.ReplayMismatchError, match=r"had 1024 bytes, and made again it has 8 \(aten"):
         loss.backward()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.ops import names_of_ops
+from memkit.recording.ops import names_of_ops
 from tests.activations.cases import assert_same_bits, inputs_on
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 

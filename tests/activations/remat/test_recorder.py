@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit.activations.ops import OpClass, op_kinds
-from memkit.activations.recording import Recording
 from memkit.device import CpuDevice
+from memkit.recording.ops import OpClass, op_kinds
+from memkit.recording.recording import Recording
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ def recorded() -> Iterator[Recording]:
     context = memkit.Rematerialize("1GiB", "recorded", min_bytes=0, device=CpuDevice())
     with context:
         assert context._entry is not None
-        recording = context._entry._run.recording
+        recording = context._entry.recording._forward.recording
         yield recording
         recording.sync()
 

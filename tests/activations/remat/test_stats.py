@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import memkit
-from memkit.activations import recording_cost
-from memkit.activations.recorder import Recorder
 from memkit.device import CpuDevice
+from memkit.recording import cost
+from memkit.recording.recorder import Recorder
 
 
 class Ticks:
@@ -33,10 +33,10 @@ def test_cost_of_recording_is_what_a_chain_of_ops_takes_longer_with_a_recorder(m
         ticks.now_s += 3
         return dispatch(recorder, *args)
 
-    monkeypatch.setattr(recording_cost, "time", ticks)
+    monkeypatch.setattr(cost, "time", ticks)
     monkeypatch.setattr(Recorder, "__torch_dispatch__", slow)
 
-    assert recording_cost.recording_cost_s.__wrapped__() == 3
+    assert cost.recording_cost_s.__wrapped__() == 3
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -60,11 +60,11 @@ def test_error_of_an_op_is_its_own() -> None:
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(3, 3)
     with memkit.Rematerialize(1.0, "error", min_bytes=0, device=CpuDevice()) as context:
         x.mm(x)
-        num_ops = len(context._entry._run.recording.calls)
+        num_ops = len(context._entry.recording._forward.recording.calls)
         for _ in range(6):
             with pytest.raises(RuntimeError, match="cannot be multiplied"):
                 x.mm(w)
-        assert len(context._entry._run.recording.calls) == num_ops
+        assert len(context._entry.recording._forward.recording.calls) == num_ops
         x.mm(x)
 
 

@@ -8,28 +8,32 @@ interrupt comes, `Ledger.mend` can put right what it has left: see [Note: interr
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from memkit.activations.counts import Counts
-from memkit.activations.records import (
+from memkit import torch_private
+from memkit.activations.saved.records import (
     ON_DEVICE,
     CopyReference,
     Handle,
     HandleReference,
-    Maker,
     Record,
     Residency,
     Unpacker,
 )
 from memkit.device.base import Device, Event, Stream
 from memkit.kept import KeptHandle, nothing
-from memkit.labels import label
+from memkit.labels import NO_LABEL, label
+from memkit.storages import Geometry
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import Lanes
 from memkit.transfer.spans import Span
+
+if TYPE_CHECKING:
+    from memkit.activations.saved.counts import Counts
+    from memkit.activations.saved.forward import Forward
 
 
 class Ledger:
@@ -38,7 +42,7 @@ class Ledger:
     Args:
         device: where they are at first.
         lanes: what they leave and come back by.
-        arena: where they are in between. Nobody else takes of it.
+        arena: where they are in between. No other ledger takes of it.
     """
 
     def __init__(self, device: Device, lanes: Lanes, arena: Arena) -> None:
@@ -49,8 +53,6 @@ class Ledger:
         self.moving_bytes = 0
         """Of these, the bytes of records that belong to a forward which moves some: the others can only be dropped."""
         self.peak_live_bytes = 0
-        self.num_records = 0
-        """Records that a graph may still ask for."""
         self.records = set[Record]()
         """All records that are not GONE."""
         self.deaths: deque[HandleReference | CopyReference] = deque()
@@ -60,54 +62,50 @@ class Ledger:
         self.coming = set[Record]()
         """Records that are COMING."""
         self._lanes = lanes
-        self._orphans: list[tuple[torch.UntypedStorage, Event, Stream]] = []
-        """Storages that nobody needs any more but a copy that may be under way, and the stream that they go back to."""
+        self.orphans: list[tuple[torch.UntypedStorage, Event, Stream]] = []
+        """Storages that only a copy needs, which may be under way, and the stream that they go back to."""
+
+    @property
+    def num_records(self) -> int:
+        """How many records there are that a graph may still ask for."""
+        return sum(record.num_handles > 0 for record in self.records)
 
     # Saving
 
-    def open_record(
+    def open(
         self,
+        tensor: Tensor,
         storage: torch.UntypedStorage,
-        version: int,
-        *,
-        owner: Any = None,
+        unpacker: Unpacker,
+        node: int,
+        owner: Forward | None = None,
         index: int = -1,
-        maker: Maker | None = None,
-        value: int = -1,
-        counts: Counts | None = None,
-    ) -> Record:
-        """Return a new record: DEVICE."""
+    ) -> Handle:
+        """Return the handle of a new record: DEVICE.
+
+        Args:
+            tensor: what was saved, of all or a part of the storage.
+            unpacker: what brings it back.
+            node: the number of the node of the graph that saves it.
+            owner: the forward that moves it, if any does, and there its number.
+        """
+        stream = self.device.current_stream()
         for older in self.backlog:
             if older.storage is storage and older.left is not None:
                 # Written to while what was there is on its way, and the lane reads it.
-                self.device.wait_event(self.device.current_stream(), older.left.done)
-        record = Record(
-            self,
-            storage,
-            version,
-            owner=owner,
-            index=index,
-            counts=counts,
-            maker=maker,
-            value=value,
-            stream=self.device.current_stream(),
-        )
-        self.device.note_written(storage, version)
+                self.device.wait_event(stream, older.left.done)
+        handle = Handle.of_new_record(self, tensor, storage, unpacker, node, stream, owner, index)
+        record = handle.record
+        self.device.note_written(storage, record.version)
         self.records.add(record)
-        self.num_records += 1
-        self._enter(record, Residency.DEVICE)
-        return record
+        self.enter(record, Residency.DEVICE)
+        return handle
 
     def add_handle(self, record: Record, tensor: Tensor, unpacker: Unpacker, node: int) -> Handle:
         """Return a handle for one more save of a record's storage, by a node of the graph."""
-        handle = Handle(tensor, record, unpacker, node)
-        reference = handle.reference
-        record.handles.append(reference)
-        reference.is_counted = True
-        record.num_handles += 1
-        record.num_awaiting += 1
+        handle = record.add_handle(tensor, unpacker, node)
         if record.residency not in (Residency.DEVICE, Residency.LEAVING):
-            handle.let_go()
+            _let_go(handle)
         return handle
 
     # Leaving
@@ -122,8 +120,8 @@ class Ledger:
         record.span = span = self.arena.take(record.num_bytes)
         record.storage = storage  # held from here on, whatever comes: see [Note: interrupts]
         record.left = self._lanes.copy_out(storage, span, after=self.device.record_event(record.stream, timed=False))
-        _counts(record).note_out(record.left)
-        self._enter(record, Residency.LEAVING)
+        _counts(record).moved_out.append(record.left)
+        self.enter(record, Residency.LEAVING)
         self.backlog.append(record)
 
     def release_oldest(self) -> None:
@@ -136,7 +134,7 @@ class Ledger:
         self._release(record)
 
     def release_dead(self, *, wait: bool) -> None:
-        """Release the records in the backlog that nobody can ask for any more: all, or those whose copy is done."""
+        """Release the records in the backlog that no graph can ask for any more: all, or those whose copy is done."""
         for record in [record for record in self.backlog if record.num_handles == 0]:
             assert record.left is not None
             if wait or record.left.done.is_reached():
@@ -145,33 +143,38 @@ class Ledger:
     def _release(self, record: Record) -> None:
         assert record.residency is Residency.LEAVING
         assert record.left is not None
-        _counts(record).stall_out.add(*self._wait(record.stream, record.left.done))
-        self._enter(record, Residency.HOST)
-        for handle in record.live_handles():
-            handle.let_go()
-        record.storage = None
+        _counts(record).stall_out.append(self._wait(record.stream, record.left.done))
+        self.enter(record, Residency.HOST)
+        self.let_go(record)
         if record.num_handles == 0:
-            self._close(record)
+            self.close(record)
+
+    def let_go(self, record: Record) -> None:
+        """Hold the bytes of a record on the device no more."""
+        for reference in record.handles:
+            handle = reference()
+            if handle is not None:
+                _let_go(handle)
+        record.storage = None
 
     def _wait(self, stream: Stream, event: Event) -> tuple[Event, Event]:
         """Let a stream wait, and return what tells how long it did."""
-        with label("wait"):
-            before = self.device.record_event(stream)
-            self.device.wait_event(stream, event)
-            return before, self.device.record_event(stream)
+        device = self.device
+        with label("wait") if torch_private.profiler_is_on() else NO_LABEL:
+            before = device.record_event(stream)
+            device.wait_event(stream, event)
+            return before, device.record_event(stream)
 
     # Dropping, and staying after all
 
     def drop(self, record: Record) -> None:
-        """Any -> DROPPED: let go of the bytes, wherever they are. Whoever was given them keeps them."""
+        """Any -> DROPPED: let go of the bytes, wherever they are. What a backward was given stays as it is."""
         if record.residency is Residency.LEAVING:
             self.release(record)
         elif record.residency is Residency.COMING:
             self.take_back(record)
-        self._enter(record, Residency.DROPPED)
-        for handle in record.live_handles():
-            handle.let_go()
-        record.storage = None
+        self.enter(record, Residency.DROPPED)
+        self.let_go(record)
         self._give_back(record)
 
     def stay(self, record: Record) -> None:
@@ -180,17 +183,17 @@ class Ledger:
         assert record.storage is not None
         assert record.left is not None
         self.backlog.remove(record)
-        self._orphans.append((record.storage, record.left.done, record.stream))
+        self.orphans.append((record.storage, record.left.done, record.stream))
         is_original = all(handle.geometry is None for handle in record.live_handles())
-        self._enter(record, Residency.DEVICE if is_original else Residency.BACK)
+        self.enter(record, Residency.DEVICE if is_original else Residency.BACK)
         if is_original:
             record.storage = None
         self._give_back(record)
 
-    def adopt(self, record: Record, *, owner: Any, index: int, counts: Counts) -> None:
+    def adopt(self, record: Record, owner: Forward, index: int) -> None:
         """A record that could only be dropped belongs to a forward from now on, and may leave."""
         assert record.counts is None
-        record.owner, record.index, record.counts = owner, index, counts
+        record.owner, record.index, record.counts = owner, index, owner.counts
         if record.residency in ON_DEVICE:
             self.moving_bytes += record.num_bytes
 
@@ -199,7 +202,7 @@ class Ledger:
         assert record.residency in (Residency.DROPPED, Residency.HOST)
         self.device.note_written(storage, 0)
         self._hold_copy(record, storage)
-        self._enter(record, Residency.BACK)
+        self.enter(record, Residency.BACK)
 
     # Fetching
 
@@ -216,30 +219,30 @@ class Ledger:
         stream = self.device.current_stream()
         after = (self.device.record_event(stream, timed=False), record.left.done)
         record.came = self._lanes.copy_back(record.span, storage, after=after)
-        _counts(record).note_in(record.came)
+        _counts(record).moved_in.append(record.came)
         self._hold_copy(record, storage)
-        self._enter(record, Residency.COMING)
+        self.enter(record, Residency.COMING)
 
     def land(self, record: Record) -> None:
         """COMING -> BACK: the current stream may use the fetched copy from here on."""
         assert record.residency is Residency.COMING
         assert record.came is not None
         assert record.fetched_on is not None
-        _counts(record).stall_in.add(*self._wait(record.fetched_on, record.came.done))
-        self._enter(record, Residency.BACK)
+        _counts(record).stall_in.append(self._wait(record.fetched_on, record.came.done))
+        self.enter(record, Residency.BACK)
 
     def take_back(self, record: Record) -> None:
-        """COMING -> HOST: give up a fetched copy that nobody has asked for. What is in host memory is whole."""
+        """COMING -> HOST: give up a fetched copy that was not asked for. What is in host memory is whole."""
         assert record.residency is Residency.COMING
         self._give_up_copy(record)
-        self._enter(record, Residency.HOST)
+        self.enter(record, Residency.HOST)
 
     def _give_up_copy(self, record: Record) -> None:
         """Let go of a copy that may still be under way; its bytes live on until its stream has waited, in `sweep`."""
         assert record.storage is not None
         assert record.came is not None
         assert record.fetched_on is not None
-        self._orphans.append((record.storage, record.came.done, record.fetched_on))
+        self.orphans.append((record.storage, record.came.done, record.fetched_on))
         record.storage = record.fetched = None
 
     # Handing out
@@ -307,20 +310,18 @@ class Ledger:
                 self._copy_died(dead.record())
             elif dead.is_counted:
                 self._handle_died(dead)
-        if self._orphans:
-            self._orphans = [orphan for orphan in self._orphans if not self._settle(*orphan)]
+        if self.orphans:
+            self.settle(wait=False)
 
-    def _settle(self, storage: torch.UntypedStorage, done: Event, stream: Stream) -> bool:
-        if not done.is_reached():
-            return False
-        self.device.wait_event(stream, done)
-        return True
-
-    def settle_all(self) -> None:
-        """Free what waits for copies, done or not: the streams wait."""
-        for _, done, stream in self._orphans:
-            self.device.wait_event(stream, done)
-        self._orphans.clear()
+    def settle(self, *, wait: bool) -> None:
+        """Free what waits for copies that are done, or for any: then the streams wait."""
+        under_way = []
+        for storage, done, stream in self.orphans:
+            if wait or done.is_reached():
+                self.device.wait_event(stream, done)
+            else:
+                under_way.append((storage, done, stream))
+        self.orphans = under_way
 
     def _handle_died(self, dead: HandleReference) -> None:
         record, dead.is_counted = dead.record, False
@@ -328,82 +329,39 @@ class Ledger:
         if dead.is_awaiting:
             record.num_awaiting -= 1
         if record.num_handles == 0:
-            self.num_records -= 1
             record.handles.clear()  # they hold the record
             record.owner = record.maker = None  # it may wait for long, and a forward that lives counts in the limit
             if record.residency is not Residency.LEAVING:
-                self._close(record)
+                self.close(record)
         elif record.num_awaiting == 0 and record.residency is Residency.BACK:
             record.storage = None
 
     def _copy_died(self, record: Record | None) -> None:
-        """BACK -> HOST or DROPPED: whoever had the copy has let it go."""
+        """BACK -> HOST or DROPPED: the backward has let the copy go."""
         if record is not None and record.residency is Residency.BACK and self.fetched_copy(record) is None:
-            self._enter(record, Residency.DROPPED if record.span is None else Residency.HOST)
+            self.enter(record, Residency.DROPPED if record.span is None else Residency.HOST)
 
-    def _close(self, record: Record) -> None:
-        """Any -> GONE: nobody can ask for these bytes again."""
+    def close(self, record: Record) -> None:
+        """Any -> GONE: no graph can ask for these bytes again."""
         if record.residency is Residency.COMING:
             self._give_up_copy(record)
         self._give_back(record)
         record.storage = None
-        self._enter(record, Residency.GONE)
+        self.enter(record, Residency.GONE)
         self.records.discard(record)
 
     def _give_back(self, record: Record) -> None:
         """Give back the host memory of a record, to be used again when its last copy is done."""
         span, last = record.span, record.came or record.left
         if span is not None:
-            self._give_back_span(span, None if last is None else last.done)
+            self.give_back_span(span, None if last is None else last.done)
             record.span = record.left = record.came = None
 
-    def _give_back_span(self, span: Span, last_use: Event | None) -> None:
+    def give_back_span(self, span: Span, last_use: Event | None) -> None:
         if self.arena.has(span):  # else an interrupt came when it had just been given back
             self.arena.give(span, last_use)
 
-    # Interrupts
-
-    def mend(self) -> None:
-        """Put right what was broken off: see [Note: interrupts]. Makes the host wait for all that the device has to do."""
-        self.arena.drain()
-        self.device.synchronize()
-        for record in tuple(self.records):
-            for reference in record.handles:
-                reference.is_counted = reference() is not None
-            record.handles[:] = [reference for reference in record.handles if reference.is_counted]
-            record.num_handles = len(record.handles)
-            record.num_awaiting = sum(reference.is_awaiting for reference in record.handles)
-            self._put_down(record)
-            if record.num_handles == 0:
-                record.owner = record.maker = None
-                self._close(record)
-        live = [record for record in self.records if record.residency in ON_DEVICE]
-        self.live_bytes = sum(record.num_bytes for record in live)
-        self.moving_bytes = sum(record.num_bytes for record in live if record.counts is not None)
-        self.num_records = len(self.records)
-        self.backlog.clear()
-        self.coming.clear()
-        self._orphans.clear()
-        self.arena.give_all(but_for=[record.span for record in self.records if record.span is not None])
-
-    def _put_down(self, record: Record) -> None:
-        """Let go of what the ledger itself holds on the device: nothing is under way. DEVICE and DROPPED stay, and all else
-        -> HOST, or DROPPED if it is not there. A copy is whole if it was noted that it leaves."""
-        residency = record.residency
-        if residency in (Residency.DEVICE, Residency.DROPPED) or record.left is None:
-            if record.span is not None:
-                self._give_back_span(record.span, None)
-                record.span = record.left = record.came = None
-            if residency is not Residency.DEVICE:
-                self._enter(record, Residency.DROPPED)
-        else:
-            self._enter(record, Residency.HOST)
-        record.storage = record.fetched = None
-        if record.residency is not Residency.DEVICE:
-            for handle in record.live_handles():
-                handle.let_go()
-
-    def _enter(self, record: Record, residency: Residency) -> None:
+    def enter(self, record: Record, residency: Residency) -> None:
         """Every change of residency goes through here: the bytes on the device are counted nowhere else."""
         was_live, is_live = record.residency in ON_DEVICE, residency in ON_DEVICE
         if residency is Residency.COMING:
@@ -417,6 +375,16 @@ class Ledger:
             if record.counts is not None:
                 self.moving_bytes += change_bytes
             self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+
+
+def _let_go(handle: Handle) -> None:
+    """Keep the version counter of a handle's tensor, and none of its bytes."""
+    alias = handle.alias
+    if handle.geometry is None:
+        handle.geometry = Geometry(
+            alias.size(), alias.stride(), alias.storage_offset(), alias.dtype, alias.is_conj(), alias.is_neg()
+        )
+        alias.data = nothing(alias.dtype, alias.device)
 
 
 def _counts(record: Record) -> Counts:

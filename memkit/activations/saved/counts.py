@@ -11,27 +11,43 @@ from memkit.device.base import Event
 from memkit.transfer.lanes import Transfer
 
 
-class EventPairs:
+class EventPairs(deque[tuple[Event, Event]]):
     """Seconds between pairs of timed events, added up once both are reached."""
 
-    def __init__(self) -> None:
-        self._pending: deque[tuple[Event, Event]] = deque()
-        self._total_s = 0.0
-
-    def add(self, start: Event, end: Event) -> None:
-        self._pending.append((start, end))
+    _total_s = 0.0
 
     def total_s(self) -> float:
         """Return the sum over the pairs that are reached. Does not wait for the others."""
-        while self._pending and self._pending[0][1].is_reached():
-            start, end = self._pending.popleft()
+        while self and self[0][1].is_reached():
+            start, end = self.popleft()
             self._total_s += start.elapsed_s(end)
         return self._total_s
 
-    def rate(self, num_bytes: int) -> float | None:
-        """Return bytes per second over the pairs, None unless all of them are reached and took any time."""
-        total_s = self.total_s()
-        return num_bytes / total_s if total_s > 0 and not self._pending else None
+
+class Transfers(deque[Transfer]):
+    """The copies of one direction."""
+
+    _done_bytes = _num_done = 0
+    _busy_s = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """What was copied, or is about to be."""
+        return self._done_bytes + sum(transfer.num_bytes for transfer in self)
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies there were."""
+        return self._num_done + len(self)
+
+    def rate(self) -> float | None:
+        """Return bytes per second over the copies, None unless all of them are done and took any time."""
+        while self and self[0].done.is_reached():
+            transfer = self.popleft()
+            self._num_done += 1
+            self._done_bytes += transfer.num_bytes
+            self._busy_s += transfer.started.elapsed_s(transfer.done)
+        return self._done_bytes / self._busy_s if self._busy_s > 0 and not self else None
 
 
 @dataclass(slots=True, eq=False)
@@ -43,16 +59,12 @@ class Counts:
     seen_bytes: int = 0
     unique_bytes: int = 0
     kept_bytes: int = 0
-    moved_out_bytes: int = 0
-    moved_in_bytes: int = 0
     served_bytes: int = 0
     wasted_bytes: int = 0
-    num_copies_out: int = 0
-    num_copies_in: int = 0
     stall_out: EventPairs = field(default_factory=EventPairs)
     stall_in: EventPairs = field(default_factory=EventPairs)
-    busy_out: EventPairs = field(default_factory=EventPairs)
-    busy_in: EventPairs = field(default_factory=EventPairs)
+    moved_out: Transfers = field(default_factory=Transfers)
+    moved_in: Transfers = field(default_factory=Transfers)
 
     budget: int | float = 1.0
     """As it was asked for."""
@@ -69,21 +81,11 @@ class Counts:
     largest_bytes: int = 0
     """The most that one op has made in forwards without a plan."""
     is_to_be_judged: bool = False
-    """Whether nobody has looked yet at whether it kept to the budget."""
+    """Whether the next forward is still to look at whether it kept to the budget."""
     num_replays: int = 0
     num_replayed_ops: int = 0
     replayed_s: float = 0.0
     replayed: EventPairs = field(default_factory=EventPairs)
-
-    def note_out(self, transfer: Transfer) -> None:
-        self.moved_out_bytes += transfer.num_bytes
-        self.num_copies_out += 1
-        self.busy_out.add(transfer.started, transfer.done)
-
-    def note_in(self, transfer: Transfer) -> None:
-        self.moved_in_bytes += transfer.num_bytes
-        self.num_copies_in += 1
-        self.busy_in.add(transfer.started, transfer.done)
 
     def note_opless(self, why: str | None, num_bytes: int) -> None:
         """Note that a saved value stays since no op makes it again."""
@@ -98,14 +100,14 @@ class Counts:
     def figures_of_copies(self) -> dict[str, Any]:
         """Return what was moved, by the fields of `SavedTensorStats`."""
         return {
-            "moved_out_bytes": self.moved_out_bytes,
-            "moved_in_bytes": self.moved_in_bytes,
+            "moved_out_bytes": self.moved_out.num_bytes,
+            "moved_in_bytes": self.moved_in.num_bytes,
             "served_bytes": self.served_bytes,
             "wasted_bytes": self.wasted_bytes,
-            "num_copies_out": self.num_copies_out,
-            "num_copies_in": self.num_copies_in,
+            "num_copies_out": self.moved_out.num_copies,
+            "num_copies_in": self.moved_in.num_copies,
             "stall_out_s": self.stall_out.total_s(),
             "stall_in_s": self.stall_in.total_s(),
-            "d2h_bytes_per_s": self.busy_out.rate(self.moved_out_bytes),
-            "h2d_bytes_per_s": self.busy_in.rate(self.moved_in_bytes),
+            "d2h_bytes_per_s": self.moved_out.rate(),
+            "h2d_bytes_per_s": self.moved_in.rate(),
         }

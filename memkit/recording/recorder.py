@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.activations.dispatch import QuietMode
-from memkit.activations.ops import OpClass, OpKind, OpKinds
-from memkit.activations.recorded import (
+from memkit.recording.dispatch import QuietMode
+from memkit.recording.effects import record_batch_norm, record_in_place, run_on_strangers, run_unknown, run_writer
+from memkit.recording.ops import OpKinds
+from memkit.recording.recorded import (
     Call,
     CallNotes,
+    OpClass,
+    OpKind,
     Source,
     cost_key,
-    covers,
     crosses,
     has_odd,
     has_tensors,
@@ -29,12 +31,12 @@ from memkit.activations.recorded import (
     tensors_in,
     written_by,
 )
-from memkit.activations.recording import Recording
+from memkit.recording.recording import Recording
 from memkit.storages import byte_view
 
 _get_storage = Tensor.untyped_storage
 _STRIDED = torch.strided
-_address_of, _version_of = torch_private.storage_address, torch_private.version_of
+_address_of = torch_private.storage_address
 _is_in_backward = torch_private.backward_task
 _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than all that is in it
 _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
@@ -59,9 +61,9 @@ class Recorder(QuietMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.recording = recording
-        self._kind_of = kinds.of
+        self.kind_of = kinds.of
         self._generator_of = generator_of
-        self._estimate_s = estimate_s
+        self.estimate_s = estimate_s
         self._paths: dict[Any, Any] = {}
         """Of the ops seen: how they are recorded. One of the three words, or a method of the class: bound to this object it
         would keep it alive."""
@@ -89,7 +91,7 @@ class Recorder(QuietMode):
                     raise
                 return _view_of_number(func, args, kwargs)
         if (path is not _PLAIN and path is not _COPY) or types or (kwargs and has_tensors(kwargs)):
-            record = Recorder._record if type(path) is str else path or Recorder._record_first
+            record = Recorder.record if type(path) is str else path or Recorder._record_first
             return record(self, func, types, args, kwargs)
         current = recording.current
         sources: list[Source] = []
@@ -121,10 +123,10 @@ class Recorder(QuietMode):
                 else:
                     kept.append(argument)
         except RuntimeError:  # an argument is no range of bytes
-            return self._run_opaque(func, types, args, kwargs)
+            return self.run_opaque(func, types, args, kwargs)
         results = func(*args, **kwargs) if kwargs else func(*args)
         if type(results) is not Tensor or results.layout is not _STRIDED or results.is_quantized:
-            self._note(func, kept, kwargs, sources, args, results)
+            self.note(func, kept, kwargs, sources, args, results)
             return results
         storage = _get_storage(results)
         address = _address_of(storage)
@@ -136,7 +138,7 @@ class Recorder(QuietMode):
             return results
         calls, value = recording.calls, recording.num_values
         if len(calls) >= len(recording.known_s):
-            recording.seconds[len(calls)] = self._estimate_s(func, args, results)
+            recording.seconds[len(calls)] = self.estimate_s(func, args, results)
         recording.num_values = value + 1  # first, as in `Recording.add_root`
         calls.append(_new_tuple(Call, (func, kept, kwargs, sources, value, (storage.nbytes(),), None)))
         current[address] = (weakref.ref(storage), value)
@@ -146,8 +148,8 @@ class Recorder(QuietMode):
 
     def _record_first(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run and record an op that is new to this recorder, and note how it is recorded from then on."""
-        results = self._record(func, types, args, kwargs)
-        self._paths[func] = self._path_of(self._kind_of(func))
+        results = self.record(func, types, args, kwargs)
+        self._paths[func] = self._path_of(self.kind_of(func))
         return results
 
     def _path_of(self, kind: OpKind) -> Any:
@@ -155,48 +157,48 @@ class Recorder(QuietMode):
         if kind.op_class is OpClass.VIEW:
             return _VIEW
         if kind.op_class is OpClass.UNKNOWN:
-            return Recorder._run_unknown
+            return run_unknown
         if kind.op_class is OpClass.OPAQUE:
-            return Recorder._run_opaque
+            return Recorder.run_opaque
         if kind.statistics:
-            return Recorder._record_batch_norm
+            return record_batch_norm
         if self.recording.is_timed or self.recording.originals is not None:
-            return Recorder._record
+            return Recorder.record
         if kind.is_plain:
             return _COPY if kind.may_cross else _PLAIN
-        return Recorder._record_in_place if kind.is_in_place else Recorder._record
+        return record_in_place if kind.is_in_place else Recorder.record
 
     # What is not plain
 
-    def _record(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def record(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run and record any op."""
-        kind = self._kind_of(func)
+        kind = self.kind_of(func)
         if kind.op_class is OpClass.VIEW:
             if _is_of_number(args):
                 return _view_of_number(func, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
         if types or kind.op_class is not OpClass.REPLAYED or has_odd((*args, *(kwargs or {}).values())):
-            return self._run_opaque(func, types, args, kwargs)
+            return self.run_opaque(func, types, args, kwargs)
         if kind.statistics and args[kind.training_at]:
-            return self._record_batch_norm(func, types, args, kwargs)
+            return record_batch_norm(self, func, types, args, kwargs)
         for position in kind.statistics:  # another forward may update them, and leave no trace
             if args[position] is not None:
                 self.recording.note_hidden(args[position])
         targets = written_by(kind, args, kwargs) if kind.written else []
         if targets and not any(self.recording.is_known(target) for target in targets):
-            return self._run_on_strangers(func, args, kwargs, targets)
+            return run_on_strangers(self, func, args, kwargs, targets)
         kept, kept_kwargs, sources = self._take_arguments(args, kwargs)
         generator = state = None
         if kind.is_random:
             generator = self._generator(args, kwargs)
             state = generator.get_state()
         if kind.written:
-            return self._run_writer(func, kind, kept, kept_kwargs, sources, args, kwargs, targets, generator, state)
-        results = self._run(func, args, kwargs)
+            return run_writer(self, func, kind, kept, kept_kwargs, sources, args, kwargs, targets, generator, state)
+        results = self.run(func, args, kwargs)
         if kind.may_cross and crosses(args[0], results):
             self.recording.add_roots(results)
         else:
-            self._note(func, kept, kept_kwargs, sources, args, results, kind=kind, generator=generator, state=state)
+            self.note(func, kept, kept_kwargs, sources, args, results, kind=kind, generator=generator, state=state)
         return results
 
     def _take_arguments(
@@ -204,12 +206,12 @@ class Recorder(QuietMode):
     ) -> tuple[list[Any], dict[str, Any] | None, list[Source]]:
         """Return the arguments without their tensors, and what is remembered of these."""
         sources: list[Source] = []
-        kept = [self._take(key, argument, sources) for key, argument in enumerate(args)]
+        kept = [self.take(key, argument, sources) for key, argument in enumerate(args)]
         if not kwargs:
             return kept, None, sources
-        return kept, {name: self._take(name, argument, sources) for name, argument in kwargs.items()}, sources
+        return kept, {name: self.take(name, argument, sources) for name, argument in kwargs.items()}, sources
 
-    def _take(self, key: int | str, argument: Any, sources: list[Source]) -> Any:
+    def take(self, key: int | str, argument: Any, sources: list[Source]) -> Any:
         if isinstance(argument, Tensor):
             storage = _get_storage(argument)
             found = self.recording.current.get(_address_of(storage))
@@ -237,7 +239,7 @@ class Recorder(QuietMode):
         device = next((tensor.device for tensor in tensors_in(args)), None) or (kwargs or {}).get("device")
         return self._generator_of(torch.device("cpu" if device is None else device))
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         recording = self.recording
         if not recording.is_timed:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -246,7 +248,7 @@ class Recorder(QuietMode):
         recording.times.append((len(recording.calls), cost_key(func, args, results), start, recording.device.record_event()))
         return results
 
-    def _note(
+    def note(
         self,
         func: Any,
         kept: list[Any],
@@ -281,9 +283,9 @@ class Recorder(QuietMode):
             return
         op, first = len(recording.calls), recording.num_values
         if op >= len(recording.known_s):
-            recording.seconds[op] = self._estimate_s(func, args, results)
+            recording.seconds[op] = self.estimate_s(func, args, results)
         notes = _new_tuple(
-            CallNotes, (kind or self._kind_of(func), tuple(places), tuple(written or ()), is_whole, generator, state)
+            CallNotes, (kind or self.kind_of(func), tuple(places), tuple(written or ()), is_whole, generator, state)
         )
         outs_bytes = tuple([storage.nbytes() for storage in storages])
         values = recording.add_call(_new_tuple(Call, (func, kept, kwargs, sources, first, outs_bytes, notes)), storages)
@@ -296,165 +298,20 @@ class Recorder(QuietMode):
                 if storage.device.type != "meta":  # there is nothing to compare
                     recording.originals[value] = byte_view(storage).to("cpu", copy=True)
 
-    def _run_opaque(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def run_opaque(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op that is not to be run again."""
-        kind = self._kind_of(func)
+        kind = self.kind_of(func)
         if kind.op_class is OpClass.UNKNOWN:
-            return self._run_unknown(func, types, args, kwargs)
+            return run_unknown(self, func, types, args, kwargs)
         if not kind.written:
             results = func(*args, **kwargs) if kwargs else func(*args)
             self.recording.add_roots(results)
             return results
         targets = written_by(kind, args, kwargs)
-        are_inside = [self._before_write(target) for target in targets]
+        are_inside = [self.recording.before_write_to(target) for target in targets]
         results = func(*args, **kwargs) if kwargs else func(*args)
-        self._add_written_roots(targets, are_inside)
+        self.recording.add_written(targets, are_inside)
         self.recording.add_roots(results)
-        return results
-
-    def _run_unknown(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run an op of which nobody says what it does, beside what its schema says.
-
-        A higher-order op has no schema: that it writes to a tensor shows by the tensor's counter, too late to copy what was
-        there. And where an op returns a tensor that is neither new nor an argument, as a state of its own, other bytes may be
-        there than before.
-        """
-        kind, recording = self._kind_of(func), self.recording
-        targets = written_by(kind, args, kwargs)
-        are_inside = [self._before_write(target) for target in targets]
-        given = {_address_of(_get_storage(tensor)): tensor for tensor in tensors_in(torch_private.tree_leaves((args, kwargs)))}
-        versions = {} if isinstance(func, torch_private.OpOverload) else _versions(given)
-        results = func(*args, **kwargs) if kwargs else func(*args)
-        self._add_written_roots(targets, are_inside, kind.why_kept)
-        changed = [given[key] for key, version in versions.items() if _version_of(given[key]) != version]
-        changed += [tensor for tensor in tensors_in(results) if _address_of(_get_storage(tensor)) not in given]
-        for tensor in changed:
-            value = recording.find(_get_storage(tensor))
-            if value is not None:
-                root = recording.roots.get(value)
-                recording.lose(value)
-                self._add_written_roots([tensor], [root is None or root.is_inside], kind.why_kept)
-        recording.add_roots(results, kind.why_kept)
-        return results
-
-    def _record_in_place(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run and record an op that writes to its first argument, reads that and others, and does nothing else."""
-        recording, target = self.recording, args[0]
-        if types or kwargs or not isinstance(target, Tensor):
-            return self._record(func, types, args, kwargs)
-        sources: list[Source] = []
-        try:
-            storage = _get_storage(target)
-            value = recording.find(storage)
-            if value is None:
-                return func(*args)  # nothing here was made from it: a counter, a buffer
-            kept = [self._take(key, argument, sources) for key, argument in enumerate(args)]
-        except RuntimeError:  # an argument is no range of bytes
-            return self._run_opaque(func, types, args, kwargs)
-        num_bytes, is_root, is_inside = storage.nbytes(), value in recording.roots, self._before_write(target)
-        results = func(*args)
-        if is_root or storage.nbytes() != num_bytes:
-            recording.add_root(target, storage, is_inside=is_inside, is_written=True)
-            return results
-        op, made = len(recording.calls), recording.num_values
-        if op >= len(recording.known_s):
-            recording.seconds[op] = self._estimate_s(func, args, results)
-        notes = CallNotes(self._kind_of(func), (), (value,))
-        recording.add_call(Call(func, kept, None, sources, made, (num_bytes,), notes), (storage,))
-        if made in recording.retained:
-            recording.hold_made(made, target, is_written=True)
-        return results
-
-    def _before_write(self, target: Tensor) -> bool:
-        """Note that an op is about to write to a tensor; tell whether its storage was made here."""
-        value = self.recording.value_of(target)
-        root = self.recording.roots.get(value)
-        self.recording.before_write(value)
-        return root is None or root.is_inside
-
-    def _add_written_roots(self, targets: list[Tensor], are_inside: list[bool], why_kept: str = "") -> None:
-        for target, is_inside in zip(targets, are_inside, strict=True):
-            value = self.recording.add_root(target, _get_storage(target), is_inside=is_inside, is_written=True)
-            if why_kept:
-                self.recording.why_kept[value] = why_kept
-
-    def _run_writer(
-        self,
-        func: Any,
-        kind: OpKind,
-        kept: list[Any],
-        kept_kwargs: dict[str, Any] | None,
-        sources: list[Source],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        targets: list[Tensor],
-        generator: torch.Generator | None,
-        state: Tensor | None,
-    ) -> Any:
-        """Run an op that writes to its arguments."""
-        recording = self.recording
-        written = {recording.value_of(target): target for target in targets}
-        are_inside = [self._before_write(target) for target in targets]
-        sizes_bytes = [_get_storage(target).nbytes() for target in targets]
-        results = self._run(func, args, kwargs)
-        num_reads = sum(source[1] in written for source in sources) - len(targets)
-        is_whole = kind.overwrites and num_reads == 0 and all(map(covers, targets))
-        can_follow = all(
-            value not in recording.roots or (is_inside and is_whole)
-            for value, is_inside in zip(written, are_inside, strict=True)
-        ) and sizes_bytes == [_get_storage(target).nbytes() for target in targets]
-        if can_follow and not (kind.may_cross and crosses(args[0], args[1])):
-            self._note(
-                func,
-                kept,
-                kept_kwargs,
-                sources,
-                args,
-                results,
-                kind=kind,
-                written=written,
-                is_whole=is_whole,
-                generator=generator,
-                state=state,
-            )
-        else:
-            self._add_written_roots(targets, are_inside)
-            recording.add_roots(results)
-        return results
-
-    def _run_on_strangers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]) -> Any:
-        """Run an op that writes to what nothing here was made from: counters, buffers."""
-        results = self._run(func, args, kwargs)
-        if results is not args[0]:
-            written = {_address_of(_get_storage(target)) for target in targets}
-            for tensor in tensors_in(results):
-                if _address_of(_get_storage(tensor)) not in written:
-                    self.recording.add_roots(tensor)
-        return results
-
-    def _record_batch_norm(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run and record a batch norm that updates its statistics. When it is run again, that is without them."""
-        kind, recording = self._kind_of(func), self.recording
-        if types or not args[kind.training_at]:
-            return self._record(func, types, args, kwargs)
-        sources: list[Source] = []
-        kept: list[Any] = []
-        known: list[Tensor] = []
-        try:
-            for position, argument in enumerate(args):
-                if position not in kind.statistics:
-                    kept.append(self._take(position, argument, sources) if isinstance(argument, Tensor) else argument)
-                elif argument is not None and recording.is_known(argument):
-                    known.append(argument)
-        except RuntimeError:  # an argument is no range of bytes
-            return self._run_opaque(func, types, args, kwargs)
-        if kind.replayed_by is None:
-            for position in kind.statistics:
-                kept.insert(position, None)
-        are_inside = [self._before_write(tensor) for tensor in known]
-        results = self._run(func, args, None)
-        self._add_written_roots(known, are_inside)
-        self._note(kind.replayed_by or func, kept, None, sources, args, results, kind=kind)
         return results
 
 
@@ -468,8 +325,3 @@ def _view_of_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
     number = args[0]
     dtype = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
     return func(torch.tensor(number, dtype=dtype), *args[1:], **(kwargs or {}))
-
-
-def _versions(tensors: dict[int, Tensor]) -> dict[int, int]:
-    """Return how often tensors were written to, as far as that is counted."""
-    return {key: _version_of(tensor) for key, tensor in tensors.items() if not tensor.is_inference()}

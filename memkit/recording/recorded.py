@@ -1,18 +1,21 @@
-"""One op as it is remembered to be run again: what it was given and has made, without the tensors themselves."""
+"""One op as it is remembered to be run again: what it does, what it was given and has made, without the tensors themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.eligibility import is_range_of_bytes
-from memkit.activations.ops import OpKind
-from memkit.storages import Geometry, tensor_over
+from memkit.storages import Geometry, is_range_of_bytes, tensor_over
 from memkit.torch_state import has_own_dispatch
+
+if TYPE_CHECKING:
+    from memkit.torch_private import OpOverload
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _STRIDED = torch.strided
@@ -29,8 +32,58 @@ def source_of(key: Any, value: int, tensor: Tensor) -> Source:
 
 def tensor_of(source: Source, storage: torch.UntypedStorage) -> Tensor:
     """Return the tensor that a call is given, over the storage that its value is in now."""
-    _, _, size, stride, offset, dtype, is_conj, is_neg = source  # `Geometry.over`, in place
+    _, _, size, stride, offset, dtype, is_conj, is_neg = source
     return tensor_over(storage, dtype, offset=offset, size=size, stride=stride, is_conj=is_conj, is_neg=is_neg)
+
+
+class OpClass(Enum):
+    """How the recorder treats an op."""
+
+    VIEW = auto()
+    """Gives its input another shape: makes no value, and is never run again."""
+    REPLAYED = auto()
+    """Can be run again, and then makes the same bytes."""
+    OPAQUE = auto()
+    """Is not run again: its values are roots."""
+    UNKNOWN = auto()
+    """Is not run again either: it may have effects, write to what it does not name, and return what it has returned before."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpKind:
+    """What is known of one overload."""
+
+    op_class: OpClass
+    written: tuple[int | str, ...] = ()
+    """The arguments that it writes to, by position or, if they are keyword-only, by name."""
+    is_random: bool = False
+    """Whether it draws from a random number generator."""
+    overwrites: bool = False
+    """Whether nothing of what was in the written arguments before remains, if they cover their storages."""
+    statistics: tuple[int, ...] = ()
+    """Positions of running statistics that it updates in training mode, though its schema or a version counter may not tell."""
+    training_at: int = -1
+    """The position of the flag for training mode."""
+    replayed_by: OpOverload | None = None
+    """The overload without statistics, where they cannot be None."""
+    may_cross: bool = False
+    """Whether it may copy from one device to another: such copies are not made again."""
+    why_kept: str = ""
+    """Why its values are roots, where a user may wonder."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it makes new values from old ones, and does nothing else, unless it copies to another device."""
+        return self._only_computes and not self.written
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it makes a new value of its first argument, where that was, and does nothing else."""
+        return self._only_computes and self.written == (0,) and not (self.overwrites or self.may_cross)
+
+    @property
+    def _only_computes(self) -> bool:
+        return self.op_class is OpClass.REPLAYED and not (self.statistics or self.is_random)
 
 
 CostKey = tuple[Any, int, int]

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from memkit.activations.recording import Recording
 from memkit.hooks import HookSet
+from memkit.recording.recording import Recording
 
 
 class ModuleTrail:

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.activations.forward import Forward, SaveKey, Traces, trace_of
-from memkit.activations.ledger import Ledger
-from memkit.activations.records import Handle, Record, Residency
+from memkit.activations.saved.forward import Contents, Forward, LiveForwards
+from memkit.activations.saved.ledger import Ledger
+from memkit.activations.saved.mending import mend
+from memkit.activations.saved.records import Handle, Record, Residency
+from memkit.activations.saved.traces import Traces
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_on, warn_user
 from memkit.interrupts import mended
 from memkit.plan import Action
-from memkit.profile import MemoryReport
 from memkit.sizes import format_mib
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
@@ -29,27 +30,26 @@ from memkit.transfer.lanes import lanes_of
 _PASSED_OVER = 8
 """A fetched record that so many others have overtaken is given back: the backward goes another way."""
 
-_DTYPE_NAMES: dict[torch.dtype, str] = {}
-
 
 class OffloadWindow:
     """The saved tensors of one tag on one device: what every pack and unpack does. May be used from several threads."""
 
-    def __init__(self, device: Device, tag: str, lock: AbstractContextManager[object]) -> None:
+    def __init__(self, device: Device, name: str, tag: str, lock: AbstractContextManager[object]) -> None:
         self.device = device
         self.arena = Arena(device)
         self.traces = Traces()
+        self._name = f'{name} (tag "{tag}")'
         self.tag = tag
         self.lock = lock
         self._lanes = lanes_of(device)
         self.ledger = Ledger(device, self._lanes, self.arena)
-        """The records, for whoever reads figures from them."""
-        self._forwards: list[weakref.ref[Forward]] = []
+        """The records."""
+        self.forwards = LiveForwards()
         self._counter = device.memory_counter()
         self._most_forwards = 1
         self._needed_bytes = 0
         """Host memory that the plans needed when the arena was made to fit last."""
-        self._has_warned = False
+        self._has_warned = self.is_retired = False
         self.is_broken = False
         """Whether a call was broken off."""
         self._is_asking = False
@@ -57,25 +57,10 @@ class OffloadWindow:
 
     def mend(self) -> None:
         """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
-        for forward in self._live_forwards():
+        for forward in self.forwards.live():
             forward.break_off()
-        self.ledger.mend()
+        mend(self.ledger)
         self._is_asking = self.is_broken = False
-
-    @property
-    def limit_bytes(self) -> int:
-        """The bytes of records that the device may hold."""
-        forwards = self._live_forwards()
-        if len(forwards) == 1:
-            return forwards[0].so_far.limit_bytes
-        shares = [forward.so_far for forward in forwards]
-        return sum(share.kept_bytes for share in shares) + max((share.window_bytes for share in shares), default=0)
-
-    def _live_forwards(self) -> list[Forward]:
-        forwards = [forward for forward in (reference() for reference in self._forwards) if forward is not None]
-        if len(forwards) < len(self._forwards):
-            self._forwards = [weakref.ref(forward) for forward in forwards]
-        return forwards
 
     @mended
     def open_forward(self, forward: Forward) -> None:
@@ -83,64 +68,67 @@ class OffloadWindow:
         self.ledger.sweep()
         self.ledger.release_dead(wait=False)
         self._lanes.join(self)
-        self._forwards.append(weakref.ref(forward))
-        self._most_forwards = max(self._most_forwards, len(self._live_forwards()))
-        self._size_arena(forward)
-
-    def _size_arena(self, forward: Forward) -> None:
-        needed_bytes = max(
-            (trace.plan(forward.ratio, forward.so_far.window_bytes).offload_bytes for trace in self.traces), default=0
-        )
-        if not needed_bytes and forward.ratio > 0:
+        self.forwards.add(forward)
+        self._most_forwards = max(self._most_forwards, len(self.forwards.live()))
+        needed_bytes = forward.share.most_offload_bytes
+        if not needed_bytes and forward.share.ratio > 0:
             return  # nothing is known yet
         if needed_bytes != self._needed_bytes and self.arena.in_use_bytes == 0:
             self._needed_bytes = needed_bytes
             self.arena.trim(needed_bytes * self._most_forwards)
         self.arena.reserve(needed_bytes)
 
-    def seed_from(self, report: MemoryReport, min_bytes: int) -> None:
-        """Plan the first forward by a report."""
-        with self.lock:
-            self.traces.add(trace_of(report, min_bytes))
+    # Saving: the caller holds the lock, and has mended what was broken off
 
-    # Saving
-
-    @mended
     def pack(
-        self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, *, action: Action | None = None
+        self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, action: Action | None = None
     ) -> Handle | None:
         """Return the handle of a tensor that may leave; None if it is to be left alone, as to move it would free nothing.
 
         Args:
-            action: what the user, or the context inside, has said; by default the forward decides.
+            action: what the user, or the context inside, has said; by default the forward's decider does.
         """
-        self.ledger.sweep()
-        node = torch_private.node_number()
-        self._send_written(forward, but_for=node)
-        record = forward.find(storage, tensor)
-        if record is None:
-            decided = forward.decide(_key_of(tensor, storage), action)
-            if decided is None:
-                return None
-            record = self.ledger.open_record(
-                storage, torch_private.version_of(tensor), owner=forward, index=forward.num_saves - 1, counts=forward.counts
-            )
-            record.tick = self._lanes.tick()
-            forward.note_record(record, storage, tensor)
-            forward.counts.unique_bytes += record.num_bytes
-            handle = self.ledger.add_handle(record, tensor, self, node)
-            if decided is Action.KEEP:
-                forward.counts.kept_bytes += record.num_bytes
-            elif tensor.requires_grad:
-                self._leave(forward, record, storage)
-            else:
-                forward.unwritten.append((record, node))
-            self._make_room()
-        elif self.device.current_stream() != record.stream:
-            return None  # the work to come reads it there, and nothing tells when: it stays until the backward
+        ledger, node = self.ledger, torch_private.node_number()
+        if ledger.deaths or ledger.orphans:
+            ledger.sweep()
+        if forward.unwritten:
+            self._send_written(forward, but_for=node)
+        contents, root, record = forward.look_up(storage, tensor)
+        if record is not None:
+            if self.device.current_stream() != record.stream:
+                return None  # the work to come reads it there, and nothing tells when: it stays until the backward
+            return ledger.add_handle(record, tensor, self, node)
+        share, counts = forward.share, forward.counts
+        if forward.is_broken or (action := share.action(tensor, storage, action)) is None:
+            return None
+        handle = ledger.open(tensor, storage, self, node, forward, len(share.follower.keys) - 1)
+        record = handle.record
+        self._note_record(forward, record, contents, root)
+        counts.unique_bytes += record.num_bytes
+        if action is Action.KEEP:
+            counts.kept_bytes += record.num_bytes
+        elif tensor.requires_grad:
+            self._leave(forward, record, storage)
         else:
-            handle = self.ledger.add_handle(record, tensor, self, node)
+            forward.unwritten.append((record, node))
+        if ledger.backlog:
+            self._make_room(forward)
         return handle
+
+    def _note_record(self, forward: Forward, record: Record, contents: Contents, root: Tensor) -> None:
+        """A value of a forward has a record from now on."""
+        record.tick = self._lanes.tick()
+        forward.by_number[record.index] = reference = weakref.ref(record)
+        forward.known[contents] = weakref.ref(root), reference
+
+    @mended
+    def adopt(self, forward: Forward, record: Record, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        """A record that could only be dropped is one of a forward's from now on, and may leave."""
+        if record.owner is None:
+            contents, root, _ = forward.look_up(storage, tensor)
+            forward.share.action(tensor, storage, Action.OFFLOAD)
+            self.ledger.adopt(record, forward, len(forward.share.follower.keys) - 1)
+            self._note_record(forward, record, contents, root)
 
     @mended
     def change(self, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
@@ -157,27 +145,13 @@ class OffloadWindow:
         is_waiting = any(waiting is record for waiting, _ in forward.unwritten)
         if action is Action.KEEP and (is_waiting or record.left is not None):  # it was to leave
             forward.unwritten = [waiting for waiting in forward.unwritten if waiting[0] is not record]
-            forward.so_far.stays_more_bytes += record.num_bytes
+            forward.share.stays_after_all(record.num_bytes)
             if record.residency is Residency.LEAVING:
                 ledger.stay(record)
         elif action is Action.OFFLOAD and record.left is None and not is_waiting:
-            forward.so_far.stays_more_bytes -= record.num_bytes
+            forward.share.stays_after_all(-record.num_bytes)
             self._leave(forward, record, storage)
-            self._make_room()
-
-    @mended
-    def adopt(self, forward: Forward, record: Record, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        """A record that could only be dropped is one of a forward's from now on, and may leave."""
-        if record.owner is None:
-            forward.decide(_key_of(tensor, storage), Action.OFFLOAD)
-            self.ledger.adopt(record, owner=forward, index=forward.num_saves - 1, counts=forward.counts)
-            record.tick = self._lanes.tick()
-            forward.note_record(record, storage, tensor)
-
-    def pass_over(self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        """Take note of a tensor that is known to be the caller's."""
-        with self.lock:
-            forward.pass_over(_key_of(tensor, storage))
+            self._make_room(forward)
 
     def _send_written(self, forward: Forward, *, but_for: int | None = None) -> None:
         """Let go what waited for the op that saved it, but what the node `but_for` saves.
@@ -199,22 +173,27 @@ class OffloadWindow:
         try:
             self.ledger.leave(record, storage)
         except HostMemoryError as error:
-            forward.so_far.stays_more_bytes += record.num_bytes
+            forward.share.stays_after_all(record.num_bytes)
             forward.counts.kept_bytes += record.num_bytes
             if not self._has_warned:
                 self._has_warned = True
-                warn_user(f'CPUOffload (tag "{self.tag}") leaves {format_mib(record.num_bytes)} on the device: {error}')
+                warn_user(f"{self._name} leaves {format_mib(record.num_bytes)} on the device: {error}")
 
-    def _make_room(self) -> None:
-        ledger, limit_bytes = self.ledger, self.limit_bytes
+    def _make_room(self, forward: Forward) -> None:
+        """Let go of what leaves, the oldest copy first, until the limit is kept to."""
+        ledger, limit_bytes = self.ledger, self._limit_with(forward)
         while ledger.moving_bytes > limit_bytes and ledger.backlog:
             ledger.release_oldest()
+
+    def _limit_with(self, forward: Forward) -> int:
+        """Return the bytes of records that the device may hold, of a forward that lives and of all others."""
+        return forward.share.limit_bytes if len(self.forwards.references) == 1 else self.forwards.limit_bytes()
 
     @mended
     def end_forward(self, forward: Forward, *, learn: bool) -> None:
         """The context has been left, or the backward has begun: no more saves belong to it."""
         self._send_written(forward)
-        self._make_room()
+        self._make_room(forward)
         if forward.is_forward and forward.finish_forward(learn=learn):
             warn_user(
                 f'the report under the tag "{self.tag}" is of another model, or of other shapes: what was saved does not '
@@ -223,17 +202,27 @@ class OffloadWindow:
 
     # Giving back
 
-    @mended
     def unpack(self, handle: Handle) -> Tensor:
         """Return a saved tensor, for work on the current stream; fetch what is needed after it."""
+        with self.lock:
+            if self.is_broken:
+                self.mend()
+            try:
+                return self._unpack(handle)
+            except BaseException:  # as `mended` does, at less cost
+                self.is_broken = True
+                raise
+
+    def _unpack(self, handle: Handle) -> Tensor:
         ledger, record = self.ledger, handle.record
-        ledger.sweep()
+        if ledger.deaths or ledger.orphans:
+            ledger.sweep()
         forward, maker = record.owner, record.maker
         if maker is not None:
             maker.note_request(record, handle.node)
         if forward is not None:
             self._note_request(forward, record)
-        tensor = self._in_place(handle)
+        tensor = handle.in_place()
         if tensor is not None:
             ledger.serve(handle)
         else:
@@ -252,7 +241,7 @@ class OffloadWindow:
         ledger.sweep()
         if record.owner is not None:
             self._note_request(record.owner, record)
-        tensor = self._in_place(handle)
+        tensor = handle.in_place()
         if tensor is not None:
             return tensor.untyped_storage()
         self._bring(record)
@@ -262,10 +251,6 @@ class OffloadWindow:
         assert storage is not None
         self.device.note_read(storage)
         return storage
-
-    def _note_request(self, forward: Forward, record: Record) -> None:
-        if self._follow_backward(forward) and not forward.is_used(record):
-            self._note_use(forward, record)
 
     def _bring(self, record: Record) -> None:
         """Have the bytes of a record on the device, or on their way there, for work on the current stream."""
@@ -287,31 +272,22 @@ class OffloadWindow:
         if forward.task != task:
             if forward.task == -1:
                 self.end_forward(forward, learn=True)
-                self._judge_waste(forward)
+                forward.judge_waste()
             self._take_back(forward, until=None)
             forward.begin_backward(task)
             backwards.on_end(lambda has_failed: None if has_failed else self._end_backward(forward, task))
         return True
 
-    def _judge_waste(self, forward: Forward) -> None:
-        """The forward's frame is gone: what is still alive after we let go is held by somebody else."""
-        for record in forward.records():
-            if record.residency is Residency.HOST and record.original() is not None:
-                forward.counts.wasted_bytes += record.num_bytes
-                forward.note_held(record)
-
-    def _note_use(self, forward: Forward, record: Record) -> None:
-        forward.note_use(record, 0 if self._counter is None else self._counter.allocated_bytes() - self.ledger.moving_bytes)
+    def _note_request(self, forward: Forward, record: Record) -> None:
+        """Notice which backward asks for a record, and note when it first does."""
+        if not self._follow_backward(forward) or record.index in forward.used:
+            return
+        ledger, counter = self.ledger, self._counter
+        forward.used[record.index] = 0 if counter is None else counter.allocated_bytes() - ledger.moving_bytes
         if record.left is not None and (record.residency is Residency.LEAVING or record.original() is not None):
             forward.counts.served_bytes += record.num_bytes
-        self._take_back(forward, until=forward.place_of(record) - _PASSED_OVER)
-
-    def _in_place(self, handle: Handle) -> Tensor | None:
-        """Return the tensor from the storage that it was saved from, if that is still there."""
-        if handle.geometry is None:
-            return handle.alias
-        original = handle.record.original()
-        return None if original is None else handle.over_original(original)
+        if ledger.coming:
+            self._take_back(forward, until=forward.place_of(record) - _PASSED_OVER)
 
     def _fetch_now(self, record: Record) -> None:
         """Make a fetched copy of the record available to the current stream, whatever room there is."""
@@ -324,23 +300,18 @@ class OffloadWindow:
         try:
             ledger.fetch(record)
         except torch.OutOfMemoryError:
-            self._drop_fetched()
+            for forward in self.forwards.live():  # what was fetched ahead makes room for what cannot wait
+                self._take_back(forward, until=None)
+            self.settle(wait=True)
             try:
                 ledger.fetch(record)
             except torch.OutOfMemoryError as error:
                 note_on(
                     error,
-                    f'memkit: no room on the device for {format_mib(record.num_bytes)} that CPUOffload (tag "{self.tag}") '
+                    f"memkit: no room on the device for {format_mib(record.num_bytes)} that {self._name} "
                     "had moved to the host, also after all that was fetched ahead was dropped. Use a higher offload_ratio.",
                 )
                 raise
-
-    def _drop_fetched(self) -> None:
-        """Give up all that was fetched ahead, to make room for what cannot wait."""
-        for forward in self._live_forwards():
-            self._take_back(forward, until=None)
-        self.ledger.release_dead(wait=True)
-        self.ledger.settle_all()
 
     def _take_back(self, forward: Forward, *, until: int | None) -> None:
         """Drop what was fetched for places before `until` (None: any) and not asked for."""
@@ -348,15 +319,24 @@ class OffloadWindow:
             if record.owner is forward and (until is None or forward.place_of(record) < until):
                 self.ledger.take_back(record)
 
-    def _fetch_ahead(self, forward: Forward) -> None:
-        """Fetch what the backward needs next, while there is room for it all the way to its use."""
-        for record in forward.upcoming():
+    def _fetch_ahead(self, forward: Forward, tick: int | None = None) -> bool:
+        """Fetch what the backward needs next, while there is room for it all the way to its use; tell whether nothing is left.
+
+        Args:
+            tick: only what is needed sooner than what was left then: another prefetcher asks. Else the others are asked.
+        """
+        while (record := forward.next_record()) is not None:
             if record.residency is Residency.HOST and record.original() is None:
-                if not self._make_room_for(forward, record) or not self._is_turn_of(record):
-                    return
-                if not self._try_to_fetch(record):
-                    return
-            forward.advance()
+                if tick is not None and record.tick <= tick:
+                    return True
+                if not self._make_room_for(forward, record) or (tick is None and not self._is_turn_of(record)):
+                    return False
+                try:
+                    self.ledger.fetch(record)
+                except torch.OutOfMemoryError:
+                    return False  # it may be needed less soon than what took the room
+            forward.cursor += 1
+        return True
 
     def _is_turn_of(self, record: Record) -> bool:
         self._is_asking = True
@@ -372,15 +352,7 @@ class OffloadWindow:
 
     @mended
     def _bring_until(self, tick: int) -> bool:
-        for forward in self._live_forwards():
-            for record in forward.upcoming() if forward.task != -1 else ():
-                if record.residency is Residency.HOST and record.original() is None:
-                    if record.tick <= tick:
-                        break
-                    if not self._make_room_for(forward, record) or not self._try_to_fetch(record):
-                        return False
-                forward.advance()
-        return True
+        return all(self._fetch_ahead(forward, tick) for forward in self.forwards.live() if forward.task != -1)
 
     def _make_room_for(self, forward: Forward, record: Record) -> bool:
         """Tell whether a record may be fetched ahead of its use, if need be once what is dead is gone."""
@@ -388,26 +360,19 @@ class OffloadWindow:
             self.ledger.release_dead(wait=True)
         return self._has_room(forward, record)
 
-    def _try_to_fetch(self, record: Record) -> bool:
-        try:
-            self.ledger.fetch(record)
-        except torch.OutOfMemoryError:
-            return False  # it may be needed less soon than what took the room
-        return True
-
     def _has_room(self, forward: Forward, record: Record) -> bool:
         """Tell whether a record may be fetched ahead of its use.
 
         Where the levels of the backward are known, it may if that does not raise the step's peak, and then a window more may be
         on the device than in the forward.
         """
-        live_bytes, limit_bytes = self.ledger.moving_bytes + record.num_bytes, self.limit_bytes
-        forecast = forward.forecast if self._counter is not None and len(self._live_forwards()) == 1 else None
+        live_bytes, limit_bytes = self.ledger.moving_bytes + record.num_bytes, self._limit_with(forward)
+        forecast = forward.forecast if self._counter is not None and len(self.forwards.references) == 1 else None
         if forecast is None:
             return live_bytes <= limit_bytes
-        if live_bytes > limit_bytes + forward.so_far.window_bytes:
+        if live_bytes > limit_bytes + forward.share.window_bytes:
             return False
-        return forecast.level_bytes(forward.num_used - 1, forward.place_of(record), live_bytes) <= forecast.peak_bytes
+        return forecast.level_bytes(len(forward.used) - 1, forward.place_of(record), live_bytes) <= forecast.peak_bytes
 
     @mended
     def _end_backward(self, forward: Forward, task: int) -> None:
@@ -420,41 +385,16 @@ class OffloadWindow:
         self.settle()
 
     @mended
-    def settle(self) -> None:
-        """Take up what has died, and free what waited for copies that are done."""
+    def settle(self, *, wait: bool = False) -> None:
+        """Take up what has died, and free what waited for copies that are done, or for any: then the streams wait."""
         self.ledger.sweep()
-        self.ledger.release_dead(wait=False)
-        if self in _retired and self.arena.in_use_bytes == 0:
+        self.ledger.release_dead(wait=wait)
+        if wait:
+            self.ledger.settle(wait=True)
+        if self.is_retired and self.arena.in_use_bytes == 0:
             self.arena.close()
-            if self.arena.held_bytes == 0:
-                _retired.discard(self)
 
-    @mended
     def retire(self) -> None:
-        """Give the host memory back, at once or when the last graph and the last copy that need it are gone."""
-        _retired.add(self)
-        self.ledger.sweep()
-        self.ledger.release_dead(wait=True)
-        self.ledger.settle_all()
-        self.settle()
-
-
-_retired: set[OffloadWindow] = set()
-"""Windows without a tag whose host memory somebody still uses, perhaps only a copy."""
-
-
-def settle_retired() -> None:
-    """Give back what has become free since."""
-    for window in tuple(_retired):
-        window.settle()
-
-
-def _key_of(tensor: Tensor, storage: torch.UntypedStorage) -> SaveKey:
-    return SaveKey(storage.nbytes(), tuple(tensor.shape), _dtype_name(tensor.dtype))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    name = _DTYPE_NAMES.get(dtype)
-    if name is None:
-        name = _DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
-    return name
+        """Give the host memory back, at once or with the last graph and the last copy that need it."""
+        self.is_retired = True
+        self.settle(wait=True)

@@ -7,68 +7,17 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memkit import torch_private
+from memkit.recording.recorded import OpClass, OpKind
 
 if TYPE_CHECKING:
     from memkit.torch_private import OpOverload
 
 aten = torch.ops.aten
-
-
-class OpClass(Enum):
-    """How the recorder treats an op."""
-
-    VIEW = auto()
-    """Gives its input another shape: makes no value, and is never run again."""
-    REPLAYED = auto()
-    """Can be run again, and then makes the same bytes."""
-    OPAQUE = auto()
-    """Is not run again: its values are roots."""
-    UNKNOWN = auto()
-    """Is not run again either: it may have effects, write to what it does not name, and return what it has returned before."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpKind:
-    """What is known of one overload."""
-
-    op_class: OpClass
-    written: tuple[int | str, ...] = ()
-    """The arguments that it writes to, by position or, if they are keyword-only, by name."""
-    is_random: bool = False
-    """Whether it draws from a random number generator."""
-    overwrites: bool = False
-    """Whether nothing of what was in the written arguments before remains, if they cover their storages."""
-    statistics: tuple[int, ...] = ()
-    """Positions of running statistics that it updates in training mode, though its schema or a version counter may not tell."""
-    training_at: int = -1
-    """The position of the flag for training mode."""
-    replayed_by: OpOverload | None = None
-    """The overload without statistics, where they cannot be None."""
-    may_cross: bool = False
-    """Whether it may copy from one device to another: such copies are not made again."""
-    why_kept: str = ""
-    """Why its values are roots, where a user may wonder."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it makes new values from old ones, and does nothing else, unless it copies to another device."""
-        return self._only_computes and not self.written
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether it makes a new value of its first argument, where that was, and does nothing else."""
-        return self._only_computes and self.written == (0,) and not (self.overwrites or self.may_cross)
-
-    @property
-    def _only_computes(self) -> bool:
-        return self.op_class is OpClass.REPLAYED and not (self.statistics or self.is_random)
 
 
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
@@ -165,7 +114,7 @@ class OpKinds:
         return OpKind(OpClass.REPLAYED, is_random=is_random, may_cross=may_cross)
 
     def _why_kept(self, func: OpOverload) -> str:
-        """Return why nobody can tell that an op only computes, "" if somebody can."""
+        """Return why it is not known that an op only computes, "" if it is."""
         name = torch_private.schema_of(func).name
         if func.namespace in _KNOWN_NAMESPACES:
             return ""

@@ -6,21 +6,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from memkit.activations.counts import Counts
+from memkit import torch_private
 from memkit.device.base import Stream
-from memkit.kept import KeptHandle, nothing
+from memkit.kept import KeptHandle
 from memkit.plan import Action
 from memkit.storages import Geometry
 from memkit.transfer.lanes import Transfer
 from memkit.transfer.spans import Span
 
 if TYPE_CHECKING:
-    from memkit.activations.ledger import Ledger
+    from memkit.activations.saved.forward import Forward
+    from memkit.activations.saved.ledger import Ledger
 
 
 class Residency(Enum):
@@ -31,7 +32,7 @@ class Residency(Enum):
     LEAVING = "leaving"
     """On the device, held by the ledger; a copy to the host is under way or done."""
     HOST = "host"
-    """In host memory; the ledger has let go of the device's storage, though somebody else may still hold it."""
+    """In host memory; the ledger has let go of the device's storage, though the caller may still hold it."""
     COMING = "coming"
     """In host memory; a copy to the device is under way or done, held by the ledger for the backward."""
     BACK = "back"
@@ -81,7 +82,10 @@ class Handle(KeptHandle):
     __slots__ = ("geometry", "node", "record", "reference", "unpacker")
 
     def __init__(self, tensor: Tensor, record: Record, unpacker: Unpacker, node: int) -> None:
-        super().__init__(tensor)
+        if type(tensor) is Tensor:  # as `KeptHandle` does, at less cost
+            self.alias, self.version = tensor.detach(), torch_private.version_of(tensor)
+        else:
+            super().__init__(tensor)
         self.record = record
         self.unpacker = unpacker
         self.node = node
@@ -89,13 +93,37 @@ class Handle(KeptHandle):
         self.geometry: Geometry | None = None
         self.reference = HandleReference(self, record)
 
+    @classmethod
+    def of_new_record(
+        cls,
+        ledger: Ledger,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        unpacker: Unpacker,
+        node: int,
+        stream: Stream,
+        owner: Forward | None,
+        index: int,
+    ) -> Handle:
+        """Return the first handle of a record: see `Ledger.open`."""
+        record = Record(ledger, storage, torch_private.version_of(tensor), stream, owner, index)
+        return record.add_handle(tensor, unpacker, node)
+
     def unpack(self) -> Tensor:
-        self.check_version()
+        if torch_private.version_of(self.alias) != self.version:
+            self.check_version()
         return self.unpacker.unpack(self)
 
     @property
     def size(self) -> torch.Size:
         return self.alias.size() if self.geometry is None else self.geometry.size
+
+    def in_place(self) -> Tensor | None:
+        """Return the tensor from the storage that it was saved from, if that is still there."""
+        if self.geometry is None:
+            return self.alias
+        original = self.record.original()
+        return None if original is None else self.over_original(original)
 
     def over_original(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor over the storage that it was saved from. Writes to it count as writes to the saved tensor."""
@@ -104,27 +132,22 @@ class Handle(KeptHandle):
         tensor.data = self.geometry.over(storage)
         return tensor
 
-    def let_go(self) -> None:
-        """Keep the version counter of the tensor, and none of its bytes."""
-        if self.geometry is None:
-            self.geometry = Geometry.of(self.alias)
-            self.alias.data = nothing(self.alias.dtype, self.alias.device)
-
 
 class HandleReference(weakref.ref[Handle]):
     """What a record knows of one of its handles, also after that has died."""
 
     __slots__ = ("is_awaiting", "is_counted", "record")
 
-    def __new__(cls, handle: Handle, record: Record) -> HandleReference:
-        return super().__new__(cls, handle, record.ledger.deaths.append)
+    record: Record
+    is_awaiting: bool
+    """Whether the backward has not been given this tensor yet, since the record was last fetched."""
+    is_counted: bool
+    """Whether it is one of the record's `num_handles`."""
 
-    def __init__(self, handle: Handle, record: Record) -> None:
-        self.record = record
-        self.is_awaiting = True
-        """Whether the backward has not been given this tensor yet, since the record was last fetched."""
-        self.is_counted = False
-        """Whether it is one of the record's `num_handles`."""
+    def __new__(cls, handle: Handle, record: Record) -> HandleReference:
+        self = super().__new__(cls, handle, record.ledger.deaths.append)
+        self.record, self.is_awaiting, self.is_counted = record, True, False
+        return self
 
 
 class CopyReference(weakref.ref[torch.UntypedStorage]):
@@ -132,11 +155,12 @@ class CopyReference(weakref.ref[torch.UntypedStorage]):
 
     __slots__ = ("record",)
 
-    def __new__(cls, storage: torch.UntypedStorage, record: Record) -> CopyReference:
-        return super().__new__(cls, storage, record.ledger.deaths.append)
+    record: weakref.ref[Record]
 
-    def __init__(self, storage: torch.UntypedStorage, record: Record) -> None:
+    def __new__(cls, storage: torch.UntypedStorage, record: Record) -> CopyReference:
+        self = super().__new__(cls, storage, record.ledger.deaths.append)
         self.record = weakref.ref(record)
+        return self
 
 
 class Record:
@@ -173,24 +197,21 @@ class Record:
         ledger: Ledger,
         storage: torch.UntypedStorage,
         version: int,
-        *,
-        owner: Any,
-        index: int,
-        counts: Counts | None,
-        maker: Maker | None,
-        value: int,
         stream: Stream,
+        owner: Forward | None,
+        index: int,
     ) -> None:
         self.ledger = ledger
         self.owner = owner
-        """The forward that it belongs to, if that moves any: kept alive for as long as a graph may ask for the record."""
+        """The forward that moves it, if any does: kept alive for as long as a graph may ask for the record."""
         self.index = index
-        """Its number among its forward's records."""
-        self.maker = maker
+        """Its number in that forward."""
+        self.counts = None if owner is None else owner.counts
+        """Counts its copies; None as long as it does not move."""
+        self.maker: Maker | None = None
         """What can make it again, kept alive as well; None if nothing can."""
-        self.value = value
+        self.value = -1
         """Its number among what the maker makes."""
-        self.counts = counts
         self.num_bytes = storage.nbytes()
         self.version = version
         self.tick = 0
@@ -210,7 +231,17 @@ class Record:
         self.fetched: CopyReference | None = None
         self.fetched_on: Stream | None = None
         self.lent: list[KeptHandle] = []
-        """What was handed out over the later copy, without its bytes: tells whether somebody has written to them."""
+        """What was handed out over the later copy, without its bytes: tells whether it was written to since."""
+
+    def add_handle(self, tensor: Tensor, unpacker: Unpacker, node: int) -> Handle:
+        """Return a handle for one more save."""
+        handle = Handle(tensor, self, unpacker, node)
+        reference = handle.reference
+        self.handles.append(reference)
+        reference.is_counted = True
+        self.num_handles += 1
+        self.num_awaiting += 1
+        return handle
 
     def live_handles(self) -> Iterator[Handle]:
         for reference in self.handles:

@@ -14,56 +14,13 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.activations.eligibility import is_range_of_bytes
-from memkit.activations.recorded import Call, CostKey, tensors_in
-from memkit.activations.settings import current_settings
 from memkit.device.base import Device, Event
 from memkit.kept import KeptHandle
-from memkit.owners import owner_of
 from memkit.plan import NO_OP, GrowingLineage
-from memkit.storages import Geometry, byte_view
-from memkit.torch_state import sharing_counters
-
-
-class Root:
-    """A value that nothing here makes: weakly known until something is to be made from it, held from then on."""
-
-    __slots__ = ("alias", "is_inside", "is_lost", "lent", "num_bytes", "storage", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, version: int | None, *, is_inside: bool) -> None:
-        owner = owner_of(storage)
-        self.lent = None if owner is None else owner.lend(tensor)
-        """Gives the tensor again, where its storage is another's at times."""
-        self.tensor = weakref.ref(tensor)
-        self.storage = weakref.ref(storage)
-        self.num_bytes = storage.nbytes()
-        self.version = version
-        """Of the tensor's counter when it was seen; None where that is not known, as just after a write."""
-        self.is_inside = is_inside
-        """Whether it was made here, by what cannot run again, so that nobody else may hold it."""
-        self.is_lost = False
-        """Whether something else has been written where it was, or may have been."""
-        self.alias: Tensor | None = None
-
-    def living(self) -> Tensor | None:
-        """Return the tensor, if it is alive, over the storage that it had, and nothing else was written there."""
-        tensor = None if self.is_lost else self.tensor()
-        return tensor if tensor is not None and tensor.untyped_storage() is self.storage() else None
-
-
-class Anchor:
-    """A value that is held so that others can be made from it."""
-
-    __slots__ = ("alias", "version")
-
-    def __init__(self, alias: Tensor, version: int | None) -> None:
-        self.alias = alias
-        self.version = version
-        """Of the tensor's counter when it was made, None where an op has just written to it."""
-
-    def is_unchanged(self) -> bool:
-        """Tell whether nobody has written to it since."""
-        return self.version is None or torch_private.version_of(self.alias) == self.version
+from memkit.recording.recorded import Call, CostKey, tensors_in
+from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch
+from memkit.recording.settings import current_settings
+from memkit.storages import Geometry, byte_view, is_range_of_bytes
 
 
 class Recording:
@@ -101,22 +58,22 @@ class Recording:
         self.funcs: list[Any] = []
         """Every op that was seen, made again or not: the sequence that tells one forward from another."""
         self.roots: dict[int, Root] = {}
-        self.anchors: dict[int, Anchor] = {}
-        """Values that are held though autograd did not save them, in the order in which they were made."""
+        self.holder: Holder | None = None
+        """Holds values that are made here and that a plan needs, though autograd did not save them."""
         self.pinned: dict[int, KeptHandle] = {}
         """Saved values that cannot be made again, but from which something is."""
         self.hidden = set[int]()
         """Roots that may be written to without a trace, as the statistics of a batch norm are."""
         self.why_kept: dict[int, str] = {}
         """Why values are roots that an op has made, where a user may wonder."""
-        self.unversioned: list[Root | Anchor] = []
+        self.unversioned: list[Held] = []
         """What is held since the op that wrote to it: the counter is raised after that."""
         self.overwritten = set[int]()
         """Values over which an op has written. What was saved of them may be whole: writes to the parts of `unsafe_chunk` count
         for each part alone."""
         self.num_values = 0
         self.held_bytes = 0
-        """Bytes of the roots and anchors that are held and that nobody else may hold."""
+        """Bytes of the roots that are held here and by nothing else."""
         self.current: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         """Which value is in which storage now, by the storage's key."""
         self.lent: dict[int, tuple[weakref.ref[torch.UntypedStorage]]] = {}
@@ -185,7 +142,7 @@ class Recording:
         """Return a new value that is in a tensor's storage from now on, and that nothing here makes.
 
         Args:
-            is_inside: whether nobody else may hold it.
+            is_inside: whether it was made here, so that nothing else may hold it.
             is_written: whether it was just written, so that the tensor's counter is about to be raised.
             is_hidden: whether it may be written to without a trace.
 
@@ -195,7 +152,7 @@ class Recording:
         if not is_range_of_bytes(tensor):
             raise RuntimeError("what is no range of bytes is no value")
         value = self.num_values
-        self.num_values = value + 1  # first: an interrupt leaves a number that is nobody's, and none that is two values'
+        self.num_values = value + 1  # first: an interrupt leaves a number that no value has, and none that two have
         version = None if is_written or tensor.is_inference() else torch_private.version_of(tensor)
         base = torch_private.base_of(tensor)  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
         root = self.roots[value] = Root(tensor if base is None else base, storage, version, is_inside=is_inside)
@@ -258,7 +215,7 @@ class Recording:
         """Hold a root, because something is to be made from it; tell whether it is there to be held.
 
         Args:
-            counts: whether nobody else counts its bytes.
+            counts: whether its bytes are counted nowhere else.
             is_in_dispatch: whether an op is just being recorded.
         """
         root = self.roots[value]
@@ -270,7 +227,7 @@ class Recording:
         if value in self.hidden:
             self._copy_root(root, tensor)
             return True
-        root.alias = _alias_in_dispatch(tensor) if is_in_dispatch else tensor.detach()
+        root.alias = alias_in_dispatch(tensor) if is_in_dispatch else tensor.detach()
         if root.version is None and not tensor.is_inference():
             if is_in_dispatch:
                 self.unversioned.append(root)
@@ -295,17 +252,25 @@ class Recording:
 
     def hold_made(self, value: int, tensor: Tensor, *, is_written: bool = False) -> None:
         """Hold a value that an op has just made."""
-        anchor = self.anchors[value] = Anchor(
-            _alias_in_dispatch(tensor), None if is_written else torch_private.version_of(tensor)
-        )
-        if is_written:
-            self.unversioned.append(anchor)
-        self.held_bytes += tensor.untyped_storage().nbytes()
+        if self.holder is not None:
+            held = self.holder.hold(value, tensor)
+            if is_written:
+                held.version = None
+                self.unversioned.append(held)
 
-    def release(self, value: int) -> None:
-        """Let go of a value that was held."""
-        anchor = self.anchors.pop(value)
-        self.held_bytes -= anchor.alias.untyped_storage().nbytes()
+    def before_write_to(self, target: Tensor) -> bool:
+        """Note that an op is about to write to a tensor; tell whether its storage was made here."""
+        value = self.value_of(target)
+        root = self.roots.get(value)
+        self.before_write(value)
+        return root is None or root.is_inside
+
+    def add_written(self, targets: Sequence[Tensor], are_inside: Sequence[bool], why_kept: str = "") -> None:
+        """Note what an op has written to tensors, which is not made again, and why, where a user may wonder."""
+        for target, is_inside in zip(targets, are_inside, strict=True):
+            value = self.add_root(target, target.untyped_storage(), is_inside=is_inside, is_written=True)
+            if why_kept:
+                self.why_kept[value] = why_kept
 
     def before_write(self, value: int) -> None:
         """An op is about to write over a value. If something is to be made from that, copy it first."""
@@ -315,10 +280,8 @@ class Recording:
             storage = pinned.unpack().untyped_storage()
             self.pinned[value] = KeptHandle(byte_view(storage).clone())
             self.held_bytes += storage.nbytes()
-        anchor = self.anchors.get(value)
-        if anchor is not None:
-            copied = anchor.alias.untyped_storage().clone()
-            self.anchors[value] = Anchor(Geometry.of(anchor.alias).over(copied), None)
+        if self.holder is not None and value in self.retained:
+            self.holder.copy(value)
         root = self.roots.get(value)
         if root is None:
             return
@@ -337,8 +300,8 @@ class Recording:
     def lose(self, value: int) -> None:
         """Something else may be where a value was, and it is too late to copy it."""
         self.overwritten.add(value)
-        if value in self.anchors:
-            self.release(value)
+        if self.holder is not None and value in self.retained:
+            self.holder.release(value)
         root = self.roots.get(value)
         if root is not None and value not in self.hidden:
             root.is_lost = True
@@ -346,7 +309,7 @@ class Recording:
     def retained_bytes(self) -> dict[int, int]:
         """Return the roots that are gone unless they are held on purpose, and what that takes.
 
-        Made here, or written over; or gone by now: then they take nothing if the storage is somebody else's.
+        Made here, or written over; or gone by now: then they take nothing if the storage is the caller's.
         """
         found = {}
         for value, root in self.roots.items():
@@ -357,39 +320,16 @@ class Recording:
         return found
 
     def root_storage(self, value: int) -> torch.UntypedStorage:
-        """Return the storage of a root that is held, and see that it is as it was.
-
-        Raises:
-            RuntimeError: it was written to, or resized, behind the recorder's back.
-        """
-        root = self.roots[value]
-        if root.lent is not None:
-            return root.lent().untyped_storage()
-        alias = root.alias
-        assert alias is not None, "a root that is needed for a replay is not held"
-        version = None if root.version is None else torch_private.version_of(alias)
-        if version != root.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{alias.type()} {list(alias.size())}], from which Rematerialize makes saved tensors again, is at version "
-                f"{version}; expected version {root.version} instead. Hint: write to it after the backward, or mark "
-                "with memkit.keep what is computed from it."
-            )
-        if root.is_lost:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation: [{alias.type()} {list(alias.size())}], from which "
-                "Rematerialize makes saved tensors again, belongs to an op that has returned it again since, and may have "
-                "written to it. Hint: let the op return a copy, or mark with memkit.keep what is computed from what it returns."
-            )
-        storage = alias.untyped_storage()
-        if storage.nbytes() < root.num_bytes:
-            raise RuntimeError(
-                f"a tensor of {root.num_bytes} bytes, from which Rematerialize makes saved tensors again, has only "
-                f"{storage.nbytes()} bytes now: was it resharded? Mark with memkit.keep what is computed from it."
-            )
-        return storage
+        """Return the storage of a root that is held: see `Root.held_storage`."""
+        return self.roots[value].held_storage()
 
     # The end
+
+    @property
+    def largest_bytes(self) -> int:
+        """The most that one op has made."""
+        made = (sum(call.outs_bytes) for call in self.calls)
+        return max((*made, *(root.num_bytes for root in self.roots.values() if root.is_inside)), default=0)
 
     def read_times(self) -> dict[CostKey, float]:
         """Enter what the ops took, if they were timed, and return it; makes the host wait for them."""
@@ -418,9 +358,3 @@ class Recording:
         self.see_versions()
         self.current.clear()
         self.lent.clear()
-
-
-def _alias_in_dispatch(tensor: Tensor) -> Tensor:
-    """Return an alias of a tensor that shares its version counter, though autograd's layers are off, as they are in a mode."""
-    with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
-        return tensor.detach()

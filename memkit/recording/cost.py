@@ -9,9 +9,9 @@ from statistics import median
 import torch
 
 from memkit import torch_private
-from memkit.activations.ops import op_kinds
-from memkit.activations.recording import Recording
 from memkit.device import CpuDevice, default_generator
+from memkit.recording.ops import op_kinds
+from memkit.recording.recording import Recording
 
 _NUM_MEASURED = 100
 
@@ -19,7 +19,7 @@ _NUM_MEASURED = 100
 @functools.cache
 def recording_cost_s() -> float:
     """Return what it takes the host to record a small op, without running it: measured once, on a chain of them."""
-    from memkit.activations.recorder import Recorder  # a dispatch mode: its base is a private class of torch
+    from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
     recording = Recording(CpuDevice(), known_s=[0.0] * _NUM_MEASURED)
     x, taken_s = torch.ones(1), []

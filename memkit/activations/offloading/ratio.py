@@ -1,0 +1,111 @@
+"""The decider of `CPUOffload`: a share of the bytes that a forward saves leaves, and the rest stays."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from memkit.activations.saved.traces import STRANGER, Follower, Trace, Traces
+from memkit.plan import Action, Forecast, RatioSoFar
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class RatioDecider(RatioSoFar):
+    """Says for each save of one forward whether it leaves, by the plan of the trace that is followed; without one it keeps the
+    ratio as it goes.
+
+    Args:
+        traces: those of the tag.
+        ratio: the share that leaves.
+        window_bytes: what the device may hold beside what stays; None for twice the largest storage.
+    """
+
+    def __init__(self, traces: Traces, ratio: float, window_bytes: int | None) -> None:
+        super().__init__(ratio, window_bytes)
+        self.follower = Follower(traces)
+        self._traces = traces
+        self._held = set[int]()
+        self._filed: Trace | None = None
+        self._take_plan()
+
+    def action(self, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None = None) -> Action | None:
+        """Return what to do with the next first save; None to leave it alone, because to move it would free nothing.
+
+        Args:
+            asked: what the user, or the context inside, has said on it.
+        """
+        follower = self.follower
+        index, trace = len(follower.keys), follower.trace
+        place = follower.note_tensor(tensor, storage)
+        if follower.trace is not trace:
+            trace = follower.trace
+            if index and trace is not None:
+                _LOGGER.debug("save %d is not that of the plan: another one is followed", index)
+            self._take_plan()
+        if asked is None and (place is STRANGER or (trace is not None and place in trace.held)):
+            self._held.add(index)
+            return None
+        return self.decide(storage.nbytes(), None if place is STRANGER else place, asked)
+
+    def _take_plan(self) -> None:
+        follower = self.follower
+        plan = None if follower.trace is None else follower.trace.plan(self.ratio, self._asked_window_bytes)
+        self.follow(plan, is_late=follower.has_changed)
+
+    @property
+    def most_offload_bytes(self) -> int:
+        """The most that leaves in any forward that is known."""
+        return max((trace.plan(self.ratio, self._asked_window_bytes).offload_bytes for trace in self._traces), default=0)
+
+    @property
+    def trace(self) -> Trace | None:
+        """What the forward is like: what it has followed, and in the end what it was."""
+        return self._filed or self.follower.trace
+
+    def finish(self) -> bool:
+        """File what the whole forward has saved; tell whether a report was of no use."""
+        follower, trace, keys = self.follower, self.follower.trace, self.follower.keys
+        if not keys:
+            return False
+        was_misled = not follower.is_whole and self._traces.has_report()
+        if trace is None or not follower.is_whole or trace.is_report:
+            is_same = trace is not None and follower.is_whole and follower.num_strangers == 0 and len(trace.keys) == len(keys)
+            order = trace.order if trace is not None and is_same else None
+            held = set() if was_misled else set(self._held)  # a report of something else knows nothing about what is held
+            trace = self._traces.find(keys) or Trace(keys=tuple(keys), held=held, order=order)
+            _LOGGER.debug("a new forward: %s", trace.plan(self.ratio, self._asked_window_bytes))
+        self._filed = trace
+        self._traces.drop_report()
+        self._traces.add(trace)
+        return was_misled
+
+    # The backward
+
+    def order(self) -> tuple[int, ...]:
+        """Return the numbers of the saves in the order in which the backward is thought to ask for them."""
+        trace, num_saves = self.trace, len(self.follower.keys)
+        if trace is None or trace.order is None or len(trace.keys) != num_saves:
+            return tuple(range(num_saves))[::-1]
+        return trace.order
+
+    def forecast(self) -> Forecast | None:
+        """Return how full the device will be in the backward; None unless one like it was seen."""
+        trace = self.trace
+        if trace is None or trace.order is None or not trace.working_bytes or len(trace.keys) != len(self.follower.keys):
+            return None
+        return Forecast(
+            [trace.keys[index].num_bytes for index in trace.order],
+            trace.working_bytes,
+            [self._plan is not None and self._plan.saves[index].action is Action.KEEP for index in trace.order],
+            limit_bytes=self.limit_bytes,
+            slack_bytes=self.window_bytes // 8,
+        )
+
+    def learn(self, order: tuple[int, ...], working_bytes: tuple[int, ...]) -> None:
+        """Take note of a whole backward: the saves in the order of their first uses, and what else was allocated then."""
+        trace = self.trace
+        if trace is not None and len(trace.keys) == len(self.follower.keys):
+            trace.order, trace.working_bytes = order, working_bytes

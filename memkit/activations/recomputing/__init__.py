@@ -1,0 +1,1 @@
+"""Record ops, drop saved tensors, and make them again: the recording stage."""

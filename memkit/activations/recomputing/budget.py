@@ -1,0 +1,182 @@
+"""The decider of `Rematerialize`: what is dropped to keep to a budget, by a plan, or by the score as the forward goes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.traces import Follower, SaveKey, Trace, Traces
+from memkit.device import Device
+from memkit.errors import BudgetInfeasible
+from memkit.plan import Action, DTRScore, Plan, tell_kept
+from memkit.recording.ops import OpKinds, op_kinds
+from memkit.sizes import format_bytes
+
+NO_BUDGET = sys.maxsize
+"""What is held to no budget: only what the user asks for is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RematOptions:
+    """What was asked for: see `Rematerialize`."""
+
+    budget: int | float
+    policy: str
+    plan: Plan | None
+    score: DTRScore
+    min_bytes: int
+    strict: bool
+    verify: bool
+    device: Device | None
+    kinds: OpKinds
+    """What is known of ops, the user's word included."""
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether anything may be dropped without a word of the user's."""
+        return self.budget not in (1.0, NO_BUDGET)
+
+
+def marks_alone(min_bytes: int, device: Device | None) -> RematOptions:
+    """Return what drops nothing but what the user asks for."""
+    return RematOptions(
+        budget=NO_BUDGET,
+        policy="dtr",  # a plan would also drop what others bring along, as that takes no time
+        plan=None,
+        score=DTRScore(),
+        min_bytes=min_bytes,
+        strict=False,
+        verify=False,
+        device=device,
+        kinds=op_kinds(),
+    )
+
+
+class BudgetDecider:
+    """Says for each save of one forward whether it is dropped at once.
+
+    Args:
+        options: what was asked for.
+        traces: those of the tag.
+        counts: what is asked for, and how far it was kept to, is noted there.
+        last: what the last forward under the tag has counted.
+        warn: tells the user once: of what, and how.
+        raises: whether to raise instead where the budget cannot be kept to.
+
+    Raises:
+        BudgetInfeasible: so it is.
+    """
+
+    def __init__(
+        self,
+        options: RematOptions,
+        traces: Traces,
+        counts: Counts,
+        last: Counts,
+        warn: Callable[[str, str], None],
+        *,
+        raises: bool,
+    ) -> None:
+        self.follower = Follower(traces if options.policy == "plan" else Traces())
+        self.plan: Plan | None = None
+        """The plan that is followed, None where the score decides."""
+        self.limit_bytes = math.inf
+        """What saved values and replays may take on the device."""
+        self._actions: dict[int, Action] = {}
+        self._options = options
+        self._counts = counts
+        self._warn = warn
+        trace = self.follower.trace
+        plan = self._plan_of(trace, raises=raises)
+        if trace is None or trace is not traces.latest:
+            self._judge(last, raises=raises)  # ahead of what is noted in the counts: they may be the same
+        self._follow(plan)
+
+    def note(self, key: SaveKey, funcs: list[object]) -> bool:
+        """Take note of a save; tell whether that has changed the plan."""
+        trace = self.follower.trace
+        self.follower.note(key, funcs)
+        if self.follower.trace is trace:
+            return False
+        self._follow(self._plan_of(self.follower.trace, raises=False))
+        return True
+
+    def action(self, value: int, held_bytes: int) -> Action | None:
+        """Return what is done with a value as soon as it is saved; None where this decider has no reason to do anything: it
+        stays as far as this context goes, until room is short.
+
+        Args:
+            held_bytes: what would be held with it, if there is a context outside that takes what is not dropped.
+        """
+        if self.plan is not None:
+            return self._actions.get(value)
+        return Action.RECOMPUTE if held_bytes > self.limit_bytes else None
+
+    def grow(self) -> None:
+        """What is saved has grown, and with it a budget that is a share of it."""
+        if self.plan is None:
+            self._set_limit()
+
+    def _budget_of(self, trace: Trace | None) -> float:
+        """Return the budget in bytes, as far as it is known: a share is one of what is saved in all."""
+        budget = self._options.budget
+        if isinstance(budget, int):
+            return budget
+        if trace is not None and trace.ops is not None:
+            return budget * trace.ops.step.saved_bytes
+        return math.inf if budget == 1 else budget * self._counts.saved_bytes
+
+    def _set_limit(self) -> None:
+        counts = self._counts
+        counts.budget = self._options.budget
+        counts.budget_bytes = self._budget_of(self.follower.trace)
+        counts.follows_plan = self.plan is not None
+        self.limit_bytes = counts.budget_bytes if self.plan is None else self.plan.limit_bytes
+
+    def _follow(self, plan: Plan | None) -> None:
+        self.plan = plan
+        self._actions = {} if plan is None else {save.value: save.action for save in plan.saves}
+        self._set_limit()
+
+    def _plan_of(self, trace: Trace | None, *, raises: bool) -> Plan | None:
+        options = self._options
+        if trace is None or trace.ops is None:
+            return None
+        given, saves = options.plan, trace.ops.step.saves
+        if given is not None:
+            if [planned.value for planned in given.saves] == list(dict.fromkeys(saves)):
+                return given
+            self._warn(
+                "plan",
+                f"the plan that was given is of another step: it has {len(given.saves)} values, and {len(set(saves))} were "
+                "saved. It is not used.",
+            )
+        budget_bytes = math.ceil(self._budget_of(trace))
+        try:
+            return trace.ops.plan(budget_bytes, options.score)
+        except BudgetInfeasible as error:
+            if raises:
+                raise
+            self._warn_of_budget(str(error))
+            planner = trace.ops.planner(options.score)
+            return planner.plan(budget_bytes, planner.least_found())
+
+    def _judge(self, last: Counts, *, raises: bool) -> None:
+        """Tell if the score alone has not kept to the budget in the last iteration. What is planned by now is not judged."""
+        is_to_be_judged, last.is_to_be_judged = last.is_to_be_judged, False
+        if not (is_to_be_judged and last.exceeds_budget and last.budget == self._options.budget):
+            return
+        message = (
+            f"a budget of {format_bytes(math.ceil(last.budget_bytes))} was exceeded: the last step took "
+            f"{format_bytes(last.peak_bytes)}, and no op of it makes more than {format_bytes(last.largest_bytes)}"
+            f"{tell_kept(last.opless_bytes)}"
+        )
+        if raises:
+            raise BudgetInfeasible(message, last.peak_bytes)
+        self._warn_of_budget(message)
+
+    def _warn_of_budget(self, message: str) -> None:
+        self._warn(f"budget {self._options.budget}", f"{message}. It is exceeded by as little as can be.")

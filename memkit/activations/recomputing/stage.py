@@ -1,0 +1,398 @@
+"""What `Rematerialize` does with each saved tensor: the forward is recorded, and what the decider says is dropped."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
+from memkit.activations.recomputing.recorded_forward import RecordedForward
+from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.entry import Entry, Stage, is_within
+from memkit.activations.saved.records import Handle, Record
+from memkit.activations.saved.small import all_too_small
+from memkit.activations.saved.state import RematState, remat_states
+from memkit.activations.saved.traces import SaveKey, trace_of_ops
+from memkit.device import CpuDevice, default_generator, open_device
+from memkit.hooks import SavedTensorHooks
+from memkit.kept import ForwardedHandle, KeptHandle
+from memkit.plan import Action
+from memkit.recording.recording import Recording
+from memkit.recording.trail import ModuleTrail
+from memkit.storages import is_range_of_bytes
+from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, in_compiled_function, is_traced, leave_mode
+
+_LOGGER = logging.getLogger(__name__)
+_NUM_WATCHED = 4
+"""In so many first iterations it is noted which module each op is in: that takes the host some time."""
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+_get_storage = Tensor.untyped_storage
+
+
+class RecordingStage(Stage):
+    """Records the ops of a forward, and drops what can be made again.
+
+    Args:
+        state: what is known under the tag.
+        options: what was asked for.
+        moving: the stage that comes next, of this context or of the one outside: what is not dropped may leave there.
+        outer: other hooks outside, which are given what is not dropped where there is no such stage.
+    """
+
+    moves = False
+
+    def __init__(
+        self,
+        state: RematState,
+        options: RematOptions,
+        *,
+        moving: Stage | None = None,
+        outer: SavedTensorHooks | None = None,
+    ) -> None:
+        from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
+
+        self._state = state
+        self._lock = state.lock
+        self._options = options
+        self._min_bytes = max(1, options.min_bytes)
+        self._device = state.costs.device = options.device or state.device
+        self._torch_device = None if self._device is None else self._device.torch_device
+        self._moving, self._outer = moving, outer
+        self._has_outer = moving is not None or outer is not None
+        self._may_be_compiled = dynamo_is_loaded()
+        self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
+        """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
+        self.counts = Counts()
+        state.know(options.kinds)
+        self._forward = self._open_forward(raises=options.strict)
+        self.recorder = Recorder(self._forward.recording, options.kinds, default_generator, state.costs.estimate_s)
+        self._trail = ModuleTrail(self._forward.recording)
+        self._watches_modules = options.verify or (self._decider.follower.trace is None and state.num_iterations < _NUM_WATCHED)
+        self._is_over = False
+
+    def begin(self) -> None:
+        if self._watches_modules:
+            self._trail.__enter__()
+        self.recorder.__enter__()
+
+    def take_off(self) -> None:
+        if self._is_over:
+            return
+        leave_mode(self.recorder)
+        self._trail.__exit__()
+
+    def end(self, *, has_failed: bool) -> None:
+        if self._is_over:
+            return
+        with self._lock:
+            self._end_forward(learn=not has_failed)
+        self._is_over = True
+        del self._forward, self._decider, self.recorder  # they hold the recording, and this
+
+    # One forward
+
+    def _open_forward(self, *, raises: bool) -> RecordedForward:
+        """Begin to record: at the entry, or when a backward has run since the last save."""
+        state, options = self._state, self._options
+        state.sweep()
+        state.read_times()
+        self._decider = decider = BudgetDecider(
+            options, state.traces, self.counts, state.counts, state.warn_once, raises=raises
+        )
+        self._note_plan()
+        trace, plan = decider.follower.trace, decider.plan
+        device = self._device or CpuDevice()
+        recording = Recording(
+            device,
+            known_s=() if trace is None or trace.ops is None else trace.ops.step.lineage.seconds,
+            retained=frozenset() if plan is None else plan.retained,
+            is_timed=state.num_iterations == 1 if trace is None else not state.are_measured(),
+            is_verified=options.verify,
+        )
+        return RecordedForward(recording, state.window(device), options.score, decider.limit_bytes, self.counts)
+
+    def _note_plan(self) -> None:
+        """Remember the plan that is followed, to be shown."""
+        state, plan = self._state, self._decider.plan
+        if plan is not None and plan is not state.plan:
+            _LOGGER.debug('Rematerialize (tag "%s"): %s', state.tag, plan)
+            state.plan = plan
+
+    def _end_forward(self, *, learn: bool) -> None:
+        """No more saves belong to the forward."""
+        forward, state, follower, counts = self._forward, self._state, self._decider.follower, self.counts
+        if not forward.is_forward:
+            return
+        forward.is_forward = False
+        if forward.moving is not None:
+            forward.window.end_forward(forward.moving, learn=learn)
+        if self._moving is not None:
+            state.moved = forward.moved_values()
+        recording = forward.recording
+        counts.num_ops += len(recording.funcs)
+        counts.peak_bytes = max(counts.peak_bytes, forward.walk.peak_bytes)
+        counts.is_to_be_judged = learn and self._decider.plan is None
+        if counts.is_to_be_judged:
+            counts.largest_bytes = max(counts.largest_bytes, recording.largest_bytes)
+        if learn and follower.keys and self._options.policy == "plan":
+            trace = follower.ended_as(recording.funcs)
+            if trace is None:
+                is_first = not len(state.traces)
+                trace = trace_of_ops(recording, follower.keys, forward.saves, forward.save_nodes, is_first=is_first)
+            elif trace.ops is not None:
+                trace.ops.num_seen += 1
+                trace.is_worth_a_plan = True
+            state.traces.add(trace)
+            forward.trace = trace.ops
+        if recording.is_timed:
+            state.note_timed(forward.trace, recording.times_alone())
+        recording.close()
+        if learn and self._small_bytes is not None:
+            message = self._too_small(self._small_bytes)
+            if message:
+                self._state.warn_once("small", message)
+            state.looks_for_large = not message and not counts.num_saved
+            self._small_bytes = {} if state.looks_for_large else None
+
+    def _too_small(self, small_bytes: Mapping[int, int]) -> str:
+        """Return what to say if the forward has saved more than the budget, and nothing large enough to be dropped."""
+        is_share = isinstance(self._options.budget, float)
+        if self.counts.num_saved or sum(small_bytes.values()) <= (0 if is_share else self._options.budget):
+            return ""
+        return all_too_small(small_bytes.values(), self._min_bytes, done="dropped")
+
+    def _turn(self) -> RecordedForward:
+        """A backward has begun since the last save: what comes now is another forward."""
+        self._end_forward(learn=True)
+        self._forward = self._open_forward(raises=self._options.strict)
+        self.recorder.follow(self._forward.recording)
+        self._trail.follow(self._forward.recording)
+        return self._forward
+
+    # Saving
+
+    def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
+        if is_traced():
+            return KeptHandle(tensor)
+        if (self._may_be_compiled or dynamo_is_loaded()) and in_compiled_function():
+            raise RuntimeError(
+                f'Rematerialize (tag "{self._state.tag}"): a compiled function was called in the context. To be recorded it '
+                "runs op by op, as if it were not compiled. Leave out torch.compile, or leave out the context and set "
+                "torch._functorch.config.activation_memory_budget, which recomputes inside of what is compiled"
+            )
+        if type(tensor) not in _PLAIN_TYPES:
+            return self._take_of_class(tensor)
+        with torch_private.without_python_dispatch():  # what is done here is no part of the forward
+            return self._take_locked(tensor)
+
+    def _take_of_class(self, tensor: Tensor) -> KeptHandle:
+        if has_own_dispatch(tensor):
+            with torch_private.without_dispatch_modes():
+                return self._hand_on(tensor, is_checked=False)
+        with torch_private.without_subclass_functions(), torch_private.without_python_dispatch():
+            return self._take_locked(tensor)
+
+    def _take_locked(self, tensor: Tensor) -> KeptHandle:
+        with self._lock:
+            try:
+                return self._take(tensor)
+            except BaseException:  # as `mended` does, at less cost
+                self._state.is_broken = True
+                raise
+
+    def _take(self, tensor: Tensor) -> KeptHandle:
+        if not is_range_of_bytes(tensor):
+            return KeptHandle(tensor)  # there is nothing else to do with it
+        if tensor.device != self._torch_device and not self._is_here(tensor.device):
+            return self._hand_on(tensor)
+        forward = self._forward
+        if not forward.is_forward or forward.task != -1:
+            forward = self._turn()
+        storage = _get_storage(tensor)
+        recording = forward.recording
+        found = recording.current.get(torch_private.storage_address(storage))
+        if found is None or found[0]() is not storage:
+            return self._hand_on(tensor)  # it was there before
+        value, num_bytes = found[1], storage.nbytes()
+        root = recording.roots.get(value)
+        if root is not None and not root.is_inside:
+            return self._hand_on(tensor)  # it is the caller's
+        if num_bytes < self._min_bytes:
+            if self._small_bytes is not None:
+                self._small_bytes[value] = num_bytes
+            return self._offer(forward, value, tensor, None)
+        version = torch_private.version_of(tensor)
+        if version and version > recording.num_writes(value):  # written to elsewhere, as by another thread
+            value = recording.add_root(tensor, storage, is_inside=True)
+            root = recording.roots[value]
+        window = forward.window
+        if window.is_broken:
+            window.mend()
+        window.ledger.sweep()
+        is_new = not forward.is_saved(value)
+        node = torch_private.node_number()
+        self._note_save(forward, value, num_bytes, node)
+        if root is not None and root.alias is not None:
+            return self._offer(forward, value, tensor, Action.KEEP)  # it is held, and counted, whatever becomes of the handle
+        record = forward.record_of(value)
+        if record is not None and record.version != version:
+            forward.note_offer(value, tensor)
+            return self._hand_on(tensor)  # it was written to behind the recorder's back
+        if record is None:
+            if is_new:
+                self.counts.saved_bytes += num_bytes
+                self.counts.num_saved += 1
+                if root is not None:
+                    self.counts.note_opless(recording.why_kept.get(value), num_bytes)
+                self._decider.grow()
+                forward.walk.limit_bytes = self._decider.limit_bytes
+            held_bytes = forward.live_bytes + forward.offered_bytes + num_bytes if self._has_outer else 0
+            action = forward.marks.get(value) or self._decider.action(value, held_bytes)
+            drops = action is Action.RECOMPUTE and value not in forward.others  # one that was offered is offered again
+            if action is Action.OFFLOAD or (self._has_outer and not (drops and forward.secure(value))):
+                forward.offered_bytes += num_bytes
+                return self._offer(forward, value, tensor, action if action is Action.OFFLOAD else forward.marks.get(value))
+            handle = window.ledger.open(tensor, storage, window, node)
+            record = handle.record
+            record.maker, record.value = forward, value
+            forward.note_record(value, record)
+            if forward.marks.get(value) is not Action.KEEP and root is None:
+                forward.walk.admit(value)
+                if drops:
+                    forward.walk.drop(value)
+        else:
+            handle = window.ledger.add_handle(record, tensor, window, node)
+        if forward.live_bytes > forward.walk.limit_bytes:
+            forward.make_room()
+        forward.walk.note_peak()
+        return handle
+
+    def _note_save(self, forward: RecordedForward, value: int, num_bytes: int, node: int) -> None:
+        forward.note_save(value, node)
+        decider, recording = self._decider, forward.recording
+        had_plan = decider.plan is not None
+        key = SaveKey(num_bytes, value=value, num_ops=len(recording.funcs), mark=forward.marks.get(value))
+        if decider.note(key, recording.funcs):
+            trace, plan = decider.follower.trace, decider.plan
+            recording.known_s = () if trace is None or trace.ops is None else trace.ops.step.lineage.seconds
+            recording.retained = frozenset() if plan is None else plan.retained
+            forward.walk.limit_bytes = decider.limit_bytes
+            if had_plan and plan is None:
+                self._state.num_deviations += 1
+                _LOGGER.debug('Rematerialize (tag "%s"): save %d is not that of the plan', self._state.tag, len(forward.saves))
+            self._note_plan()
+
+    def _hand_on(self, tensor: Tensor, *, is_checked: bool = True) -> KeptHandle:
+        """Return the handle of a tensor with which nothing is done here.
+
+        Args:
+            is_checked: whether a write to it is noticed here: it is not, in tensors of a class that says itself what ops do.
+        """
+        outer = self._outer
+        if self._moving is not None:
+            return self._moving.take(tensor)
+        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=is_checked)
+
+    def _offer(self, forward: RecordedForward, value: int, tensor: Tensor, action: Action | None) -> KeptHandle:
+        """Return the handle of a value that is not dropped: it may leave for host memory.
+
+        Args:
+            action: what is asked for; None leaves that to the context outside.
+        """
+        if self._moving is not None:
+            handle = self._moving.take(tensor, None if action is Action.RECOMPUTE else action)
+        elif action is Action.OFFLOAD:
+            handle = self._move(forward, tensor)
+        else:
+            handle = self._hand_on(tensor)
+        if type(handle) is KeptHandle or forward.note_offer(value, tensor):
+            forward.others[value] = weakref.ref(handle)
+        return handle
+
+    def _move(self, forward: RecordedForward, tensor: Tensor) -> KeptHandle:
+        """Return the handle of a tensor that leaves."""
+        window = forward.window
+        if isinstance(window.device, CpuDevice):
+            self._state.warn_once("offload", "there is no other memory to move saved tensors to: they stay.")
+            return KeptHandle(tensor)
+        return window.pack(forward.open_moving(), tensor, _get_storage(tensor), Action.OFFLOAD) or KeptHandle(tensor)
+
+    def _is_here(self, torch_device: torch.device) -> bool:
+        """Tell whether tensors on a device are dropped: the one that was asked for, or the first that saves any."""
+        device = self._device
+        if device is None:
+            if torch_device.type not in ("cpu", "cuda"):
+                return False
+            device = self._device = self._state.device = self._state.costs.device = open_device(torch_device)
+            self._torch_device = device.torch_device
+            self._forward.recording.device = device
+            self._forward.window = self._state.window(device)
+        return device.torch_device == torch_device
+
+    # The user's word
+
+    def mark(self, tensor: Tensor, action: Action) -> None:
+        forward = self._forward
+        with torch_private.without_python_dispatch(), self._lock:
+            try:
+                storage = tensor.untyped_storage()
+            except RuntimeError:  # it is no range of bytes, and always stays
+                return
+            recording = forward.recording
+            value = recording.find(storage)
+            if value is None or value in recording.roots:
+                why_kept = None if value is None else recording.why_kept.get(value)
+                if self._moving is not None and action is not Action.RECOMPUTE:
+                    self._moving.mark(tensor, action)
+                elif action is Action.RECOMPUTE and why_kept is not None:
+                    message = f"memkit.recompute was given what cannot be made again: {why_kept}. It stays."
+                    self._state.warn_once(f"recompute {why_kept}", message)
+                return
+            recording.sync()
+            forward.marks[value] = action
+            record, handle = forward.record_of(value), forward.other(value)
+            if record is not None:
+                self._change(forward, record, tensor, storage, action)
+            elif isinstance(handle, Handle) and (action is not Action.RECOMPUTE or forward.secure(value)):
+                if action is Action.RECOMPUTE:
+                    handle.record.maker, handle.record.value = forward, value
+                    forward.note_record(value, handle.record)
+                handle.unpacker.change(handle.record, storage, action)
+
+    def _change(
+        self, forward: RecordedForward, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action
+    ) -> None:
+        """Do something else with a value that is saved already, and that is in a storage of the user's."""
+        if action is Action.RECOMPUTE:
+            forward.walk.drop(record.value)
+            return
+        forward.walk.evictable.pop(record.value, None)
+        if action is Action.OFFLOAD and not isinstance(forward.window.device, CpuDevice):
+            forward.window.adopt(forward.open_moving(), record, tensor, storage)
+        forward.window.change(record, storage, action)
+
+
+def open_recording(
+    tag: str, options: RematOptions, *, moving: Stage | None = None, outer: SavedTensorHooks | None = None
+) -> RecordingStage:
+    """Return the stage of a context that is about to be entered.
+
+    Args:
+        moving: the stage of the same context that moves, if it has one.
+        outer: else the hooks that are on top.
+    """
+    is_inner = moving is not None or is_within(tag)
+    if moving is None and outer is not None and isinstance(outer.owner, Entry):
+        moving = outer.owner.moving
+    state = remat_states.open(tag)
+    with state.lock:
+        stage = RecordingStage(state, options, moving=moving, outer=outer)
+        state.num_iterations += 1
+        state.num_inner += is_inner
+        state.counts = stage.counts
+        return stage

@@ -1,0 +1,1 @@
+"""What every context does with saved tensors: entries, forwards, records, and the ledger of their bytes."""

@@ -1,0 +1,139 @@
+"""One time in a context, from `with` to its end: the hooks that autograd gives its saved tensors to, and what becomes of each.
+
+A tensor comes to the first *stage* of the entry. The recording stage drops what can be made again, the moving stage lets leave
+for host memory; what a stage does nothing with, it hands on to the next, and the last one keeps it. The stages of a context
+outside come behind those of the one inside, if both are memkit's: the inner context decides first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import Tensor
+
+from memkit import torch_private
+from memkit.hooks import SavedTensorHooks, stacked_owners
+from memkit.interrupts import Block
+from memkit.kept import KeptHandle
+from memkit.plan import Action
+
+
+class Stage(ABC):
+    """What one context does with each saved tensor."""
+
+    moves: ClassVar[bool]
+    """Whether it moves to host memory."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """The hooks are on."""
+
+    @abstractmethod
+    def take_off(self) -> None:
+        """Undo what `begin` has set; may be called again."""
+
+    @abstractmethod
+    def end(self, *, has_failed: bool) -> None:
+        """No more tensors come. After an interrupt in here this may be called again."""
+
+    @abstractmethod
+    def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
+        """Return what autograd is to hold in place of a tensor that it saves.
+
+        Args:
+            tensor: the real one, with grad mode off.
+            action: what to do with it, if the user or a stage before has said; by default the stage decides.
+        """
+
+    @abstractmethod
+    def mark(self, tensor: Tensor, action: Action) -> None:
+        """Do this with what is in a tensor now, or have the next stage do it."""
+
+
+class Entry:
+    """One time in a context.
+
+    Args:
+        name: what the user calls the context.
+        tag: that of the context.
+        is_last: whether no other context may be entered inside.
+        compiled: whether compiled code may run inside, which calls the hooks.
+        block: tells whether the user is still in the context.
+    """
+
+    def __init__(self, name: str, tag: str, *, is_last: bool, compiled: bool, block: Block | None) -> None:
+        self.tag = tag
+        self.recording: Stage | None = None
+        """The stage that records ops, and drops."""
+        self.moving: Stage | None = None
+        """The stage that moves to host memory."""
+        self._take: Callable[[Tensor], KeptHandle] = KeptHandle
+        self._hooks: SavedTensorHooks | None = SavedTensorHooks(
+            self.pack, _unpack, owner=self, name=f'{name} (tag "{tag}")', compiled=compiled, is_last=is_last, block=block
+        )
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages, the one that a tensor comes to first ahead."""
+        return [stage for stage in (self.recording, self.moving) if stage is not None]
+
+    def begin(self) -> None:
+        """Take the tensors that are saved from now on."""
+        assert self._hooks is not None
+        try:
+            self._hooks.__enter__()
+            for stage in reversed(self.stages):
+                stage.begin()
+                self._take = stage.take
+        except BaseException:
+            self._take_off()
+            raise
+
+    def pack(self, tensor: Tensor) -> KeptHandle:
+        """Take a tensor that autograd saves. This is a saved-tensor hook: grad mode is off, the tensor is the real one."""
+        return KeptHandle(tensor) if torch_private.backward_task() != -1 else self._take(tensor)
+
+    def end(self, *, has_failed: bool) -> None:
+        """The context was left. After an interrupt in here this may be called again."""
+        self._take_off()
+        self._hooks, self._take = None, KeptHandle  # they hold `pack`, and so the entry, whatever comes
+        for stage in self.stages:
+            stage.end(has_failed=has_failed)
+        self.recording = self.moving = None
+
+    def _take_off(self) -> None:
+        for stage in self.stages:
+            stage.take_off()
+        if self._hooks is not None:
+            self._hooks.__exit__()  # last: for as long as they are on, `end_left` will see to the others as well
+
+    def stop_recording(self) -> None:
+        """Leave the ops to a context inside, where this one has recorded them only to heed the user's marks."""
+        recording = self.recording
+        if recording is not None and self.moving is not None:
+            self._take = self.moving.take
+            recording.take_off()
+            self.recording = None  # ahead of its end, from which on nothing may be asked of it
+            recording.end(has_failed=False)
+
+
+def entries_around() -> list[Entry]:
+    """Return the entries of the contexts that this thread is in, the innermost first."""
+    return [owner for owner in reversed(stacked_owners()) if isinstance(owner, Entry)]
+
+
+def stop_recording() -> None:
+    """Have the contexts around leave the ops to one inside: see `Entry.stop_recording`."""
+    for entry in entries_around():
+        entry.stop_recording()
+
+
+def is_within(tag: str) -> bool:
+    """Tell whether this thread is in a context under a tag."""
+    return any(entry.tag == tag for entry in entries_around())
+
+
+def _unpack(packed: KeptHandle) -> Tensor:
+    return packed.unpack()

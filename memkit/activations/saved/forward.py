@@ -1,0 +1,188 @@
+"""One forward under a context, and the backwards through it: what it has saved, and what is asked for next."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from memkit import torch_private
+from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.records import Record, Residency
+from memkit.plan import Action, Forecast
+from memkit.storages import counted_by
+
+if TYPE_CHECKING:
+    from memkit.activations.offloading.ratio import RatioDecider
+
+Contents = tuple[int, int, int]
+"""What tells what is in a tensor now from what is in others, or was in it before: the storage, the tensor that counts writes to
+it, and their count. One storage may have several counters, which know nothing of each other's writes."""
+
+
+def contents_of(tensor: Tensor, storage: torch.UntypedStorage) -> Contents:
+    """Return what is in a tensor now. It means that for as long as the storage and the counting tensor are alive."""
+    return torch_private.storage_address(storage), id(counted_by(tensor)), torch_private.version_of(tensor)
+
+
+class SavedValues:
+    """The values that one forward has saved, by their numbers, with the backwards that ask for them."""
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+        """What is done is counted there."""
+        self.is_forward = True
+        """Whether there may be more of them."""
+        self.task = -1
+        """Autograd's number of the backward that asks for them now; -1 before the first."""
+        self.by_number: dict[int, weakref.ref[Record]] = {}
+        """For each value its record, unless the save was left alone."""
+
+    def record_of(self, value: int) -> Record | None:
+        """Return the record of a value, if a graph may still ask for it."""
+        reference = self.by_number.get(value)
+        record = None if reference is None else reference()
+        return record if record is not None and record.num_handles > 0 else None
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records that a graph may still ask for."""
+        for value in list(self.by_number):
+            record = self.record_of(value)
+            if record is not None:
+                yield record
+
+
+class Forward(SavedValues):
+    """What one forward has saved, each value once.
+
+    A value is what was in a storage when it was saved first; its number is that of the save. Where ops are recorded, this has
+    only what leaves: see `RecordedForward.moving`.
+
+    Args:
+        share: what leaves, and how much of it may be on the device.
+        counts: what is done is counted there.
+    """
+
+    def __init__(self, share: RatioDecider, counts: Counts) -> None:
+        self.share = share
+        super().__init__(counts)
+        self.is_broken = False
+        """Whether an interrupt may have left it half noted: then nothing more is done for it, or learned from it."""
+        self.unwritten: list[tuple[Record, int]] = []
+        """Records that are about to leave, and the node that saves them."""
+        self.forecast: Forecast | None = None
+        """How full the device will be in this backward; None unless one like it was seen."""
+        self.known: dict[Contents, tuple[weakref.ref[Tensor], weakref.ref[Record]]] = {}
+        """What was saved, and what counts the writes to it, with its record."""
+        self.marks: dict[Contents, tuple[weakref.ref[Tensor], Action]] = {}
+        self._order: tuple[int, ...] = ()
+        self._places: dict[int, int] = {}
+        self.used: dict[int, int] = {}
+        """What this backward has asked for, in the order of first requests, and what was allocated beside the records then."""
+        self.cursor = 0
+        """Up to here in the order of the backward, no record needs to be fetched any more."""
+
+    # Forward
+
+    def look_up(self, storage: torch.UntypedStorage, tensor: Tensor) -> tuple[Contents, Tensor, Record | None]:
+        """Return what is in a tensor, what counts the writes to it, and the record if this forward has saved that already."""
+        base = torch_private.base_of(tensor)
+        root = tensor if base is None else base
+        contents = torch_private.storage_address(storage), id(root), torch_private.version_of(tensor)
+        found = self.known.get(contents)
+        record = found[1]() if found is not None and found[0]() is root else None
+        is_here = record is not None and record.original() is storage and record.num_handles > 0
+        return contents, root, record if is_here else None
+
+    def mark(self, storage: torch.UntypedStorage, tensor: Tensor, action: Action) -> None:
+        """Do this with what is in a tensor now, should it be saved."""
+        self.marks[contents_of(tensor, storage)] = weakref.ref(counted_by(tensor)), action
+
+    def marked(self, storage: torch.UntypedStorage, tensor: Tensor) -> Action | None:
+        """Return what the user has asked to do with what is in a tensor."""
+        found = self.marks.get(contents_of(tensor, storage)) if self.marks else None
+        return found[1] if found is not None and found[0]() is counted_by(tensor) else None
+
+    def finish_forward(self, *, learn: bool) -> bool:
+        """End the forward; file what it saved as a trace, unless it broke off. Tells whether a report was of no use."""
+        assert self.is_forward
+        self.is_forward = False
+        self.counts.window_bytes = max(self.counts.window_bytes, self.share.window_bytes)
+        return learn and not self.is_broken and self.share.finish()
+
+    def break_off(self) -> None:
+        """Something was broken off that may have had to do with this one: let what is left of it come as it may."""
+        self.is_broken = True
+        self._order = ()
+        self.forecast = None
+
+    def judge_waste(self) -> None:
+        """The forward's frame is gone: what is still alive after it was let go is the caller's, and left alone from now on."""
+        trace = self.share.trace
+        for record in self.records():
+            if record.residency is Residency.HOST and record.original() is not None:
+                self.counts.wasted_bytes += record.num_bytes
+                if trace is not None:
+                    trace.held.add(record.index)
+
+    # Backward
+
+    def begin_backward(self, task: int) -> None:
+        """Start over: another backward asks, whose order is the last one seen, or the reverse of the saves."""
+        self.task = task
+        self._order = () if self.is_broken else self.share.order()
+        self._places = {value: place for place, value in enumerate(self._order)}
+        self.used = {}
+        self.cursor = 0
+        self.forecast = None if self.is_broken else self.share.forecast()
+
+    def place_of(self, record: Record) -> int:
+        """Return the place of a record in the order of the backward."""
+        return self._places.get(record.index, len(self._order))
+
+    def next_record(self) -> Record | None:
+        """Return the record that the backward will ask for next, from `cursor` on; the caller moves that on once done."""
+        order, records, used = self._order, self.by_number, self.used
+        for cursor in range(self.cursor, len(order)):
+            value = order[cursor]
+            reference = None if value in used else records.get(value)
+            record = None if reference is None else reference()
+            if record is not None and record.num_handles > 0:
+                self.cursor = cursor
+                return record
+        self.cursor = len(order)
+        return None
+
+    def end_backward(self) -> None:
+        """Learn the order of a whole backward."""
+        if not self.is_broken and self.used and next(self.records(), None) is None:
+            self.share.learn(tuple(self.used), tuple(self.used.values()))
+
+
+class LiveForwards:
+    """The forwards that a graph may still ask for, and how much of theirs may be on the device."""
+
+    def __init__(self) -> None:
+        self.references: list[weakref.ref[Forward]] = []
+
+    def add(self, forward: Forward) -> None:
+        """A forward counts for as long as it lives."""
+        self.references.append(weakref.ref(forward))
+
+    def live(self) -> list[Forward]:
+        """Return them."""
+        forwards = [forward for forward in (reference() for reference in self.references) if forward is not None]
+        if len(forwards) < len(self.references):
+            self.references = [weakref.ref(forward) for forward in forwards]
+        return forwards
+
+    def limit_bytes(self) -> int:
+        """Return the bytes of records that the device may hold."""
+        forwards = self.live()
+        if len(forwards) == 1:
+            return forwards[0].share.limit_bytes
+        shares = [forward.share for forward in forwards]
+        return sum(share.kept_bytes for share in shares) + max((share.window_bytes for share in shares), default=0)

@@ -1,0 +1,194 @@
+"""What is remembered under a tag from one iteration to the next."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from memkit.activations.offloading.window import OffloadWindow
+from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.traces import OpTrace, Traces, trace_of
+from memkit.device import Device
+from memkit.errors import warn_user
+from memkit.interrupts import mended
+from memkit.plan import Plan
+from memkit.profile import MemoryReport
+from memkit.recording.costs import OpCosts
+from memkit.recording.ops import OpKinds, op_kinds
+from memkit.recording.recording import Recording
+
+_MAX_RATIOS = 10_000
+
+
+class TagState(ABC):
+    """What contexts of one kind remember under a tag. `lock` is held for all that is done with its saved tensors."""
+
+    name: str
+    """The name of the context."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        self.lock = threading.RLock()
+        self.num_iterations = 0
+        self.counts = Counts()
+        """Those of the last iteration."""
+        self.looks_for_large = True
+        """Whether all that was saved so far was smaller than `min_bytes`, and the user was not told."""
+        self._windows: dict[Device, OffloadWindow] = {}
+        self._warned = set[str]()
+
+    def windows(self) -> list[OffloadWindow]:
+        """Return where the records are, one window for each device."""
+        with self.lock:
+            return list(self._windows.values())
+
+    def window(self, device: Device) -> OffloadWindow:
+        """Return the window of a device."""
+        with self.lock:
+            if device not in self._windows:
+                self._windows[device] = OffloadWindow(device, self.name, self.tag, self.lock)
+            return self._windows[device]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a call under the lock was broken off."""
+        return any(window.is_broken for window in self._windows.values())
+
+    @is_broken.setter
+    def is_broken(self, is_broken: bool) -> None:
+        for window in self._windows.values():
+            window.is_broken = is_broken
+
+    def mend(self) -> None:
+        """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
+        for window in self._windows.values():
+            window.mend()
+
+    @mended
+    def sweep(self) -> None:
+        """Take up what has died, and free what waited for copies that are done."""
+        for window in self._windows.values():
+            window.settle()
+
+    def warn_once(self, what: str, message: str) -> None:
+        """Warn the user of something, once under the tag."""
+        if what not in self._warned:
+            self._warned.add(what)
+            warn_user(f'{self.name} (tag "{self.tag}"): {message}')
+
+
+class OffloadState(TagState):
+    """What `CPUOffload` remembers."""
+
+    name = "CPUOffload"
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(tag)
+        self.ratios: deque[float] = deque(maxlen=_MAX_RATIOS)
+        self.report: MemoryReport | None = None
+        self.auto: tuple[tuple[MemoryReport, int, int | None], float] | None = None
+        """What was asked for when the ratio was looked for that hides its copies, and the ratio."""
+        self.is_recorded = False
+        """Whether forwards are recorded, since something of them was to be made again."""
+
+    def planned_window(self, device: Device, min_bytes: int) -> OffloadWindow:
+        """Return the window of a device, planned by the report if there is one."""
+        with self.lock:
+            window = self.window(device)
+            if self.report is not None and not len(window.traces):
+                window.traces.add(trace_of(self.report, min_bytes))
+            return window
+
+
+class RematState(TagState):
+    """What `Rematerialize` remembers."""
+
+    name = "Rematerialize"
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(tag)
+        self.num_inner = 0
+        """How many iterations were in a `CPUOffload` under the same tag."""
+        self.num_deviations = 0
+        self.traces = Traces()
+        self.plan: Plan | None = None
+        """The one that was followed last."""
+        self.moved = frozenset[int]()
+        """Values of the last forward that the context outside has moved to host memory."""
+        self.device: Device | None = None
+        """The first that has saved any, where none was asked for."""
+        self.costs = OpCosts()
+        self._kinds = op_kinds()
+        self._timed: list[tuple[OpTrace | None, Recording]] = []
+
+    def know(self, kinds: OpKinds) -> None:
+        """Forget what was learned with another word on which ops are pure: it is of other values."""
+        if kinds is not self._kinds:
+            self._kinds, self.traces = kinds, Traces()
+
+    def are_measured(self) -> bool:
+        """Tell whether it is known what each op takes in all that may come again. Which one a forward is shows too late."""
+        return all(trace.ops.is_measured for trace in self.traces if trace.ops is not None and trace.is_worth_a_plan)
+
+    def note_timed(self, trace: OpTrace | None, recording: Recording) -> None:
+        """The ops of a forward were timed: what they took is read later, when they are done."""
+        self._timed.append((trace, recording))
+
+    def read_times(self) -> None:
+        """Take up what the ops of the last iteration took."""
+        for trace, recording in self._timed:
+            self.costs.learn(recording.read_times())
+            if trace is None or trace.is_measured:
+                continue
+            lineage, seconds = trace.step.lineage, recording.lineage.seconds
+            if len(seconds) == len(lineage.seconds):
+                trace.learn(replace(trace.step, lineage=lineage.with_seconds(seconds)))
+                trace.is_measured = trace.num_seen > 1  # in its first forward a kernel is loaded, or chosen among several
+        self._timed.clear()
+
+
+_retired = set[OffloadWindow]()
+"""Windows without a tag that still hold host memory: a graph needs it, or a copy."""
+
+
+def _settle_retired() -> None:
+    """Give back what has become free since."""
+    for window in tuple(_retired):
+        window.settle()
+        if window.arena.held_bytes == 0:
+            _retired.discard(window)
+
+
+_State = TypeVar("_State", bound=TagState)
+
+
+class States(dict[str, _State]):
+    """The states of one kind of context, by their tags."""
+
+    def __init__(self, make: Callable[[str], _State]) -> None:
+        super().__init__()
+        self._make = make
+        self._lock = threading.RLock()
+
+    def open(self, tag: str) -> _State:
+        """Return what is remembered under a tag, which may be new."""
+        _settle_retired()
+        with self._lock:
+            return self.setdefault(tag, self._make(tag))
+
+    def forget(self, tag: str) -> None:
+        """Forget what is kept under a tag. Unknown tags are fine; graphs that are alive keep working."""
+        with self._lock:
+            state = self.pop(tag, None)
+        for window in () if state is None else state.windows():
+            _retired.add(window)
+            window.retire()
+        _settle_retired()
+
+
+offload_states = States(OffloadState)
+remat_states = States(RematState)

@@ -1,0 +1,160 @@
+"""How ops are recorded that do more than make new values: that write to tensors, or of which it is not known what they do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memkit import torch_private
+from memkit.recording.recorded import Call, CallNotes, OpKind, Source, covers, crosses, tensors_in, written_by
+
+if TYPE_CHECKING:
+    from memkit.recording.recorder import Recorder
+
+_get_storage = Tensor.untyped_storage
+_address_of, _version_of = torch_private.storage_address, torch_private.version_of
+
+
+def run_unknown(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run an op of which only its schema says what it does.
+
+    A higher-order op has no schema: that it writes to a tensor shows by the tensor's counter, too late to copy what was
+    there. And where an op returns a tensor that is neither new nor an argument, as a state of its own, other bytes may be
+    there than before.
+    """
+    kind, recording = recorder.kind_of(func), recorder.recording
+    targets = written_by(kind, args, kwargs)
+    are_inside = [recording.before_write_to(target) for target in targets]
+    given = {_address_of(_get_storage(tensor)): tensor for tensor in tensors_in(torch_private.tree_leaves((args, kwargs)))}
+    versions = {} if isinstance(func, torch_private.OpOverload) else _versions(given)
+    results = func(*args, **kwargs) if kwargs else func(*args)
+    recording.add_written(targets, are_inside, kind.why_kept)
+    changed = [given[key] for key, version in versions.items() if _version_of(given[key]) != version]
+    changed += [tensor for tensor in tensors_in(results) if _address_of(_get_storage(tensor)) not in given]
+    for tensor in changed:
+        value = recording.find(_get_storage(tensor))
+        if value is not None:
+            root = recording.roots.get(value)
+            recording.lose(value)
+            recording.add_written([tensor], [root is None or root.is_inside], kind.why_kept)
+    recording.add_roots(results, kind.why_kept)
+    return results
+
+
+def record_in_place(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run and record an op that writes to its first argument, reads that and others, and does nothing else."""
+    recording, target = recorder.recording, args[0]
+    if types or kwargs or not isinstance(target, Tensor):
+        return recorder.record(func, types, args, kwargs)
+    sources: list[Source] = []
+    try:
+        storage = _get_storage(target)
+        value = recording.find(storage)
+        if value is None:
+            return func(*args)  # nothing here was made from it: a counter, a buffer
+        kept = [recorder.take(key, argument, sources) for key, argument in enumerate(args)]
+    except RuntimeError:  # an argument is no range of bytes
+        return recorder.run_opaque(func, types, args, kwargs)
+    num_bytes, is_root, is_inside = storage.nbytes(), value in recording.roots, recording.before_write_to(target)
+    results = func(*args)
+    if is_root or storage.nbytes() != num_bytes:
+        recording.add_root(target, storage, is_inside=is_inside, is_written=True)
+        return results
+    op, made = len(recording.calls), recording.num_values
+    if op >= len(recording.known_s):
+        recording.seconds[op] = recorder.estimate_s(func, args, results)
+    notes = CallNotes(recorder.kind_of(func), (), (value,))
+    recording.add_call(Call(func, kept, None, sources, made, (num_bytes,), notes), (storage,))
+    if made in recording.retained:
+        recording.hold_made(made, target, is_written=True)
+    return results
+
+
+def run_writer(
+    recorder: Recorder,
+    func: Any,
+    kind: OpKind,
+    kept: list[Any],
+    kept_kwargs: dict[str, Any] | None,
+    sources: list[Source],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    targets: list[Tensor],
+    generator: torch.Generator | None,
+    state: Tensor | None,
+) -> Any:
+    """Run an op that writes to its arguments."""
+    recording = recorder.recording
+    written = {recording.value_of(target): target for target in targets}
+    are_inside = [recording.before_write_to(target) for target in targets]
+    sizes_bytes = [_get_storage(target).nbytes() for target in targets]
+    results = recorder.run(func, args, kwargs)
+    num_reads = sum(source[1] in written for source in sources) - len(targets)
+    is_whole = kind.overwrites and num_reads == 0 and all(map(covers, targets))
+    can_follow = all(
+        value not in recording.roots or (is_inside and is_whole) for value, is_inside in zip(written, are_inside, strict=True)
+    ) and sizes_bytes == [_get_storage(target).nbytes() for target in targets]
+    if can_follow and not (kind.may_cross and crosses(args[0], args[1])):
+        recorder.note(
+            func,
+            kept,
+            kept_kwargs,
+            sources,
+            args,
+            results,
+            kind=kind,
+            written=written,
+            is_whole=is_whole,
+            generator=generator,
+            state=state,
+        )
+    else:
+        recording.add_written(targets, are_inside)
+        recording.add_roots(results)
+    return results
+
+
+def run_on_strangers(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]
+) -> Any:
+    """Run an op that writes to what nothing here was made from: counters, buffers."""
+    results = recorder.run(func, args, kwargs)
+    if results is not args[0]:
+        written = {_address_of(_get_storage(target)) for target in targets}
+        for tensor in tensors_in(results):
+            if _address_of(_get_storage(tensor)) not in written:
+                recorder.recording.add_roots(tensor)
+    return results
+
+
+def record_batch_norm(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run and record a batch norm that updates its statistics. When it is run again, that is without them."""
+    kind, recording = recorder.kind_of(func), recorder.recording
+    if types or not args[kind.training_at]:
+        return recorder.record(func, types, args, kwargs)
+    sources: list[Source] = []
+    kept: list[Any] = []
+    known: list[Tensor] = []
+    try:
+        for position, argument in enumerate(args):
+            if position not in kind.statistics:
+                kept.append(recorder.take(position, argument, sources) if isinstance(argument, Tensor) else argument)
+            elif argument is not None and recording.is_known(argument):
+                known.append(argument)
+    except RuntimeError:  # an argument is no range of bytes
+        return recorder.run_opaque(func, types, args, kwargs)
+    if kind.replayed_by is None:
+        for position in kind.statistics:
+            kept.insert(position, None)
+    are_inside = [recording.before_write_to(tensor) for tensor in known]
+    results = recorder.run(func, args, None)
+    recording.add_written(known, are_inside)
+    recorder.note(kind.replayed_by or func, kept, None, sources, args, results, kind=kind)
+    return results
+
+
+def _versions(tensors: dict[int, Tensor]) -> dict[int, int]:
+    """Return how often tensors were written to, as far as that is counted."""
+    return {key: _version_of(tensor) for key, tensor in tensors.items() if not tensor.is_inference()}

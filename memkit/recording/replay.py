@@ -1,0 +1,177 @@
+"""Runs recorded ops again, exactly.
+
+It does so in the backward, on its stream and device, without grad mode, modes, hooks, autocast or transforms (as the `vmap` of
+batched gradients is): what was recorded lies below all of these. Random ops draw from the state that their generator had in the
+forward, and leave no trace in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from memkit import torch_private
+from memkit.errors import ReplayMismatchError
+from memkit.labels import label
+from memkit.plan import NO_OP
+from memkit.recording.recorded import Call, tensor_of, tensors_in
+from memkit.recording.recording import Recording
+from memkit.recording.settings import current_settings, with_settings
+from memkit.storages import byte_view
+
+StorageOf = Callable[[int], torch.UntypedStorage]
+"""Returns a storage that has the bytes of a value that is available."""
+
+
+@functools.cache
+def _vmap_mode() -> Any:
+    """Return the layer that is on while gradients are batched: it refuses every random op, whatever that is given."""
+    return torch_private.DispatchKeySet(torch_private.key_named("VmapMode"))
+
+
+class Replay:
+    """Runs the ops of a recording again; what they make is here until the caller takes it.
+
+    Args:
+        recording: of the forward.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.made: dict[int, torch.UntypedStorage] = {}
+        """The values that were made, and not yet taken or forgotten."""
+        self._has_other_settings = False
+
+    def compare_settings(self) -> None:
+        """See whether what is set for the process must be changed for a replay: asked once for each backward."""
+        self._has_other_settings = current_settings() != self.recording.settings
+
+    def below_all(self, work: Callable[[int], None], value: int) -> None:
+        """Call `work(value)` where ops run as they were recorded: below autograd, autocast, transforms, modes and hooks."""
+        settings = with_settings(self.recording.settings) if self._has_other_settings else nullcontext()
+        with (
+            torch_private.without_functions(),
+            torch_private.without_dispatch_modes(),
+            torch.no_grad(),
+            torch_private.without_autocast(),
+            torch_private.without_functorch(),
+            torch_private.excluding_keys(_vmap_mode()),
+            torch_private.without_autograd(),
+            settings,
+            label("replay"),
+        ):
+            work(value)
+
+    def run(self, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
+        """Run an op; it may write over the made values `in_place`.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room.
+            ReplayMismatchError: it has made something else than in the forward.
+        """
+        call = self.recording.calls[op]
+        self._repeat(call, op, in_place, storage_of)
+        if self.recording.originals is not None:
+            self._verify(op)
+
+    def _repeat(self, call: Call, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
+        """Run a call; what it makes is in `made` then."""
+        notes = call.notes
+        over = self._to_be_written(call, in_place, storage_of) if notes is not None and notes.written else {}
+        args = [_copied(argument) for argument in call.args]
+        kwargs = {name: _copied(argument) for name, argument in (call.kwargs or {}).items()}
+        for source in call.sources:
+            key, value = source[0], source[1]
+            storage = over.get(value)
+            tensor = tensor_of(source, storage_of(value) if storage is None else storage)
+            group: Any = args if isinstance(key, int) else kwargs
+            if isinstance(key, tuple):
+                name, key = key
+                group = (args if isinstance(name, int) else kwargs)[name]
+            group[key] = tensor
+        draws = notes is not None and notes.generator is not None
+        results = _draw(call, args, kwargs) if draws else call.func(*args, **kwargs)
+        made, outs = self.made, self.recording.lineage.outs[op]
+        if notes is None:
+            self._note_made(call, outs[0], results.untyped_storage())
+            return
+        tensors = tensors_in(results)
+        for value, place in zip(outs, notes.places, strict=False):
+            self._note_made(call, value, tensors[place].untyped_storage())
+        for value, written in zip(outs[len(notes.places) :], notes.written, strict=True):
+            if written in in_place:
+                made.pop(written, None)
+            made[value] = over[written]
+
+    def _note_made(self, call: Call, value: int, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() != call.outs_bytes[value - call.first]:
+            raise ReplayMismatchError(
+                f"{self.name_of(value)} has made {call.outs_bytes[value - call.first]} bytes in the forward, and "
+                f"{storage.nbytes()} when it was run again. Has a setting of torch changed meanwhile?"
+            )
+        self.made[value] = storage
+
+    def _to_be_written(self, call: Call, in_place: Collection[int], storage_of: StorageOf) -> dict[int, torch.UntypedStorage]:
+        """Return the storages that a call writes to: those that the replay may write over, or copies, or new ones."""
+        notes = call.notes
+        assert notes is not None
+        over: dict[int, torch.UntypedStorage] = {}
+        sizes = call.outs_bytes[len(notes.places) :]
+        for value, num_bytes in zip(notes.written, sizes, strict=True):
+            if notes.is_whole:
+                over[value] = self.recording.device.allocate(num_bytes)
+            elif value in in_place:
+                over[value] = self.made[value]
+            else:
+                over[value] = byte_view(storage_of(value)).clone().untyped_storage()
+        return over
+
+    def _verify(self, op: int) -> None:
+        """Compare what an op has made with what it made in the forward."""
+        originals = self.recording.originals
+        assert originals is not None
+        for value in self.recording.lineage.outs[op]:
+            if value in originals and not torch.equal(byte_view(self.made[value]).cpu(), originals[value]):
+                raise ReplayMismatchError(
+                    f"{self.name_of(value)} has made something else than in the forward when it was run again (value {value} "
+                    "of the step). Is it deterministic, and is all that writes to its inputs a torch op? If not, mark what it "
+                    "makes with memkit.keep."
+                )
+
+    def name_of(self, value: int) -> str:
+        """Return what a person would call a value."""
+        maker = self.recording.lineage.maker[value]
+        if maker == NO_OP:
+            return "a root"
+        module = self.recording.modules.get(maker)
+        op = str(self.recording.calls[maker].func)
+        return f"{op} in {module}" if module else op
+
+
+def _copied(argument: Any) -> Any:
+    """Return an argument that may be filled with tensors."""
+    return list(argument) if type(argument) is list else argument
+
+
+def _draw(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a random op with what its generator gave in the forward, and leave the generator as it is."""
+    notes = call.notes
+    assert notes is not None
+    generator, state = notes.generator, notes.state
+    assert generator is not None
+    assert state is not None
+    now, is_as_before = generator.get_state(), False
+    try:
+        try:
+            generator.set_state(state)
+            return call.func(*args, **kwargs)
+        finally:
+            generator.set_state(now)
+            is_as_before = True
+    finally:
+        if not is_as_before:  # an interrupt came in between
+            generator.set_state(now)
