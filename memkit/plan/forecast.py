@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 from memkit.plan.timeline import Levels
@@ -40,6 +41,9 @@ class Forecast:
             levels.add(0 if stay else place, place + 1, size)
         self.peak_bytes = max(limit_bytes + working_bytes[0], levels.peak_bytes + slack_bytes)
         """What the backward may reach: at its begin, or when it needs the most."""
+        self._highest: list[list[int]] = []
+        """For spans of 1, 2, 4 and more places, by where they begin: the highest level in them, but for what was used before.
+        Made when it is first asked for."""
 
     def level_bytes(self, now: int, until: int, live_bytes: int) -> int:
         """Return the most from now until a later place is passed, if nothing else is fetched on the way.
@@ -49,6 +53,15 @@ class Forecast:
             until: the later place.
             live_bytes: bytes of the records that are on the device now, among them all those in between.
         """
-        used, working = self._used_bytes, self._working_bytes
-        places = range(now + 1, min(until + 1, len(working)))
-        return max((live_bytes + used[now] - used[place - 1] + working[place] for place in places), default=live_bytes)
+        first, num_places = now + 1, min(until + 1, len(self._working_bytes)) - now - 1
+        if num_places <= 0:
+            return live_bytes
+        if not self._highest:
+            used = (0, *self._used_bytes)
+            self._highest = [list(map(operator.sub, self._working_bytes, used))]
+        span = num_places.bit_length() - 1
+        while len(self._highest) <= span:
+            row, width = self._highest[-1], 1 << (len(self._highest) - 1)
+            self._highest.append(list(map(max, row, row[width:])))
+        row = self._highest[span]
+        return live_bytes + self._used_bytes[now] + max(row[first], row[first + num_places - (1 << span)])

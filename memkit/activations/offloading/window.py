@@ -80,13 +80,11 @@ class OffloadWindow:
 
     # Saving: the caller holds the lock, and has mended what was broken off
 
-    def pack(
-        self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, action: Action | None = None
-    ) -> Handle | None:
+    def pack(self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None) -> Handle | None:
         """Return the handle of a tensor that may leave; None if it is to be left alone, as to move it would free nothing.
 
         Args:
-            action: what the user, or the context inside, has said; by default the forward's decider does.
+            asked: what the user, or the context inside, has said; else the forward's decider does.
         """
         ledger, node = self.ledger, torch_private.node_number()
         if ledger.deaths or ledger.orphans:
@@ -99,7 +97,7 @@ class OffloadWindow:
                 return None  # the work to come reads it there, and nothing tells when: it stays until the backward
             return ledger.add_handle(record, tensor, self, node)
         share, counts = forward.share, forward.counts
-        if forward.is_broken or (action := share.action(tensor, storage, action)) is None:
+        if forward.is_broken or (action := share.action(tensor, storage, asked)) is None:
             return None
         handle = ledger.open(tensor, storage, self, node, forward, len(share.follower.keys) - 1)
         record = handle.record
@@ -316,7 +314,9 @@ class OffloadWindow:
     def _take_back(self, forward: Forward, *, until: int | None) -> None:
         """Drop what was fetched for places before `until` (None: any) and not asked for."""
         for record in list(self.ledger.coming):
-            if record.owner is forward and (until is None or forward.place_of(record) < until):
+            if record.owner is forward:
+                if until is not None and forward.place_of(record) >= until:
+                    return  # what was fetched after it is for later places
                 self.ledger.take_back(record)
 
     def _fetch_ahead(self, forward: Forward, tick: int | None = None) -> bool:

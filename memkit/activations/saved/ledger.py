@@ -59,8 +59,8 @@ class Ledger:
         """What has died and was not taken up yet: handles of records, and later copies."""
         self.backlog: deque[Record] = deque()
         """Records that are LEAVING, in the order of their copies. Those whose handles have died wait here for the copy."""
-        self.coming = set[Record]()
-        """Records that are COMING."""
+        self.coming: dict[Record, None] = {}
+        """Records that are COMING, in the order of their copies."""
         self._lanes = lanes
         self.orphans: list[tuple[torch.UntypedStorage, Event, Stream]] = []
         """Storages that only a copy needs, which may be under way, and the stream that they go back to."""
@@ -365,9 +365,9 @@ class Ledger:
         """Every change of residency goes through here: the bytes on the device are counted nowhere else."""
         was_live, is_live = record.residency in ON_DEVICE, residency in ON_DEVICE
         if residency is Residency.COMING:
-            self.coming.add(record)
+            self.coming[record] = None
         elif record.residency is Residency.COMING:
-            self.coming.discard(record)
+            self.coming.pop(record, None)
         record.residency = residency
         if is_live != was_live:
             change_bytes = record.num_bytes if is_live else -record.num_bytes
