@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -83,6 +84,11 @@ class RecordedForward(SavedValues):
     def ledger(self) -> Ledger:
         """The records."""
         return self.window.ledger
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """That of its records."""
+        return self.window.lock
 
     # Forward
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -63,6 +64,10 @@ class Unpacker(Protocol):
 class Maker(Protocol):
     """What can make records again that were dropped."""
 
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held for all that is done with its values."""
+
     def note_request(self, record: Record, node: int) -> None:
         """A node of the graph asks for a record."""
 
@@ -112,7 +117,11 @@ class Handle(KeptHandle):
     def unpack(self) -> Tensor:
         if torch_private.version_of(self.alias) != self.version:
             self.check_version()
-        return self.unpacker.unpack(self)
+        maker = self.record.maker
+        if maker is None:
+            return self.unpacker.unpack(self)
+        with maker.lock:  # ahead of another context's, as a save takes them
+            return self.unpacker.unpack(self)
 
     @property
     def size(self) -> torch.Size:
