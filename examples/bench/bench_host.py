@@ -1,0 +1,184 @@
+"""What memkit costs the host: the time of a step on tiny inputs at real depth, beyond that of a plain step.
+
+    python examples/bench/bench_host.py
+
+Inputs are so small that the device is never what a step waits for: what is measured is the time until the host has issued the
+forward and the backward. Each engine is timed in turn with a plain step; what it takes beyond is told in microseconds for
+each storage that moves out and back, each tensor that autograd saves, each op that is recorded. Prints a line of JSON for each
+engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torchvision
+from shared import about_run
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import Device, ReferenceDevice, cuda_is_available, open_device
+
+TAG = "host"
+Step = Callable[[], Tensor]
+
+
+def resnet50() -> tuple[nn.Module, Step]:
+    """Torchvision's, on two images of 32 x 32."""
+    model, images = torchvision.models.resnet50(), torch.randn(2, 3, 32, 32)
+    return model, lambda: model(images).sum()
+
+
+def llama() -> tuple[nn.Module, Step]:
+    """Sixteen layers, 64 wide, on 2 x 8 tokens."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=16, num_attention_heads=4, vocab_size=128, use_cache=False
+    )
+    model, tokens = transformers.LlamaModel(config), torch.randint(128, (2, 8))
+    return model, lambda: model(input_ids=tokens)[0].sum()
+
+
+def gpt2() -> tuple[nn.Module, Step]:
+    """Twenty-four layers, 64 wide, with dropout, on 2 x 8 tokens."""
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=24, n_head=4, vocab_size=128, n_positions=16, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
+    model, tokens = transformers.GPT2Model(config).train(), torch.randint(128, (2, 8))
+    return model, lambda: model(input_ids=tokens)[0].sum()
+
+
+def whisper() -> tuple[nn.Module, Step]:
+    """The depth of Whisper-small: twelve layers that encode, twelve that decode, 64 wide."""
+    import transformers
+
+    config = transformers.WhisperConfig(
+        d_model=64,
+        encoder_layers=12,
+        decoder_layers=12,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        max_source_positions=16,
+        vocab_size=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=3,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        use_cache=False,
+    )
+    model = transformers.WhisperModel(config).train()
+    features, tokens = torch.randn(2, 80, 32), torch.randint(4, 128, (2, 8))
+    return model, lambda: model(input_features=features, decoder_input_ids=tokens)[0].sum()
+
+
+MODELS = {"resnet50": resnet50, "llama": llama, "gpt2": gpt2, "whisper": whisper}
+
+
+def engines(device: Device) -> dict[str, Callable[[], AbstractContextManager[object]]]:
+    """Return what is measured: every storage counts, and with a window of nothing all that is to leave does."""
+
+    def offload(ratio: float) -> Callable[[], AbstractContextManager[object]]:
+        return lambda: memkit.CPUOffload(ratio, TAG, min_bytes=1, window_bytes=0, device=device)
+
+    def remat(budget: float) -> Callable[[], AbstractContextManager[object]]:
+        return lambda: memkit.Rematerialize(budget, TAG, min_bytes=1, device=device)
+
+    found = {f"offload {ratio}": offload(ratio) for ratio in (0.0, 0.1, 1.0)}
+    return found | {f"remat {budget}": remat(budget) for budget in (1.0, 0.5)}
+
+
+def host_s(model: nn.Module, step: Step, context: Callable[[], AbstractContextManager[object]], device: Device) -> float:
+    """Return the seconds until the host has issued a step."""
+    model.zero_grad(set_to_none=True)
+    device.synchronize()
+    start_s = time.perf_counter()
+    with context():
+        loss = step()
+    loss.backward()
+    taken_s = time.perf_counter() - start_s
+    device.synchronize()
+    return taken_s
+
+
+def _units() -> Mapping[str, int]:
+    """Return how many of what each engine pays for there were in the last step."""
+    stats = memkit.stats(TAG)
+    return {"moved": stats.num_copies_out, "ops": stats.num_ops, "dropped": stats.num_dropped}
+
+
+def measure(name: str, device: Device, num_steps: int) -> list[dict[str, Any]]:
+    """Return a line for each engine on one model."""
+    torch.manual_seed(0)
+    with torch.device(device.torch_device):
+        model, step = MODELS[name]()
+    saves = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal saves
+        saves += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        step().backward()
+    lines = []
+    for engine, context in engines(device).items():
+        times: dict[str, list[float]] = {"plain": [], engine: []}
+        for number in range(num_steps + 5):  # the first few are traced, timed and planned
+            for which, enter in (("plain", nullcontext), (engine, context)):
+                taken_s = host_s(model, step, enter, device)
+                if number >= 5:
+                    times[which].append(taken_s)
+        units = _units()
+        medians = {which: statistics.median(taken) for which, taken in times.items()}
+        beyond_s = medians[engine] - medians["plain"]
+        lines.append(
+            {
+                "bench": "host",
+                "name": name,
+                "engine": engine,
+                "plain_s": medians["plain"],
+                "step_s": medians[engine],
+                "to_plain": medians[engine] / medians["plain"],
+                "num_saves": saves,
+                **{f"num_{what}": number for what, number in units.items()},
+                "us_per_save": 1e6 * beyond_s / saves,
+                "us_per_moved": 1e6 * beyond_s / units["moved"] if units["moved"] else None,
+                "us_per_op": 1e6 * beyond_s / units["ops"] if units["ops"] else None,
+                **about_run(num_steps),
+            }
+        )
+        memkit.reset(TAG)
+        gc.collect()
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--steps", type=int, default=20, help="steps that count, for each median")
+    options = parser.parse_args()
+    device = open_device("cuda") if cuda_is_available() else ReferenceDevice()
+    for name in options.only:
+        for line in measure(name, device, options.steps):
+            print(json.dumps({**line, "device": repr(device)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
