@@ -47,6 +47,7 @@ class Unused:
         self._hooks.remove()
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if an optimizer is about to step parameters of the module, and its forward was never called."""
         module = self._module()
         if module is None or self._has_warned:
             return

@@ -89,6 +89,7 @@ class _ModuleState:
         return [*self._module.buffers(recurse=False), *plain]
 
     def put_back(self) -> None:
+        """Undo what the run has done, but for what is in the bytes of the tensors."""
         for generator, state in self._generators:
             generator.set_state(state)
         for tensor, alias in self._aliases:

@@ -212,6 +212,7 @@ class Recorder(QuietMode):
         return kept, {name: self.take(name, argument, sources) for name, argument in kwargs.items()}, sources
 
     def take(self, key: int | str, argument: Any, sources: list[Source]) -> Any:
+        """Return an argument as it is kept: a tensor goes to the sources, and None is kept in its place."""
         if isinstance(argument, Tensor):
             storage = _get_storage(argument)
             found = self.recording.current.get(_address_of(storage))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from memkit.activations.saved.counts import Counts
@@ -94,6 +94,17 @@ class BudgetDecider:
         if trace is None or trace is not traces.latest:
             self._judge(last, raises=raises)  # ahead of what is noted in the counts: they may be the same
         self._follow(plan)
+
+    @property
+    def known_s(self) -> Sequence[float]:
+        """What each op takes, as far as the forward that is followed has told."""
+        trace = self.follower.trace
+        return () if trace is None or trace.ops is None else trace.ops.step.lineage.seconds
+
+    @property
+    def retained(self) -> frozenset[int]:
+        """Values that autograd does not save, and that the plan needs."""
+        return frozenset() if self.plan is None else self.plan.retained
 
     def note(self, key: SaveKey, funcs: list[object]) -> bool:
         """Take note of a save; tell whether that has changed the plan."""

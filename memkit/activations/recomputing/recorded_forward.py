@@ -179,7 +179,7 @@ class RecordedForward(SavedValues):
             trace.learn(replace(trace.step, uses=tuple(self.uses), use_ends=ends_of(self.use_nodes)))
             trace.has_order = True
 
-    # As the store of its walk
+    # As the store of its walk: see `memkit.plan.eviction.ValueStore`
 
     @property
     def live_bytes(self) -> int:
@@ -282,7 +282,7 @@ class RecordedForward(SavedValues):
         record = None if value in self.recording.overwritten else self.record_of(value)
         if handle is None and record is not None:
             held = next((held for held in record.live_handles() if held.geometry is None and held.is_unchanged()), None)
-            handle = None if held is None else KeptHandle(held.alias)  # the handle itself holds the record, and that the run
+            handle = None if held is None else KeptHandle(held.alias)  # the handle itself holds the forward
         if handle is None:
             return False
         self.recording.pinned[value] = handle

@@ -105,12 +105,11 @@ class RecordingStage(Stage):
             options, state.traces, self.counts, state.counts, state.warn_once, raises=raises
         )
         self._note_plan()
-        trace, plan = decider.follower.trace, decider.plan
-        device = self._device or CpuDevice()
+        trace, device = decider.follower.trace, self._device or CpuDevice()
         recording = Recording(
             device,
-            known_s=() if trace is None or trace.ops is None else trace.ops.step.lineage.seconds,
-            retained=frozenset() if plan is None else plan.retained,
+            known_s=decider.known_s,
+            retained=decider.retained,
             is_timed=state.num_iterations == 1 if trace is None else not state.are_measured(),
             is_verified=options.verify,
         )
@@ -233,7 +232,9 @@ class RecordingStage(Stage):
         window = forward.window
         if window.is_broken:
             window.mend()
-        window.ledger.sweep()
+        ledger = window.ledger
+        if ledger.deaths or ledger.orphans:
+            ledger.sweep()
         is_new = not forward.is_saved(value)
         node = torch_private.node_number()
         self._note_save(forward, value, num_bytes, node)
@@ -257,7 +258,7 @@ class RecordingStage(Stage):
             if action is Action.OFFLOAD or (self._has_outer and not (drops and forward.secure(value))):
                 forward.offered_bytes += num_bytes
                 return self._offer(forward, value, tensor, action if action is Action.OFFLOAD else forward.marks.get(value))
-            handle = window.ledger.open(tensor, storage, window, node)
+            handle = ledger.open(tensor, storage, window, node)
             record = handle.record
             record.maker, record.value = forward, value
             forward.note_record(value, record)
@@ -266,7 +267,7 @@ class RecordingStage(Stage):
                 if drops:
                     forward.walk.drop(value)
         else:
-            handle = window.ledger.add_handle(record, tensor, window, node)
+            handle = ledger.add_handle(record, tensor, window, node)
         if forward.live_bytes > forward.walk.limit_bytes:
             forward.make_room()
         forward.walk.note_peak()
@@ -278,11 +279,9 @@ class RecordingStage(Stage):
         had_plan = decider.plan is not None
         key = SaveKey(num_bytes, value=value, num_ops=len(recording.funcs), mark=forward.marks.get(value))
         if decider.note(key, recording.funcs):
-            trace, plan = decider.follower.trace, decider.plan
-            recording.known_s = () if trace is None or trace.ops is None else trace.ops.step.lineage.seconds
-            recording.retained = frozenset() if plan is None else plan.retained
+            recording.known_s, recording.retained = decider.known_s, decider.retained
             forward.walk.limit_bytes = decider.limit_bytes
-            if had_plan and plan is None:
+            if had_plan and decider.plan is None:
                 self._state.num_deviations += 1
                 _LOGGER.debug('Rematerialize (tag "%s"): save %d is not that of the plan', self._state.tag, len(forward.saves))
             self._note_plan()

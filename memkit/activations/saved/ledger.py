@@ -2,7 +2,7 @@
 
 The ledger moves records from one `Residency` to the next and keeps each move safe; it decides nothing. What dies is noted when
 it does, on whatever thread, and taken up in `Ledger.sweep`: no copy is ever issued by a finalizer. At whatever line an
-interrupt comes, `Ledger.mend` can put right what it has left: see [Note: interrupts] in `memkit.interrupts`.
+interrupt comes, `saved.mending` can put right what it has left: see [Note: interrupts] in `memkit.interrupts`.
 """
 
 from __future__ import annotations
