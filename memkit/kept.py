@@ -49,18 +49,7 @@ class KeptHandle:
     def check_version(self) -> None:
         """Raise autograd's own error if the tensor was written to since it was saved."""
         if not self.is_unchanged():
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._description()}] is at version {self.version_now}; expected version "
-                f"{self.version} instead. Hint: the backtrace of the operation that failed to compute its gradient is shown "
-                "by torch.autograd.set_detect_anomaly(True)."
-            )
-
-    def _description(self) -> str:
-        try:
-            return f"{self.alias.type()} {list(self.size)}"
-        except RuntimeError:  # not every layout has these
-            return f"{'nested ' * self.alias.is_nested}{self.alias.dtype}, {self.alias.layout}"
+            raise modified_error(self.alias, lambda: self.size, self.version_now, self.version)
 
     @property
     def size(self) -> torch.Size:
@@ -70,6 +59,35 @@ class KeptHandle:
     def version_now(self) -> int:
         """What `version` would be if it were saved now."""
         return torch_private.version_of(self.alias)
+
+
+def modified_error(alias: Tensor, size: Callable[[], torch.Size], version: int, expected: int) -> RuntimeError:
+    """Return autograd's own error for a saved tensor that was written to.
+
+    Args:
+        alias: shares its version counter.
+        size: tells its size, unless its layout has none.
+    """
+    try:
+        description = f"{alias.type()} {list(size())}"
+    except RuntimeError:  # not every layout has these
+        description = f"{'nested ' * alias.is_nested}{alias.dtype}, {alias.layout}"
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{description}] is at version {version}; expected version {expected} instead. Hint: the backtrace of the operation "
+        "that failed to compute its gradient is shown by torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+class ScheduledHandle(tuple[Any, ...]):
+    """A saved tensor of a forward that follows a schedule: see `memkit.activations.offloading.scheduled`.
+
+    It is made, and taken apart, without a call of a Python function: what keeps the forward, what becomes of the save, an
+    alias that shares the version counter (and has the bytes, unless they leave), and the version. One that stays, and with
+    which nothing is done, is a plain tuple of an alias and the version.
+    """
+
+    __slots__ = ()
 
 
 class ForwardedHandle(KeptHandle):

@@ -135,6 +135,7 @@ pop_saved_tensor_hooks: Callable[[], None]
 post_accumulate_hooks: Callable[[Tensor], dict[int, Any] | None]
 push_dispatch_mode: Callable[[DispatchMode], None]
 push_saved_tensor_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
+raw_stream: Callable[[int], int]
 safe_softmax: _Op
 scale_of: Callable[[torch.amp.GradScaler], Tensor | None]
 schema_of: Callable[[Any], Any]
@@ -220,6 +221,7 @@ NAMES: dict[str, PrivateName] = {
     "base_of": _field("torch.Tensor._base", "what a tensor is a view of", _OFFLOAD, _REMAT),
     "is_zero_tensor": _of("torch.Tensor._is_zerotensor", "to tell zeros without bytes", _OFFLOAD, _REMAT),
     "storage_address": _field("torch.UntypedStorage._cdata", "to tell storages apart", *_ALL),
+    "raw_stream": _of("torch._C._cuda_getCurrentRawStream", "the current CUDA stream, without an object for it"),
     "num_storage_users": _of("torch._C._storage_Use_Count", "whether a slot is in use", _LAYERS),
     "set_conj": _of("torch._C._set_conj", "to read a tensor conjugated", *_CONTEXTS),
     "set_neg": _of("torch._C._set_neg", "to read a tensor negated", *_CONTEXTS),

@@ -132,8 +132,9 @@ class CPUOffload(ForwardContext):
                 "Put CPUOffload around it: then what Rematerialize keeps may be offloaded"
             )
         if is_on:
-            self._entry = self._open_entry(resident, block)
-            self._entry.begin()
+            self._entry = entry = self._open_entry(resident, block)
+            is_steady = entry.recording is None and isinstance(entry.moving, MovingStage)
+            entry.begin(entry.moving.follow_schedule(entry.pack) if is_steady else None)
 
     def _open_entry(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]], block: Block) -> Entry:
         state = offload_states.open(self.tag)
@@ -245,6 +246,7 @@ def _figures(tag: str) -> dict[str, Any] | None:
         state.sweep()
         counts, windows = state.counts, state.windows()
         counters = [counter for counter in (window.device.memory_counter() for window in windows) if counter is not None]
+        scheduled = [window.scheduled for window in windows if window.scheduled is not None]
         allocated_bytes = sum(counter.peak_bytes() for counter in counters) if counters else None
         reserved = [peak for peak in (counter.peak_reserved_bytes() for counter in counters) if peak is not None]
         return {
@@ -259,8 +261,8 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "host_peak_bytes": sum(window.arena.peak_in_use_bytes for window in windows),
             "host_held_bytes": sum(window.arena.held_bytes for window in windows),
             "num_pins": sum(window.arena.num_pins for window in windows),
-            "live_records": sum(window.ledger.num_records for window in windows),
-            "live_bytes": sum(window.ledger.live_bytes for window in windows),
+            "live_records": sum(window.ledger.num_records for window in windows) + sum(each.num_values for each in scheduled),
+            "live_bytes": sum(window.ledger.live_bytes for window in windows) + sum(each.live_bytes for each in scheduled),
             "peak_live_bytes": sum(window.ledger.peak_live_bytes for window in windows),
             "peak_allocated_bytes": allocated_bytes,
             "peak_reserved_bytes": sum(reserved) if reserved else None,

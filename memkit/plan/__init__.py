@@ -1,6 +1,7 @@
 """Decide: pure functions from sizes and times to plans. No tensor is touched here."""
 
 from memkit.plan.actions import Action, Plan, PlannedSave, limit_of, tell_kept
+from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes, timed_saves
 from memkit.plan.drop_order import drop_order
 from memkit.plan.eviction import DTRScore, ValueStore, Walk
@@ -27,6 +28,7 @@ from memkit.plan.timeline import Lane, Levels, Timeline
 __all__ = [
     "NO_OP",
     "Action",
+    "CopySchedule",
     "DTRScore",
     "Forecast",
     "GrowingLineage",
@@ -63,6 +65,7 @@ __all__ = [
     "plan_streamed_ratio",
     "predict_step",
     "roofline_s",
+    "schedule_copies",
     "simulate",
     "simulate_lanes",
     "slot_size_of",

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.offloading.ratio import RatioDecider
+from memkit.activations.offloading.scheduled import ScheduledForward
+from memkit.activations.offloading.steady import follow_schedule
 from memkit.activations.offloading.window import OffloadWindow
+from memkit.activations.saved.capture import NO_VALUE, Capture
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Stage
 from memkit.activations.saved.forward import Forward
@@ -72,11 +76,55 @@ class MovingStage(Stage):
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
         """Bytes of what could be moved but for its size, by storage, as long as nothing larger is known."""
         self._may_be_compiled = dynamo_is_loaded()
+        self._capture: Capture | None = Capture()
+        """Notes all that the hooks are given, as long as that may be of use."""
+        self._scheduled: ScheduledForward | None = None
         self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
         """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
 
+    def follow_schedule(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any] | None:
+        """Return what takes the tensors of a forward that goes as the last one did; None where that is not known.
+
+        Args:
+            take: takes them from the first one on that is another.
+        """
+        state, options, windows = self._state, self._options, self._state.windows()
+        if len(windows) != 1 or options.device not in (None, windows[0].device) or windows[0].traces.has_report():
+            return None
+        window = windows[0]
+        asked = (options.min_bytes, options.host_limit_bytes)
+        with state.lock:
+            try:
+                window.arena.limit_bytes = options.host_limit_bytes
+                saves = follow_schedule(window, asked, self.counts.ratio, options.window_bytes, self.counts, take)
+            except BaseException:  # as `mended` does
+                window.is_broken = True
+                raise
+        if saves is None:
+            return None
+        self._scheduled = saves.forward
+        self._devices[window.device.torch_device] = window.device
+        self._capture = None
+        return saves.pack
+
+    @property
+    def take_own(self) -> Callable[[Tensor], KeptHandle]:
+        return self._take_noting
+
+    def _take_noting(self, tensor: Tensor) -> KeptHandle:
+        capture, counts = self._capture, self.counts
+        if capture is None:
+            return self.take(tensor)
+        before = counts.seen_bytes
+        packed = self.take(tensor)
+        num_values = sum(len(forward.share.follower.keys) for _, forward in self._forwards.values())
+        capture.note(tensor, packed, num_values, counts.seen_bytes - before)
+        return packed
+
     def begin(self) -> None:
         asked = self._options.device
+        if self._scheduled is not None:
+            return
         if asked is None:
             for window in self._state.windows():
                 self._forward_on(window.device)
@@ -87,10 +135,14 @@ class MovingStage(Stage):
         pass
 
     def end(self, *, has_failed: bool) -> None:
-        saw_device = bool(self._forwards)
+        if self._scheduled is not None:
+            self._end_scheduled(self._scheduled, has_failed=has_failed)
+        saw_device = bool(self._forwards) or self._scheduled is not None
         for window, forward in self._forwards.values():
             end_forward = torch.compiler.disable(window.end_forward) if self._may_be_compiled else window.end_forward
             end_forward(forward, learn=not has_failed)
+            if self._capture is not None and self._is_captured(self._capture, forward) and not has_failed:
+                forward.share.file_seen(tuple(self._capture.saves))
         self._warn_of_whole_model()
         if not has_failed:
             self._warn_of_small()
@@ -101,6 +153,24 @@ class MovingStage(Stage):
                 "it saw only tensors on the CPU, where there is nothing to move: it does nothing. Move the model to a GPU, or "
                 "pass device=memkit.device.ReferenceDevice() to try it out.",
             )
+
+    def _is_captured(self, capture: Capture, forward: Forward) -> bool:
+        """Tell whether all that a forward has saved was noted, and nothing else."""
+        values = {save.value for save in capture.saves}
+        is_all = values - {NO_VALUE} == set(forward.by_number)
+        return is_all and capture.is_whole and len(self._forwards) == 1 and not (forward.marks or forward.is_broken)
+
+    def _end_scheduled(self, scheduled: ScheduledForward, *, has_failed: bool) -> None:
+        scheduled.end_forward()
+        if not (scheduled.is_complete or has_failed or self._forwards):
+            self._forward_on(scheduled.device)  # a shorter one
+        if scheduled.is_complete:
+            totals, counts = scheduled.schedule.totals, self.counts
+            counts.seen_bytes += totals.seen_bytes
+            counts.unique_bytes += totals.unique_bytes
+            counts.kept_bytes += totals.kept_bytes
+            counts.window_bytes = max(counts.window_bytes, totals.window_bytes)
+        self._scheduled = None
 
     def _warn_of_whole_model(self) -> None:
         """A model that is compiled as one graph is one node, which saves its tensors when all of them have been made."""
@@ -125,6 +195,8 @@ class MovingStage(Stage):
     # Saving
 
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
+        if self._scheduled is not None:
+            self._scheduled.stop()
         kind = type(tensor)
         if isinstance(tensor, nn.Parameter) or (paused.blocks and paused.are_any()):
             return KeptHandle(tensor)
@@ -199,13 +271,33 @@ class MovingStage(Stage):
             window = self._state.planned_window(device, options.min_bytes)
             window.arena.limit_bytes = options.host_limit_bytes
             share = RatioDecider(window.traces, self.counts.ratio, options.window_bytes)
+            if found is None and self._scheduled is not None and self._scheduled.task == -1:
+                self._resume(share, self._scheduled)
+            elif found is not None:
+                self._capture = None
             forward = Forward(share, self.counts)
             window.open_forward(forward)
             found = self._forwards[device] = (window, forward)
         return found
 
+    def _resume(self, share: RatioDecider, scheduled: ScheduledForward) -> None:
+        """Go on as it goes behind what has followed a schedule."""
+        scheduled.stop()
+        trace = scheduled.trace
+        leaving = scheduled.leaving
+        share.resume(trace, scheduled.num_values, leaving)
+        counts = self.counts
+        for save in (trace.seen or ())[: scheduled.num_saves]:
+            counts.seen_bytes += save.seen_bytes
+        for value in range(scheduled.num_values):
+            num_bytes = scheduled.schedule.sizes_bytes.get(value, 0)
+            counts.unique_bytes += num_bytes
+            counts.kept_bytes += 0 if value in leaving else num_bytes
+
     def mark(self, tensor: Tensor, action: Action) -> None:
         """Do this with what is in a tensor now. What is to be made again is so from the next forward on, which is recorded."""
+        if self._scheduled is not None:
+            self._scheduled.stop()
         if action is Action.RECOMPUTE:
             self._state.is_recorded = True
             return

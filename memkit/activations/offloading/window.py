@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from memkit.sizes import format_mib
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
 
+if TYPE_CHECKING:
+    from memkit.activations.offloading.scheduled import ScheduledForward
+
 _PASSED_OVER = 8
 """A fetched record that so many others have overtaken is given back: the backward goes another way."""
 
@@ -41,10 +45,12 @@ class OffloadWindow:
         self._name = f'{name} (tag "{tag}")'
         self.tag = tag
         self.lock = lock
-        self._lanes = lanes_of(device)
-        self.ledger = Ledger(device, self._lanes, self.arena)
+        self.lanes = lanes_of(device)
+        self.ledger = Ledger(device, self.lanes, self.arena)
         """The records."""
         self.forwards = LiveForwards()
+        self.scheduled: ScheduledForward | None = None
+        """The forward that follows a schedule, if there is one that a graph may still ask for."""
         self._counter = device.memory_counter()
         self._most_forwards = 1
         self._needed_bytes = 0
@@ -59,7 +65,10 @@ class OffloadWindow:
         """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
         for forward in self.forwards.live():
             forward.break_off()
-        mend(self.ledger)
+        held = self.scheduled
+        if held is not None:
+            held.mend()
+        mend(self.ledger, [held.host_span] if held is not None and held.host_span is not None else [])
         self._is_asking = self.is_broken = False
 
     @mended
@@ -67,16 +76,25 @@ class OffloadWindow:
         """Begin a forward: free what is done with, and pin ahead what its plan will need."""
         self.ledger.sweep()
         self.ledger.release_dead(wait=False)
-        self._lanes.join(self)
+        if self.scheduled is not None:
+            self.scheduled.push_out()
+        self.lanes.join(self)
         self.forwards.add(forward)
         self._most_forwards = max(self._most_forwards, len(self.forwards.live()))
         needed_bytes = forward.share.most_offload_bytes
-        if not needed_bytes and forward.share.ratio > 0:
-            return  # nothing is known yet
+        if needed_bytes or forward.share.ratio == 0:  # else nothing is known yet
+            self.fit_arena(needed_bytes)
+
+    def fit_arena(self, needed_bytes: int) -> None:
+        """Pin ahead what plans need, and give back what none does. The caller holds the lock."""
         if needed_bytes != self._needed_bytes and self.arena.in_use_bytes == 0:
             self._needed_bytes = needed_bytes
             self.arena.trim(needed_bytes * self._most_forwards)
         self.arena.reserve(needed_bytes)
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.ledger.records)
 
     # Saving: the caller holds the lock, and has mended what was broken off
 
@@ -115,7 +133,7 @@ class OffloadWindow:
 
     def _note_record(self, forward: Forward, record: Record, contents: Contents, root: Tensor) -> None:
         """A value of a forward has a record from now on."""
-        record.tick = self._lanes.tick()
+        record.tick = self.lanes.tick()
         forward.by_number[record.index] = reference = weakref.ref(record)
         forward.known[contents] = weakref.ref(root), reference
 
@@ -278,7 +296,10 @@ class OffloadWindow:
 
     def _note_request(self, forward: Forward, record: Record) -> None:
         """Notice which backward asks for a record, and note when it first does."""
-        if not self._follow_backward(forward) or record.index in forward.used:
+        if not self._follow_backward(forward):
+            return
+        forward.requests.append(record.index)
+        if record.index in forward.used:
             return
         ledger, counter = self.ledger, self._counter
         forward.used[record.index] = 0 if counter is None else counter.allocated_bytes() - ledger.moving_bytes
@@ -340,7 +361,7 @@ class OffloadWindow:
 
     def _is_turn_of(self, record: Record) -> bool:
         self._is_asking = True
-        is_turn = self._lanes.is_turn_of(self, record.tick)
+        is_turn = self.lanes.is_turn_of(self, record.tick)
         self._is_asking = False
         return is_turn
 
@@ -388,6 +409,9 @@ class OffloadWindow:
     def settle(self, *, wait: bool = False) -> None:
         """Take up what has died, and free what waited for copies that are done, or for any: then the streams wait."""
         self.ledger.sweep()
+        if self.scheduled is not None and self.scheduled.is_over:
+            self.scheduled.close()
+            self.scheduled = None
         self.ledger.release_dead(wait=wait)
         if wait:
             self.ledger.settle(wait=True)

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from memkit.device.base import Event
+from memkit.device.base import CopyBatch, Event, busy_s_of
 from memkit.transfer.lanes import Transfer
 
 
@@ -16,12 +16,17 @@ class EventPairs(deque[tuple[Event, Event]]):
 
     _total_s = 0.0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[CopyBatch] = []
+        """Copies made ahead that were waited for."""
+
     def total_s(self) -> float:
         """Return the sum over the pairs that are reached. Does not wait for the others."""
         while self and self[0][1].is_reached():
             start, end = self.popleft()
             self._total_s += start.elapsed_s(end)
-        return self._total_s
+        return self._total_s + sum(batch.stall_s() for batch in self.batches)
 
 
 class Transfers(deque[Transfer]):
@@ -30,15 +35,20 @@ class Transfers(deque[Transfer]):
     _done_bytes = _num_done = 0
     _busy_s = 0.0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[CopyBatch] = []
+        """Those made ahead."""
+
     @property
     def num_bytes(self) -> int:
         """What was copied, or is about to be."""
-        return self._done_bytes + sum(transfer.num_bytes for transfer in self)
+        return self._done_bytes + sum(transfer.num_bytes for transfer in (*self, *self.batches))
 
     @property
     def num_copies(self) -> int:
-        """How many copies there were."""
-        return self._num_done + len(self)
+        """How many storages were copied."""
+        return self._num_done + len(self) + sum(batch.num_storages for batch in self.batches)
 
     def rate(self) -> float | None:
         """Return bytes per second over the copies, None unless all of them are done and took any time."""
@@ -47,7 +57,10 @@ class Transfers(deque[Transfer]):
             self._num_done += 1
             self._done_bytes += transfer.num_bytes
             self._busy_s += transfer.started.elapsed_s(transfer.done)
-        return self._done_bytes / self._busy_s if self._busy_s > 0 and not self else None
+        if self or not all(batch.done.is_reached() for batch in self.batches):
+            return None
+        busy_s = self._busy_s + busy_s_of(self.batches)
+        return self.num_bytes / busy_s if busy_s > 0 else None
 
 
 @dataclass(slots=True, eq=False)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from memkit import torch_private
 from memkit.hooks import SavedTensorHooks, stacked_owners
 from memkit.interrupts import Block
-from memkit.kept import KeptHandle
+from memkit.kept import KeptHandle, ScheduledHandle, modified_error
 from memkit.plan import Action
 
 
@@ -25,6 +25,11 @@ class Stage(ABC):
 
     moves: ClassVar[bool]
     """Whether it moves to host memory."""
+
+    @property
+    def take_own(self) -> Callable[[Tensor], KeptHandle]:
+        """What takes the tensors that come to the context itself, and not from a stage before."""
+        return self.take
 
     @abstractmethod
     def begin(self) -> None:
@@ -70,23 +75,26 @@ class Entry:
         self.moving: Stage | None = None
         """The stage that moves to host memory."""
         self._take: Callable[[Tensor], KeptHandle] = KeptHandle
-        self._hooks: SavedTensorHooks | None = SavedTensorHooks(
-            self.pack, _unpack, owner=self, name=f'{name} (tag "{tag}")', compiled=compiled, is_last=is_last, block=block
-        )
+        self._hooks: SavedTensorHooks | None = None
+        self._options = {"name": f'{name} (tag "{tag}")', "compiled": compiled, "is_last": is_last, "block": block}
 
     @property
     def stages(self) -> list[Stage]:
         """The stages, the one that a tensor comes to first ahead."""
         return [stage for stage in (self.recording, self.moving) if stage is not None]
 
-    def begin(self) -> None:
-        """Take the tensors that are saved from now on."""
-        assert self._hooks is not None
+    def begin(self, pack: Callable[[Tensor], Any] | None = None) -> None:
+        """Take the tensors that are saved from now on.
+
+        Args:
+            pack: takes them instead, until it gives one to `Entry.pack`.
+        """
+        self._hooks = SavedTensorHooks(pack or self.pack, unpack, owner=self, **self._options)  # type: ignore[arg-type]
         try:
             self._hooks.__enter__()
             for stage in reversed(self.stages):
                 stage.begin()
-                self._take = stage.take
+                self._take = stage.take_own
         except BaseException:
             self._take_off()
             raise
@@ -113,7 +121,7 @@ class Entry:
         """Leave the ops to a context inside, where this one has recorded them only to heed the user's marks."""
         recording = self.recording
         if recording is not None and self.moving is not None:
-            self._take = self.moving.take
+            self._take = self.moving.take_own
             recording.take_off()
             self.recording = None  # ahead of its end, from which on nothing may be asked of it
             recording.end(has_failed=False)
@@ -135,5 +143,14 @@ def is_within(tag: str) -> bool:
     return any(entry.tag == tag for entry in entries_around())
 
 
-def _unpack(packed: KeptHandle) -> Tensor:
-    return packed.unpack()
+def unpack(packed: Any) -> Tensor:
+    """Return the tensor that autograd holds something else of. This is a saved-tensor hook, of all entries."""
+    kind = type(packed)
+    if kind is tuple:
+        alias, version = packed
+        if torch_private.version_of(alias) != version:
+            raise modified_error(alias, alias.size, torch_private.version_of(alias), version)
+        return alias  # type: ignore[no-any-return]  # a tensor that stays
+    if kind is ScheduledHandle:
+        return packed[0].forward.unpack(packed)  # type: ignore[no-any-return]
+    return packed.unpack()  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from memkit.activations.saved.capture import SeenSave
 from memkit.plan import NO_OP, Action, DTRScore, Plan, RematPlanner, Step, ends_of, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.recording.recording import Recording
@@ -54,6 +55,12 @@ class Trace:
     """In which order the backward asks for them first; None until a whole backward was seen."""
     working_bytes: tuple[int, ...] = ()
     """For each place in that order, what else was allocated on the device at that moment."""
+    requests: tuple[int, ...] | None = None
+    """The value of each request of that backward, perhaps again."""
+    seen: tuple[SeenSave, ...] | None = None
+    """All that the hooks were given, where that is known: later forwards may follow a schedule."""
+    schedule: tuple[object, Any] | None = None
+    """What it was made for, and that."""
     is_report: bool = False
     """Made from a report, which does not know all that a context sees (large buffers, frozen casts): strangers are let pass."""
     is_worth_a_plan: bool = True

@@ -1,0 +1,441 @@
+"""A forward that goes as an earlier one did, and its backwards: each save and each request follows arrays made ahead.
+
+Nothing is looked for here. A save that is not the one that is due, or a request, is told so to who decides as it goes: the
+forward goes on there, and what was taken by then is served from here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memkit import backwards, torch_private
+from memkit.activations.offloading.schedule import Schedule, ScheduledSave
+from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.traces import Trace
+from memkit.device.base import CopyBatch, Device
+from memkit.interrupts import mended
+from memkit.kept import KeptHandle, ScheduledHandle, modified_error
+from memkit.labels import NO_LABEL, label
+from memkit.storages import tensor_over
+from memkit.transfer.arena import Arena
+from memkit.transfer.spans import Span
+
+
+_NO_BACKWARD = -1
+
+
+class ScheduledForward:
+    """One forward that follows a schedule, as `ScheduledSaves` notes it, and its backwards.
+
+    Args:
+        schedule: what to do; it is this forward's until `close`.
+        trace: what it was made from.
+        device: where the tensors are.
+        arena: where they are in between.
+        span: the host memory for all that leaves; None where nothing does.
+        lock: held for all that is done here.
+        counts: what is done is counted there.
+    """
+
+    life: weakref.ref[object]
+    """To what all handles hold."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        trace: Trace,
+        device: Device,
+        arena: Arena,
+        span: Span | None,
+        lock: AbstractContextManager[object],
+        counts: Counts,
+    ) -> None:
+        self.schedule = schedule
+        self.trace = trace
+        self.device = device
+        self.lock = lock
+        self.counts = counts
+        self.is_broken = False
+        self.is_forward = True
+        """Whether it takes saves."""
+        self._was_stopped = False
+        self.num_saves = 0
+        """How many saves have followed the schedule."""
+        self.num_sent = self.num_released = 0
+        """How many of the batches that leave are on the lane, and were let go of."""
+        self.task = _NO_BACKWARD
+        """Autograd's number of the backward that asks; -1 before the first."""
+        num_values = schedule.num_values
+        self.held: list[torch.UntypedStorage | None] = [None] * num_values
+        """For each value what is held of it on the device: what it was saved in, or what was fetched."""
+        self.originals: list[Any] = [None] * num_values
+        """For each value that leaves a weak reference to what it was saved in."""
+        self.counters: list[Any] = [None] * num_values
+        """For each of them a weak reference to what counts the writes to it, and the count."""
+        self.nodes: dict[int, int] = {}
+        """For values that were saved before they are written, the node."""
+        self._arena, self._span = arena, span
+        self._alone: dict[int, CopyBatch] = {}
+        """Values that have left by themselves, with their copies."""
+        self._follows = True
+        """Whether the backward goes as the schedule has it."""
+        self._cursor = self._num_fetched = 0
+        """The request that comes next, and how many of the batches that come back are on the lane."""
+        self._stream, self._home = device.stream_number(), device.current_stream()
+        """What all that is held belongs to."""
+        self._asked = bytearray(num_values)
+        self._awaiting = list(schedule.num_handles)
+        """For each value how many of its handles the backward is yet to ask for."""
+        self._fetched = bytearray(num_values)
+        """Whether what is held was fetched."""
+        self._coming: dict[int, int] = {}
+        """For each value that is being fetched, and that the stream has not waited for, its batch."""
+        self._lent: dict[int, list[KeptHandle]] = {}
+        """For values that are asked for again, what was handed out over what was fetched."""
+        self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
+        """What is held for a copy alone, which may be under way."""
+        self._last_back: CopyBatch | None = None
+
+    # The forward
+
+    def keep_up(self, num_sent: int, num_released: int) -> None:
+        """Put copies on the lane, and let go of what was copied, up to these batches."""
+        schedule = self.schedule
+        with label("evict") if torch_private.profiler_is_on() else NO_LABEL:
+            while self.num_sent < num_sent:
+                values, batch = schedule.copies.out[self.num_sent], schedule.out[self.num_sent]
+                if self.nodes and not self._are_written(values):
+                    break
+                batch.start([self.held[value] for value in values])  # type: ignore[misc]  # all are held
+                self.num_sent += 1
+                self.counts.moved_out.batches.append(batch)
+        while self.num_released < min(num_released, self.num_sent):
+            self._release_next()
+
+    def _are_written(self, values: tuple[int, ...]) -> bool:
+        node, nodes = torch_private.node_number(), self.nodes
+        for value in values:
+            if nodes.get(value) == node:
+                return False
+        return True
+
+    def _release_next(self) -> None:
+        schedule, number = self.schedule, self.num_released
+        batch = schedule.out[number]
+        with label("wait") if torch_private.profiler_is_on() else NO_LABEL:
+            batch.wait()
+        self.counts.stall_out.batches.append(batch)
+        for value in schedule.copies.out[number]:
+            self.held[value] = None
+        self.num_released = number + 1
+
+    def stop(self) -> None:
+        """Follow the schedule no further: what comes is another's. What was copied is let go."""
+        with self.lock:
+            if self.is_forward:
+                self.is_forward = self._follows = False
+                self._was_stopped = True
+                for value, storage in enumerate(self.held):
+                    if storage is not None and self.nodes.get(value) != torch_private.node_number():
+                        self._send_alone(value, storage)
+                self._let_go_of_sent()
+
+    def _send_alone(self, value: int, storage: torch.UntypedStorage) -> None:
+        """Let a value leave that was to do so together with others, which do not come, and let go of it."""
+        number = self.schedule.batch_of[value]
+        if number >= self.num_sent and value not in self._alone:
+            batch = self.schedule.copy_alone(value, is_out=True)
+            batch.start([storage])
+            self.counts.moved_out.batches.append(batch)
+            self._alone[value] = batch
+            batch.wait()
+            self.held[value] = None
+
+    def _let_go_of_sent(self) -> None:
+        while self.num_released < self.num_sent:
+            self._release_next()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all saves of the schedule have come, and no others."""
+        return self.num_saves == len(self.schedule.saves) and not self._was_stopped
+
+    @property
+    def leaving(self) -> set[int]:
+        """The values that have left, or are about to."""
+        return {value for batch in self.schedule.copies.out[: self.num_sent] for value in batch} | set(self._alone)
+
+    @property
+    def num_values(self) -> int:
+        """How many values the saves by now are of."""
+        return self.schedule.saves[self.num_saves - 1].num_values if self.num_saves else 0
+
+    def end_forward(self) -> None:
+        """No more saves belong to the forward."""
+        with self.lock:
+            if self.num_saves < len(self.schedule.saves):
+                self.stop()
+            elif self.is_forward:
+                copies = self.schedule.copies
+                self.is_forward = False
+                self.nodes = {}
+                self.keep_up(copies.num_sent[-1], copies.num_released[-1])
+
+    # The backwards
+
+    def unpack(self, handle: tuple[Any, ScheduledSave, Tensor, int]) -> Tensor:
+        """Return a saved tensor, for work on the current stream, and fetch what is due."""
+        with self.lock:
+            if self.is_broken:
+                self.mend()
+            try:
+                return self._unpack(*handle)
+            except BaseException:
+                self.is_broken = True
+                raise
+
+    def _unpack(self, _: object, save: ScheduledSave, alias: Tensor, version: int) -> Tensor:
+        now = torch_private.version_of(alias)
+        if now != version:
+            shape = save.shape
+            raise modified_error(alias, lambda: shape or torch.Size(), now, version)
+        task, value = torch_private.backward_task(), save.value
+        if task != _NO_BACKWARD:
+            if task != self.task:
+                self._turn(task)
+            if not self._asked[value]:
+                self._note_request(value)
+        if not save.is_moved:
+            return alias
+        if self._leaving and self._leaving[0][1].done.is_reached():
+            self._let_go_of_served(wait=False)
+        storage = self._storage_of(value)
+        if storage is not self.originals[value]():
+            self.device.note_read(storage)
+            tensor = self._over(storage, save)
+            if self._awaiting[value] > 1 or value in self._lent:
+                lent = KeptHandle(tensor)
+                lent.alias.data = save.nothing  # type: ignore[assignment]  # of one that leaves
+                self._lent.setdefault(value, []).append(lent)
+        else:  # writes to it count as writes to what was saved
+            tensor = alias.detach()
+            tensor.data = self._over(storage, save)
+        if task != _NO_BACKWARD:
+            self._awaiting[value] -= 1
+            if self._awaiting[value] <= 0:
+                self._serve_last(value, storage)
+        return tensor
+
+    def _over(self, storage: torch.UntypedStorage, save: ScheduledSave) -> Tensor:
+        if torch_private.num_dispatch_modes():
+            assert save.geometry is not None
+            return save.geometry.over(storage)
+        made = torch.empty(0, dtype=save.dtype, device=storage.device)
+        return made.set_(storage, save.offset, save.shape, save.stride)  # type: ignore[arg-type]  # known of one that leaves
+
+    def _turn(self, task: int) -> None:
+        """Another backward asks than before, or the first one."""
+        if self.task == _NO_BACKWARD:
+            self.end_forward()
+        else:
+            self._follows = False
+            self._awaiting = list(self.schedule.num_handles)
+            self._asked = bytearray(len(self._asked))
+        self.task = task
+        me = weakref.ref(self)
+        backwards.on_end(lambda has_failed: _end_backward(me, task))
+
+    def _note_request(self, value: int) -> None:
+        """Fetch what is due when a value is asked for first."""
+        self._asked[value] = 1
+        if not self._follows:
+            return
+        copies, cursor = self.schedule.copies, self._cursor
+        if cursor == len(copies.requests) or copies.requests[cursor] != value:
+            self._follows = False
+            self.schedule.num_deviations += 1
+            return
+        self._cursor = cursor + 1
+        while self._num_fetched < copies.num_fetched[cursor]:
+            if not self._fetch_next():
+                return
+
+    def _fetch_next(self) -> bool:
+        """Put the next batch that comes back on its lane; tell whether there was room."""
+        schedule, number = self.schedule, self._num_fetched
+        values = schedule.copies.back[number]
+        device, held, storages = self.device, self.held, []
+        for value in values:
+            if held[value] is not None or self._awaiting[value] <= 0:
+                self._follows = False
+                return False
+            try:
+                storages.append(device.allocate(schedule.sizes_bytes[value]))
+            except torch.OutOfMemoryError:
+                self._follows = False  # it may be needed less soon than what took the room
+                return False
+        batch = schedule.back[number]
+        for value, storage in zip(values, storages, strict=True):
+            held[value] = storage
+        with label("fetch") if torch_private.profiler_is_on() else NO_LABEL:
+            batch.start(storages, schedule.out[schedule.behind[number]])
+        for value in values:
+            self._coming[value] = number
+            self._fetched[value] = 1
+        self._last_back = batch
+        self._num_fetched = number + 1
+        self.counts.moved_in.batches.append(batch)
+        return True
+
+    def _storage_of(self, value: int) -> torch.UntypedStorage:
+        """Return the storage with the bytes of a value, for work on the current stream."""
+        storage = self.held[value]
+        if storage is not None and self._fetched[value]:
+            if self.device.stream_number() != self._stream:
+                return self._fetch_one(value)
+            if value in self._coming:
+                self._await(self._coming[value])
+            if value in self._lent and not all(lent.is_unchanged() for lent in self._lent[value]):
+                del self._lent[value]
+                storage = None
+        if storage is None:
+            original = self.originals[value]()
+            if original is not None:
+                return original  # type: ignore[no-any-return]
+            storage = self._fetch_one(value)
+        return storage
+
+    def _await(self, number: int) -> None:
+        """Have the current stream wait for a batch that comes back: once, for all of it."""
+        with label("wait") if torch_private.profiler_is_on() else NO_LABEL:
+            self.schedule.back[number].wait()
+        self.counts.stall_in.batches.append(self.schedule.back[number])
+        for value in self.schedule.copies.back[number]:
+            self._coming.pop(value, None)
+
+    def _fetch_one(self, value: int) -> torch.UntypedStorage:
+        """Bring back a value that is needed now."""
+        schedule, batch = self.schedule, self.schedule.copy_alone(value, is_out=False)
+        storage = self.device.allocate(schedule.sizes_bytes[value])
+        if self.device.stream_number() == self._stream:
+            self.held[value], self._fetched[value] = storage, 1
+        else:  # it is for this request alone
+            self._leaving.append((storage, batch))
+        with label("fetch") if torch_private.profiler_is_on() else NO_LABEL:
+            batch.start([storage], self._alone.get(value) or schedule.out[schedule.batch_of[value]])
+            batch.wait()
+        self._last_back = batch
+        self.counts.moved_in.batches.append(batch)
+        self.counts.stall_in.batches.append(batch)
+        return storage
+
+    def _serve_last(self, value: int, storage: torch.UntypedStorage) -> None:
+        """The last tensor of a value was given back: it is held no more, unless it is nowhere else."""
+        if self._fetched[value]:
+            self.held[value] = None
+            self._fetched[value] = 0
+            self._lent.pop(value, None)
+            return
+        number = self.schedule.batch_of[value]
+        if self.held[value] is None or number >= self.num_sent:
+            return  # it was not copied
+        self.held[value] = None
+        if number >= self.num_released:
+            self._leaving.append((storage, self.schedule.out[number]))
+            self.counts.served_bytes += storage.nbytes()
+
+    def _let_go_of_served(self, *, wait: bool) -> None:
+        """Let go of what was served while it left, once its copy is done; or have the stream wait for that."""
+        device = self.device
+        while self._leaving and (wait or self._leaving[0][1].done.is_reached()):
+            device.wait_event(self._home, self._leaving[0][1].done)
+            self._leaving.popleft()
+
+    @mended
+    def end_backward(self, task: int) -> None:
+        """A backward is over: give up what was fetched and not asked for."""
+        if self.task == task:
+            self._let_go_of_served(wait=True)
+            self._give_up_fetched()
+            if self.is_over:
+                self.close()
+
+    def _give_up_fetched(self) -> None:
+        for number in dict.fromkeys(self._coming.values()):
+            self.device.wait_event(self._home, self.schedule.back[number].done)
+        self._coming.clear()
+        for value, is_fetched in enumerate(self._fetched):
+            if is_fetched:
+                self.held[value] = None
+        self._fetched = bytearray(len(self._fetched))
+        self._lent.clear()
+
+    # The end
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no graph can ask for anything any more."""
+        return self.life() is None
+
+    @mended
+    def close(self) -> None:
+        """Give back the host memory. No graph may ask for anything any more."""
+        if self._span is None:
+            return
+        self._let_go_of_sent()
+        self._let_go_of_served(wait=True)
+        self._give_up_fetched()
+        self.held = [None] * len(self.held)
+        last = self._last_back.done if self._last_back is not None else None
+        if last is None and self.num_sent:
+            last = self.schedule.out[self.num_sent - 1].done
+        if self._arena.has(self._span):  # else an interrupt came when it had just been given back
+            self._arena.give(self._span, last)
+        self._span = None
+
+    @mended
+    def push_out(self) -> None:
+        """Another forward begins: let go of all that was copied."""
+        self._let_go_of_sent()
+
+    def mend(self) -> None:
+        """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
+        self.device.synchronize()
+        self.is_forward = self._follows = False
+        for value in self.leaving:
+            self.held[value] = None
+        self.num_released = self.num_sent
+        for value, is_fetched in enumerate(self._fetched):
+            if is_fetched:
+                self.held[value] = None
+        self._fetched = bytearray(len(self._fetched))
+        self._coming.clear()
+        self._lent.clear()
+        self._leaving.clear()
+        self.is_broken = False
+
+    # What it holds
+
+    @property
+    def host_span(self) -> Span | None:
+        """The host memory that it holds; None once that was given back."""
+        return self._span
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the values that it holds on the device."""
+        sizes_bytes = self.schedule.sizes_bytes
+        return sum(sizes_bytes[value] for value, storage in enumerate(self.held) if storage is not None)
+
+
+def _end_backward(forward: weakref.ref[ScheduledForward], task: int) -> None:
+    found = forward()
+    if found is not None:
+        found.end_backward(task)

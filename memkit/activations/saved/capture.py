@@ -1,0 +1,66 @@
+"""What a whole forward has given the hooks, save by save: what later forwards are held against that follow a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.activations.saved.records import Handle
+from memkit.kept import KeptHandle
+from memkit.storages import Geometry
+
+NO_VALUE = -1
+"""The number of what stays because of what it is: too small, a parameter, the caller's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenSave:
+    """One tensor that autograd has saved."""
+
+    shape: torch.Size | None
+    """None for a tensor that is not told from others: one of a class of its own, or without a shape."""
+    dtype: torch.dtype | None
+    value: int
+    """The number of the saved value, which several may be of; `NO_VALUE` if it counts for nothing."""
+    geometry: Geometry | None
+    """How it lies in its storage, if it counts."""
+    num_bytes: int
+    """Of its storage, if it counts."""
+    is_written: bool
+    """Whether the storage has been written when it is saved: see [Note: saved before it is written]."""
+    node: int
+    """The number of the node that saves it: equal for what is saved at once."""
+    num_values: int
+    """How many values, counted or let pass, had been noted after it."""
+    seen_bytes: int
+    """What it adds to the bytes that could leave by their kind."""
+
+
+class Capture:
+    """Notes what the hooks of one entry are given, and what becomes of it."""
+
+    def __init__(self) -> None:
+        self.saves: list[SeenSave] = []
+        self.is_whole = True
+        """Whether all was noted that may leave, and all of it may be told from other things."""
+
+    def note(self, tensor: Tensor, packed: KeptHandle, num_values: int, seen_bytes: int) -> None:
+        """Note one save.
+
+        Args:
+            packed: what autograd holds for it.
+            num_values: how many values the forward has noted by now.
+            seen_bytes: what the save has added to the bytes that could leave.
+        """
+        kind, value, geometry, num_bytes = type(packed), NO_VALUE, None, 0
+        if kind is Handle and isinstance(packed, Handle):
+            value, geometry, num_bytes = packed.record.index, Geometry.of(tensor), packed.record.num_bytes
+        is_plain = (type(tensor) is Tensor or type(tensor) is nn.Parameter) and not tensor.is_nested
+        if kind is not KeptHandle and not (value != NO_VALUE and is_plain):
+            self.is_whole = False
+        shape, dtype, is_written = (tensor.shape, tensor.dtype, tensor.requires_grad) if is_plain else (None, None, True)
+        node = torch_private.node_number()
+        self.saves.append(SeenSave(shape, dtype, value, geometry, num_bytes, is_written, node, num_values, seen_bytes))
