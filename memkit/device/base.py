@@ -136,7 +136,6 @@ class CopyBatch:
         self.waited = self.device.record_event()
         self.device.wait_event(self.device.current_stream(), self.done)
 
-
     def stall_s(self) -> float:
         """Return how long the stream that waited for the copies last had nothing else to do; 0 where that is not over."""
         waited = self.waited

@@ -182,9 +182,7 @@ def _backward(
     return order, batches.closed, num_fetched
 
 
-def _has_room(
-    forecast: Forecast | None, now: int, until: int, live_bytes: int, limit_bytes: int, window_bytes: int
-) -> bool:
+def _has_room(forecast: Forecast | None, now: int, until: int, live_bytes: int, limit_bytes: int, window_bytes: int) -> bool:
     """Tell whether so many bytes may be on the device from a request on until a later one, with what is fetched for that."""
     if forecast is None:
         return live_bytes <= limit_bytes

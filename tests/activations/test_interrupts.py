@@ -222,10 +222,27 @@ def test_steps_of_an_attached_model_after_an_interrupt_are_exact(count: int) -> 
 @pytest.mark.parametrize("function", ["leave", "fetch", "_release", "hand_out", "close", "_copy"])
 def test_what_a_copy_touches_is_held_before_the_copy_is_issued(function: str, count: int) -> None:
     loop = Loop(FEATURES["offload all"])
+
+    _check(loop, count, within=function, prepare=loop.begin)
+
+
+@pytest.mark.parametrize("count", MANY_LINES)
+@pytest.mark.parametrize(
+    "function",
+    [
+        *("follow_schedule", "take", "place", "_pack", "_hold", "keep_up", "start", "_release_next", "end_forward"),
+        *("_unpack", "_turn", "_note_request", "_fetch_next", "_await", "_serve_last", "end_backward", "settle", "close"),
+    ],
+)
+@pytest.mark.parametrize("feature", ["offload all", "offload half in a window"])
+def test_what_a_schedule_copies_is_held_before_the_copy_is_issued(feature: str, function: str, count: int) -> None:
+    loop = Loop(FEATURES[feature])
     for _ in range(3):
         loop.step()
     before = loop.held_bytes()
 
+    if not count_lines(loop.step, function):
+        pytest.skip(f"nothing is done in {function} here")
     _check(loop, count, within=function, repeats=True)
 
     assert loop.held_bytes() == before
@@ -238,7 +255,7 @@ def test_host_memory_whose_taker_an_interrupt_kept_from_hearing_of_it_is_given_b
     before = loop.held_bytes()
     (window,) = offload_states[TAG].windows()
     with monkeypatch.context() as patch:
-        patch.setattr(window.arena, "take", interrupted_after(window.arena.take, num_calls=2))
+        patch.setattr(window.arena, "take", interrupted_after(window.arena.take))
         with pytest.raises(KeyboardInterrupt):
             loop.step()
 
