@@ -14,12 +14,12 @@ from memkit.activations.context import ForwardContext
 from memkit.activations.offloading.stage import MovingStage, OffloadOptions, paused
 from memkit.activations.recomputing.budget import marks_alone
 from memkit.activations.recomputing.stage import open_recording
-from memkit.activations.saved.entry import Entry, stop_recording
+from memkit.activations.saved.entry import NO_PAIR, Entry, is_in_last, stop_recording, unpack
 from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.stats import fragmentation_hint, report_from
 from memkit.device import Device, open_device
 from memkit.errors import warn_user
-from memkit.hooks import in_checkpoint, is_in_last, refuse_in_profile
+from memkit.hooks import HookPair, in_checkpoint, innermost_pair, refuse_in_profile
 from memkit.interrupts import Block
 from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
@@ -72,6 +72,7 @@ class CPUOffload(ForwardContext):
     """
 
     goes_outside = True  # what a Rematerialize keeps is offered to it
+    asks_what_is_resident = True
 
     def __init__(
         self,
@@ -132,13 +133,12 @@ class CPUOffload(ForwardContext):
                 "Put CPUOffload around it: then what Rematerialize keeps may be offloaded"
             )
         if is_on:
-            self._entry = entry = self._open_entry(resident, block)
-            is_steady = entry.recording is None and isinstance(entry.moving, MovingStage)
-            entry.begin(entry.moving.follow_schedule(entry.pack) if is_steady else None)
+            self._entry = entry = Entry("CPUOffload", self.tag, is_last=False, compiled=dynamo_is_loaded(), block=block)
+            entry.begin(self._open(entry, resident))
 
-    def _open_entry(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]], block: Block) -> Entry:
+    def _open(self, entry: Entry, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> HookPair | None:
+        """Set what an entry does; return the hooks that it needs, None for its own."""
         state = offload_states.open(self.tag)
-        entry = Entry("CPUOffload", self.tag, is_last=False, compiled=dynamo_is_loaded(), block=block)
         with state.lock:
             state.report = self.profile or find_report(self.tag)
             ratio = self._ratio_of(state)
@@ -150,11 +150,16 @@ class CPUOffload(ForwardContext):
                 host_limit_bytes=self.host_limit_bytes,
                 device=self.device,
             )
-            entry.moving = MovingStage(state, options, ratio, resident)
-            state.counts = entry.moving.counts
+            entry.moving = moving = MovingStage(state, options, ratio, resident)
+            if state.idles_with == options and ratio == 0 and innermost_pair() is None:
+                moving.is_idle = True
+                return NO_PAIR
+            state.counts = moving.counts
         if state.is_recorded:
-            entry.recording = open_recording(self.tag, marks_alone(self.min_bytes, self.device), moving=entry.moving)
-        return entry
+            entry.recording = open_recording(self.tag, marks_alone(self.min_bytes, self.device), moving=moving)
+            return None
+        pack = moving.follow_schedule(entry.pack)
+        return None if pack is None else (pack, unpack)
 
     @property
     def plan(self) -> Plan | None:

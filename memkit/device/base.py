@@ -139,7 +139,9 @@ class CopyBatch:
     def stall_s(self) -> float:
         """Return how long the stream that waited for the copies last had nothing else to do; 0 where that is not over."""
         waited = self.waited
-        return 0.0 if waited is None or not self.done.is_reached() else max(0.0, waited.elapsed_s(self.done))
+        if waited is None or not (waited.is_reached() and self.done.is_reached()):
+            return 0.0
+        return max(0.0, waited.elapsed_s(self.done))
 
 
 def busy_s_of(batches: Sequence[CopyBatch]) -> float:

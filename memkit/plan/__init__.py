@@ -9,6 +9,7 @@ from memkit.plan.forecast import Forecast
 from memkit.plan.lineage import NO_OP, GrowingLineage, Lineage, Step, ends_of
 from memkit.plan.planner import RematPlanner
 from memkit.plan.ratio import RatioSoFar, check_ratio, plan_ratio
+from memkit.plan.regions import HostCosts, ModuleCall, RegionChoice, RegionPlanner
 from memkit.plan.residency import (
     LayerResidency,
     PlannedLayer,
@@ -32,16 +33,20 @@ __all__ = [
     "DTRScore",
     "Forecast",
     "GrowingLineage",
+    "HostCosts",
     "Lane",
     "LayerCosts",
     "LayerResidency",
     "Levels",
     "Lineage",
+    "ModuleCall",
     "Outcome",
     "Plan",
     "PlannedLayer",
     "PlannedSave",
     "RatioSoFar",
+    "RegionChoice",
+    "RegionPlanner",
     "RematPlanner",
     "ResidencyPlan",
     "Step",

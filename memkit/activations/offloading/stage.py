@@ -79,6 +79,10 @@ class MovingStage(Stage):
         self._capture: Capture | None = Capture()
         """Notes all that the hooks are given, as long as that may be of use."""
         self._scheduled: ScheduledForward | None = None
+        self._is_alone = True
+        """Whether no one but autograd has said what is saved, and what is to become of it."""
+        self.is_idle = False
+        """Whether nothing is saved to it: there is nothing to do."""
         self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
         """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
 
@@ -114,16 +118,16 @@ class MovingStage(Stage):
     def _take_noting(self, tensor: Tensor) -> KeptHandle:
         capture, counts = self._capture, self.counts
         if capture is None:
-            return self.take(tensor)
+            return self._take_any(tensor)
         before = counts.seen_bytes
-        packed = self.take(tensor)
+        packed = self._take_any(tensor)
         num_values = sum(len(forward.share.follower.keys) for _, forward in self._forwards.values())
         capture.note(tensor, packed, num_values, counts.seen_bytes - before)
         return packed
 
     def begin(self) -> None:
         asked = self._options.device
-        if self._scheduled is not None:
+        if self._scheduled is not None or self.is_idle:
             return
         if asked is None:
             for window in self._state.windows():
@@ -137,6 +141,8 @@ class MovingStage(Stage):
     def end(self, *, has_failed: bool) -> None:
         if self._scheduled is not None:
             self._end_scheduled(self._scheduled, has_failed=has_failed)
+        if not has_failed and (self._forwards or self._scheduled is not None):
+            self._state.idles_with = self._options if self.counts.ratio == 0 and self._is_alone else None
         saw_device = bool(self._forwards) or self._scheduled is not None
         for window, forward in self._forwards.values():
             end_forward = torch.compiler.disable(window.end_forward) if self._may_be_compiled else window.end_forward
@@ -195,14 +201,23 @@ class MovingStage(Stage):
     # Saving
 
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
+        if self._is_alone:
+            self._stop_schedule()
+        return self._take_any(tensor, action)
+
+    def _stop_schedule(self) -> None:
+        """Another says what comes, or what is to become of it: a schedule does not know."""
+        self._is_alone, self._capture, self._state.idles_with = False, None, None
         if self._scheduled is not None:
             self._scheduled.stop()
+
+    def _take_any(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         kind = type(tensor)
         if isinstance(tensor, nn.Parameter) or (paused.blocks and paused.are_any()):
             return KeptHandle(tensor)
         if kind is not Tensor and has_own_dispatch(tensor):
             if torch_private.is_wrapper(tensor) and not is_from_leaf(tensor):
-                return FlattenedHandle(tensor, self.take, _leaves_with)
+                return FlattenedHandle(tensor, self._take_any, _leaves_with)
             return KeptHandle(tensor)
         state = self._state
         with state.lock:
@@ -296,8 +311,7 @@ class MovingStage(Stage):
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         """Do this with what is in a tensor now. What is to be made again is so from the next forward on, which is recorded."""
-        if self._scheduled is not None:
-            self._scheduled.stop()
+        self._stop_schedule()
         if action is Action.RECOMPUTE:
             self._state.is_recorded = True
             return
