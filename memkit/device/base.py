@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memkit.storages import byte_view
+from memkit.storages import byte_view, tensor_over
 
 
 class MemoryCounter(ABC):
@@ -214,6 +214,11 @@ class Device(ABC):
         Raises:
             torch.OutOfMemoryError: the device has no room.
         """
+
+    def allocate_tensor(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor over a new storage that it fills from its first byte to its last, as `allocate` makes it."""
+        num_elements = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        return tensor_over(self.allocate(num_elements * dtype.itemsize), dtype, offset=0, size=size, stride=stride)
 
     @abstractmethod
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:

@@ -91,35 +91,37 @@ class CudaCopyBatch(CopyBatch):
         kinds = runtime.cudaMemcpyKind
         self._kind = kinds.cudaMemcpyDeviceToHost if is_out else kinds.cudaMemcpyHostToDevice
         self._lane = runtime.cudaStream_t(_of(stream).cuda_stream)
+        self._raw_stream = device.raw_stream
         self._events: tuple[CudaEvent, CudaEvent, CudaEvent] | None = None
         """Made with the first copies: what `started`, `done` and `waited` are each time."""
         self._hosts = [piece.address for piece in pieces]
         self._sizes_bytes = [piece.num_bytes for piece in pieces]
+        self._is_one = len(pieces) == 1
 
-    def _make_events(self) -> tuple[CudaEvent, CudaEvent, CudaEvent]:
-        assert isinstance(self.device, CudaDevice)
+    def _make_events(self) -> None:
         events = CudaEvent(), CudaEvent(), CudaEvent()
         handle_of = self._runtime.cudaEvent_t
         for event in events:
             event.event.record(_of(self.stream))  # CUDA makes it now
         self._on_started, self._on_done, self._on_waited = (handle_of(event.event.cuda_event) for event in events)
         self._events = events
-        return events
 
     def start(self, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
         if torch_private.num_dispatch_modes():
+            self._events = None
             super().start(storages, behind)
             return
-        self.started, self.done, _ = self._events or self._make_events()
+        if self._events is None:
+            self._make_events()
+            self.started, self.done, _ = self._events  # type: ignore[misc]  # made
         self.waited = None
-        assert isinstance(self.device, CudaDevice)
-        runtime, lane = self._runtime, self._lane
-        runtime.cudaEventRecord(self._on_started, self.device.raw_stream())
-        runtime.cudaStreamWaitEvent(lane, self._on_started, 0)
+        runtime, lane, on_started = self._runtime, self._lane, self._on_started
+        runtime.cudaEventRecord(on_started, self._raw_stream())
+        runtime.cudaStreamWaitEvent(lane, on_started, 0)
         if behind is not None:
             runtime.cudaStreamWaitEvent(lane, behind.done.event.cuda_event, 0)  # type: ignore[attr-defined]  # a CudaEvent
-        if len(self.pieces) == 1:
-            address = storages[self.pieces[0].index].data_ptr() + self.pieces[0].start
+        if self._is_one:
+            address = storages[0].data_ptr() + self.pieces[0].start
             destination, source = (self._hosts[0], address) if self.is_out else (address, self._hosts[0])
             error = runtime.cudaMemcpyAsync(destination, source, self._sizes_bytes[0], self._kind, lane)[0]
         else:
@@ -147,14 +149,13 @@ class CudaCopyBatch(CopyBatch):
         return 0
 
     def wait(self) -> None:
-        if self._events is None or self.done is not self._events[1] or torch_private.num_dispatch_modes():
+        if self._events is None or torch_private.num_dispatch_modes():
             super().wait()
             return
-        assert isinstance(self.device, CudaDevice)
-        stream = self.device.raw_stream()
+        runtime, stream = self._runtime, self._raw_stream()
         self.waited = self._events[2]
-        self._runtime.cudaEventRecord(self._on_waited, stream)
-        self._runtime.cudaStreamWaitEvent(stream, self._on_done, 0)
+        runtime.cudaEventRecord(self._on_waited, stream)
+        runtime.cudaStreamWaitEvent(stream, self._on_done, 0)
 
 
 @functools.cache
@@ -294,6 +295,11 @@ class CudaDevice(Device):
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         return torch.UntypedStorage(num_bytes, device=self.torch_device)
+
+    def allocate_tensor(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if torch_private.num_dispatch_modes():  # which is not to take this for an op of the user's
+            return super().allocate_tensor(size, stride, dtype)
+        return torch.empty_strided(size, stride, dtype=dtype, device=self.torch_device)
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         """Put an asynchronous copy on the stream: the host's side is pinned."""

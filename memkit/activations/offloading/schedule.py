@@ -28,6 +28,7 @@ class ScheduledSave:
         "geometry",
         "is_first",
         "is_moved",
+        "is_whole",
         "is_written",
         "num_bytes",
         "num_released",
@@ -54,8 +55,11 @@ class ScheduledSave:
         self.geometry: Geometry | None = seen.geometry
         self.stride, self.offset = (None, None) if seen.geometry is None else (seen.geometry.stride, seen.geometry.offset)
         self.nothing: Tensor | None = None
-        if is_moved and seen.dtype is not None:
+        self.is_whole = False
+        """Whether it is all of its storage, from the first byte to the last."""
+        if is_moved and seen.dtype is not None and seen.geometry is not None:
             self.nothing = nothing(seen.dtype, torch_device)
+            self.is_whole = is_all_of(seen.geometry, seen.num_bytes)
         self.num_sent = self.num_released = 0
         """How many batches are on the lane, and were let go of, once the save was noted."""
 
@@ -104,6 +108,11 @@ class Schedule:
                 self.num_handles[save.value] += 1
             made.num_sent, made.num_released = copies.num_sent[place], copies.num_released[place]
             self.saves.append(made)
+        self.whole: list[ScheduledSave | None] = [None] * num_values
+        """For each value that is asked for once, as all of its storage, that save."""
+        for made in self.saves:
+            if made.is_moved and made.is_whole and self.num_handles[made.value] == 1:
+                self.whole[made.value] = made
         self.batch_of = {value: number for number, batch in enumerate(copies.out) for value in batch}
         """For each value that leaves, the batch it leaves with."""
         self.fetched_with = {value: number for number, batch in enumerate(copies.back) for value in batch}
@@ -156,6 +165,14 @@ class Schedule:
             lane = self._lanes.out if is_out else self._lanes.back
             found = self._alone[value, is_out] = self._device.copy_batch(lane, self._of([value]), is_out=is_out)
         return found
+
+
+def is_all_of(geometry: Geometry, num_bytes: int) -> bool:
+    """Tell whether a tensor begins and ends with its storage of so many bytes, and is read as it is."""
+    if geometry.offset != 0 or geometry.is_conj or geometry.is_neg or 0 in geometry.size:
+        return False
+    last = sum((length - 1) * step for length, step in zip(geometry.size, geometry.stride, strict=True))
+    return (1 + last) * geometry.dtype.itemsize == num_bytes
 
 
 def _parts(pieces: Sequence[Tensor], edges: Sequence[int], start: int, num_bytes: int) -> list[tuple[int, Tensor]]:

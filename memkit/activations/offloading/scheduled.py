@@ -22,7 +22,7 @@ from memkit.activations.saved.traces import Trace
 from memkit.device.base import CopyBatch, Device
 from memkit.interrupts import mended
 from memkit.kept import KeptHandle, ScheduledHandle, modified_error
-from memkit.labels import NO_LABEL, label
+from memkit.labels import label
 from memkit.storages import tensor_over
 from memkit.transfer.arena import Arena
 from memkit.transfer.spans import Span
@@ -97,6 +97,10 @@ class ScheduledForward:
         """Whether what is held was fetched."""
         self._coming: dict[int, int] = {}
         """For each value that is being fetched, and that the stream has not waited for, its batch."""
+        self._ready: list[Tensor | None] = [None] * num_values
+        """For each value that is being fetched for one request alone, the tensor."""
+        self._behind = -1
+        """The last batch of those that leave that the lane back has waited for."""
         self._lent: dict[int, list[KeptHandle]] = {}
         """For values that are asked for again, what was handed out over what was fetched."""
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
@@ -108,14 +112,18 @@ class ScheduledForward:
     def keep_up(self, num_sent: int, num_released: int) -> None:
         """Put copies on the lane, and let go of what was copied, up to these batches."""
         schedule = self.schedule
-        with label("evict") if torch_private.profiler_is_on() else NO_LABEL:
-            while self.num_sent < num_sent:
-                values, batch = schedule.copies.out[self.num_sent], schedule.out[self.num_sent]
-                if self.nodes and not self._are_written(values):
-                    break
-                batch.start([self.held[value] for value in values])  # type: ignore[misc]  # all are held
-                self.num_sent += 1
-                self.counts.moved_out.batches.append(batch)
+        while self.num_sent < num_sent:
+            values, batch = schedule.copies.out[self.num_sent], schedule.out[self.num_sent]
+            if self.nodes and not self._are_written(values):
+                break
+            held: list[Any] = [self.held[value] for value in values]
+            if torch_private.profiler_is_on():
+                with label("evict"):
+                    batch.start(held)
+            else:
+                batch.start(held)
+            self.num_sent += 1
+            self.counts.moved_out.batches.append(batch)
         while self.num_released < min(num_released, self.num_sent):
             self._release_next()
 
@@ -129,8 +137,7 @@ class ScheduledForward:
     def _release_next(self) -> None:
         schedule, number = self.schedule, self.num_released
         batch = schedule.out[number]
-        with label("wait") if torch_private.profiler_is_on() else NO_LABEL:
-            batch.wait()
+        _wait(batch)
         self.counts.stall_out.batches.append(batch)
         for value in schedule.copies.out[number]:
             self.held[value] = None
@@ -216,6 +223,9 @@ class ScheduledForward:
             return alias
         if self._leaving and self._leaving[0][1].done.is_reached():
             self._let_go_of_served(wait=False)
+        ready = self._ready[value]
+        if ready is not None and task != _NO_BACKWARD and self.device.stream_number() == self._stream:
+            return self._give_ready(value, ready)
         storage = self._storage_of(value)
         if storage is not self.originals[value]():
             self.device.note_read(storage)
@@ -231,6 +241,17 @@ class ScheduledForward:
             self._awaiting[value] -= 1
             if self._awaiting[value] <= 0:
                 self._serve_last(value, storage)
+        return tensor
+
+    def _give_ready(self, value: int, tensor: Tensor) -> Tensor:
+        """Return what was fetched for one request, and hold it no more."""
+        number = self._coming.get(value)
+        if number is not None:
+            self._await(number)
+        self.device.note_read(tensor.untyped_storage())
+        self._awaiting[value] -= 1
+        self._ready[value] = self.held[value] = None
+        self._fetched[value] = 0
         return tensor
 
     def _over(self, storage: torch.UntypedStorage, save: ScheduledSave) -> Tensor:
@@ -271,21 +292,33 @@ class ScheduledForward:
         """Put the next batch that comes back on its lane; tell whether there was room."""
         schedule, number = self.schedule, self._num_fetched
         values = schedule.copies.back[number]
-        device, held, storages = self.device, self.held, []
+        device, held, ready, storages = self.device, self.held, self._ready, []
         for value in values:
             if held[value] is not None or self._awaiting[value] <= 0:
                 self._follows = False
                 return False
+            whole = schedule.whole[value]
             try:
-                storages.append(device.allocate(schedule.sizes_bytes[value]))
+                if whole is None:
+                    storage = device.allocate(schedule.sizes_bytes[value])
+                else:
+                    ready[value] = tensor = device.allocate_tensor(whole.shape, whole.stride, whole.dtype)
+                    storage = tensor.untyped_storage()
             except torch.OutOfMemoryError:
                 self._follows = False  # it may be needed less soon than what took the room
                 return False
-        batch = schedule.back[number]
+            storages.append(storage)
+        batch, behind = schedule.back[number], schedule.behind[number]
         for value, storage in zip(values, storages, strict=True):
             held[value] = storage
-        with label("fetch") if torch_private.profiler_is_on() else NO_LABEL:
-            batch.start(storages, schedule.out[schedule.behind[number]])
+        after = schedule.out[behind] if behind > self._behind else None
+        if torch_private.profiler_is_on():
+            with label("fetch"):
+                batch.start(storages, after)
+        else:
+            batch.start(storages, after)
+        if after is not None:
+            self._behind = behind
         for value in values:
             self._coming[value] = number
             self._fetched[value] = 1
@@ -314,8 +347,7 @@ class ScheduledForward:
 
     def _await(self, number: int) -> None:
         """Have the current stream wait for a batch that comes back: once, for all of it."""
-        with label("wait") if torch_private.profiler_is_on() else NO_LABEL:
-            self.schedule.back[number].wait()
+        _wait(self.schedule.back[number])
         self.counts.stall_in.batches.append(self.schedule.back[number])
         for value in self.schedule.copies.back[number]:
             self._coming.pop(value, None)
@@ -328,7 +360,7 @@ class ScheduledForward:
             self.held[value], self._fetched[value] = storage, 1
         else:  # it is for this request alone
             self._leaving.append((storage, batch))
-        with label("fetch") if torch_private.profiler_is_on() else NO_LABEL:
+        with label("fetch"):
             batch.start([storage], self._alone.get(value) or schedule.out[schedule.batch_of[value]])
             batch.wait()
         self._last_back = batch
@@ -339,7 +371,7 @@ class ScheduledForward:
     def _serve_last(self, value: int, storage: torch.UntypedStorage) -> None:
         """The last tensor of a value was given back: it is held no more, unless it is nowhere else."""
         if self._fetched[value]:
-            self.held[value] = None
+            self.held[value] = self._ready[value] = None
             self._fetched[value] = 0
             self._lent.pop(value, None)
             return
@@ -373,7 +405,7 @@ class ScheduledForward:
         self._coming.clear()
         for value, is_fetched in enumerate(self._fetched):
             if is_fetched:
-                self.held[value] = None
+                self.held[value] = self._ready[value] = None
         self._fetched = bytearray(len(self._fetched))
         self._lent.clear()
 
@@ -414,7 +446,7 @@ class ScheduledForward:
         self.num_released = self.num_sent
         for value, is_fetched in enumerate(self._fetched):
             if is_fetched:
-                self.held[value] = None
+                self.held[value] = self._ready[value] = None
         self._fetched = bytearray(len(self._fetched))
         self._coming.clear()
         self._lent.clear()
@@ -433,6 +465,15 @@ class ScheduledForward:
         """Bytes of the values that it holds on the device."""
         sizes_bytes = self.schedule.sizes_bytes
         return sum(sizes_bytes[value] for value, storage in enumerate(self.held) if storage is not None)
+
+
+def _wait(batch: CopyBatch) -> None:
+    """Have the current stream wait for copies."""
+    if torch_private.profiler_is_on():
+        with label("wait"):
+            batch.wait()
+    else:
+        batch.wait()
 
 
 def _end_backward(forward: weakref.ref[ScheduledForward], task: int) -> None:
