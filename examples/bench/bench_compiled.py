@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from alternating import NUM_WARMUP, alternate, figures, step_of, warm_up
 from remat_spaced import evenly_spaced, spaced
-from setting import TAG, Setting, remat_figures, say
+from setting import TAG, Setting, remat_figures
 from shared import Line, about_run, allow_tf32
 from torch import nn
 
@@ -29,7 +29,7 @@ import memkit
 from memkit.bench import Workload
 from memkit.bench.engines import blocks_of, plain
 from memkit.bench.measure import Engine
-from memkit.device import CpuDevice, ReferenceDevice, cuda_is_available, open_device
+from memkit.device import ReferenceDevice, cuda_is_available, open_device
 
 NUM_CHECKPOINTED = (4, 8, 16)
 WAYS = ("forward", "call")
@@ -47,19 +47,18 @@ def compiled(way: str, setting: Setting) -> Iterator[Line]:
     start_s = time.perf_counter()
     plainly = Watched(workload, plain, setting)
     warm = plainly.warm_up()
-    about_compiling = {"compiling_s": time.perf_counter() - start_s, **plainly.counts()}
+    about_compiling = {"compiling_s": time.perf_counter() - start_s, **dynamo_counts(), **plainly.counts()}
     yield {"bench": "compiled_plain", **about, "step_s": warm[0], "peak_allocated_bytes": warm[1], **about_compiling}
-    yield {"bench": "compiled_offload", **about, "ratio": 0.1, **setting.attempt(lambda: _offload(workload, setting))}
+    yield {"bench": "compiled_offload", **about, "ratio": 0.1, **unless_refused(partial(_offload, workload, setting), setting)}
     if way == "call":  # a checkpoint around a block that is compiled so is not to be had without changing the model
-        line = setting.attempt(lambda: _remat(workload, setting.remat(0.5), setting))
-        yield {"bench": "compiled_remat", **about, "budget": 0.5, **_as_refused(line)}
+        line = unless_refused(partial(_remat, workload, setting.remat(0.5), setting), setting)
+        yield {"bench": "compiled_remat", **about, "budget": 0.5, **line}
         return
     for count in dict.fromkeys(min(count, len(layers)) for count in NUM_CHECKPOINTED):
         by_hand = Watched(workload, spaced(layers, count), setting)
         hand_s, target_bytes = by_hand.warm_up()
-        line = setting.attempt(
-            lambda by_hand=by_hand, target=target_bytes: _at_peak(workload, by_hand.engine, target, warm[1], setting)
-        )
+        at_peak = partial(_at_peak, workload, by_hand.engine, target_bytes, warm[1], setting)
+        line = unless_refused(at_peak, setting)
         yield {
             "bench": "compiled_remat",
             **about,
@@ -67,7 +66,7 @@ def compiled(way: str, setting: Setting) -> Iterator[Line]:
             "by_hand_s": hand_s,
             "by_hand_peak_bytes": target_bytes,
             "by_hand_counts": by_hand.counts(),
-            **_as_refused(line),
+            **line,
         }
 
 
@@ -142,7 +141,7 @@ def _at_peak(workload: Workload, by_hand: Engine, target: int | None, plain_peak
 
     def peak_at(budget: int) -> int | None:
         setting.clean()
-        return Watched(workload, setting.remat(budget), setting).warm_up()[1]
+        return Watched(workload, setting.remat(in_bytes(budget)), setting).warm_up()[1]
 
     Watched(workload, setting.remat(1.0), setting).warm_up()
     saved_bytes = memkit.stats(TAG).saved_bytes
@@ -151,7 +150,7 @@ def _at_peak(workload: Workload, by_hand: Engine, target: int | None, plain_peak
     if budget is None:
         return line | {"error": "no budget that was tried has a peak as low"}
     setting.clean()
-    watched = Watched(workload, setting.remat(budget), setting)
+    watched = Watched(workload, setting.remat(in_bytes(budget)), setting)
     watched.warm_up()
     found = alternate(workload, {"memkit": watched.engine, "by_hand": by_hand}, setting.device, num_steps=setting.steps)
     return line | {
@@ -162,6 +161,11 @@ def _at_peak(workload: Workload, by_hand: Engine, target: int | None, plain_peak
         **watched.counts(),
         **remat_figures(),
     }
+
+
+def in_bytes(number: int) -> str:
+    """Return a budget as text: few bytes as a number could be meant as GiB."""
+    return f"{number}B"
 
 
 def largest_within(
@@ -196,8 +200,9 @@ def largest_within(
     return fits, tries
 
 
-def _as_refused(line: Line) -> Line:
-    """Tell a refusal from what went wrong."""
+def unless_refused(part: Callable[[], Line], setting: Setting) -> Line:
+    """Return what a part has found, or what memkit says that it refuses."""
+    line = setting.attempt(part)
     text = str(line.get("error", ""))
     return {"refused": text} if "compile" in text else line
 
@@ -220,7 +225,7 @@ def main() -> int:
         print(json.dumps({"bench": "compiled", "skipped": "nothing was measured: there is no CUDA device here"}), flush=True)
         return 0
     allow_tf32()
-    device = open_device("cuda") if has_gpu else CpuDevice()
+    device = open_device("cuda") if has_gpu else ReferenceDevice()
     setting = Setting(
         device=device, steps=options.steps, fast=False, plots=None, tiny=options.tiny, ends_s=time.perf_counter() + 600
     )

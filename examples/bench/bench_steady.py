@@ -52,7 +52,7 @@ from remat_spaced import remat_spaced
 from setting import Setting, say
 from shared import Line, about_run, allow_tf32
 
-from memkit.device import Device, ReferenceDevice, cuda_is_available, open_device
+from memkit.device import ReferenceDevice, cuda_is_available, open_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +76,7 @@ PARTS = {
     "offload_resnet50": Part(run=partial(offload_ratios, "resnet50"), limit_s=90),
     "offload_llama": Part(run=partial(offload_ratios, "llama"), limit_s=110),
     "compiled": Part(run=compiled_both, limit_s=150),
-    "reserved": Part(
-        run=offload_reserved, limit_s=50, environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    ),
+    "reserved": Part(run=offload_reserved, limit_s=50, environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
     "host": Part(run=hosts, limit_s=120),
     "flat": Part(run=flat, limit_s=120),
 }
@@ -87,14 +85,20 @@ MODELS_AHEAD = ("LlamaForCausalLM", "GPT2LMHeadModel", "WhisperForConditionalGen
 GO = "go"
 
 
-def run_parts(names: Sequence[str], passed: Sequence[str], minutes: float) -> int:
-    """Run parts one after the other in processes that were begun ahead; return whether one has failed, as an exit status."""
+def run_parts(names: Sequence[str], passed: Sequence[str], minutes: float, *, scale: float = 1.0) -> int:
+    """Run parts one after the other in processes that were begun ahead; return whether one has failed, as an exit status.
+
+    Args:
+        passed: arguments for each process.
+        minutes: for all of it.
+        scale: of the limit of each part.
+    """
     ends_s, status = time.perf_counter() + 60 * minutes, 0
     children = {name: _begin(name, passed) for name in names}
     try:
         for name, child in children.items():
             start_s = time.perf_counter()
-            limit_s = min(PARTS[name].limit_s, ends_s - start_s)
+            limit_s = min(scale * PARTS[name].limit_s, ends_s - start_s)
             if limit_s <= 0:
                 _tell({"part": name, "skipped": f"no time was left: all of it may take {minutes:g} minutes"})
                 continue
@@ -146,7 +150,9 @@ def _here(name: str, steps: int, tiny: bool) -> int:
         return 1
     ends_s = time.perf_counter() + float(limit_s)
     allow_tf32()
-    device = _device(tiny)
+    if tiny:
+        torch.set_num_threads(1)
+    device = ReferenceDevice() if tiny else open_device("cuda")
     setting = Setting(device=device, steps=steps, fast=False, plots=None, tiny=tiny, ends_s=ends_s)
     about = {"part": name, "device": device.name, "cuda": torch.version.cuda, **about_run(steps)}
     try:
@@ -167,10 +173,6 @@ def _import_ahead() -> None:
                 getattr(found, model)
         except ImportError as error:  # what needs it will say so
             say(f"{module}: {error}")
-
-
-def _device(tiny: bool) -> Device:
-    return ReferenceDevice() if tiny else open_device("cuda")
 
 
 def _tell(line: Line) -> None:
@@ -194,7 +196,9 @@ def main() -> int:
         return 0
     if options.here:
         return _here(names[0], options.steps, options.tiny)
-    return run_parts(names, [f"--steps={options.steps}", *(["--tiny"] if options.tiny else [])], options.minutes)
+    if options.tiny:  # on machines of all kinds
+        return run_parts(names, [f"--steps={options.steps}", "--tiny"], options.minutes, scale=5)
+    return run_parts(names, [f"--steps={options.steps}"], options.minutes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a region costs the host: a call of two small ops that is run again in the backward, beyond plain and one more forward."""
+"""What a region costs the host: calls of two small ops that run again in the backward, beyond plain and one more forward."""
 
 from __future__ import annotations
 

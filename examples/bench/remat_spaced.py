@@ -34,7 +34,12 @@ def remat_spaced(model: str, setting: Setting) -> Iterator[Line]:
         times.append((budget, line["step_s"]))
         if line["least_bytes"] is not None:  # it has followed the plan of the least that is possible
             break
-    yield {"bench": "remat_rises", "name": workload.name, "budgets": [budget for budget, _ in times], "most_rise": most_rise(times)}
+    yield {
+        "bench": "remat_rises",
+        "name": workload.name,
+        "budgets": [budget for budget, _ in times],
+        "most_rise": most_rise(times),
+    }
 
 
 def evenly_spaced(num_layers: int, count: int) -> list[int]:

@@ -131,7 +131,7 @@ class Setting:
         """Return what a part has found, or what went wrong in it."""
         try:
             found = part()
-        except (RuntimeError, memkit.errors.MemkitError) as error:
+        except (RuntimeError, ValueError, memkit.errors.MemkitError) as error:
             found = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
             traceback.clear_frames(error.__traceback__)
         self.clean()
