@@ -40,6 +40,7 @@ CLOSE = 0.01
 
 def compiled(way: str, setting: Setting) -> Iterator[Line]:
     """A share offloaded, over plain; and budgets at the peaks of checkpointed blocks. All of it compiled block by block."""
+    setting.clean()  # of the way before
     workload = setting.llama()
     layers = blocks_of(workload.model)
     compile_each(layers, way, "aot_eager" if setting.tiny else "inductor")

@@ -4,26 +4,26 @@
     python examples/bench/bench_steady.py --only remat_gpt2 offload_gpt2
     python examples/bench/bench_steady.py --except flat
 
-Seconds that each part is expected to take on an H200, in the order of the run, without what its process takes to begin:
+Seconds that each part is expected to take on an H200, in the order of the run; 510 in all, and 25 until all are ready:
 
-    chain               10    797 storages of 256 KiB and of 1 MiB, all moved
-    region               5    a region of two small ops, beside torch.utils.checkpoint
-    remat_gpt2          40    budgets against the fewest evenly spaced checkpointed layers, and a budget of 1 over plain
-    remat_whisper       40
-    offload_gpt2        35    ratios over plain, and over what the link allows
-    offload_whisper     30
-    remat_llama         65
-    remat_resnet50      40
-    offload_resnet50    45
-    offload_llama       65
-    compiled            80    a Llama with compiled blocks, offloaded and recomputed, beside checkpointing by hand
-    reserved            20    reserved over allocated where all moves, with expandable segments
-    host                45    what the host takes on tiny inputs, four models
-    flat                60    from a hundred storages to a hundred thousand
+    chain                6    797 storages of 256 KiB and of 1 MiB, all moved
+    region               3    a region of two small ops, beside torch.utils.checkpoint
+    remat_gpt2          36    budgets against the fewest evenly spaced checkpointed layers, and a budget of 1 over plain
+    remat_whisper       32
+    offload_gpt2        38    ratios over plain, and over what the link allows
+    offload_whisper     26
+    remat_llama         58
+    remat_resnet50      33
+    offload_resnet50    46
+    offload_llama       60
+    compiled            70    a Llama with compiled blocks, offloaded and recomputed, beside checkpointing by hand
+    reserved            12    reserved over allocated where all moves, with expandable segments
+    host                40    what the host takes on tiny inputs, four models
+    flat                50    from a hundred storages to a hundred thousand
 
-The processes begin all at once, import what they need and then wait for their turn, so that only one of them does anything at a
-time. A part that fails or takes longer than its limit loses what it has not printed; the others go on. When the minutes are
-over, what is left is told as skipped.
+The processes begin all at once, import what they need, open the device and then wait for their turn: when all of them do, the
+first goes on, and from then on only one of them does anything at a time. A part that fails or takes longer than its limit loses
+what it has not printed; the others go on. When the minutes are over, what is left is told as skipped.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import argparse
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -83,6 +84,8 @@ PARTS = {
 IMPORTED_AHEAD = ("torchvision", "transformers", "torch._dynamo")
 MODELS_AHEAD = ("LlamaForCausalLM", "GPT2LMHeadModel", "WhisperForConditionalGeneration")
 GO = "go"
+READY_S = 120.0
+"""How long to wait for processes to be ready."""
 
 
 def run_parts(names: Sequence[str], passed: Sequence[str], minutes: float, *, scale: float = 1.0) -> int:
@@ -94,8 +97,12 @@ def run_parts(names: Sequence[str], passed: Sequence[str], minutes: float, *, sc
         scale: of the limit of each part.
     """
     ends_s, status = time.perf_counter() + 60 * minutes, 0
-    children = {name: _begin(name, passed) for name in names}
+    reading, writing = os.pipe()
+    children = {name: _begin(name, passed, writing) for name in names}
+    os.close(writing)
     try:
+        _wait_until_closed(reading, READY_S)
+        say(f"all {len(children)} processes are ready, {ends_s - time.perf_counter():.0f} s are left")
         for name, child in children.items():
             start_s = time.perf_counter()
             limit_s = min(scale * PARTS[name].limit_s, ends_s - start_s)
@@ -113,14 +120,23 @@ def run_parts(names: Sequence[str], passed: Sequence[str], minutes: float, *, sc
     return status
 
 
-def _begin(name: str, passed: Sequence[str]) -> subprocess.Popen[str]:
+def _begin(name: str, passed: Sequence[str], ready: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, __file__, *passed, "--here", "--only", name],
+        [sys.executable, __file__, *passed, f"--ready={ready}", "--here", "--only", name],
+        pass_fds=(ready,),
         stdin=subprocess.PIPE,
         text=True,
         env={**os.environ, **PARTS[name].environment},
         start_new_session=True,  # so that what it has started ends with it
     )
+
+
+def _wait_until_closed(reading: int, most_s: float) -> None:
+    """Wait until every process has closed its end of a pipe, because it is ready or has ended."""
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        readable, _, _ = select.select([pipe], [], [], most_s)
+        if not readable:
+            say(f"some process is not ready after {most_s:.0f} s")
 
 
 def _finish(child: subprocess.Popen[str], limit_s: float) -> str:
@@ -141,18 +157,21 @@ def _end(child: subprocess.Popen[str]) -> None:
         child.stdin.close()
 
 
-def _here(name: str, steps: int, tiny: bool) -> int:
+def _here(name: str, *, steps: int, tiny: bool, ready: int | None) -> int:
     """Run a part in this process, once it is told to go on."""
     warnings.simplefilter("ignore" if not sys.warnoptions else "default")
     _import_ahead()
+    if tiny:
+        torch.set_num_threads(1)
+    device = ReferenceDevice() if tiny else open_device("cuda")
+    torch.ones(1, device=device.torch_device)
+    if ready is not None:
+        os.close(ready)
     word, _, limit_s = sys.stdin.readline().partition(" ")
     if word != GO:
         return 1
     ends_s = time.perf_counter() + float(limit_s)
     allow_tf32()
-    if tiny:
-        torch.set_num_threads(1)
-    device = ReferenceDevice() if tiny else open_device("cuda")
     setting = Setting(device=device, steps=steps, fast=False, plots=None, tiny=tiny, ends_s=ends_s)
     about = {"part": name, "device": device.name, "cuda": torch.version.cuda, **about_run(steps)}
     try:
@@ -185,8 +204,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=list(PARTS), choices=list(PARTS), metavar="PART", help="these parts")
     parser.add_argument("--except", nargs="*", default=[], choices=list(PARTS), metavar="PART", dest="left_out")
     parser.add_argument("--steps", type=int, default=10, help="steps that count, for each median; default: 10")
-    parser.add_argument("--minutes", type=float, default=8.8, help="for all of it; default: 8.8")
+    parser.add_argument("--minutes", type=float, default=8.9, help="for all of it; default: 8.9")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--ready", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = [name for name in options.only if name not in options.left_out]
@@ -195,7 +215,7 @@ def main() -> int:
             _tell({"part": name, "skipped": "nothing was measured: there is no CUDA device here"})
         return 0
     if options.here:
-        return _here(names[0], options.steps, options.tiny)
+        return _here(names[0], steps=options.steps, tiny=options.tiny, ready=options.ready)
     if options.tiny:  # on machines of all kinds
         return run_parts(names, [f"--steps={options.steps}", "--tiny"], options.minutes, scale=5)
     return run_parts(names, [f"--steps={options.steps}"], options.minutes)

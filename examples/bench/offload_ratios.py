@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
-from alternating import NUM_WARMUP, Step, Warm, alternate, figures, largest, warm_up
+from alternating import CLOSE, NUM_WARMUP, Step, Warm, alternate, figures, largest, warm_up
 from setting import TAG, Setting, say
 from shared import Line
 
 import memkit
 from memkit.activations import SavedTensorStats
 from memkit.bench.engines import plain
+from memkit.bench.measure import Engine
 from memkit.plan import roofline_s
 from memkit.transfer import Link, measure_link
 
@@ -28,19 +29,26 @@ def offload_ratios(model: str, setting: Setting) -> Iterator[Line]:
     alone: Step | None = None
     for ratio in RATIOS:
         setting.clean()
-        engine = setting.offload(ratio)
-        warm = warm_up(workload, engine, device)
         by_turns = {"plain": plain} if alone is None or ratio <= BY_TURNS else {}
-        found = alternate(workload, {"memkit": engine, **by_turns}, device, num_steps=setting.steps)
-        alone = found.get("plain", alone)
-        assert alone is not None
-        line = row(ratio, alone, found["memkit"], warm, memkit.stats(TAG), link)
-        say(f"{workload.name}, ratio {ratio}: {line['to_plain']:.3f} of plain, {line['to_roofline']:.3f} of the roofline")
-        yield {"bench": "offload_ratios", "name": workload.name, "plain_in_turns": bool(by_turns), **line}
+        num_steps = setting.steps if ratio else CLOSE * setting.steps
+
+        def at_ratio(ratio: float = ratio, by_turns: Mapping[str, Engine] = by_turns, num_steps: int = num_steps) -> Line:
+            nonlocal alone
+            engine = setting.offload(ratio)
+            warm = warm_up(workload, engine, device)
+            found = alternate(workload, {"memkit": engine, **by_turns}, device, num_steps=num_steps)
+            alone = found.get("plain", alone)
+            assert alone is not None
+            line = row(alone, found["memkit"], warm, memkit.stats(TAG), link)
+            say(f"{workload.name}, ratio {ratio}: {line['to_plain']:.3f} of plain, {line['to_roofline']:.3f} of the roofline")
+            return line
+
+        about = {"bench": "offload_ratios", "name": workload.name, "ratio": ratio, "plain_in_turns": bool(by_turns)}
+        yield {**about, **setting.attempt(at_ratio)}
     setting.clean()
 
 
-def row(ratio: float, alone: Step, found: Step, warm: Warm, stats: SavedTensorStats, link: Link) -> Line:
+def row(alone: Step, found: Step, warm: Warm, stats: SavedTensorStats, link: Link) -> Line:
     """Return what is told of a ratio."""
     least_s = roofline_s(
         forward_s=alone.forward_s,
@@ -50,7 +58,6 @@ def row(ratio: float, alone: Step, found: Step, warm: Warm, stats: SavedTensorSt
         link=link,
     )
     return {
-        "ratio": ratio,
         **figures("plain", alone),
         **figures("step", found),
         "to_plain": found.step_s / alone.step_s,
@@ -85,7 +92,7 @@ def offload_reserved(setting: Setting) -> Iterator[Line]:
     workload = setting.resnet50()
     for name, engine in (("plain", plain), ("ratio 1", setting.offload(1.0))):
         setting.clean()
-        warm = warm_up(workload, engine, setting.device, num_steps=NUM_WARMUP + setting.steps)
+        warm = warm_up(workload, engine, setting.device, num_steps=NUM_WARMUP + 3)
         yield {
             "bench": "offload_reserved",
             "name": workload.name,

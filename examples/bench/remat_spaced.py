@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from alternating import Step, alternate, figures, step_of, warm_up
+from alternating import CLOSE, Step, alternate, figures, step_of, warm_up
 from setting import Setting, remat_figures, say
 from shared import Line
 from torch import nn
@@ -22,24 +22,21 @@ BUDGETS = (0.7, 0.5, 0.3, 0.15)
 def remat_spaced(model: str, setting: Setting) -> Iterator[Line]:
     """A budget that drops nothing, over plain; and budgets against the fewest layers, found and timed in the same run."""
     workload, device = setting.workload(model), setting.device
-    layers = blocks_of(workload.model)
+    layers, about = blocks_of(workload.model), {"name": workload.name}
     warm_up(workload, plain, device)
-    yield _keep_all(workload, setting)
+    yield {"bench": "remat_keep_all", **about, **setting.attempt(lambda: _keep_all(workload, setting))}
     peaks = {count: _peak(workload, layers, count, setting) for count in range(len(layers) + 1)}
-    yield {"bench": "remat_spaced_peaks", "name": workload.name, "num_layers": len(layers), "peak_bytes": list(peaks.values())}
+    yield {"bench": "remat_spaced_peaks", **about, "num_layers": len(layers), "peak_bytes": list(peaks.values())}
     times: list[tuple[float, float]] = []
     for budget in BUDGETS:
-        line = _at(budget, workload, layers, peaks, setting)
-        yield line
-        times.append((budget, line["step_s"]))
-        if line["least_bytes"] is not None:  # it has followed the plan of the least that is possible
+        line = setting.attempt(partial(_at, budget, workload, layers, peaks, setting))
+        yield {"bench": "remat_spaced", **about, "budget": budget, **line}
+        if "step_s" in line:
+            times.append((budget, line["step_s"]))
+        if line.get("least_bytes") is not None:  # it has followed the plan of the least that is possible
             break
-    yield {
-        "bench": "remat_rises",
-        "name": workload.name,
-        "budgets": [budget for budget, _ in times],
-        "most_rise": most_rise(times),
-    }
+    budgets = [budget for budget, _ in times]
+    yield {"bench": "remat_rises", **about, "budgets": budgets, "most_rise": most_rise(times)}
 
 
 def evenly_spaced(num_layers: int, count: int) -> list[int]:
@@ -85,34 +82,25 @@ def _peak(workload: Workload, layers: Sequence[nn.Module], count: int, setting: 
 def _keep_all(workload: Workload, setting: Setting) -> Line:
     engine = setting.remat(1.0)
     warm_up(workload, engine, setting.device)
-    found = alternate(workload, {"plain": plain, "memkit": engine}, setting.device, num_steps=setting.steps)
-    line = {
-        "bench": "remat_keep_all",
-        "name": workload.name,
+    found = alternate(workload, {"plain": plain, "memkit": engine}, setting.device, num_steps=CLOSE * setting.steps)
+    return {
         **figures("plain", found["plain"]),
         **figures("step", found["memkit"]),
         "to_plain": found["memkit"].step_s / found["plain"].step_s,
         **remat_figures(),
     }
-    setting.clean()
-    return line
 
 
 def _at(
     budget: float, workload: Workload, layers: Sequence[nn.Module], peaks: Mapping[int, int | None], setting: Setting
 ) -> Line:
     """Time a budget by turns with checkpointing, where that reaches its peak; else with all layers checkpointed."""
-    setting.clean()
     engine = setting.remat(budget)
     warm = warm_up(workload, engine, setting.device)
     count = fewest_within(peaks, warm.peak_allocated_bytes)
     by_hand = spaced(layers, len(layers) if count is None else count)
-    step_of(workload, by_hand, setting.device)
     found = alternate(workload, {"memkit": engine, "spaced": by_hand}, setting.device, num_steps=setting.steps)
     line = {
-        "bench": "remat_spaced",
-        "name": workload.name,
-        "budget": budget,
         **compared(found["memkit"], found["spaced"], count, len(layers)),
         "peak_reserved_bytes": warm.peak_reserved_bytes,
         **remat_figures(),
@@ -121,7 +109,6 @@ def _at(
     line["num_checkpointed_for_all_steps"] = fewest  # differs where a later step's peak is higher than the warm ones'
     line["least_bytes"] = _least_bytes(budget, workload, setting)
     say(f"{workload.name}, budget {budget}: {line['to_spaced']:.3f} of {count} of {len(layers)} layers")
-    setting.clean()
     return line
 
 

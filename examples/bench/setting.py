@@ -131,7 +131,8 @@ class Setting:
         """Return what a part has found, or what went wrong in it."""
         try:
             found = part()
-        except (RuntimeError, ValueError, memkit.errors.MemkitError) as error:
+        except Exception as error:  # whatever it is, the other parts are measured
+            traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
             traceback.clear_frames(error.__traceback__)
         self.clean()

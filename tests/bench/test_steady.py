@@ -117,7 +117,7 @@ def test_roofline_is_the_longer_of_computing_and_copying_each_way(alternating: M
     warm = alternating.Warm(peak_allocated_bytes=110, peak_reserved_bytes=165, step_s=9.0)
     link = Link(d2h_bytes_per_s=100.0, h2d_bytes_per_s=300.0)
 
-    line = bench_module("offload_ratios").row(0.5, alone, found, warm, _Stats(), link)
+    line = bench_module("offload_ratios").row(alone, found, warm, _Stats(), link)
 
     assert line["roofline_s"] == max(1.0, 400 / 100) + max(2.0, 300 / 300)
     assert line["to_roofline"] == 9.0 / 6.0
