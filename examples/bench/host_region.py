@@ -80,20 +80,14 @@ def _region(name: str, second: Callable[[], nn.Module], setting: Setting) -> Ite
 
 
 def regions_of(modules: Sequence[nn.Module]) -> Engine:
-    """Return what has each call of the modules recomputed as a whole.
+    """Return what has each call of the modules recomputed as a whole: one context, entered in each step.
 
     Raises:
         ImportError: this memkit has no regions.
     """
     room: Any = importlib.import_module("memkit.activations.recomputing.regions")
-    specs = {module: room.RegionSpec() for module in modules}
-
-    def enter() -> AbstractContextManager[object]:
-        entered: AbstractContextManager[object] = room.Regions(specs, counts=None)
-        return entered
-
-    room.Regions(specs, counts=None)
-    return enter
+    regions: AbstractContextManager[object] = room.Regions({module: room.RegionSpec() for module in modules}, counts=None)
+    return lambda: regions
 
 
 def per_call(seconds: Mapping[str, tuple[float, float]], num_calls: int) -> Line:
