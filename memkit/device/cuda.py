@@ -71,7 +71,7 @@ def _bindings() -> Any:
     """Return CUDA's runtime as Python calls it directly, at a fraction of what torch's objects cost the host; None where
     `cuda.bindings`, which torch's CUDA builds bring along, is missing."""
     try:
-        from cuda.bindings import runtime
+        from cuda.bindings import runtime  # type: ignore[import-untyped]
     except ImportError:
         return None
     return runtime

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from memkit.activations.saved.capture import SeenSave
+from memkit.activations.saved.seen import SeenSave
 from memkit.activations.saved.traces import STRANGER, Follower, Trace, Traces
 from memkit.plan import Action, Forecast, Plan, RatioSoFar
 
@@ -122,8 +122,9 @@ class RatioDecider(RatioSoFar):
     def file_seen(self, seen: tuple[SeenSave, ...]) -> None:
         """Take note of all that the hooks were given."""
         trace, follower = self._filed, self.follower
-        is_again = trace is not None and trace is follower.trace and follower.is_whole and not self._is_partial
-        if is_again and seen and seen[-1].num_values == len(follower.keys):
+        if trace is None or trace is not follower.trace or not follower.is_whole or self._is_partial:
+            return  # a forward that is new is looked at again
+        if seen and seen[-1].num_values == len(follower.keys):
             trace.seen = seen
 
 

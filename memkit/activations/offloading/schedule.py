@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memkit.activations.saved.capture import NO_VALUE, SeenSave
+from memkit.activations.saved.seen import NO_VALUE, SeenSave
 from memkit.device.base import CopyBatch, Device, Piece
 from memkit.kept import nothing
 from memkit.plan import CopySchedule, Forecast, Plan, schedule_copies
@@ -28,13 +28,12 @@ class ScheduledSave:
         "geometry",
         "is_first",
         "is_moved",
-        "is_whole",
         "is_written",
+        "nothing",
         "num_bytes",
         "num_released",
         "num_sent",
         "num_values",
-        "nothing",
         "offset",
         "shape",
         "stays",
@@ -53,13 +52,11 @@ class ScheduledSave:
         self.stays = not (is_moved or is_asked)
         """Whether nothing is done with it, at its request neither; what is due with the save may be much."""
         self.geometry: Geometry | None = seen.geometry
-        self.stride, self.offset = (None, None) if seen.geometry is None else (seen.geometry.stride, seen.geometry.offset)
+        self.stride: tuple[int, ...] | None = None if seen.geometry is None else seen.geometry.stride
+        self.offset: int | torch.SymInt | None = None if seen.geometry is None else seen.geometry.offset
         self.nothing: Tensor | None = None
-        self.is_whole = False
-        """Whether it is all of its storage, from the first byte to the last."""
-        if is_moved and seen.dtype is not None and seen.geometry is not None:
+        if is_moved and seen.dtype is not None:
             self.nothing = nothing(seen.dtype, torch_device)
-            self.is_whole = is_all_of(seen.geometry, seen.num_bytes)
         self.num_sent = self.num_released = 0
         """How many batches are on the lane, and were let go of, once the save was noted."""
 
@@ -108,11 +105,13 @@ class Schedule:
                 self.num_handles[save.value] += 1
             made.num_sent, made.num_released = copies.num_sent[place], copies.num_released[place]
             self.saves.append(made)
-        self.whole: list[ScheduledSave | None] = [None] * num_values
-        """For each value that is asked for once, as all of its storage, that save."""
+        self.whole: list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = [None] * num_values
+        """For each value that is asked for once, as all of its storage, how it lies in that."""
         for made in self.saves:
-            if made.is_moved and made.is_whole and self.num_handles[made.value] == 1:
-                self.whole[made.value] = made
+            geometry = made.geometry
+            is_alone = made.is_moved and self.num_handles[made.value] == 1
+            if is_alone and geometry is not None and is_all_of(geometry, made.num_bytes):
+                self.whole[made.value] = geometry.size, geometry.stride, geometry.dtype
         self.batch_of = {value: number for number, batch in enumerate(copies.out) for value in batch}
         """For each value that leaves, the batch it leaves with."""
         self.fetched_with = {value: number for number, batch in enumerate(copies.back) for value in batch}

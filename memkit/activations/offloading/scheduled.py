@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,12 +20,10 @@ from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Trace
 from memkit.device.base import CopyBatch, Device
 from memkit.interrupts import mended
-from memkit.kept import KeptHandle, ScheduledHandle, modified_error
+from memkit.kept import KeptHandle, modified_error
 from memkit.labels import label
-from memkit.storages import tensor_over
 from memkit.transfer.arena import Arena
 from memkit.transfer.spans import Span
-
 
 _NO_BACKWARD = -1
 
@@ -129,10 +126,7 @@ class ScheduledForward:
 
     def _are_written(self, values: tuple[int, ...]) -> bool:
         node, nodes = torch_private.node_number(), self.nodes
-        for value in values:
-            if nodes.get(value) == node:
-                return False
-        return True
+        return node not in map(nodes.get, values)
 
     def _release_next(self) -> None:
         schedule, number = self.schedule, self.num_released
@@ -302,7 +296,7 @@ class ScheduledForward:
                 if whole is None:
                     storage = device.allocate(schedule.sizes_bytes[value])
                 else:
-                    ready[value] = tensor = device.allocate_tensor(whole.shape, whole.stride, whole.dtype)
+                    ready[value] = tensor = device.allocate_tensor(*whole)
                     storage = tensor.untyped_storage()
             except torch.OutOfMemoryError:
                 self._follows = False  # it may be needed less soon than what took the room
@@ -437,8 +431,8 @@ class ScheduledForward:
         """Another forward begins: let go of all that was copied."""
         self._let_go_of_sent()
 
-    def mend(self) -> None:
-        """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
+    def mend(self) -> list[Span]:
+        """Put right what was broken off (see [Note: interrupts] in `memkit.interrupts`); return the host memory that it holds."""
         self.device.synchronize()
         self.is_forward = self._follows = False
         for value in self.leaving:
@@ -452,13 +446,9 @@ class ScheduledForward:
         self._lent.clear()
         self._leaving.clear()
         self.is_broken = False
+        return [] if self._span is None else [self._span]
 
     # What it holds
-
-    @property
-    def host_span(self) -> Span | None:
-        """The host memory that it holds; None once that was given back."""
-        return self._span
 
     @property
     def live_bytes(self) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.offloading.schedule import ScheduledSave
-from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.kept import KeptHandle, ScheduledHandle
+
+if TYPE_CHECKING:
+    from memkit.activations.offloading.schedule import ScheduledSave
+    from memkit.activations.offloading.scheduled import ScheduledForward
 
 _Parameter = nn.Parameter
 

@@ -6,20 +6,20 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.offloading.ratio import RatioDecider
-from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.offloading.steady import follow_schedule
 from memkit.activations.offloading.window import OffloadWindow
-from memkit.activations.saved.capture import NO_VALUE, Capture
+from memkit.activations.saved.capture import Capture
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Stage
 from memkit.activations.saved.forward import Forward
+from memkit.activations.saved.seen import NO_VALUE
 from memkit.activations.saved.small import all_too_small
 from memkit.activations.saved.state import OffloadState
 from memkit.device import CpuDevice, Device, open_device
@@ -28,6 +28,9 @@ from memkit.kept import FlattenedHandle, KeptHandle
 from memkit.plan import Action
 from memkit.storages import is_range_of_bytes, storage_key
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
+
+if TYPE_CHECKING:
+    from memkit.activations.offloading.scheduled import ScheduledForward
 
 _MANY_SAVES, _MOST = 9, 0.75
 """No operator saves so many tensors by itself; and how much of all is too much to be saved at once."""

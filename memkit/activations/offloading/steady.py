@@ -28,7 +28,8 @@ def follow_schedule(
     counts: Counts,
     take: Callable[[Tensor], Any],
 ) -> ScheduledSaves | None:
-    """Return what takes the saves of a forward that goes as the last one did; None where that is not known, or where it would not be alone.
+    """Return what takes the saves of a forward that goes as the last one did; None where that is not known, or where another
+    is going on.
 
     The caller holds the lock of the window.
 

@@ -7,7 +7,6 @@ the backward, whatever falls free is filled with what is needed next.
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.activations.saved.forward import Contents, Forward, LiveForwards
+from memkit.activations.offloading.changes import change
+from memkit.activations.saved.forward import Forward, LiveForwards
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.mending import mend
 from memkit.activations.saved.records import Handle, Record, Residency
@@ -65,10 +65,8 @@ class OffloadWindow:
         """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
         for forward in self.forwards.live():
             forward.break_off()
-        held = self.scheduled
-        if held is not None:
-            held.mend()
-        mend(self.ledger, [held.host_span] if held is not None and held.host_span is not None else [])
+        spans = [] if self.scheduled is None else self.scheduled.mend()
+        mend(self.ledger, spans)
         self._is_asking = self.is_broken = False
 
     @mended
@@ -119,23 +117,17 @@ class OffloadWindow:
             return None
         handle = ledger.open(tensor, storage, self, node, forward, len(share.follower.keys) - 1)
         record = handle.record
-        self._note_record(forward, record, contents, root)
+        forward.note_record(record, contents, root, self.lanes.tick())
         counts.unique_bytes += record.num_bytes
         if action is Action.KEEP:
             counts.kept_bytes += record.num_bytes
         elif tensor.requires_grad:
-            self._leave(forward, record, storage)
+            self.leave(forward, record, storage)
         else:
             forward.unwritten.append((record, node))
         if ledger.backlog:
-            self._make_room(forward)
+            self.make_room(forward)
         return handle
-
-    def _note_record(self, forward: Forward, record: Record, contents: Contents, root: Tensor) -> None:
-        """A value of a forward has a record from now on."""
-        record.tick = self.lanes.tick()
-        forward.by_number[record.index] = reference = weakref.ref(record)
-        forward.known[contents] = weakref.ref(root), reference
 
     @mended
     def adopt(self, forward: Forward, record: Record, tensor: Tensor, storage: torch.UntypedStorage) -> None:
@@ -144,30 +136,11 @@ class OffloadWindow:
             contents, root, _ = forward.look_up(storage, tensor)
             forward.share.action(tensor, storage, Action.OFFLOAD)
             self.ledger.adopt(record, forward, len(forward.share.follower.keys) - 1)
-            self._note_record(forward, record, contents, root)
+            forward.note_record(record, contents, root, self.lanes.tick())
 
     @mended
     def change(self, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
-        """Do something else with a record, whose bytes are also in a storage of the user's."""
-        ledger, forward = self.ledger, record.owner
-        ledger.sweep()
-        if action is Action.RECOMPUTE:
-            ledger.drop(record)
-            return
-        if record.residency is Residency.DROPPED or (action is Action.KEEP and record.residency is Residency.HOST):
-            ledger.restore(record, storage)
-        if forward is None:
-            return
-        is_waiting = any(waiting is record for waiting, _ in forward.unwritten)
-        if action is Action.KEEP and (is_waiting or record.left is not None):  # it was to leave
-            forward.unwritten = [waiting for waiting in forward.unwritten if waiting[0] is not record]
-            forward.share.stays_after_all(record.num_bytes)
-            if record.residency is Residency.LEAVING:
-                ledger.stay(record)
-        elif action is Action.OFFLOAD and record.left is None and not is_waiting:
-            forward.share.stays_after_all(-record.num_bytes)
-            self._leave(forward, record, storage)
-            self._make_room(forward)
+        change(self, record, storage, action)
 
     def _send_written(self, forward: Forward, *, but_for: int | None = None) -> None:
         """Let go what waited for the op that saved it, but what the node `but_for` saves.
@@ -183,9 +156,9 @@ class OffloadWindow:
             if node == but_for:
                 forward.unwritten.append((record, node))
             elif record.num_handles > 0 and record.residency is Residency.DEVICE and storage is not None:
-                self._leave(forward, record, storage)
+                self.leave(forward, record, storage)
 
-    def _leave(self, forward: Forward, record: Record, storage: torch.UntypedStorage) -> None:
+    def leave(self, forward: Forward, record: Record, storage: torch.UntypedStorage) -> None:
         try:
             self.ledger.leave(record, storage)
         except HostMemoryError as error:
@@ -195,7 +168,7 @@ class OffloadWindow:
                 self._has_warned = True
                 warn_user(f"{self._name} leaves {format_mib(record.num_bytes)} on the device: {error}")
 
-    def _make_room(self, forward: Forward) -> None:
+    def make_room(self, forward: Forward) -> None:
         """Let go of what leaves, the oldest copy first, until the limit is kept to."""
         ledger, limit_bytes = self.ledger, self._limit_with(forward)
         while ledger.moving_bytes > limit_bytes and ledger.backlog:
@@ -209,7 +182,7 @@ class OffloadWindow:
     def end_forward(self, forward: Forward, *, learn: bool) -> None:
         """The context has been left, or the backward has begun: no more saves belong to it."""
         self._send_written(forward)
-        self._make_room(forward)
+        self.make_room(forward)
         if forward.is_forward and forward.finish_forward(learn=learn):
             warn_user(
                 f'the report under the tag "{self.tag}" is of another model, or of other shapes: what was saved does not '

@@ -43,7 +43,7 @@ class Transfers(deque[Transfer]):
     @property
     def num_bytes(self) -> int:
         """What was copied, or is about to be."""
-        return self._done_bytes + sum(transfer.num_bytes for transfer in (*self, *self.batches))
+        return self._done_bytes + sum(transfer.num_bytes for transfer in self) + sum(batch.num_bytes for batch in self.batches)
 
     @property
     def num_copies(self) -> int:

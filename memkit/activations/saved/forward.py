@@ -99,6 +99,12 @@ class Forward(SavedValues):
         is_here = record is not None and record.original() is storage and record.num_handles > 0
         return contents, root, record if is_here else None
 
+    def note_record(self, record: Record, contents: Contents, root: Tensor, tick: int) -> None:
+        """A value has a record from now on."""
+        record.tick = tick
+        self.by_number[record.index] = reference = weakref.ref(record)
+        self.known[contents] = weakref.ref(root), reference
+
     def mark(self, storage: torch.UntypedStorage, tensor: Tensor, action: Action) -> None:
         """Do this with what is in a tensor now, should it be saved."""
         self.marks[contents_of(tensor, storage)] = weakref.ref(counted_by(tensor)), action

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memkit.activations.saved.capture import SeenSave
+from memkit.activations.saved.seen import SeenSave
 from memkit.plan import NO_OP, Action, DTRScore, Plan, RematPlanner, Step, ends_of, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.recording.recording import Recording
