@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
+from memkit.errors import MissingTorchNameError
 from memkit.interrupts import do_at_once
 
 if TYPE_CHECKING:
@@ -84,11 +85,25 @@ def num_users(storage: torch.UntypedStorage) -> int:
 # Compiling
 
 
-def leave_untraced(function: Callable[..., Any]) -> None:
-    """Have Dynamo neither compile a function where it is called, nor whatever that calls. Where nothing is compiled it costs
-    nothing."""
-    skip = torch_private.FrameAction.SKIP
-    torch_private.set_code_strategy(function.__code__, torch_private.FrameExecStrategy(skip, skip))
+_untraced = set[CodeType]()
+
+
+def leave_untraced(function: Any) -> None:
+    """Have Dynamo neither compile a function where it is called, nor whatever that calls. That costs nothing at a call.
+
+    Dynamo is told by the function's code, and so once for all methods and closures of one kind. Where torch lacks the names for
+    that, which the contexts tell before anything of theirs could be compiled, this does nothing.
+
+    Args:
+        function: one that is written in Python, or a method, or a part of one (`functools.partial`).
+    """
+    code = getattr(getattr(function, "func", function), "__code__", None)
+    if code is None or code in _untraced:
+        return
+    with suppress(MissingTorchNameError):
+        skip = torch_private.FrameAction.SKIP
+        torch_private.set_code_strategy(code, torch_private.FrameExecStrategy(skip, skip))
+        _untraced.add(code)
 
 
 def dynamo_is_loaded() -> bool:

@@ -26,7 +26,6 @@ from memkit.profile import MemoryReport, find_report
 from memkit.profile.registry import forget_report
 from memkit.profile.tree import ModuleTree
 from memkit.sizes import check_budget_bytes, check_bytes, format_bytes
-from memkit.torch_state import dynamo_is_loaded
 from memkit.transfer.link import measure_link
 
 Ratio = float | str | Callable[..., float]
@@ -137,7 +136,7 @@ class CPUOffload(ForwardContext):
 
     def _open_entry(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]], block: Block) -> Entry:
         state = offload_states.open(self.tag)
-        entry = Entry("CPUOffload", self.tag, is_last=False, compiled=dynamo_is_loaded(), block=block)
+        entry = Entry("CPUOffload", self.tag, is_last=False, block=block)
         with state.lock:
             state.report = self.profile or find_report(self.tag)
             ratio = self._ratio_of(state)

@@ -143,7 +143,7 @@ class Rematerialize(ForwardContext):
                 "saved. Use memkit.keep, memkit.offload and memkit.recompute to treat parts of a model differently"
             )
         if is_on:
-            self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, compiled=False, block=block)
+            self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
             entry.recording = open_recording(self.tag, self._options, outer=innermost_hooks())
             entry.begin()
 
@@ -217,7 +217,7 @@ class _Within:
         self._options = options
 
     def __enter__(self) -> None:
-        self._entry = Entry("Rematerialize", self._state.tag, is_last=True, compiled=False, block=None)
+        self._entry = Entry("Rematerialize", self._state.tag, is_last=True, block=None)
         self._entry.recording = RecordingStage(self._state, self._options)
         self._entry.begin()
 

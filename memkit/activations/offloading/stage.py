@@ -89,8 +89,7 @@ class MovingStage(Stage):
     def end(self, *, has_failed: bool) -> None:
         saw_device = bool(self._forwards)
         for window, forward in self._forwards.values():
-            end_forward = torch.compiler.disable(window.end_forward) if self._may_be_compiled else window.end_forward
-            end_forward(forward, learn=not has_failed)
+            window.end_forward(forward, learn=not has_failed)
         self._warn_of_whole_model()
         if not has_failed:
             self._warn_of_small()

@@ -59,11 +59,10 @@ class Entry:
         name: what the user calls the context.
         tag: that of the context.
         is_last: whether no other context may be entered inside.
-        compiled: whether compiled code may run inside, which calls the hooks.
         block: tells whether the user is still in the context.
     """
 
-    def __init__(self, name: str, tag: str, *, is_last: bool, compiled: bool, block: Block | None) -> None:
+    def __init__(self, name: str, tag: str, *, is_last: bool, block: Block | None) -> None:
         self.tag = tag
         self.recording: Stage | None = None
         """The stage that records ops, and drops."""
@@ -71,7 +70,7 @@ class Entry:
         """The stage that moves to host memory."""
         self._take: Callable[[Tensor], KeptHandle] = KeptHandle
         self._hooks: SavedTensorHooks | None = SavedTensorHooks(
-            self.pack, _unpack, owner=self, name=f'{name} (tag "{tag}")', compiled=compiled, is_last=is_last, block=block
+            self.pack, _unpack, owner=self, name=f'{name} (tag "{tag}")', is_last=is_last, block=block
         )
 
     @property
