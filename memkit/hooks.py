@@ -207,7 +207,6 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         *,
         owner: object = None,
         name: str = "",
-        is_last: bool = False,
         hands_on: bool = False,
         block: Block | None = None,
     ) -> None:
@@ -219,8 +218,6 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         """Which of memkit's contexts these are the hooks of."""
         self.name = name
         """What its user calls that context; empty where memkit has entered it."""
-        self.is_last = is_last
-        """Whether no other may be inside, which would hide tensors from these. What they keep they offer to those outside."""
         self.hands_on = hands_on
         """Whether these only keep what no other hooks may see, and hand on all the rest."""
         self.outer: HookPair | None = None
@@ -336,11 +333,6 @@ def refuse_in_profile(name: str) -> None:
             "would take it. Profile the model before memkit.attach, or after its handle's remove(), and without a context in "
             "its own code"
         )
-
-
-def is_in_last() -> bool:
-    """Tell whether this thread is in a context of memkit inside of which there may be no other."""
-    return any(hooks.is_last for hooks in _stacked.hooks)
 
 
 def innermost_hooks() -> SavedTensorHooks | None:

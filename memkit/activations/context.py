@@ -25,6 +25,8 @@ class ForwardContext(Exclusive):
     """Under which it keeps what it learns; "" where it learns nothing."""
     goes_outside = False
     """Whether it is entered ahead of others that are attached to the same module, whichever was attached first."""
+    asks_what_is_resident = False
+    """Whether `enter_with` is to be told which storages others hold."""
     _entry: Any = None
     """What is there while it is entered."""
 

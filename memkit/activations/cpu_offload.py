@@ -14,12 +14,12 @@ from memkit.activations.context import ForwardContext
 from memkit.activations.offloading.stage import MovingStage, OffloadOptions, paused
 from memkit.activations.recomputing.budget import marks_alone
 from memkit.activations.recomputing.stage import open_recording
-from memkit.activations.saved.entry import Entry, stop_recording
+from memkit.activations.saved.entry import Entry, is_in_last, stop_recording
 from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.stats import fragmentation_hint, report_from
 from memkit.device import Device, open_device
 from memkit.errors import warn_user
-from memkit.hooks import in_checkpoint, is_in_last, refuse_in_profile
+from memkit.hooks import in_checkpoint, refuse_in_profile
 from memkit.interrupts import Block
 from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
@@ -71,6 +71,7 @@ class CPUOffload(ForwardContext):
     """
 
     goes_outside = True  # what a Rematerialize keeps is offered to it
+    asks_what_is_resident = True
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from memkit import torch_private
 from memkit.activations.context import ForwardContext
 from memkit.activations.recomputing.budget import NO_BUDGET, RematOptions
 from memkit.activations.recomputing.stage import RecordingStage, open_recording
+from memkit.activations.recomputing.steady import open_steady
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.stats import report_from
@@ -143,8 +144,11 @@ class Rematerialize(ForwardContext):
                 "saved. Use memkit.keep, memkit.offload and memkit.recompute to treat parts of a model differently"
             )
         if is_on:
-            self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
-            entry.recording = open_recording(self.tag, self._options, outer=innermost_hooks())
+            outer = innermost_hooks()
+            steady = open_steady(self.tag, self._options, outer)
+            pair = None if steady is None else steady.pair
+            self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block, pair=pair)
+            entry.recording = steady or open_recording(self.tag, self._options, outer=outer)
             entry.begin()
 
     @property
@@ -244,7 +248,8 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "budget_bytes": None if counts.budget_bytes >= NO_BUDGET else math.ceil(counts.budget_bytes),
             "follows_plan": counts.follows_plan,
             "num_ops": counts.num_ops,
-            "recorder_s": counts.num_ops * recording_cost_s(),
+            "is_recorded": state.is_recorded,
+            "recorder_s": counts.num_ops * recording_cost_s() if state.is_recorded else 0.0,
             "num_saved": counts.num_saved,
             "saved_bytes": counts.saved_bytes,
             "num_kept": counts.num_saved - counts.num_dropped,

@@ -96,6 +96,9 @@ class SavedTensorStats:
     """The budget in bytes; None if there is no bound."""
     follows_plan: bool = _of_remat(False)
     """Whether the iteration has followed a plan to its end, or was carried by the score."""
+    is_recorded: bool = _of_remat(False)
+    """Whether the ops of the iteration were recorded. Where it is known that nothing is dropped they are not, and what is said
+    of saves, drops and ops is what the last recorded iteration had."""
     num_ops: int = _of_remat()
     """Ops that were seen in the forward."""
     recorder_s: float = _of_remat(0.0)

@@ -35,6 +35,12 @@ class RematOptions:
     """What is known of ops, the user's word included."""
 
     @property
+    def may_settle(self) -> bool:
+        """Whether ops need not be recorded for ever, once a plan is known."""
+        is_free = self.budget == 1.0 or not self.strict  # what is only noticed once it is over comes too late for `strict`
+        return self.policy == "plan" and self.plan is None and not self.verify and self.budget != NO_BUDGET and is_free
+
+    @property
     def may_drop(self) -> bool:
         """Whether anything may be dropped without a word of the user's."""
         return self.budget not in (1.0, NO_BUDGET)
@@ -105,6 +111,12 @@ class BudgetDecider:
     def retained(self) -> frozenset[int]:
         """Values that autograd does not save, and that the plan needs."""
         return frozenset() if self.plan is None else self.plan.retained
+
+    @property
+    def num_seen(self) -> int:
+        """How many forwards were like the one that is followed."""
+        trace = self.follower.trace
+        return 0 if trace is None or trace.ops is None else trace.ops.num_seen
 
     def note(self, key: SaveKey, funcs: list[object]) -> bool:
         """Take note of a save; tell whether that has changed the plan."""

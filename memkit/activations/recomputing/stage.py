@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +11,11 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
 from memkit.activations.recomputing.recorded_forward import RecordedForward
+from memkit.activations.recomputing.settling import settle
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, Stage, is_within
 from memkit.activations.saved.records import Handle, Record
+from memkit.activations.saved.settled import SizesSeen
 from memkit.activations.saved.small import all_too_small
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.saved.traces import SaveKey, trace_of_ops
@@ -74,6 +75,7 @@ class RecordingStage(Stage):
         self._trail = ModuleTrail(self._forward.recording)
         self._watches_modules = options.verify or (self._decider.follower.trace is None and state.num_iterations < _NUM_WATCHED)
         self._is_over = False
+        self._sizes = SizesSeen(options.min_bytes) if options.may_settle and options.budget != 1.0 else None
 
     def begin(self) -> None:
         if self._watches_modules:
@@ -91,6 +93,8 @@ class RecordingStage(Stage):
             return
         with self._lock:
             self._end_forward(learn=not has_failed)
+            if not has_failed:
+                settle(self._state, self._options, self._decider, self._sizes)
         self._is_over = True
         del self._forward, self._decider, self.recorder  # they hold the recording, and this
 
@@ -152,18 +156,12 @@ class RecordingStage(Stage):
             state.note_timed(forward.trace, recording.times_alone())
         recording.close()
         if learn and self._small_bytes is not None:
-            message = self._too_small(self._small_bytes)
-            if message:
-                self._state.warn_once("small", message)
-            state.looks_for_large = not message and not counts.num_saved
+            budget, sizes_bytes = self._options.budget, self._small_bytes.values()
+            exceeds = not counts.num_saved and sum(sizes_bytes) > (budget if isinstance(budget, int) else 0)
+            if exceeds:
+                state.warn_once("small", all_too_small(sizes_bytes, self._min_bytes, done="dropped"))
+            state.looks_for_large = not exceeds and not counts.num_saved
             self._small_bytes = {} if state.looks_for_large else None
-
-    def _too_small(self, small_bytes: Mapping[int, int]) -> str:
-        """Return what to say if the forward has saved more than the budget, and nothing large enough to be dropped."""
-        is_share = isinstance(self._options.budget, float)
-        if self.counts.num_saved or sum(small_bytes.values()) <= (0 if is_share else self._options.budget):
-            return ""
-        return all_too_small(small_bytes.values(), self._min_bytes, done="dropped")
 
     def _turn(self) -> RecordedForward:
         """A backward has begun since the last save: what comes now is another forward."""
@@ -213,6 +211,8 @@ class RecordingStage(Stage):
         if not forward.is_forward or forward.task != -1:
             forward = self._turn()
         storage = _get_storage(tensor)
+        if self._sizes is not None:
+            self._sizes.note(tensor, storage)
         recording = forward.recording
         found = recording.current.get(torch_private.storage_address(storage))
         if found is None or found[0]() is not storage:
@@ -393,5 +393,5 @@ def open_recording(
         stage = RecordingStage(state, options, moving=moving, outer=outer)
         state.num_iterations += 1
         state.num_inner += is_inner
-        state.counts = stage.counts
+        state.counts, state.is_recorded = stage.counts, True
         return stage

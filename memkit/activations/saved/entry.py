@@ -7,6 +7,7 @@ outside come behind those of the one inside, if both are memkit's: the inner con
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
@@ -14,10 +15,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.hooks import SavedTensorHooks, stacked_owners
+from memkit.hooks import HookPair, SavedTensorHooks, stacked_owners
 from memkit.interrupts import Block
 from memkit.kept import KeptHandle
 from memkit.plan import Action
+
+NO_PAIR: HookPair = (KeptHandle, KeptHandle.unpack)
+"""Stands for no hooks at all."""
 
 
 class Stage(ABC):
@@ -58,20 +62,26 @@ class Entry:
     Args:
         name: what the user calls the context.
         tag: that of the context.
-        is_last: whether no other context may be entered inside.
+        is_last: whether no other context may be entered inside, which would hide tensors from this one. What it keeps it offers
+            to those outside.
         block: tells whether the user is still in the context.
+        pair: the hooks, by default its own, which give each tensor to the first stage. With `NO_PAIR` there are none: what is
+            saved never comes here.
     """
 
-    def __init__(self, name: str, tag: str, *, is_last: bool, block: Block | None) -> None:
+    def __init__(self, name: str, tag: str, *, is_last: bool, block: Block | None, pair: HookPair | None = None) -> None:
         self.tag = tag
+        self.is_last = is_last
+        self.block = block
         self.recording: Stage | None = None
         """The stage that records ops, and drops."""
         self.moving: Stage | None = None
         """The stage that moves to host memory."""
         self._take: Callable[[Tensor], KeptHandle] = KeptHandle
-        self._hooks: SavedTensorHooks | None = SavedTensorHooks(
-            self.pack, _unpack, owner=self, name=f'{name} (tag "{tag}")', is_last=is_last, block=block
-        )
+        self._hooks: SavedTensorHooks | None = None
+        if pair is not NO_PAIR:
+            pack, unpack = pair or (self.pack, _unpack)
+            self._hooks = SavedTensorHooks(pack, unpack, owner=self, name=f'{name} (tag "{tag}")', block=block)
 
     @property
     def stages(self) -> list[Stage]:
@@ -80,9 +90,11 @@ class Entry:
 
     def begin(self) -> None:
         """Take the tensors that are saved from now on."""
-        assert self._hooks is not None
         try:
-            self._hooks.__enter__()
+            if self._hooks is None:
+                _bare.entries.append(self)
+            else:
+                self._hooks.__enter__()
             for stage in reversed(self.stages):
                 stage.begin()
                 self._take = stage.take
@@ -107,6 +119,8 @@ class Entry:
             stage.take_off()
         if self._hooks is not None:
             self._hooks.__exit__()  # last: for as long as they are on, `end_left` will see to the others as well
+        elif self in _bare.entries:
+            _bare.entries.remove(self)
 
     def stop_recording(self) -> None:
         """Leave the ops to a context inside, where this one has recorded them only to heed the user's marks."""
@@ -118,9 +132,27 @@ class Entry:
             recording.end(has_failed=False)
 
 
+class _Bare(threading.local):
+    """The entries without hooks that a thread is in: inside of each there is no other."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+
+_bare = _Bare()
+
+
 def entries_around() -> list[Entry]:
     """Return the entries of the contexts that this thread is in, the innermost first."""
-    return [owner for owner in reversed(stacked_owners()) if isinstance(owner, Entry)]
+    for entry in _bare.entries[::-1]:
+        if entry.block is not None and entry.block() is None:
+            entry.end(has_failed=True)  # an interrupt has kept it from hearing that it was left
+    return [*_bare.entries[::-1], *(owner for owner in reversed(stacked_owners()) if isinstance(owner, Entry))]
+
+
+def is_in_last() -> bool:
+    """Tell whether this thread is in a context inside of which there may be no other."""
+    return any(entry.is_last for entry in entries_around())
 
 
 def stop_recording() -> None:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.settled import Settled
 from memkit.activations.saved.traces import OpTrace, Traces, trace_of
 from memkit.device import Device
 from memkit.errors import warn_user
@@ -114,6 +115,12 @@ class RematState(TagState):
         self.num_inner = 0
         """How many iterations were in a `CPUOffload` under the same tag."""
         self.num_deviations = 0
+        self.is_recorded = True
+        """Whether the last iteration was recorded."""
+        self.num_recorded = 0
+        """How many iterations were recorded to their end."""
+        self.settled: Settled | None = None
+        """What need not be recorded any more; None where the next step is."""
         self.traces = Traces()
         self.plan: Plan | None = None
         """The one that was followed last."""
@@ -129,6 +136,12 @@ class RematState(TagState):
         """Forget what was learned with another word on which ops are pure: it is of other values."""
         if kinds is not self._kinds:
             self._kinds, self.traces = kinds, Traces()
+
+    def unsettle(self) -> None:
+        """Something was not as before: the next step is recorded."""
+        if self.settled is not None:
+            self.settled = None
+            self.num_deviations += 1
 
     def are_measured(self) -> bool:
         """Tell whether it is known what each op takes in all that may come again. Which one a forward is shows too late."""
