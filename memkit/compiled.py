@@ -27,6 +27,7 @@ Python, and no code is compiled again because of it.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ from torch import nn
 
 from memkit import torch_private
 from memkit.hooks import HookSet
-from memkit.torch_state import leave_untraced
+from memkit.torch_state import in_compiled_function, leave_untraced
 
 Code = Callable[..., Any]
 """What runs a compiled module's forward: called with its arguments."""
@@ -76,6 +77,36 @@ def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
     around = _Around(module, place, run)
     hooks.add(around)  # ahead: to remove what is not there yet does nothing
     around.put()
+
+
+def minds_global_hooks(module: nn.Module) -> bool:
+    """Tell whether calling a module warns of global hooks, as what `torch.compile(module)` returns does."""
+    return type(module).__call__ is not nn.Module.__call__
+
+
+class _Asked(threading.local):
+    """Whether Dynamo was asked in a thread to compile something while a mode of memkit was on, and has left it as it is."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+
+
+_asked = _Asked()
+
+
+def note_asked() -> None:
+    """Dynamo was asked to compile something, and leaves it as it is because of a mode."""
+    _asked.was_asked = True
+
+
+def runs_as_it_is() -> bool:
+    """Tell whether the caller runs inside a function that was to be compiled, and runs op by op because of a mode.
+
+    Cheap where Dynamo was not asked to compile anything since the last answer."""
+    if not _asked.was_asked:
+        return False
+    _asked.was_asked = in_compiled_function()
+    return _asked.was_asked
 
 
 def _place_of_code(module: nn.Module) -> str | None:

@@ -363,6 +363,11 @@ COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"
 """What Dynamo sets on a function that it compiles: `profile_memory` and `Rematerialize` look for it on modules."""
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute of a module by which `module.compile()` has it called, ahead of its hooks."""
+COMPILED_CALLER = ("torch._dynamo.eval_frame", "compile_wrapper")
+"""The module and the function that call what was compiled, or runs as it is: `Rematerialize` looks for them where Dynamo was
+asked to compile something under the recorder."""
+COMPILED_SAVER = "torch._functorch._aot_autograd"
+"""The modules that call what was compiled with its backward, and save for that: `Rematerialize` refuses such functions."""
 DYNAMO = "torch._dynamo"
 """The module that is loaded where anything may be compiled."""
 HIGHER_ORDER_OPS = "torch._higher_order_ops.utils"

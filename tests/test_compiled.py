@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memkit.compiled import around_compiled, compiled_in, is_compiled
 from memkit.hooks import HookSet
-from memkit.torch_state import in_compiled_function
+from memkit.torch_state import may_be_compiled_here
 from tests.compiling import FORMS, Backend, frames_of_memkit, in_form
 
 pytestmark = [
@@ -91,7 +91,7 @@ def test_run_is_called_in_place_of_the_code(compile_block: Callable[[nn.Module, 
     calls = list[Any]()
 
     def run(called: nn.Module, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        calls.append((called, args, kwargs, in_compiled_function()))
+        calls.append((called, args, kwargs, may_be_compiled_here()))
         return code(*args, **kwargs)
 
     with HookSet() as hooks:

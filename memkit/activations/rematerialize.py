@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -80,6 +81,9 @@ class Rematerialize(ForwardContext):
     Source: Kirisame et al., Dynamic Tensor Rematerialization, arXiv 2006.09616.
     """
 
+    _model: weakref.ref[nn.Module] | None = None
+    """What it is attached to."""
+
     def __init__(
         self,
         budget: int | float | str,
@@ -123,6 +127,14 @@ class Rematerialize(ForwardContext):
             kinds=op_kinds(names_of_ops(pure_ops)),
         )
 
+    def attached_to(self, model: nn.Module) -> Rematerialize:
+        made = self.again()
+        made._model = weakref.ref(model)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_model": None}
+
     def _begin(self, _: object, block: Block) -> None:
         if is_capturing():
             raise RuntimeError(
@@ -149,6 +161,7 @@ class Rematerialize(ForwardContext):
             pair = None if steady is None else steady.pair
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block, pair=pair)
             entry.recording = steady or open_recording(self.tag, self._options, outer=outer)
+            entry.recording.model = None if self._model is None else self._model()
             entry.begin()
 
     @property

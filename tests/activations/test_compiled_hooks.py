@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.device import Device
 from memkit.hooks import SavedTensorHooks
-from memkit.torch_state import in_compiled_function
+from memkit.torch_state import may_be_compiled_here
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import Offload
 from tests.compiling import FORMS, Backend, frames_of_memkit, in_form
@@ -92,7 +92,7 @@ def test_hooks_called_by_code_that_dynamo_may_still_compile(device: Device) -> N
 
     class Hooks:
         def pack(self, tensor: Tensor) -> Tensor:
-            were_compiling.append(in_compiled_function())
+            were_compiling.append(may_be_compiled_here())
             return _leaf(tensor)
 
         def unpack(self, tensor: Tensor) -> Tensor:

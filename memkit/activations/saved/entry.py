@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.hooks import HookPair, SavedTensorHooks, stacked_owners
@@ -29,6 +29,8 @@ class Stage(ABC):
 
     moves: ClassVar[bool]
     """Whether it moves to host memory."""
+    model: nn.Module | None = None
+    """Around whose forward the context is, if that is known."""
 
     @abstractmethod
     def begin(self) -> None:
