@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memkit import torch_private
-from memkit.errors import MissingTorchNameError, ProfileError
+from memkit.errors import ProfileError
 from memkit.interrupts import Block, Blocks, Exclusive, do_at_once
 from memkit.torch_state import leave_untraced
 
@@ -54,8 +54,7 @@ class _Uncopied(_Untraced):
         return getattr, (nullcontext(), "__exit__")
 
 
-with suppress(MissingTorchNameError):  # the contexts tell, before anything of theirs could be compiled
-    leave_untraced(_Untraced.__call__)
+leave_untraced(_Untraced.__call__)
 
 
 class HookSet:
@@ -93,6 +92,10 @@ class HookSet:
         kind = _Untraced if is_copied else _Uncopied
         self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(kind(after), always_call=True))
+
+    def add(self, handle: RemovableHandle) -> None:
+        """Remove this with the hooks, in its turn."""
+        self._handles.append(handle)
 
     def put_outside(self) -> None:
         """Call what `around_forward`, and nothing else, has set ahead of what was set since then, and behind it, as well."""
@@ -193,8 +196,8 @@ HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class SavedTensorHooks(AbstractContextManager[Any]):
     """A context in which autograd hands each tensor that it saves to `pack`, and gets it back from `unpack`.
 
-    Only the innermost pair of such hooks runs. With `compiled`, code that `torch.compile` made may run inside: it calls the
-    hooks too, and Dynamo would try to compile them. Source: `torch.autograd.graph.saved_tensors_hooks`.
+    Only the innermost pair of such hooks runs. Code that `torch.compile` made calls them too, and none of that is compiled.
+    Source: `torch.autograd.graph.saved_tensors_hooks`.
     """
 
     def __init__(
@@ -204,12 +207,11 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         *,
         owner: object = None,
         name: str = "",
-        compiled: bool = False,
         hands_on: bool = False,
         block: Block | None = None,
     ) -> None:
-        if compiled:
-            pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
+        for hook in (pack, unpack):
+            leave_untraced(hook)
         self.pack = pack
         self.unpack = unpack
         self.owner = owner

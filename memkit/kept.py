@@ -49,7 +49,7 @@ class KeptHandle:
     def check_version(self) -> None:
         """Raise autograd's own error if the tensor was written to since it was saved."""
         if not self.is_unchanged():
-            raise modified_error(self.alias, lambda: self.size, self.version_now, self.version)
+            raise modified_error(self.alias, self.version, lambda: self.size)
 
     @property
     def size(self) -> torch.Size:
@@ -59,24 +59,6 @@ class KeptHandle:
     def version_now(self) -> int:
         """What `version` would be if it were saved now."""
         return torch_private.version_of(self.alias)
-
-
-def modified_error(alias: Tensor, size: Callable[[], torch.Size], version: int, expected: int) -> RuntimeError:
-    """Return autograd's own error for a saved tensor that was written to.
-
-    Args:
-        alias: shares its version counter.
-        size: tells its size, unless its layout has none.
-    """
-    try:
-        description = f"{alias.type()} {list(size())}"
-    except RuntimeError:  # not every layout has these
-        description = f"{'nested ' * alias.is_nested}{alias.dtype}, {alias.layout}"
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{description}] is at version {version}; expected version {expected} instead. Hint: the backtrace of the operation "
-        "that failed to compute its gradient is shown by torch.autograd.set_detect_anomaly(True)."
-    )
 
 
 class ScheduledHandle(tuple[Any, ...]):
@@ -153,6 +135,25 @@ class FlattenedHandle(KeptHandle):
         inner = {name: part.unpack() if isinstance(part, KeptHandle) else part for name, part in self._inner.items()}
         made: Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
         return made
+
+
+def modified_error(tensor: Tensor, version: int, size: Callable[[], torch.Size] | None = None) -> RuntimeError:
+    """Return autograd's own error for a tensor that was written to since it was saved.
+
+    Args:
+        tensor: the one, or an alias that shares its version counter.
+        version: what that should say.
+        size: tells its size, if the alias has none.
+    """
+    try:
+        described = f"{tensor.type()} {list((size or tensor.size)())}"
+    except RuntimeError:  # not every layout has these
+        described = f"{'nested ' * tensor.is_nested}{tensor.dtype}, {tensor.layout}"
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{described}] is at version {torch_private.version_of(tensor)}; expected version {version} instead. Hint: the "
+        "backtrace of the operation that failed to compute its gradient is shown by torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 @functools.cache

@@ -35,6 +35,7 @@ RANKS = {
     "backwards": 4,
     "calls": 4,
     "hooks": 4,
+    "compiled": 5,
     "owners": 4,
     "device": 4,
     "transfer": 5,

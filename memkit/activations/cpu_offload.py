@@ -26,7 +26,6 @@ from memkit.profile import MemoryReport, find_report
 from memkit.profile.registry import forget_report
 from memkit.profile.tree import ModuleTree
 from memkit.sizes import check_budget_bytes, check_bytes, format_bytes
-from memkit.torch_state import dynamo_is_loaded
 from memkit.transfer.link import measure_link
 
 Ratio = float | str | Callable[..., float]
@@ -133,7 +132,7 @@ class CPUOffload(ForwardContext):
                 "Put CPUOffload around it: then what Rematerialize keeps may be offloaded"
             )
         if is_on:
-            self._entry = entry = Entry("CPUOffload", self.tag, is_last=False, compiled=dynamo_is_loaded(), block=block)
+            self._entry = entry = Entry("CPUOffload", self.tag, is_last=False, block=block)
             entry.begin(self._open(entry, resident))
 
     def _open(self, entry: Entry, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> HookPair | None:

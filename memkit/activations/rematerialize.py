@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +26,6 @@ from memkit.profile.step import Step as ProfiledStep
 from memkit.recording.cost import recording_cost_s
 from memkit.recording.ops import names_of_ops, op_kinds
 from memkit.sizes import check_budget, check_bytes, format_bytes
-from memkit.torch_state import dynamo_is_loaded
 
 _POLICIES = ("plan", "dtr")
 
@@ -81,6 +81,9 @@ class Rematerialize(ForwardContext):
     Source: Kirisame et al., Dynamic Tensor Rematerialization, arXiv 2006.09616.
     """
 
+    _model: weakref.ref[nn.Module] | None = None
+    """What it is attached to."""
+
     def __init__(
         self,
         budget: int | float | str,
@@ -124,6 +127,14 @@ class Rematerialize(ForwardContext):
             kinds=op_kinds(names_of_ops(pure_ops)),
         )
 
+    def attached_to(self, model: nn.Module) -> Rematerialize:
+        made = self.again()
+        made._model = weakref.ref(model)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_model": None}
+
     def _begin(self, _: object, block: Block) -> None:
         if is_capturing():
             raise RuntimeError(
@@ -147,10 +158,10 @@ class Rematerialize(ForwardContext):
         if is_on:
             outer = innermost_hooks()
             steady = open_steady(self.tag, self._options, outer)
-            pair, compiled = (None, False) if steady is None else (steady.pair, dynamo_is_loaded())
-            self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, compiled=compiled, block=block)
+            self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
             entry.recording = steady or open_recording(self.tag, self._options, outer=outer)
-            entry.begin(pair)
+            entry.recording.model = None if self._model is None else self._model()
+            entry.begin(None if steady is None else steady.pair)
 
     @property
     def plan(self) -> Plan | None:
@@ -222,7 +233,7 @@ class _Within:
         self._options = options
 
     def __enter__(self) -> None:
-        self._entry = Entry("Rematerialize", self._state.tag, is_last=True, compiled=False, block=None)
+        self._entry = Entry("Rematerialize", self._state.tag, is_last=True, block=None)
         self._entry.recording = RecordingStage(self._state, self._options)
         self._entry.begin()
 

@@ -17,6 +17,7 @@ class ModuleTrail:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._hooks = HookSet()
+        self._is_paused = False
         self._thread = threading.get_ident()
         self._running: list[tuple[nn.Module, int]] = []
         self._names: dict[nn.Module, str] = {}
@@ -36,6 +37,29 @@ class ModuleTrail:
 
     def __exit__(self, *_: object) -> None:
         self._hooks.remove()
+        self._is_paused = False
+
+    @property
+    def is_on(self) -> bool:
+        return len(self._hooks) > 0
+
+    def pause(self) -> None:
+        """Take the hooks off for a while, if they are on."""
+        if self.is_on:
+            self._is_paused = True
+            self._hooks.remove()
+
+    def go_on(self, ended: nn.Module | None = None) -> None:
+        """Put them on again, if they were.
+
+        Args:
+            ended: a module that has begun before the pause, and whose end is not told.
+        """
+        if self._is_paused:
+            self._is_paused = False
+            if ended is not None:
+                self._after(ended)
+            self.__enter__()
 
     def _before(self, module: nn.Module, *_: Any) -> None:
         if threading.get_ident() != self._thread:

@@ -206,7 +206,7 @@ class ScheduledForward:
         now = torch_private.version_of(alias)
         if now != version:
             shape = save.shape
-            raise modified_error(alias, lambda: shape or torch.Size(), now, version)
+            raise modified_error(alias, version, lambda: shape or torch.Size())
         task, value = torch_private.backward_task(), save.value
         if task != _NO_BACKWARD:
             if task != self.task:
@@ -432,7 +432,7 @@ class ScheduledForward:
         self._let_go_of_sent()
 
     def mend(self) -> list[Span]:
-        """Put right what was broken off (see [Note: interrupts] in `memkit.interrupts`); return the host memory that it holds."""
+        """Put right what was broken off (see [Note: interrupts] in `memkit.interrupts`); return the host memory it holds."""
         self.device.synchronize()
         self.is_forward = self._follows = False
         for value in self.leaving:

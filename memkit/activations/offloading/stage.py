@@ -148,8 +148,7 @@ class MovingStage(Stage):
             self._state.idles_with = self._options if self.counts.ratio == 0 and self._is_alone else None
         saw_device = bool(self._forwards) or self._scheduled is not None
         for window, forward in self._forwards.values():
-            end_forward = torch.compiler.disable(window.end_forward) if self._may_be_compiled else window.end_forward
-            end_forward(forward, learn=not has_failed)
+            window.end_forward(forward, learn=not has_failed)
             if self._capture is not None and self._is_captured(self._capture, forward) and not has_failed:
                 forward.share.file_seen(tuple(self._capture.saves))
         self._warn_of_whole_model()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
+from memkit.activations.recomputing.compiled_calls import CompiledCalls
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.recomputing.settling import settle
 from memkit.activations.saved.counts import Counts
@@ -26,7 +27,7 @@ from memkit.plan import Action
 from memkit.recording.recording import Recording
 from memkit.recording.trail import ModuleTrail
 from memkit.storages import is_range_of_bytes
-from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, in_compiled_function, is_traced, leave_mode
+from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, is_traced, leave_mode
 
 _LOGGER = logging.getLogger(__name__)
 _NUM_WATCHED = 4
@@ -65,7 +66,6 @@ class RecordingStage(Stage):
         self._torch_device = None if self._device is None else self._device.torch_device
         self._moving, self._outer = moving, outer
         self._has_outer = moving is not None or outer is not None
-        self._may_be_compiled = dynamo_is_loaded()
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
         self.counts = Counts()
@@ -74,18 +74,21 @@ class RecordingStage(Stage):
         self.recorder = Recorder(self._forward.recording, options.kinds, default_generator, state.costs.estimate_s)
         self._trail = ModuleTrail(self._forward.recording)
         self._watches_modules = options.verify or (self._decider.follower.trace is None and state.num_iterations < _NUM_WATCHED)
+        self._compiled = CompiledCalls(state.tag, self.recorder, self._trail)
         self._is_over = False
         self._sizes = SizesSeen(options.min_bytes) if options.may_settle and options.budget != 1.0 else None
 
     def begin(self) -> None:
         if self._watches_modules:
             self._trail.__enter__()
+        self._compiled.begin(self.model)
         self.recorder.__enter__()
 
     def take_off(self) -> None:
         if self._is_over:
             return
         leave_mode(self.recorder)
+        self._compiled.end()
         self._trail.__exit__()
 
     def end(self, *, has_failed: bool) -> None:
@@ -176,12 +179,8 @@ class RecordingStage(Stage):
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         if is_traced():
             return KeptHandle(tensor)
-        if (self._may_be_compiled or dynamo_is_loaded()) and in_compiled_function():
-            raise RuntimeError(
-                f'Rematerialize (tag "{self._state.tag}"): a compiled function was called in the context. To be recorded it '
-                "runs op by op, as if it were not compiled. Leave out torch.compile, or leave out the context and set "
-                "torch._functorch.config.activation_memory_budget, which recomputes inside of what is compiled"
-            )
+        if self._compiled.is_on or dynamo_is_loaded():
+            self._compiled.check_save()
         if type(tensor) not in _PLAIN_TYPES:
             return self._take_of_class(tensor)
         with torch_private.without_python_dispatch():  # what is done here is no part of the forward
@@ -216,7 +215,9 @@ class RecordingStage(Stage):
         recording = forward.recording
         found = recording.current.get(torch_private.storage_address(storage))
         if found is None or found[0]() is not storage:
-            return self._hand_on(tensor)  # it was there before
+            if not self._compiled.has_made(storage):
+                return self._hand_on(tensor)  # it was there before
+            found = (weakref.ref(storage), self._compiled.add_made(tensor, storage))
         value, num_bytes = found[1], storage.nbytes()
         root = recording.roots.get(value)
         if root is not None and not root.is_inside:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.hooks import HookPair, SavedTensorHooks, stacked_owners
@@ -30,6 +30,8 @@ class Stage(ABC):
 
     moves: ClassVar[bool]
     """Whether it moves to host memory."""
+    model: nn.Module | None = None
+    """Around whose forward the context is, if that is known."""
 
     @property
     def take_own(self) -> Callable[[Tensor], KeptHandle]:
@@ -70,11 +72,10 @@ class Entry:
         tag: that of the context.
         is_last: whether no other context may be entered inside, which would hide tensors from this one. What it keeps it offers
             to those outside.
-        compiled: whether compiled code may run inside, which calls the hooks.
         block: tells whether the user is still in the context.
     """
 
-    def __init__(self, name: str, tag: str, *, is_last: bool, compiled: bool, block: Block | None) -> None:
+    def __init__(self, name: str, tag: str, *, is_last: bool, block: Block | None) -> None:
         self.tag = tag
         self.is_last = is_last
         self.block = block
@@ -84,7 +85,7 @@ class Entry:
         """The stage that moves to host memory."""
         self._take: Callable[[Tensor], KeptHandle] = KeptHandle
         self._hooks: SavedTensorHooks | None = None
-        self._name, self._compiled = f'{name} (tag "{tag}")', compiled
+        self._name = f'{name} (tag "{tag}")'
 
     @property
     def stages(self) -> list[Stage]:
@@ -103,9 +104,7 @@ class Entry:
                 _bare.entries.append((len(stacked_owners()), self))
             else:
                 pack, unpack_ = pair or (self.pack, unpack)
-                self._hooks = SavedTensorHooks(
-                    pack, unpack_, owner=self, name=self._name, compiled=self._compiled, block=self.block
-                )
+                self._hooks = SavedTensorHooks(pack, unpack_, owner=self, name=self._name, block=self.block)
                 self._hooks.__enter__()
             for stage in reversed(self.stages):
                 stage.begin()
@@ -186,7 +185,7 @@ def unpack(packed: Any) -> Tensor:
     if kind is tuple:
         alias, version = packed
         if torch_private.version_of(alias) != version:
-            raise modified_error(alias, alias.size, torch_private.version_of(alias), version)
+            raise modified_error(alias, version)
         return alias  # type: ignore[no-any-return]  # a tensor that stays
     if kind is ScheduledHandle:
         return packed[0].forward.unpack(packed)  # type: ignore[no-any-return]
