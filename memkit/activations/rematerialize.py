@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.context import ForwardContext
 from memkit.activations.recomputing.budget import NO_BUDGET, RematOptions
+from memkit.activations.recomputing.settling import settle
 from memkit.activations.recomputing.stage import RecordingStage, open_recording
 from memkit.activations.recomputing.steady import open_steady
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
@@ -149,7 +150,7 @@ class Rematerialize(ForwardContext):
             steady = open_steady(self.tag, self._options, outer)
             pair, compiled = (None, False) if steady is None else (steady.pair, dynamo_is_loaded())
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, compiled=compiled, block=block, pair=pair)
-            entry.recording = steady or open_recording(self.tag, self._options, outer=outer)
+            entry.recording = steady or open_recording(self.tag, self._options, outer=outer, settle=settle)
             entry.begin()
 
     @property
@@ -258,8 +259,8 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "dropped_bytes": counts.dropped_bytes,
             "ledger_peak_bytes": counts.peak_bytes,
             "num_replays": counts.num_replays,
-            "num_replayed_ops": counts.num_replayed_ops,
-            "estimated_replay_s": counts.replayed_s,
+            "num_replayed_ops": counts.num_replayed_ops + counts.num_replays * counts.ops_of_region,
+            "estimated_replay_s": counts.replayed_s + counts.num_replays * counts.region_s,
             "measured_replay_s": counts.replayed.total_s(),
             **(counts.figures_of_copies() if counts.moved_out.num_copies else {}),
         }

@@ -43,6 +43,8 @@ class ModuleCall:
     """How many ops of any kind it runs until then."""
     inputs: tuple[int, ...]
     """Values that it reads, and that were made before it in the step."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the tensors that it is given."""
     why_not: str = ""
     """Why it cannot be a region, "" if it can."""
 
@@ -61,6 +63,12 @@ class HostCosts:
     """On an op that is run again from the record."""
     region_s: float
     """On a region, beyond the ops that are run again."""
+    is_device: bool = False
+    """Whether the host computes as well, so that nothing runs beside anything else."""
+
+    def step_s(self, device_s: float, host_s: float) -> float:
+        """Return what a step takes: what the device takes or the host, whichever is longer."""
+        return device_s + host_s if self.is_device else max(device_s, host_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +201,8 @@ class RegionPlanner:
         return max(peak, live)
 
     def seconds(self, choice: RegionChoice) -> float:
-        """Return what a step takes: what the device takes or the host, whichever is longer."""
-        return max(self.plain_device_s + choice.device_s, self.plain_host_s + choice.host_s)
+        """Return what a step takes."""
+        return self.costs.step_s(self.plain_device_s + choice.device_s, self.plain_host_s + choice.host_s)
 
     def dropped(self, choice: RegionChoice) -> frozenset[int]:
         """Return the saved values that are gone after the forward."""

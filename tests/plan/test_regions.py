@@ -117,9 +117,7 @@ def brute_force(planner: RegionPlanner) -> list[RegionChoice]:
 
 def evenly_spaced(planner: RegionPlanner, prefix: str) -> list[RegionChoice]:
     """Return what it takes to make some layers regions, from none of them to all."""
-    group = [
-        index for index, call in enumerate(planner.calls) if call.name.startswith(prefix) and call.name.count(".") == 1
-    ]
+    group = [index for index, call in enumerate(planner.calls) if call.name.startswith(prefix) and call.name.count(".") == 1]
     size = len(group)
     return [planner.simulate([group[place * size // count] for place in range(count)]) for count in range(1, size + 1)]
 

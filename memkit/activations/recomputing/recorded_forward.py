@@ -52,7 +52,7 @@ class RecordedForward(SavedValues):
         self.trace: OpTrace | None = None
         """What is known of forwards like this one."""
         self.window = window
-        self.saves: list[int] = []
+        self.saves = recording.saved
         """The value of each save that counts."""
         self.uses: list[int] = []
         """The value of each request of the first backward."""
@@ -97,6 +97,7 @@ class RecordedForward(SavedValues):
         self.walk.clock += 1
         self._saved_at[value] = len(self.saves)
         self.saves.append(value)
+        self.recording.saved_at.append((len(self.recording.calls), len(self.recording.funcs)))
         self.save_nodes.append(node)
 
     def note_offer(self, value: int, tensor: Tensor) -> bool:

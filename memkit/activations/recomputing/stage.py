@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
 from memkit.activations.recomputing.recorded_forward import RecordedForward
-from memkit.activations.recomputing.settling import settle
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, Stage, is_within
 from memkit.activations.saved.records import Handle, Record
@@ -31,8 +31,17 @@ from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, in_compiled_f
 _LOGGER = logging.getLogger(__name__)
 _NUM_WATCHED = 4
 """In so many first iterations it is noted which module each op is in: that takes the host some time."""
+_NUM_NOTED = 2
+"""In so many iterations alike the calls of modules are noted: in the first one they may prepare what they use later."""
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _get_storage = Tensor.untyped_storage
+
+
+Settle = Callable[[RematState, RematOptions, BudgetDecider, SizesSeen | None], None]
+
+
+def _go_on(*_: object) -> None:
+    """Have the next steps recorded as well."""
 
 
 class RecordingStage(Stage):
@@ -43,6 +52,7 @@ class RecordingStage(Stage):
         options: what was asked for.
         moving: the stage that comes next, of this context or of the one outside: what is not dropped may leave there.
         outer: other hooks outside, which are given what is not dropped where there is no such stage.
+        settle: called at the end of a step: sees what the next ones are to do.
     """
 
     moves = False
@@ -54,6 +64,7 @@ class RecordingStage(Stage):
         *,
         moving: Stage | None = None,
         outer: SavedTensorHooks | None = None,
+        settle: Settle = _go_on,
     ) -> None:
         from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
@@ -72,9 +83,13 @@ class RecordingStage(Stage):
         state.know(options.kinds)
         self._forward = self._open_forward(raises=options.strict)
         self.recorder = Recorder(self._forward.recording, options.kinds, default_generator, state.costs.estimate_s)
-        self._trail = ModuleTrail(self._forward.recording)
-        self._watches_modules = options.verify or (self._decider.follower.trace is None and state.num_iterations < _NUM_WATCHED)
+        trace = self._decider.follower.trace
+        notes_calls = options.may_settle and options.budget != 1.0 and (trace is None or trace.num_noted < _NUM_NOTED)
+        self._trail = ModuleTrail(self._forward.recording, notes_calls=notes_calls)
+        is_new = trace is None and state.num_iterations < _NUM_WATCHED
+        self._watches_modules = options.verify or notes_calls or is_new
         self._is_over = False
+        self._settle = settle
         self._sizes = SizesSeen(options.min_bytes) if options.may_settle and options.budget != 1.0 else None
 
     def begin(self) -> None:
@@ -94,7 +109,7 @@ class RecordingStage(Stage):
         with self._lock:
             self._end_forward(learn=not has_failed)
             if not has_failed:
-                settle(self._state, self._options, self._decider, self._sizes)
+                self._settle(self._state, self._options, self._decider, self._sizes)
         self._is_over = True
         del self._forward, self._decider, self.recorder  # they hold the recording, and this
 
@@ -152,6 +167,8 @@ class RecordingStage(Stage):
                 trace.is_worth_a_plan = True
             state.traces.add(trace)
             forward.trace = trace.ops
+            if trace.ops is not None and self._trail.calls:
+                trace.ops.note_calls(self._trail.calls, recording)
         if recording.is_timed:
             state.note_timed(forward.trace, recording.times_alone())
         recording.close()
@@ -377,20 +394,26 @@ class RecordingStage(Stage):
 
 
 def open_recording(
-    tag: str, options: RematOptions, *, moving: Stage | None = None, outer: SavedTensorHooks | None = None
+    tag: str,
+    options: RematOptions,
+    *,
+    moving: Stage | None = None,
+    outer: SavedTensorHooks | None = None,
+    settle: Settle = _go_on,
 ) -> RecordingStage:
     """Return the stage of a context that is about to be entered.
 
     Args:
         moving: the stage of the same context that moves, if it has one.
         outer: else the hooks that are on top.
+        settle: see `RecordingStage`.
     """
     is_inner = moving is not None or is_within(tag)
     if moving is None and outer is not None and isinstance(outer.owner, Entry):
         moving = outer.owner.moving
     state = remat_states.open(tag)
     with state.lock:
-        stage = RecordingStage(state, options, moving=moving, outer=outer)
+        stage = RecordingStage(state, options, moving=moving, outer=outer, settle=settle)
         state.num_iterations += 1
         state.num_inner += is_inner
         state.counts, state.is_recorded = stage.counts, True
