@@ -49,18 +49,7 @@ class KeptHandle:
     def check_version(self) -> None:
         """Raise autograd's own error if the tensor was written to since it was saved."""
         if not self.is_unchanged():
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._description()}] is at version {self.version_now}; expected version "
-                f"{self.version} instead. Hint: the backtrace of the operation that failed to compute its gradient is shown "
-                "by torch.autograd.set_detect_anomaly(True)."
-            )
-
-    def _description(self) -> str:
-        try:
-            return f"{self.alias.type()} {list(self.size)}"
-        except RuntimeError:  # not every layout has these
-            return f"{'nested ' * self.alias.is_nested}{self.alias.dtype}, {self.alias.layout}"
+            raise modified_error(self.alias, self.version, self)
 
     @property
     def size(self) -> torch.Size:
@@ -135,6 +124,26 @@ class FlattenedHandle(KeptHandle):
         inner = {name: part.unpack() if isinstance(part, KeptHandle) else part for name, part in self._inner.items()}
         made: Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
         return made
+
+
+def modified_error(tensor: Tensor, version: int, handle: KeptHandle | None = None) -> RuntimeError:
+    """Return autograd's own error for a tensor that was written to since it was saved.
+
+    Args:
+        tensor: the one, or an alias that shares its version counter.
+        version: what that should say.
+        handle: what knows its size, if the alias has none.
+    """
+    try:
+        size = tensor.size() if handle is None else handle.size
+        described = f"{tensor.type()} {list(size)}"
+    except RuntimeError:  # not every layout has these
+        described = f"{'nested ' * tensor.is_nested}{tensor.dtype}, {tensor.layout}"
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{described}] is at version {torch_private.version_of(tensor)}; expected version {version} instead. Hint: the "
+        "backtrace of the operation that failed to compute its gradient is shown by torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 @functools.cache

@@ -253,7 +253,7 @@ NAMES: dict[str, PrivateName] = {
     "is_key_excluded": _of(
         "torch._C._dispatch_tls_is_dispatch_key_excluded", "whether an alias shares its version counter", _REMAT, _LAYERS
     ),
-    "functorch_stack": _of("torch._C._functorch.get_interpreter_stack", "to refuse torch.func.grad", _LAYERS),
+    "functorch_stack": _of("torch._C._functorch.get_interpreter_stack", "to refuse torch.func.grad", _REMAT, _LAYERS),
     "FunctorchTransform": _of("torch._C._functorch.TransformType", "to refuse torch.func.grad", _LAYERS),
     # Settings that change what an op computes
     "get_mkldnn_enabled": _of("torch._C._get_mkldnn_enabled", "to replay by the same kernels", _REMAT),
@@ -323,7 +323,7 @@ NAMES: dict[str, PrivateName] = {
     "dispatch_registrations": _of("torch._C._dispatch_get_registrations_for_dispatch_key", "which ops autocast casts", _META),
     # Modules, and what is around them
     "parameters_of": _field(f"{_MODULE}._parameters", "to put another parameter in place", _LAYERS, _META),
-    "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _LAYERS, _META),
+    "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _REMAT, _LAYERS, _META),
     "active_replica": _field("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "to refuse it", Feature.REPLICAS),
     "parameters_of_replica": _instance_field(
         "torch.nn.parallel.DistributedDataParallel._module_parameters", "to refuse it", Feature.REPLICAS
@@ -332,8 +332,8 @@ NAMES: dict[str, PrivateName] = {
     "unscale_grads": _of("torch.amp.GradScaler._unscale_grads_", "to wait for the scale", Feature.SCALER),
     "tree_leaves": _of("torch.utils._pytree.tree_leaves", "to find tensors in what is passed", *_CONTEXTS, _PROFILE),
     "tree_map": _of("torch.utils._pytree.tree_map", "to replace tensors in what is passed", _PROFILE),
-    "tree_flatten": _of("torch.utils._pytree.tree_flatten", "to replace tensors in what is passed", _META),
-    "tree_unflatten": _of("torch.utils._pytree.tree_unflatten", "to replace tensors in what is passed", _META),
+    "tree_flatten": _of("torch.utils._pytree.tree_flatten", "to replace tensors in what is passed", _REMAT, _META),
+    "tree_unflatten": _of("torch.utils._pytree.tree_unflatten", "to replace tensors in what is passed", _REMAT, _META),
     "arg_tree_leaves": _of("torch.utils._pytree.arg_tree_leaves", "to find tensors in what an op is given", _META),
 }
 """By the names of this module."""

@@ -1,0 +1,352 @@
+"""One call of a region: a module's forward of which autograd keeps nothing, and that is run again in the backward.
+
+What autograd saves in the forward is numbered. It holds a *placeholder* in the place of each, with its shape and dtype, and the
+call. That has the module's inputs. The first placeholder that is asked for has the forward run again; that hands to each
+placeholder that autograd still holds what was saved under its number, and stops behind the last of these. A placeholder lets go
+what it hands out. Asked once more, by a second backward or by a node that reads what it has saved twice, it has the forward run
+once more.
+
+Nothing here refers to what refers to it: a graph that is dropped takes its placeholders, calls and inputs along.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.activations.recomputing.module_state import ModuleState, Noted
+from memkit.activations.recomputing.surroundings import (
+    GeneratorState,
+    current_autocast,
+    set_autocast,
+    set_generators,
+    states_of,
+)
+from memkit.activations.saved.counts import Counts
+from memkit.errors import ReplayMismatchError, note_on
+from memkit.kept import KeptHandle, modified_error
+from memkit.labels import label
+
+
+class Placeholder:
+    """What autograd holds in the place of a tensor that a region saves."""
+
+    __slots__ = ("__weakref__", "call", "dtype", "shape", "tensor", "version")
+
+    call: RegionCall
+    shape: torch.Size
+    dtype: torch.dtype
+    tensor: Tensor | None
+    """Once the forward was run again, and until a backward has asked for it."""
+    version: int
+    """How often that was written to before it was saved."""
+
+
+class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all that is needed
+    """Raised where autograd saves the last tensor that a backward needs."""
+
+
+class Recomputed:
+    """A module that is recomputed as a whole, and what is known of it ahead."""
+
+    def __init__(self, module: nn.Module, counts: Counts | None) -> None:
+        self.module = module
+        self.state = ModuleState(module)
+        self.counts = counts
+
+    def error(self, need: str, found: str, do: str) -> ReplayMismatchError:
+        """Return what to raise where a recompute cannot be exact."""
+        return ReplayMismatchError(
+            f"a {type(self.module).__name__} that is recomputed as a whole needs {need}; found {found}. {do}"
+        )
+
+
+class RegionCall:
+    """One call of a region. It is itself the hook that autograd gives what it saves in the forward.
+
+    Args:
+        region: the module that is called.
+        frame: where it is called from.
+        inputs: what it is called with.
+    """
+
+    __slots__ = ("autocast", "before", "drawn", "frame", "inputs", "is_broken", "lock", "noted", "places", "region")
+
+    def __init__(self, region: Recomputed, frame: FrameType, inputs: Inputs) -> None:
+        self.region = region
+        self.frame: FrameType | None = frame
+        """While it is going on. Once that is off the stack, an interrupt has ended it."""
+        self.inputs = inputs
+        self.places: list[weakref.ref[Placeholder]] = []
+        self.is_broken = False
+        self.lock = threading.RLock()
+        self.autocast = current_autocast()
+        self.drawn: tuple[GeneratorState, ...] = ()
+        """Generators that the forward has drawn from, and where they were before."""
+        self.noted: Noted = region.state.note()
+        self.before: tuple[GeneratorState, ...] = ()
+        """Where all generators were, while it is going on."""
+
+    def __call__(self, tensor: Tensor) -> Placeholder:
+        place = Placeholder()
+        place.call, place.tensor = self, None
+        place.shape, place.dtype = tensor.shape, tensor.dtype
+        self.places.append(weakref.ref(place))
+        return place
+
+    def hand_out(self, place: Placeholder) -> Tensor:
+        """Return what a placeholder stands for, and let it go."""
+        with self.lock:
+            if place.tensor is None:
+                self._recompute()
+            tensor, place.tensor = place.tensor, None
+        assert tensor is not None
+        return tensor
+
+    def _recompute(self) -> None:
+        """Run the forward again, and hand out what it saves.
+
+        Raises:
+            RuntimeError: an input or a parameter was written to since.
+            ReplayMismatchError: it has saved something else.
+        """
+        region = self.region
+        if self.is_broken or (self.frame is not None and not is_going_on(self.frame)):
+            raise region.error("a forward that has come to its end", "one that was interrupted", "Run the forward again")
+        changed = region.state.what_has_changed(self.noted)
+        if changed:
+            raise region.error(
+                "what it reads to be in the backward as it was in the forward",
+                changed,
+                "Write to it after the backward, or have this module be kept: memkit.keep",
+            )
+        needed = Needed(self.places)
+        try:
+            args, kwargs = self.inputs.rebuild()
+        except RuntimeError as error:
+            note_on(error, f"It is an input of a {type(region.module).__name__} whose forward is run again in the backward.")
+            raise
+        before = Before(self, needed)
+        try:
+            with label("recompute"):
+                before.run(args, kwargs)
+            if needed.count <= needed.last:
+                raise region.error(
+                    f"its forward to save {len(self.places)} tensors whenever it is run", f"{needed.count}", _ADVICE
+                )
+        except BaseException:
+            needed.forget()
+            raise
+        if region.counts is not None:
+            region.counts.num_replays += 1
+
+
+class Needed:
+    """The placeholders that autograd still holds. It is the hook that is given what is saved when a forward is run again."""
+
+    __slots__ = ("count", "last", "places")
+
+    def __init__(self, places: Sequence[weakref.ref[Placeholder]]) -> None:
+        self.places = [ref() for ref in places]
+        last = len(places) - 1
+        while self.places[last] is None:
+            last -= 1
+        self.last = last
+        self.count = 0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        number = self.count
+        self.count = number + 1
+        if number > self.last:
+            return tensor.detach()  # of a backward in the forward
+        place = self.places[number]
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if place is not None:
+            if tensor.shape != place.shape or tensor.dtype is not place.dtype:
+                raise place.call.region.error(
+                    f"its forward to save {_described(place.shape, place.dtype)} as number {number} whenever it is run",
+                    _described(tensor.shape, tensor.dtype),
+                    _ADVICE,
+                )
+            place.tensor, place.version = tensor, torch_private.version_of(tensor)
+        if number == self.last:
+            raise _Stop
+        return tensor
+
+    def forget(self) -> None:
+        """Let go what was made: the rest is missing."""
+        for place in self.places:
+            if place is not None:
+                place.tensor = None
+
+
+_ADVICE = "Is it deterministic, and is what it reads the same in the backward?"
+
+
+def _described(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} of {dtype}"
+
+
+def unpack(place: Placeholder) -> Tensor:
+    """Return what a placeholder stands for: the other half of the hooks of a `RegionCall`."""
+    tensor = place.tensor
+    if tensor is None:
+        tensor = place.call.hand_out(place)
+    else:
+        place.tensor = None
+    if torch_private.version_of(tensor) != place.version:
+        raise modified_error(tensor, place.version)
+    return tensor
+
+
+def unpack_recomputed(tensor: Tensor) -> Tensor:
+    """Return what was saved when a forward was run again: a backward may be part of it."""
+    return tensor
+
+
+class Before:
+    """What is set while a forward is run again, and what was set before."""
+
+    __slots__ = ("_autocast", "_buffers", "_call", "_drawn", "_flags", "_grad", "_needed")
+
+    def __init__(self, call: RegionCall, needed: Needed) -> None:
+        self._call, self._needed = call, needed
+        self._grad = torch.is_grad_enabled()
+        self._autocast = current_autocast()
+        self._drawn = states_of(call.drawn) if call.drawn else ()
+        state = call.region.state
+        self._buffers = state.others(call.noted)
+        self._flags = state.flags()
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Run it, with what was set in the forward."""
+        call, is_back = self._call, False
+        try:
+            try:
+                torch_private.push_saved_tensor_hooks(self._needed, unpack_recomputed)
+                if not self._grad:
+                    torch.set_grad_enabled(True)
+                if self._autocast != call.autocast:
+                    set_autocast(call.autocast)
+                if call.drawn:
+                    set_generators(call.drawn)
+                for buffers, name, _, other in self._buffers:
+                    buffers[name] = other
+                if self._flags != call.noted.flags:
+                    call.region.state.set_flags(call.noted.flags)
+                call.region.module.forward(*args, **kwargs)
+            except _Stop:
+                if self._needed.count <= self._needed.last:
+                    raise  # it is another's
+            finally:
+                self._put_back()
+                is_back = True
+        finally:
+            if not is_back:  # an interrupt came in between
+                self._put_back()
+
+    def _put_back(self) -> None:
+        """Set what was set before; may be called again."""
+        take_off(self._needed)
+        if not self._grad:
+            torch.set_grad_enabled(False)
+        if self._autocast != self._call.autocast:
+            set_autocast(self._autocast)
+        if self._drawn:
+            set_generators(self._drawn)
+        for buffers, name, buffer, _ in self._buffers:
+            buffers[name] = buffer
+        if self._flags != self._call.noted.flags:
+            self._call.region.state.set_flags(self._flags)
+
+
+def take_off(pack: Callable[[Tensor], object]) -> None:
+    """Take the hooks off that a tensor is packed by, if they are on, from below others as well."""
+    top = torch_private.top_saved_tensor_hooks(True)
+    if top is not None and top[0] is pack:
+        torch_private.pop_saved_tensor_hooks()
+        return
+    above = []
+    while top is not None and top[0] is not pack:
+        above.append(top)
+        torch_private.pop_saved_tensor_hooks()
+        top = torch_private.top_saved_tensor_hooks(True)
+    if top is not None:
+        torch_private.pop_saved_tensor_hooks()
+    for pair in reversed(above):
+        torch_private.push_saved_tensor_hooks(*pair)
+
+
+def is_on_stack(frame: FrameType, start: FrameType | None) -> bool:
+    """Tell whether a frame is one of those that have called another, or that itself."""
+    while start is not None and start is not frame:
+        start = start.f_back
+    return start is not None
+
+
+def is_going_on(frame: FrameType) -> bool:
+    """Tell whether a frame is on the stack of any thread."""
+    return any(is_on_stack(frame, start) for start in sys._current_frames().values())
+
+
+class Inputs:
+    """What a module is called with: tensors are held by handles."""
+
+    __slots__ = ("_handles", "_kwargs", "_leaves", "_needs_grad", "_spec", "_tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Callable[[Tensor], KeptHandle]) -> None:
+        leaves: list[Any] = [*args, *kwargs.values()]
+        self._kwargs = tuple(kwargs)
+        self._spec = None
+        for leaf in leaves:
+            if type(leaf) not in _SINGLE:
+                leaves, self._spec = torch_private.tree_flatten((args, kwargs))
+                break
+        found: dict[int, int] = {}
+        self._handles: list[KeptHandle] = []
+        self._needs_grad: list[bool] = []
+        self._tensors: list[int] = []
+        """For each leaf, which tensor it is; -1 if none. One that is passed twice is the same in the recompute."""
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                self._tensors.append(-1)
+                continue
+            index = found.setdefault(id(leaf), len(found))
+            self._tensors.append(index)
+            leaves[place] = None
+            if index == len(self._handles):
+                self._handles.append(keep(leaf))
+                self._needs_grad.append(leaf.requires_grad)
+        self._leaves = leaves
+
+    def rebuild(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return what to call the module with again.
+
+        Raises:
+            RuntimeError: one of the tensors was written to since.
+        """
+        tensors = []
+        for handle, needs_grad in zip(self._handles, self._needs_grad, strict=True):
+            tensor = handle.unpack().detach()
+            if needs_grad:
+                tensor.requires_grad_()
+            tensors.append(tensor)
+        leaves = [leaf if index < 0 else tensors[index] for leaf, index in zip(self._leaves, self._tensors, strict=True)]
+        if self._spec is not None:
+            args, kwargs = torch_private.tree_unflatten(leaves, self._spec)
+            return args, kwargs
+        num_args = len(leaves) - len(self._kwargs)
+        return leaves[:num_args], dict(zip(self._kwargs, leaves[num_args:], strict=True))
+
+
+_SINGLE = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device})
+"""What is no container of others."""

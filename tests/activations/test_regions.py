@@ -1,0 +1,150 @@
+"""Regions against the plain run and torch's checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from memkit.activations.recomputing.regions import Regions, RegionSpec
+from tests.activations.cases import COMPUTATIONS, assert_same_bits, inputs_on
+
+ALL = RegionSpec()
+
+
+class Run(nn.Module):
+    """A computation as a module."""
+
+    def __init__(self, computation: Callable[..., Any]) -> None:
+        super().__init__()
+        self.computation = computation
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.computation(*args, **kwargs)
+
+
+def step(
+    module: nn.Module, context: Callable[[], AbstractContextManager[Any]], call: Callable[..., Tensor] | None = None
+) -> list[Tensor]:
+    """Return all that a step leaves: loss, gradients, and the random state."""
+    inputs = inputs_on(torch.device("cpu"))
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with context():
+            loss = (call or module)(*inputs).square().mean()
+        torch.rand(3)
+        loss.backward()
+        losses.append(loss.detach())
+    return [*losses, *[x.grad for x in inputs], torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("name", COMPUTATIONS)
+def test_region_has_the_bits_of_the_plain_run(name: str) -> None:
+    module = Run(COMPUTATIONS[name])
+    plain = step(module, nullcontext)
+
+    assert_same_bits(step(module, lambda: Regions({module: ALL})), plain)
+
+
+class Net(nn.Module):
+    """Blocks with all that a block may have."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.first = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        x = functional.linear(self.first(x), w)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Counting(nn.Module):
+    """Writes to buffers: in place, by putting another in its place, and reads what was in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("mean", torch.zeros(32))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("table", torch.randn(32))
+        self.register_buffer("last", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        self.steps = self.steps + 1
+        y = self.linear(x * self.steps - self.mean).sin() * self.table
+        if self.last is not None:
+            y = y + self.last.cos()
+        self.last = y.detach().mean(0)
+        return y.tanh()
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32)),
+    "inplace": lambda: nn.Sequential(
+        nn.Linear(32, 32), nn.ReLU(inplace=True), nn.Linear(32, 32), nn.Dropout(0.2, inplace=True)
+    ),
+    "batch_norm": lambda: nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.BatchNorm1d(32, momentum=None)),
+    "batch_norm_eval": lambda: nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32).eval(), nn.ReLU()),
+    "batch_norm_untracked": lambda: nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32, track_running_stats=False)),
+    "instance_norm": lambda: nn.Sequential(
+        nn.Linear(32, 32), nn.Unflatten(1, (4, 8)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten()
+    ),
+    "counting": Counting,
+    "spectral_norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32)), nn.GELU()),
+    "no_grad_inside": lambda: Run(lambda x: x.sin() * torch.no_grad()(torch.exp)(x)),
+    "attention": lambda: nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True),
+    "output_saved": lambda: nn.Softmax(-1),
+    "input_returned": lambda: Run(lambda x: (x.sin() * x, x)[1]),
+    "view_returned": lambda: Run(lambda x: x.sin().t().exp().t()),
+    "no_saves": nn.Identity,
+    "checkpoint_inside": lambda: Run(lambda x: checkpoint(lambda y: (y.sin() * y).tanh(), x, use_reentrant=False).exp()),
+    "reentrant_checkpoint_inside": lambda: Run(lambda x: checkpoint(lambda y: y.sin().tanh(), x, use_reentrant=True).exp()),
+}
+
+
+def leavings(net: nn.Module, context: Callable[[], AbstractContextManager[Any]], num_steps: int = 3) -> list[Tensor]:
+    """Return all that steps leave: losses, gradients, buffers, and the random state."""
+    inputs, left = inputs_on(torch.device("cpu")), []
+    torch.manual_seed(1)
+    for _ in range(num_steps):
+        with context():
+            loss = net(*inputs).square().mean()
+        left += [loss.detach(), torch.get_rng_state()]
+        torch.rand(3)
+        loss.backward()
+        left += [x.grad.clone() for x in (*inputs, *net.parameters()) if x.grad is not None]
+        left += [buffer.clone() for buffer in net.buffers()]
+    return [*left, torch.get_rng_state()]
+
+
+def nets(name: str) -> list[Net]:
+    torch.manual_seed(0)
+    net = Net(*[BLOCKS[name]() for _ in range(3)])
+    net.blocks.append(net.blocks[0])  # called twice
+    return [net, copy.deepcopy(net), copy.deepcopy(net)]
+
+
+def regions_of(net: Net) -> Regions:
+    return Regions(dict.fromkeys({*net.blocks}, ALL))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_have_the_bits_of_the_plain_run(name: str) -> None:
+    plain, net, other = nets(name)
+    wanted = leavings(plain, nullcontext)
+    once = regions_of(net)
+
+    assert_same_bits(leavings(net, lambda: once), wanted)
+    assert_same_bits(leavings(other, lambda: regions_of(other)), wanted)
