@@ -40,8 +40,8 @@ def recording_cost_s() -> float:
 
 
 def host_costs(torch_device: torch.device) -> HostCosts:
-    """Return what the host spends on ops and on regions, where a device computes: multiples of what it takes to record an op, as they were counted and
-    measured, for all of it is Python."""
+    """Return what the host spends on ops and on regions, where a device computes: multiples of what it takes to
+    record an op, as they were counted, for all of it is Python."""
     recorded_s = recording_cost_s()
     return HostCosts(
         op_s=recorded_s,

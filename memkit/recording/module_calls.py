@@ -18,8 +18,6 @@ from memkit.storages import is_range_of_bytes
 _NUMBERS = (int, float, complex, bool, str, bytes, type(None))
 _CONSTANTS = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice, range, type(...))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
-_COUNTED_NORMS = (nn.modules.batchnorm._NormBase,)
-"""Modules that write to buffers of theirs, in a way that a region knows to undo."""
 _MOST_NESTED = 4
 
 
@@ -93,7 +91,7 @@ class NotedCall:
             if value >= first and _is_own(value, recording):
                 continue
             if own is None:
-                own = {torch_private.storage_address(buffer.untyped_storage()) for buffer in _statistics(module)}
+                own = {torch_private.storage_address(buffer.untyped_storage()) for buffer in module.buffers()}
             if address not in own:
                 return "an op in it writes to what was there before"
         return ""
@@ -130,12 +128,6 @@ def _is_made_here(tensor: Tensor, recording: Recording) -> bool:
         return True
     value = recording.find(tensor.untyped_storage())
     return value is not None and _is_own(value, recording)
-
-
-def _statistics(module: nn.Module) -> Iterator[Tensor]:
-    for part in module.modules():
-        if isinstance(part, _COUNTED_NORMS):
-            yield from part.buffers(recurse=False)
 
 
 def _state_of(module: nn.Module) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from memkit.activations.recomputing.regions import why_not_region
+from memkit import torch_private
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import OpTrace
 from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionPlanner
@@ -79,7 +79,17 @@ def _checked(call: ModuleCall, module: nn.Module | None) -> ModuleCall:
     """Return a call that says why it cannot be a region if its module alone tells."""
     if call.why_not:
         return call
-    return replace(call, why_not="it is gone" if module is None else why_not_region(module))
+    return replace(call, why_not="it is gone" if module is None else _why_not(module))
+
+
+def _why_not(module: nn.Module) -> str:
+    """Return what there is against running a module's forward again, "" if nothing is seen."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "torch.jit has compiled it"
+    for part in module.modules():
+        if torch_private.forward_hooks_of(part) or torch_private.forward_pre_hooks_of(part):
+            return "a hook of it, or of a module in it, would run again"
+    return ""
 
 
 def _seconds_of_ops(planner: RegionPlanner, costs: HostCosts, num_ops: int, plan: Plan) -> float:

@@ -14,7 +14,7 @@ from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, Stage, is_within
-from memkit.activations.saved.records import Handle, Record
+from memkit.activations.saved.records import Handle
 from memkit.activations.saved.settled import SizesSeen
 from memkit.activations.saved.small import all_too_small
 from memkit.activations.saved.state import RematState, remat_states
@@ -29,19 +29,12 @@ from memkit.storages import is_range_of_bytes
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, in_compiled_function, is_traced, leave_mode
 
 _LOGGER = logging.getLogger(__name__)
-_NUM_WATCHED = 4
-"""In so many first iterations it is noted which module each op is in: that takes the host some time."""
-_NUM_NOTED = 2
-"""In so many iterations alike the calls of modules are noted: in the first one they may prepare what they use later."""
-_PLAIN_TYPES = (Tensor, nn.Parameter)
-_get_storage = Tensor.untyped_storage
-
+_NUM_WATCHED, _NUM_NOTED = 4, 2
+"""In so many first iterations it is noted which module each op is in, in so many that are alike which modules are called: in
+the first of them these may prepare what they use later."""
+_PLAIN_TYPES, _get_storage = (Tensor, nn.Parameter), Tensor.untyped_storage
 
 Settle = Callable[[RematState, RematOptions, BudgetDecider, SizesSeen | None], None]
-
-
-def _go_on(*_: object) -> None:
-    """Have the next steps recorded as well."""
 
 
 class RecordingStage(Stage):
@@ -52,7 +45,7 @@ class RecordingStage(Stage):
         options: what was asked for.
         moving: the stage that comes next, of this context or of the one outside: what is not dropped may leave there.
         outer: other hooks outside, which are given what is not dropped where there is no such stage.
-        settle: called at the end of a step: sees what the next ones are to do.
+        settle: called at the end of a step, sees what the next ones are to do; by default they are recorded as well.
     """
 
     moves = False
@@ -64,7 +57,7 @@ class RecordingStage(Stage):
         *,
         moving: Stage | None = None,
         outer: SavedTensorHooks | None = None,
-        settle: Settle = _go_on,
+        settle: Settle | None = None,
     ) -> None:
         from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
@@ -77,20 +70,19 @@ class RecordingStage(Stage):
         self._moving, self._outer = moving, outer
         self._has_outer = moving is not None or outer is not None
         self._may_be_compiled = dynamo_is_loaded()
+        self._settle = settle
+        self._sizes = SizesSeen(options.min_bytes) if options.may_settle and options.budget != 1.0 else None
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
         self.counts = Counts()
         state.know(options.kinds)
         self._forward = self._open_forward(raises=options.strict)
         self.recorder = Recorder(self._forward.recording, options.kinds, default_generator, state.costs.estimate_s)
-        trace = self._decider.follower.trace
-        notes_calls = options.may_settle and options.budget != 1.0 and (trace is None or trace.num_noted < _NUM_NOTED)
+        trace, number = self._decider.follower.trace, state.num_iterations
+        notes_calls = self._sizes is not None and (trace is None or trace.num_noted < _NUM_NOTED)
         self._trail = ModuleTrail(self._forward.recording, notes_calls=notes_calls)
-        is_new = trace is None and state.num_iterations < _NUM_WATCHED
-        self._watches_modules = options.verify or notes_calls or is_new
+        self._watches_modules = options.verify or notes_calls or (trace is None and number < _NUM_WATCHED)
         self._is_over = False
-        self._settle = settle
-        self._sizes = SizesSeen(options.min_bytes) if options.may_settle and options.budget != 1.0 else None
 
     def begin(self) -> None:
         if self._watches_modules:
@@ -108,7 +100,7 @@ class RecordingStage(Stage):
             return
         with self._lock:
             self._end_forward(learn=not has_failed)
-            if not has_failed:
+            if not has_failed and self._settle is not None:
                 self._settle(self._state, self._options, self._decider, self._sizes)
         self._is_over = True
         del self._forward, self._decider, self.recorder  # they hold the recording, and this
@@ -373,24 +365,12 @@ class RecordingStage(Stage):
             forward.marks[value] = action
             record, handle = forward.record_of(value), forward.other(value)
             if record is not None:
-                self._change(forward, record, tensor, storage, action)
+                forward.change(record, tensor, storage, action)
             elif isinstance(handle, Handle) and (action is not Action.RECOMPUTE or forward.secure(value)):
                 if action is Action.RECOMPUTE:
                     handle.record.maker, handle.record.value = forward, value
                     forward.note_record(value, handle.record)
                 handle.unpacker.change(handle.record, storage, action)
-
-    def _change(
-        self, forward: RecordedForward, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action
-    ) -> None:
-        """Do something else with a value that is saved already, and that is in a storage of the user's."""
-        if action is Action.RECOMPUTE:
-            forward.walk.drop(record.value)
-            return
-        forward.walk.evictable.pop(record.value, None)
-        if action is Action.OFFLOAD and not isinstance(forward.window.device, CpuDevice):
-            forward.window.adopt(forward.open_moving(), record, tensor, storage)
-        forward.window.change(record, storage, action)
 
 
 def open_recording(
@@ -399,7 +379,7 @@ def open_recording(
     *,
     moving: Stage | None = None,
     outer: SavedTensorHooks | None = None,
-    settle: Settle = _go_on,
+    settle: Settle | None = None,
 ) -> RecordingStage:
     """Return the stage of a context that is about to be entered.
 
