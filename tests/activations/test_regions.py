@@ -148,3 +148,18 @@ def test_blocks_have_the_bits_of_the_plain_run(name: str) -> None:
 
     assert_same_bits(leavings(net, lambda: once), wanted)
     assert_same_bits(leavings(other, lambda: regions_of(other)), wanted)
+
+
+def nested_regions_of(net: Net) -> Regions:
+    """The blocks, and all that is in them."""
+    return Regions({part: ALL for block in net.blocks for part in block.modules()})
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name != "inplace"])
+def test_regions_in_regions_have_the_bits_of_the_plain_run(name: str) -> None:
+    plain, net, other = nets(name)
+    wanted = leavings(plain, nullcontext)
+    once = nested_regions_of(net)
+
+    assert_same_bits(leavings(net, lambda: once), wanted)
+    assert_same_bits(leavings(other, lambda: nested_regions_of(other)), wanted)

@@ -14,8 +14,10 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from types import FrameType
+from enum import Enum
+from types import BuiltinFunctionType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -54,6 +56,18 @@ class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all that
     """Raised where autograd saves the last tensor that a backward needs."""
 
 
+class Nesting(ABC):
+    """Has the regions inside of one be regions when that is recomputed."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """It is about to be recomputed."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """It was recomputed; may be called again."""
+
+
 class Recomputed:
     """A module that is recomputed as a whole, and what is known of it ahead."""
 
@@ -61,6 +75,10 @@ class Recomputed:
         self.module = module
         self.state = ModuleState(module)
         self.counts = counts
+
+    def nesting(self, call: RegionCall) -> Nesting | None:
+        """Return what has the regions inside be regions in a recompute as well, if there are any."""
+        return None
 
     def error(self, need: str, found: str, do: str) -> ReplayMismatchError:
         """Return what to raise where a recompute cannot be exact."""
@@ -78,7 +96,7 @@ class RegionCall:
         inputs: what it is called with.
     """
 
-    __slots__ = ("autocast", "before", "drawn", "frame", "inputs", "is_broken", "lock", "noted", "places", "region")
+    __slots__ = ("autocast", "before", "drawn", "frame", "inputs", "is_broken", "lock", "noted", "numbers", "places", "region")
 
     def __init__(self, region: Recomputed, frame: FrameType, inputs: Inputs) -> None:
         self.region = region
@@ -94,6 +112,8 @@ class RegionCall:
         self.noted: Noted = region.state.note()
         self.before: tuple[GeneratorState, ...] = ()
         """Where all generators were, while it is going on."""
+        self.numbers: dict[object, int] = {}
+        """How many calls of the regions inside there were before."""
 
     def __call__(self, tensor: Tensor) -> Placeholder:
         place = Placeholder()
@@ -216,7 +236,7 @@ def unpack_recomputed(tensor: Tensor) -> Tensor:
 class Before:
     """What is set while a forward is run again, and what was set before."""
 
-    __slots__ = ("_autocast", "_buffers", "_call", "_drawn", "_flags", "_grad", "_needed")
+    __slots__ = ("_autocast", "_buffers", "_call", "_drawn", "_flags", "_grad", "_needed", "_nesting")
 
     def __init__(self, call: RegionCall, needed: Needed) -> None:
         self._call, self._needed = call, needed
@@ -226,12 +246,15 @@ class Before:
         state = call.region.state
         self._buffers = state.others(call.noted)
         self._flags = state.flags()
+        self._nesting = call.region.nesting(call)
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Run it, with what was set in the forward."""
         call, is_back = self._call, False
         try:
             try:
+                if self._nesting is not None:
+                    self._nesting.begin()
                 torch_private.push_saved_tensor_hooks(self._needed, unpack_recomputed)
                 if not self._grad:
                     torch.set_grad_enabled(True)
@@ -256,6 +279,8 @@ class Before:
 
     def _put_back(self) -> None:
         """Set what was set before; may be called again."""
+        if self._nesting is not None:
+            self._nesting.end()
         take_off(self._needed)
         if not self._grad:
             torch.set_grad_enabled(False)
@@ -286,7 +311,7 @@ def take_off(pack: Callable[[Tensor], object]) -> None:
         torch_private.push_saved_tensor_hooks(*pair)
 
 
-def is_on_stack(frame: FrameType, start: FrameType | None) -> bool:
+def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
     """Tell whether a frame is one of those that have called another, or that itself."""
     while start is not None and start is not frame:
         start = start.f_back
@@ -299,9 +324,13 @@ def is_going_on(frame: FrameType) -> bool:
 
 
 class Inputs:
-    """What a module is called with: tensors are held by handles."""
+    """What a module is called with: tensors are held by handles, and containers are made anew for each recompute.
 
-    __slots__ = ("_handles", "_kwargs", "_leaves", "_needs_grad", "_spec", "_tensors")
+    Raises:
+        TypeError: one is of a kind that a forward may change. It names the kind.
+    """
+
+    __slots__ = ("_handles", "_indices", "_kwargs", "_leaves", "_needs_grad", "_spec")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Callable[[Tensor], KeptHandle]) -> None:
         leaves: list[Any] = [*args, *kwargs.values()]
@@ -311,21 +340,24 @@ class Inputs:
             if type(leaf) not in _SINGLE:
                 leaves, self._spec = torch_private.tree_flatten((args, kwargs))
                 break
-        found: dict[int, int] = {}
         self._handles: list[KeptHandle] = []
         self._needs_grad: list[bool] = []
-        self._tensors: list[int] = []
-        """For each leaf, which tensor it is; -1 if none. One that is passed twice is the same in the recompute."""
+        self._indices: list[int] = []
+        """For each leaf, which tensor it is; -1 if none. One that is passed twice is the same in a recompute."""
+        found: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
-                self._tensors.append(-1)
+                if type(leaf) not in _SINGLE and not isinstance(leaf, _CONSTANTS):
+                    raise TypeError(type(leaf).__name__)
+                self._indices.append(-1)
                 continue
-            index = found.setdefault(id(leaf), len(found))
-            self._tensors.append(index)
-            leaves[place] = None
-            if index == len(self._handles):
-                self._handles.append(keep(leaf))
+            index = found.get(id(leaf), -1)
+            if index < 0:
+                index = found[id(leaf)] = len(found)
+                self._handles.append(KeptHandle(leaf) if type(leaf) is nn.Parameter else keep(leaf))
                 self._needs_grad.append(leaf.requires_grad)
+            self._indices.append(index)
+            leaves[place] = None
         self._leaves = leaves
 
     def rebuild(self) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -340,7 +372,10 @@ class Inputs:
             if needs_grad:
                 tensor.requires_grad_()
             tensors.append(tensor)
-        leaves = [leaf if index < 0 else tensors[index] for leaf, index in zip(self._leaves, self._tensors, strict=True)]
+        leaves = self._leaves.copy()
+        for place, index in enumerate(self._indices):
+            if index >= 0:
+                leaves[place] = tensors[index]
         if self._spec is not None:
             args, kwargs = torch_private.tree_unflatten(leaves, self._spec)
             return args, kwargs
@@ -348,5 +383,10 @@ class Inputs:
         return leaves[:num_args], dict(zip(self._kwargs, leaves[num_args:], strict=True))
 
 
-_SINGLE = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device})
-"""What is no container of others."""
+_SINGLE = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+"""What is no container of others, and is never changed."""
+_CONSTANTS = (
+    *(int, float, complex, str, bytes, type(None), type(...), slice, range, Enum, type, FunctionType, BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""The same, and what is made of it."""

@@ -11,18 +11,28 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.region_calls import Inputs, Needed, Recomputed, RegionCall, is_on_stack, take_off, unpack
+from memkit.activations.recomputing.region_calls import (
+    Inputs,
+    Needed,
+    Nesting,
+    Recomputed,
+    RegionCall,
+    is_on_stack,
+    take_off,
+    unpack,
+)
 from memkit.activations.recomputing.surroundings import drawn_from, generator_states
 from memkit.activations.saved.counts import Counts
 from memkit.hooks import HookPair, HookSet
 from memkit.kept import ForwardedHandle, KeptHandle
+from memkit.torch_state import is_traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +40,8 @@ class RegionSpec:
     """Which calls of a module are regions."""
 
     calls: frozenset[int] | None = None
-    """Their numbers in one time in the context, from 0 on; None for all. Only calls with grad mode on are counted, and of those
-    none that `torch.utils.checkpoint` recomputes."""
+    """Their numbers in one time in the context, from 0 on; None for all. Counted are those with grad mode on that are within no
+    `torch.utils.checkpoint`."""
 
 
 class _Thread(threading.local):
@@ -40,8 +50,10 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.is_in = False
         """Whether calls in this thread are regions."""
-        self.outer: HookPair | None = None
-        """The hooks that were on top when the context was entered."""
+        self.outer: object = None
+        """The pack hook that was on top when the context was entered."""
+        self.numbers: dict[object, int] = {}
+        """How many calls of each region there were."""
         self.calls: list[RegionCall] = []
         """Those that are going on, the innermost last, perhaps with some that an interrupt has left."""
 
@@ -49,11 +61,11 @@ class _Thread(threading.local):
 class Regions:
     """A context in which calls of some modules are regions: for the thread that enters it, and what it has recomputed.
 
-    Made once, it may be entered any number of times, and the backwards may come after.
+    Made once, it may be entered any number of times. The backwards may come after.
 
     Args:
         chosen: the modules.
-        keep: holds an input of a region until the backward. By default it stays where it is.
+        keep: holds an input of a region until the backward; called with grad mode off. By default it stays where it is.
         counts: where it is noted what was recomputed.
     """
 
@@ -66,20 +78,24 @@ class Regions:
     ) -> None:
         self.keep = keep
         self.counts = counts
+        self.not_taken: dict[nn.Module, str] = {}
+        """Modules of which a call was no region, and why."""
         self.thread = _Thread()
-        self._regions = [RegionModule(self, module, spec) for module, spec in chosen.items()]
+        self._regions = {module: RegionModule(self, module, spec) for module, spec in chosen.items()}
+        for region in self._regions.values():
+            parts = region.module.modules()
+            region.inner = [self._regions[part] for part in parts if part in self._regions and part is not region.module]
         self._hooks = HookSet()
 
     def __enter__(self) -> Regions:
-        if len(self._hooks) or self.thread.is_in:
-            raise ValueError("a Regions is entered that a thread is in already: make one for each")
         thread = self.thread
+        if thread.is_in or len(self._hooks):
+            raise ValueError("a Regions that a thread is in is entered once more: make one for each")
         try:
-            thread.outer = torch_private.top_saved_tensor_hooks(True)
-            thread.is_in = True
-            for region in self._regions:
-                region.num_calls = 0
-                self._hooks.around_forward(region.module, before=region.before, after=region.after, with_kwargs=True)
+            top = torch_private.top_saved_tensor_hooks(True)
+            thread.outer, thread.numbers, thread.is_in = None if top is None else top[0], {}, True
+            for region in self._regions.values():
+                region.watch(self._hooks)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -89,8 +105,7 @@ class Regions:
         """Take all off; may be called again after that was interrupted."""
         thread = self.thread
         self._hooks.remove()
-        while thread.calls:  # which an interrupt has left
-            _end(thread.calls, is_broken=True)
+        _end_after(thread.calls, 0)
         thread.is_in, thread.outer = False, None
 
 
@@ -99,39 +114,58 @@ class RegionModule(Recomputed):
 
     def __init__(self, regions: Regions, module: nn.Module, spec: RegionSpec) -> None:
         super().__init__(module, regions.counts)
-        self.num_calls = 0
+        self.inner: list[RegionModule] = []
+        """The regions inside of it."""
         self._calls = spec.calls
         self._regions = regions
         self._devices = sorted({part.device for part in module.parameters() if part.is_cuda}, key=str)
 
-    # A call
+    def watch(self, hooks: HookSet) -> None:
+        """See the calls of the module."""
+        hooks.around_forward(self.module, before=self._before, after=self._after, with_kwargs=True)
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module's forward is about to run."""
         thread = self._regions.thread
         if not thread.is_in or not torch.is_grad_enabled():
             return
         top = torch_private.top_saved_tensor_hooks(True)
-        if not (top is None or type(top[0]) in _OWN) and getattr(top[0], "__module__", "") == torch_private.CHECKPOINT_HOOKS:
-            return  # which makes again what is inside
-        if torch_private.backward_task() != -1 and (top is None or type(top[0]) not in _OWN):
-            return  # a recompute of another's
-        number = self.num_calls
-        self.num_calls = number + 1
-        if self._calls is not None and number not in self._calls:
+        is_own = top is not None and type(top[0]) in _OWN
+        if not is_own:
+            if top is not None and getattr(top[0], "__module__", "") == torch_private.CHECKPOINT_HOOKS:
+                return  # it makes again what is inside
+            if torch_private.backward_task() != -1:
+                return  # this is a recompute of another's
+        frame, calls = sys._getframe(3), thread.calls  # that of `Module._call_impl`
+        while calls and not is_on_stack(calls[-1].frame, frame):
+            _end(calls, is_broken=True)  # which an interrupt has left
+        if calls and calls[-1].frame is frame:
+            return  # hooked twice
+        number = thread.numbers.get(self, 0)
+        thread.numbers[self] = number + 1
+        if (self._calls is None or number in self._calls) and self._may_be_taken():
+            self._begin(frame, args, kwargs, None if top is None or top[0] is thread.outer else top)
+
+    def _begin(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any], top: HookPair | None) -> None:
+        keep = self._regions.keep
+        try:
+            if top is None and keep is KeptHandle:
+                inputs = Inputs(args, kwargs, KeptHandle)
+            else:
+                with torch.no_grad():
+                    inputs = Inputs(args, kwargs, keep if top is None else _handing_to(top))
+        except TypeError as error:
+            self._regions.not_taken[self.module] = f"it is called with a {error}, which its forward may change"
             return
-        if torch_private.functorch_stack() is not None:
-            return
-        frame = sys._getframe(3)  # of `Module._call_impl`
-        calls = thread.calls
-        while calls and not ((last := calls[-1].frame) and is_on_stack(last, frame)):
-            _end(calls, is_broken=True)
-        call = RegionCall(self, frame, Inputs(args, kwargs, self._keeps(top, thread.outer)))
+        thread = self._regions.thread
+        call = RegionCall(self, frame, inputs)
+        if self.inner:
+            call.numbers = dict(thread.numbers)
         call.before = generator_states(self._devices_of(args))
-        calls.append(call)
+        thread.calls.append(call)
         torch_private.push_saved_tensor_hooks(call, unpack)
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
         """It has returned or raised."""
         calls = self._regions.thread.calls
         if not calls or calls[-1].region is not self:
@@ -141,16 +175,14 @@ class RegionModule(Recomputed):
             call.drawn, call.before = drawn_from(call.before), ()
             self.state.note_written(call.noted)
             _end(calls, is_broken=False)
-            if self.counts is not None:
+            if self.counts is not None and torch_private.backward_task() == -1:
                 self.counts.num_dropped += len(call.places)
 
-    def _keeps(self, top: HookPair | None, outer: HookPair | None) -> Callable[[Tensor], KeptHandle]:
-        """Return what holds an input. Hooks that are on top within the context are given it, as if it were saved."""
-        if top is None or (outer is not None and top[0] is outer[0]):
-            keep = self._regions.keep
-            return keep if keep is KeptHandle else _in_no_grad(keep)
-        pack, unpack_outer = top
-        return _in_no_grad(lambda tensor: ForwardedHandle(tensor, pack, unpack_outer, is_checked=True))
+    def _may_be_taken(self) -> bool:
+        """Tell whether a call can be recomputed where it is made."""
+        if torch_private.functorch_stack() is not None:
+            return False  # what is saved is of no use outside of a transform
+        return not (torch_private.num_dispatch_modes() and is_traced())
 
     def _devices_of(self, args: tuple[Any, ...]) -> list[torch.device]:
         """Return the CUDA devices whose generators the forward may draw from."""
@@ -160,25 +192,47 @@ class RegionModule(Recomputed):
                 devices = [*devices, arg.device]
         return devices
 
+    def nesting(self, call: RegionCall) -> Nesting | None:
+        return _Nesting(self._regions, self.inner, call) if self.inner else None
+
+
+class _Nesting(Nesting):
+    """Has the calls in a recompute be regions, as they were in the forward, also where the context was left since."""
+
+    def __init__(self, regions: Regions, inner: list[RegionModule], call: RegionCall) -> None:
+        self._thread, self._inner, self._call = regions.thread, inner, call
+        self._hooks = HookSet()
+        self._before = self._thread.is_in, self._thread.numbers, len(self._thread.calls)
+
+    def begin(self) -> None:
+        self._thread.is_in, self._thread.numbers = True, dict(self._call.numbers)
+        for region in self._inner:
+            region.watch(self._hooks)
+
+    def end(self) -> None:
+        self._hooks.remove()
+        self._thread.is_in, self._thread.numbers, num_calls = self._before
+        _end_after(self._thread.calls, num_calls)
+
 
 _OWN = (RegionCall, Needed)
 """The hooks of a region that is called, and of one that is recomputed."""
 
 
-def _in_no_grad(keep: Callable[[Tensor], KeptHandle]) -> Callable[[Tensor], KeptHandle]:
-    """Return a function that is called as autograd calls a hook: with grad mode off."""
+def _handing_to(hooks: HookPair) -> Callable[[Tensor], KeptHandle]:
+    """Return what holds inputs by hooks that are within the context: they are given them as what is saved."""
+    return lambda tensor: ForwardedHandle(tensor, *hooks, is_checked=True)
 
-    def keep_in_no_grad(tensor: Tensor) -> KeptHandle:
-        with torch.no_grad():
-            return keep(tensor)
 
-    return keep_in_no_grad
+def _end_after(calls: list[RegionCall], num_calls: int) -> None:
+    """End the calls but the first ones, which an interrupt has left."""
+    while len(calls) > num_calls:
+        _end(calls, is_broken=True)
 
 
 def _end(calls: list[RegionCall], *, is_broken: bool) -> None:
-    """End the innermost call; may be called again."""
+    """End the innermost call; may be done again."""
     call = calls[-1]
     take_off(call)
-    call.is_broken = is_broken
-    call.frame = None
+    call.is_broken, call.frame = is_broken, None
     calls.pop()
