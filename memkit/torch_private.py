@@ -105,6 +105,8 @@ engine: Any
 excluding_keys: Callable[[Any], AbstractContextManager[object]]
 flash_attention: _Op
 flash_attention_cpu: _Op
+forward_hooks_of: Callable[[nn.Module], dict[int, Any]]
+forward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]]
 functorch_stack: Callable[[], list[Any] | None]
 fused_sdp_choice: Callable[[Tensor, Tensor, Tensor], int]
 get_cudnn_benchmark: Callable[[], bool]
@@ -325,6 +327,8 @@ NAMES: dict[str, PrivateName] = {
     "dispatch_registrations": _of("torch._C._dispatch_get_registrations_for_dispatch_key", "which ops autocast casts", _META),
     # Modules, and what is around them
     "parameters_of": _field(f"{_MODULE}._parameters", "to put another parameter in place", _LAYERS, _META),
+    "forward_hooks_of": _field(f"{_MODULE}._forward_hooks", "whether a forward has hooks", _REMAT),
+    "forward_pre_hooks_of": _field(f"{_MODULE}._forward_pre_hooks", "whether a forward has hooks", _REMAT),
     "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _REMAT, _LAYERS, _META),
     "active_replica": _field("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "to refuse it", Feature.REPLICAS),
     "parameters_of_replica": _instance_field(
