@@ -27,6 +27,8 @@ class RegionPlan:
     num_regions: int
     num_ops: int
     """How many ops a step has."""
+    num_dropped: int
+    """How many of its saved values are dropped."""
     plan: Plan
     """The same, by saved values, to be shown."""
 
@@ -40,7 +42,7 @@ class RegionPlan:
             num_ops=self.num_ops,
             num_saved=len(plan.saves),
             saved_bytes=plan.saved_bytes,
-            num_dropped=len(plan.dropped),
+            num_dropped=self.num_dropped,
             dropped_bytes=plan.recompute_bytes,
             peak_bytes=plan.predicted_peak_bytes,
             ops_of_region=round(plan.num_replayed_ops / self.num_regions),
@@ -72,7 +74,14 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
         chosen[module] = chosen.get(module, frozenset()) | {calls[index].number}
     shapes = tuple(shape for index in choice.chosen for shape in calls[index].shapes)
     plan = _plan_of(planner, choice, trace, budget_bytes)
-    return RegionPlan(calls=chosen, shapes=shapes, num_regions=len(choice.chosen), num_ops=num_ops, plan=plan)
+    return RegionPlan(
+        calls=chosen,
+        shapes=shapes,
+        num_regions=len(choice.chosen),
+        num_ops=num_ops,
+        num_dropped=len(plan.dropped),
+        plan=plan,
+    )
 
 
 def _checked(call: ModuleCall, module: nn.Module | None) -> ModuleCall:

@@ -1,12 +1,14 @@
-"""Once a step is known, calls of modules are recomputed as a whole where that takes less time than making single values again."""
+"""Once a step is known, calls of modules are recomputed as a whole where that takes less time than single values do."""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -92,6 +94,8 @@ def run(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number in range(num_steps):
         torch.manual_seed(number)
+        random.seed(number)
+        numpy.random.seed(number)
         x = torch.randn(size, 4, 32, device=device.torch_device)
         x = x if make is with_attention else x.flatten(0, 1)
         yield [*train(model, x, context), torch.get_rng_state()]
@@ -263,6 +267,20 @@ class Remembers(Residual):
         return super().forward(x, scale)
 
 
+class Draws(Residual):
+    """Draws from Python's generator."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, scale=random.random())
+
+
+class DrawsFromNumpy(Residual):
+    """Draws from NumPy's generator."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, scale=float(numpy.random.rand()))
+
+
 class WritesToItsInput(Residual):
     """Writes to what it is given."""
 
@@ -297,7 +315,7 @@ class Adds(nn.Module):
         return x.sin().exp() * len(cache.found)
 
 
-@pytest.mark.parametrize("kind", [Counts, Remembers, WritesToItsInput, Cached])
+@pytest.mark.parametrize("kind", [Counts, Remembers, Draws, DrawsFromNumpy, WritesToItsInput, Cached])
 def test_module_with_an_effect_of_its_own_is_none(kind: type[Residual], device: Device, remat_on: Remat) -> None:
     def make() -> nn.Module:
         parts = (kind(nn.Linear(32, 64), nn.Sequential(nn.GELU(), nn.Linear(64, 32), nn.Tanh())) for _ in range(6))
