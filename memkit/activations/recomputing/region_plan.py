@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from memkit import torch_private
+from memkit.activations.recomputing.regions import why_not_region
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import OpTrace
 from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionPlanner
@@ -59,7 +59,7 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
         of_ops: its plan by ops.
         torch_device: where it runs.
     """
-    calls = [_checked(call, module()) for call, module in zip(trace.calls, trace.modules, strict=True)]
+    calls = _checked(trace)
     if all(call.why_not for call in calls):
         return None
     costs = host_costs(torch_device)
@@ -84,21 +84,17 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
     )
 
 
-def _checked(call: ModuleCall, module: nn.Module | None) -> ModuleCall:
-    """Return a call that says why it cannot be a region if its module alone tells."""
-    if call.why_not:
-        return call
-    return replace(call, why_not="it is gone" if module is None else _why_not(module))
-
-
-def _why_not(module: nn.Module) -> str:
-    """Return what there is against running a module's forward again, "" if nothing is seen."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "torch.jit has compiled it"
-    for part in module.modules():
-        if torch_private.forward_hooks_of(part) or torch_private.forward_pre_hooks_of(part):
-            return "a hook of it, or of a module in it, would run again"
-    return ""
+def _checked(trace: OpTrace) -> list[ModuleCall]:
+    """Return the calls of a step, each saying why it cannot be a region if its module alone tells."""
+    found = dict[weakref.ref[nn.Module], str]()
+    for call, reference in zip(trace.calls, trace.modules, strict=True):
+        if not call.why_not and reference not in found:
+            module = reference()
+            found[reference] = "it is gone" if module is None else why_not_region(module)
+    return [
+        call if call.why_not else replace(call, why_not=found[module])
+        for call, module in zip(trace.calls, trace.modules, strict=True)
+    ]
 
 
 def _seconds_of_ops(planner: RegionPlanner, costs: HostCosts, num_ops: int, plan: Plan) -> float:
