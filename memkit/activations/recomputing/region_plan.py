@@ -86,15 +86,14 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
 
 def _checked(trace: OpTrace) -> list[ModuleCall]:
     """Return the calls of a step, each saying why it cannot be a region if its module alone tells."""
-    found = dict[weakref.ref[nn.Module], str]()
+    found, why_not = list[ModuleCall](), dict[nn.Module, str]()
     for call, reference in zip(trace.calls, trace.modules, strict=True):
-        if not call.why_not and reference not in found:
-            module = reference()
-            found[reference] = "it is gone" if module is None else why_not_region(module)
-    return [
-        call if call.why_not else replace(call, why_not=found[module])
-        for call, module in zip(trace.calls, trace.modules, strict=True)
-    ]
+        module = reference()
+        if module is not None and not call.why_not and module not in why_not:
+            why_not[module] = why_not_region(module)
+        why = call.why_not or ("it is gone" if module is None else why_not[module])
+        found.append(replace(call, why_not=why))
+    return found
 
 
 def _seconds_of_ops(planner: RegionPlanner, costs: HostCosts, num_ops: int, plan: Plan) -> float:
