@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import types
 import weakref
 from collections.abc import Iterable, Iterator
@@ -32,13 +34,14 @@ class NotedCall:
         recording: what records its ops.
     """
 
-    __slots__ = ("_first", "_state", "inputs", "module", "name", "number", "parent", "shapes", "stop", "why_not")
+    __slots__ = ("_drawn", "_first", "_state", "inputs", "module", "name", "number", "parent", "shapes", "stop", "why_not")
 
     def __init__(self, module: nn.Module, name: str, number: int, parent: int, recording: Recording) -> None:
         self.module = weakref.ref(module)
         self.name, self.number, self.parent = name, number, parent
         self._first = (len(recording.saved), len(recording.calls), len(recording.funcs), recording.num_values)
         self._state: list[Any] | None = list(_state_of(module))
+        self._drawn = _python_generators()
         self.stop: tuple[int, int] | None = None
         """The first save, and the first op, after it; None while it runs, and where it failed."""
         self.inputs: tuple[int, ...] = ()
@@ -54,18 +57,22 @@ class NotedCall:
         self.stop = len(recording.saved), len(recording.calls)
         before, self._state = self._state, None
         if self.why_not:
+            self._drawn = ()
             return
         self.inputs = tuple(sorted(self._read(given, recording)))
         tensors = {id(leaf): leaf for leaf in torch_private.tree_leaves(given) if isinstance(leaf, Tensor)}
         self.shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
         if not _are_same(before or (), list(_state_of(module))):
             self.why_not = "its forward changes an attribute"
+        elif self._drawn != _python_generators():
+            self.why_not = "it draws random numbers of Python's or NumPy's"
         elif not all(map(_is_plain, given)):
             self.why_not = "it is given an object that it may change"
         elif not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in torch_private.tree_leaves(output)):
             self.why_not = "it returns no tensor that requires grad"
         else:
             self.why_not = self._effect(module, recording)
+        self._drawn = ()
 
     def _read(self, given: tuple[Any, Any], recording: Recording) -> set[int]:
         """Return the values that it was given, or has read, and that were made before it."""
@@ -128,6 +135,15 @@ def _is_made_here(tensor: Tensor, recording: Recording) -> bool:
         return True
     value = recording.find(tensor.untyped_storage())
     return value is not None and _is_own(value, recording)
+
+
+def _python_generators() -> tuple[Any, ...]:
+    """Return where the generators are that torch knows nothing of."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    _, keys, place, *others = numpy.random.get_state()
+    return random.getstate(), keys.tobytes(), place, *others
 
 
 def _state_of(module: nn.Module) -> Iterator[Any]:

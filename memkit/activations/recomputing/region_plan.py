@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from memkit import torch_private
+from memkit.activations.recomputing.regions import why_not_region
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import OpTrace
 from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionPlanner
@@ -27,6 +27,8 @@ class RegionPlan:
     num_regions: int
     num_ops: int
     """How many ops a step has."""
+    num_dropped: int
+    """How many of its saved values are dropped."""
     plan: Plan
     """The same, by saved values, to be shown."""
 
@@ -40,7 +42,7 @@ class RegionPlan:
             num_ops=self.num_ops,
             num_saved=len(plan.saves),
             saved_bytes=plan.saved_bytes,
-            num_dropped=len(plan.dropped),
+            num_dropped=self.num_dropped,
             dropped_bytes=plan.recompute_bytes,
             peak_bytes=plan.predicted_peak_bytes,
             ops_of_region=round(plan.num_replayed_ops / self.num_regions),
@@ -57,7 +59,7 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
         of_ops: its plan by ops.
         torch_device: where it runs.
     """
-    calls = [_checked(call, module()) for call, module in zip(trace.calls, trace.modules, strict=True)]
+    calls = _checked(trace)
     if all(call.why_not for call in calls):
         return None
     costs = host_costs(torch_device)
@@ -72,24 +74,26 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
         chosen[module] = chosen.get(module, frozenset()) | {calls[index].number}
     shapes = tuple(shape for index in choice.chosen for shape in calls[index].shapes)
     plan = _plan_of(planner, choice, trace, budget_bytes)
-    return RegionPlan(calls=chosen, shapes=shapes, num_regions=len(choice.chosen), num_ops=num_ops, plan=plan)
+    return RegionPlan(
+        calls=chosen,
+        shapes=shapes,
+        num_regions=len(choice.chosen),
+        num_ops=num_ops,
+        num_dropped=len(plan.dropped),
+        plan=plan,
+    )
 
 
-def _checked(call: ModuleCall, module: nn.Module | None) -> ModuleCall:
-    """Return a call that says why it cannot be a region if its module alone tells."""
-    if call.why_not:
-        return call
-    return replace(call, why_not="it is gone" if module is None else _why_not(module))
-
-
-def _why_not(module: nn.Module) -> str:
-    """Return what there is against running a module's forward again, "" if nothing is seen."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "torch.jit has compiled it"
-    for part in module.modules():
-        if torch_private.forward_hooks_of(part) or torch_private.forward_pre_hooks_of(part):
-            return "a hook of it, or of a module in it, would run again"
-    return ""
+def _checked(trace: OpTrace) -> list[ModuleCall]:
+    """Return the calls of a step, each saying why it cannot be a region if its module alone tells."""
+    found, why_not = list[ModuleCall](), dict[nn.Module, str]()
+    for call, reference in zip(trace.calls, trace.modules, strict=True):
+        module = reference()
+        if module is not None and not call.why_not and module not in why_not:
+            why_not[module] = why_not_region(module)
+        why = call.why_not or ("it is gone" if module is None else why_not[module])
+        found.append(replace(call, why_not=why))
+    return found
 
 
 def _seconds_of_ops(planner: RegionPlanner, costs: HostCosts, num_ops: int, plan: Plan) -> float:

@@ -143,7 +143,7 @@ class RegionStage(IdleStage):
 
     def end(self, *, has_failed: bool) -> None:
         assert self._settled.regions is not None
-        self.counts.num_dropped = len(self._settled.regions.plan.dropped)  # of those that count
+        self.counts.num_dropped = self._settled.regions.num_dropped  # of those that count
         if self._is_other or (not has_failed and self._place != len(self._shapes)):
             self._state.unsettle()
 
