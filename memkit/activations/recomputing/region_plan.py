@@ -12,6 +12,7 @@ from torch import nn
 from memkit.activations.recomputing.regions import why_not_region
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import OpTrace
+from memkit.activations.saved.trial import Trial
 from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionPlanner
 from memkit.recording.cost import host_costs
 
@@ -31,6 +32,8 @@ class RegionPlan:
     """How many of its saved values are dropped."""
     plan: Plan
     """The same, by saved values, to be shown."""
+    trial: Trial
+    """Whether that is faster than single ops."""
 
     def counts(self, budget: int | float, budget_bytes: float) -> Counts:
         """Return what a step does, but for its replays, which are counted as they come."""
@@ -51,7 +54,8 @@ class RegionPlan:
 
 
 def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch.device) -> RegionPlan | None:
-    """Return the regions of a step; None if they do not fit the budget, or ops take less time.
+    """Return the regions of a step; None if they do not fit the budget, or if it is certain that ops take less time: where the
+    host itself computes. Else a trial shows that.
 
     Args:
         trace: what is known of the step.
@@ -66,7 +70,9 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
     planner = RegionPlanner(trace.step, calls, costs, num_ops=num_ops)
     budget_bytes = of_ops.budget_bytes or 0
     choice = planner.best(max(budget_bytes, of_ops.predicted_peak_bytes))
-    if choice is None or not choice.chosen or planner.seconds(choice) > _seconds_of_ops(planner, costs, num_ops, of_ops):
+    if choice is None or not choice.chosen:
+        return None
+    if costs.is_device and planner.seconds(choice) > _seconds_of_ops(planner, costs, num_ops, of_ops):
         return None
     chosen: dict[weakref.ref[nn.Module], frozenset[int]] = {}
     for index in choice.chosen:
@@ -81,6 +87,7 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
         num_ops=num_ops,
         num_dropped=len(plan.dropped),
         plan=plan,
+        trial=Trial(),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
 from memkit.activations.recomputing.region_plan import plan_regions
 from memkit.activations.saved.settled import Settled, SizesSeen
+from memkit.activations.saved.trial import Trial, Way
 
 if TYPE_CHECKING:
     from memkit.activations.saved.state import RematState
@@ -20,7 +21,7 @@ _MOST_DEVIATIONS = 3
 """A model of which so many steps had other regions than were planned is recorded from then on."""
 
 
-def settle(state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None) -> None:
+def settle(state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None, is_timed: bool) -> None:
     """Note what the next steps are to do, now that one was recorded to its end.
 
     Args:
@@ -28,6 +29,7 @@ def settle(state: RematState, options: RematOptions, decider: BudgetDecider, siz
         options: what was asked for.
         decider: what has said what to drop.
         sizes: what was saved, if that was added up.
+        is_timed: whether its ops were timed, each by itself, which takes time.
     """
     state.num_recorded += 1
     state.settled = None
@@ -46,8 +48,19 @@ def settle(state: RematState, options: RematOptions, decider: BudgetDecider, siz
         device = state.costs.device
         torch_device = torch.device("cpu") if device is None else device.torch_device
         regions = trace.ops.regions(plan, functools.partial(plan_regions, trace.ops, len(trace.funcs), plan, torch_device))
-        if regions is not None:
+        if regions is not None and not _lacks_ops(state, regions.trial, is_timed=is_timed):
             state.settled = Settled(options=options, sizes=sizes, budget_bytes=budget_bytes, regions=regions)
+
+
+def _lacks_ops(state: RematState, trial: Trial, *, is_timed: bool) -> bool:
+    """Tell whether the next step is to run single ops again: another one is to be timed, or they are faster."""
+    device = state.costs.device
+    if device is None or device.torch_device.type == "cpu":
+        return False  # it is certain by itself
+    state.trial = trial
+    if not is_timed:
+        trial.end_forward(Way.OPS)
+    return trial.lacks_ops or trial.prefers_ops()
 
 
 def _has_wishes(state: RematState) -> bool:

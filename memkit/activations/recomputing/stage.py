@@ -35,7 +35,7 @@ _NUM_WATCHED, _NUM_NOTED = 4, 2
 the first of them these may prepare what they use later."""
 _PLAIN_TYPES, _get_storage = (Tensor, nn.Parameter), Tensor.untyped_storage
 
-Settle = Callable[[RematState, RematOptions, BudgetDecider, SizesSeen | None], None]
+Settle = Callable[[RematState, RematOptions, BudgetDecider, SizesSeen | None, bool], None]
 
 
 class RecordingStage(Stage):
@@ -104,7 +104,8 @@ class RecordingStage(Stage):
         with self._lock:
             self._end_forward(learn=not has_failed)
             if not has_failed and self._settle is not None:
-                self._settle(self._state, self._options, self._decider, self._sizes)
+                is_timed = self._forward.recording.is_timed
+                self._settle(self._state, self._options, self._decider, self._sizes, is_timed)
         self._is_over = True
         del self._forward, self._decider, self.recorder  # they hold the recording, and this
 

@@ -10,6 +10,7 @@ from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, is_within, unpack
 from memkit.activations.saved.settled import Settled, SizesSeen
 from memkit.activations.saved.state import RematState, remat_states
+from memkit.activations.saved.trial import Way
 from memkit.device import CpuDevice
 from memkit.hooks import HookPair, SavedTensorHooks
 from memkit.kept import ForwardedHandle, KeptHandle
@@ -146,6 +147,8 @@ class RegionStage(IdleStage):
         self.counts.num_dropped = self._settled.regions.num_dropped  # of those that count
         if self._is_other or (not has_failed and self._place != len(self._shapes)):
             self._state.unsettle()
+        elif not has_failed:
+            self._settled.regions.trial.end_forward(Way.REGIONS)
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         if self._moving is not None and action is not Action.RECOMPUTE:
@@ -171,8 +174,13 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
         outer: the hooks that are on top, if a context of memkit has set them.
     """
     state = remat_states.get(tag)
+    if state is not None and state.trial is not None and state.costs.device is not None:
+        state.trial.begin_step(state.costs.device)
     settled = None if state is None else state.settled
     if state is None or settled is None or not settled.options.is_like(options):
+        return None
+    if settled.regions is not None and settled.regions.trial.prefers_ops():
+        state.settled = None
         return None
     modules = dict[nn.Module, frozenset[int]]()
     for reference, calls in () if settled.regions is None else settled.regions.calls.items():

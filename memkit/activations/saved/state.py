@@ -13,6 +13,7 @@ from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.settled import Settled
 from memkit.activations.saved.traces import OpTrace, Traces, trace_of
+from memkit.activations.saved.trial import Trial
 from memkit.device import Device
 from memkit.errors import warn_user
 from memkit.interrupts import mended
@@ -123,6 +124,8 @@ class RematState(TagState):
         """How many iterations were recorded to their end."""
         self.num_left = 0
         """How many iterations had other regions than were planned."""
+        self.trial: Trial | None = None
+        """What times whole steps, if anything does."""
         self.settled: Settled | None = None
         """What need not be recorded any more; None where the next step is."""
         self.traces = Traces()

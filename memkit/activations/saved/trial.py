@@ -1,0 +1,61 @@
+"""Which of two ways to keep to a budget is faster, as measured: times between one entry of a context and the next."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from memkit.device import Device, Event
+
+_NUM_COUNTED = 2
+"""So many steps of each way count, the fastest of them; the first one of regions does not: the allocator finds its places."""
+
+
+class Way(Enum):
+    """How a step keeps to its budget."""
+
+    OPS = "single ops are run again"
+    REGIONS = "calls of modules are run again"
+
+
+class Trial:
+    """Times a few steps of either way on the device's own clock, which no host waits for.
+
+    What a step takes is the time from its entry to the next one's, with all that the training loop does in between: that is
+    the same either way. What is slower by more than noise is so in its fastest step.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[Way, list[tuple[Event, Event]]] = {way: [] for way in Way}
+        self._last: Event | None = None
+        self._way: Way | None = None
+        self._prefers_ops: bool | None = None
+
+    @property
+    def lacks_ops(self) -> bool:
+        """Whether another step of single ops is to be timed."""
+        return len(self._pairs[Way.OPS]) + (self._way is Way.OPS) < _NUM_COUNTED
+
+    def begin_step(self, device: Device) -> None:
+        """A context is entered: what was the last step is over."""
+        if self._prefers_ops is not None:
+            return
+        now = device.record_event()
+        if self._last is not None and self._way is not None:
+            self._pairs[self._way].append((self._last, now))
+        self._last, self._way = now, None
+
+    def end_forward(self, way: Way) -> None:
+        """The forward has gone this way to its end."""
+        if self._last is not None:  # else it is not known when it began
+            self._way = way
+
+    def prefers_ops(self) -> bool:
+        """Tell whether single ops are known to be faster. Does not wait for what is not known yet."""
+        if self._prefers_ops is None:
+            ops, regions = self._pairs[Way.OPS], self._pairs[Way.REGIONS][1:]
+            pairs = [*ops, *regions]
+            if len(regions) >= _NUM_COUNTED and ops and all(end.is_reached() for _, end in pairs):
+                fastest = [min(start.elapsed_s(end) for start, end in found) for found in (ops, regions)]
+                self._prefers_ops = fastest[0] < fastest[1]
+                self._pairs = {way: [] for way in Way}
+        return self._prefers_ops is True
