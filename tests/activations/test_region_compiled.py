@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from memkit.activations.recomputing.regions import Regions, RegionSpec
+from memkit.activations.saved.counts import Counts
 from tests.activations.cases import assert_same_bits
 
 ALL = RegionSpec()
@@ -66,7 +67,8 @@ def test_compiled_block_has_the_bits_of_the_plain_run(name: str, compile_block: 
     wanted = [step(plain, nullcontext()) for _ in range(4)]
     torch._dynamo.reset()
     counters.clear()
-    regions, found = Regions(dict.fromkeys(blocks, ALL)), []
+    counts = Counts()
+    regions, found = Regions(dict.fromkeys(blocks, ALL), counts=counts), []
     for _ in range(2):
         found.append(step(blocks, regions))
     num_graphs = counters["stats"]["unique_graphs"]
