@@ -57,6 +57,15 @@ class _Uncopied(_Untraced):
 leave_untraced(_Untraced.__call__)
 
 
+class _WithKeywords:  # that a hook of all modules is given keywords torch would not forget
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def remove(self) -> None:
+        torch_private.hooks_with_keywords.pop(self._handle.id, None)
+        self._handle.remove()
+
+
 class HookSet:
     """Hooks that are removed together: a context manager over the handles that were added to it."""
 
@@ -150,10 +159,11 @@ class HookSet:
         self._handles.append(register_optimizer_step_pre_hook(pre_hook))
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(module, args)` ahead of every module's forward, `after(module, args, kwargs, output)` behind it, in all
-        threads; `after(module, args, None)` where the forward raises."""
+        """Call `before(module, args)` ahead of every forward, in all threads, and `after(module, args, kwargs, output)` behind it,
+        or `after(module, args, None)` where it raises."""
         self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
-        self._handles.append(nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True))
+        last = nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True)
+        self._handles.append(_WithKeywords(last))
 
     def remove(self) -> None:
         """Remove every hook, the last one first. Calling it again does nothing."""

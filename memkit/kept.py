@@ -39,7 +39,8 @@ class KeptHandle:
         Raises:
             RuntimeError: it was written to since it was saved.
         """
-        self.check_version()
+        if torch_private.version_of(self.alias) != self.version:
+            self.check_version()
         return self.alias
 
     def is_unchanged(self) -> bool:

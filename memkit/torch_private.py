@@ -118,6 +118,7 @@ get_flash_sdp_enabled: Callable[[], bool]
 get_math_sdp_enabled: Callable[[], bool]
 get_mem_efficient_sdp_enabled: Callable[[], bool]
 get_mkldnn_enabled: Callable[[], bool]
+hooks_with_keywords: dict[int, bool]
 higher_order_effect: Callable[[OpOverload], Any]
 is_key_excluded: Callable[[Any], bool]
 is_wrapper: Callable[[Any], bool]
@@ -335,6 +336,7 @@ NAMES: dict[str, PrivateName] = {
     # Modules, and what is around them
     "parameters_of": _field(f"{_MODULE}._parameters", "to put another parameter in place", _LAYERS, _META),
     "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _REMAT, _LAYERS, _META),
+    "hooks_with_keywords": _of("torch.nn.modules.module._global_forward_hooks_with_kwargs", "to leave none of ours", _REMAT),
     "active_replica": _field("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "to refuse it", Feature.REPLICAS),
     "parameters_of_replica": _instance_field(
         "torch.nn.parallel.DistributedDataParallel._module_parameters", "to refuse it", Feature.REPLICAS

@@ -56,9 +56,15 @@ def _settings() -> tuple[Setting, ...]:
 Settings = tuple[Any, ...]
 
 
+@functools.cache
+def setting_getters() -> tuple[partial[Any], ...]:
+    """Return what reads each setting."""
+    return tuple(partial(get) for get, _ in _settings())
+
+
 def current_settings() -> Settings:
     """Return what is set now."""
-    return tuple([get() for get, _ in _settings()])
+    return tuple(map(partial.__call__, setting_getters()))
 
 
 @contextmanager

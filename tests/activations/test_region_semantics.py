@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import memkit
 from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.activations.saved.counts import Counts
 from memkit.errors import ReplayMismatchError
@@ -22,6 +26,7 @@ from memkit.kept import KeptHandle
 from tests.activations.cases import SavesTwice, assert_same_bits
 
 ALL = RegionSpec()
+PACKAGE = str(Path(memkit.__file__).parent)
 
 
 class Run(nn.Module):
@@ -690,3 +695,33 @@ def test_transform_is_no_region() -> None:
 
     assert_same_bits([found], [wanted])
     assert_same_bits(torch.autograd.grad(loss, x), torch.autograd.grad(sines(x).sum(), x))
+
+
+# What it costs the host
+
+
+TWO_OPS = [
+    nn.Sequential(nn.LayerNorm(8), nn.GELU()),
+    nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)),
+    Run(lambda x: x.sin().exp()),
+]
+
+
+@pytest.mark.parametrize("region", TWO_OPS)
+def test_takes_few_calls_of_python(region: nn.Module) -> None:
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    x = leaf(4, 8)
+    with Regions({region: ALL}):
+        region(x).sum().backward()
+        sys.setprofile(count)
+        try:
+            region(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+
+    assert num_calls <= 35

@@ -20,17 +20,17 @@ _UPDATED_UNREAD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NORMS = (*_UPDATED_UNREAD, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """What updates its buffers, perhaps unnoticed by their version counters."""
 
-_flag = attrgetter("training")
+training_flag = attrgetter("training")
 
 
 class Noted:
     """What one forward has found, and what it has written."""
 
-    __slots__ = ("buffers", "clones", "flags", "is_known", "lost", "parameters", "versions", "written")
+    __slots__ = ("buffers", "clones", "flags", "is_known", "lost", "versions", "versions_of_parameters", "written")
 
     flags: tuple[bool, ...]
     """Which parts train."""
-    parameters: int
+    versions_of_parameters: int
     """How often the parameters were written to."""
     buffers: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
@@ -52,22 +52,24 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = tuple(module.modules())
-        self._parameters = tuple(module.parameters())
+        self.parts = tuple(module.modules())
+        self.parameters = tuple(module.parameters())
         self._updated = tuple(
             (index, torch_private.buffers_of(part))
-            for index, part in enumerate(self._parts)
+            for index, part in enumerate(self.parts)
             if type(part) in _UPDATED_UNREAD and part.running_mean is not None
         )
         updated = {id(buffers) for _, buffers in self._updated}
-        owned = [torch_private.buffers_of(part) for part in self._parts]
-        self._places = tuple((buffers, name) for buffers in owned if id(buffers) not in updated for name in buffers)
+        owned = [torch_private.buffers_of(part) for part in self.parts]
+        self.places = tuple((buffers, name) for buffers in owned if id(buffers) not in updated for name in buffers)
         self._norms = tuple(
-            (index, frozenset(place for place, (buffers, _) in enumerate(self._places) if buffers is owned[index]))
-            for index, part in enumerate(self._parts)
+            (index, frozenset(place for place, (buffers, _) in enumerate(self.places) if buffers is owned[index]))
+            for index, part in enumerate(self.parts)
             if isinstance(part, _NORMS) and index not in {index for index, _ in self._updated}
         )
         """What else updates its buffers where it trains: the part, and its places."""
+        self.has_others = bool(self._updated or self.places)
+        """Whether a recompute may have to see other buffers than there are."""
         self._scratch: dict[tuple[int, str], Tensor] = {}
         """What takes the updates of a recompute."""
         self._written: dict[tuple[bool, ...], frozenset[int]] = {}
@@ -75,20 +77,12 @@ class ModuleState:
 
     # Around the forward
 
-    def note(self) -> Noted:
-        """Return what a forward that is about to run finds."""
-        noted = Noted()
-        noted.flags = tuple(map(_flag, self._parts))
-        noted.parameters = sum(map(torch_private.version_of, self._parameters))
-        if self._places:
-            self._note_buffers(noted)
-        return noted
-
-    def _note_buffers(self, noted: Noted) -> None:
-        noted.buffers = tuple([buffers.get(name) for buffers, name in self._places])
+    def note_buffers(self, noted: Noted) -> None:
+        """The forward is about to run, and there are buffers."""
+        noted.buffers = tuple([buffers.get(name) for buffers, name in self.places])
         noted.versions = _versions_of(noted.buffers)
         noted.is_known = noted.flags in self._written
-        may_write = self._may_write(noted.flags) if noted.is_known else range(len(self._places))
+        may_write = self._may_write(noted.flags) if noted.is_known else range(len(self.places))
         noted.written, noted.lost = frozenset(), -1
         with torch.no_grad(), torch_private.without_python_dispatch():
             noted.clones = {
@@ -100,10 +94,8 @@ class ModuleState:
         return self._written.get(flags, frozenset()).union(*[places for part, places in self._norms if flags[part]])
 
     def note_written(self, noted: Noted) -> None:
-        """The forward has run: see what it has written to."""
-        if not self._places:
-            return
-        now, found = tuple([buffers.get(name) for buffers, name in self._places]), _versions_of(noted.buffers)
+        """The forward has run, and there are buffers: see what it has written to."""
+        now, found = tuple([buffers.get(name) for buffers, name in self.places]), _versions_of(noted.buffers)
         if noted.is_known and not noted.clones and found == noted.versions and all(map(is_, now, noted.buffers)):
             return
         written = {
@@ -125,15 +117,11 @@ class ModuleState:
     # Around a recompute
 
     def what_has_changed(self, noted: Noted) -> str:
-        """Return what a recompute would find other than the forward did; empty if nothing."""
-        if sum(map(torch_private.version_of, self._parameters)) != noted.parameters:
-            return "a parameter that was written to"
-        if not self._places:
-            return ""
+        """Return which buffer a recompute would find other than the forward did; empty if none."""
         if noted.lost >= 0:
-            return f'the buffer "{self._places[noted.lost][1]}", which it writes to and did not before'
+            return f'the buffer "{self.places[noted.lost][1]}", which it writes to and did not before'
         for place, ((buffers, name), buffer, version) in enumerate(
-            zip(self._places, noted.buffers, noted.versions, strict=True)
+            zip(self.places, noted.buffers, noted.versions, strict=True)
         ):
             is_same = buffers.get(name) is buffer and (buffer is None or torch_private.version_of(buffer) == version)
             if not is_same and place not in noted.written:
@@ -146,10 +134,10 @@ class ModuleState:
         for index, buffers in self._updated:
             if noted.flags[index]:
                 found += [(buffers, name, buffer, self._scratch_for(buffers, name, buffer)) for name, buffer in buffers.items()]
-        if self._places and noted.written:
+        if self.places and noted.written:
             with torch.no_grad():
                 for place in noted.written:
-                    buffers, name = self._places[place]
+                    buffers, name = self.places[place]
                     clone = noted.clones.get(place)
                     before = noted.buffers[place] if clone is None else clone.clone()
                     found.append((buffers, name, buffers.get(name), before))
@@ -164,13 +152,9 @@ class ModuleState:
             scratch = self._scratch[key] = buffer.detach().clone()
         return scratch
 
-    def flags(self) -> tuple[bool, ...]:
-        """Return which parts train."""
-        return tuple(map(_flag, self._parts))
-
     def set_flags(self, flags: tuple[bool, ...]) -> None:
         """Have the parts train, or not."""
-        for part, flag in zip(self._parts, flags, strict=True):
+        for part, flag in zip(self.parts, flags, strict=True):
             part.training = flag
 
 

@@ -23,21 +23,22 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.module_state import ModuleState, Noted
+from memkit.activations.recomputing.module_state import ModuleState, Noted, training_flag
 from memkit.activations.recomputing.region_inputs import Inputs
 from memkit.activations.recomputing.surroundings import (
     GeneratorState,
-    current_autocast,
-    set_autocast,
+    Surroundings,
+    current_surroundings,
     set_generators,
+    set_surroundings,
     states_of,
+    states_on,
 )
 from memkit.activations.saved.counts import Counts
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.hooks import HookSet
 from memkit.kept import modified_error
 from memkit.labels import label
-from memkit.recording.settings import change_settings, current_settings
 
 
 class Placeholder:
@@ -99,10 +100,11 @@ class RegionCall:
         region: the module that is called.
         frame: where it is called from.
         inputs: what it is called with.
+        devices: CUDA devices that the module draws on.
+        args: the tensors among these are on others.
     """
 
     __slots__ = (
-        "autocast",
         "before",
         "drawn",
         "frame",
@@ -113,10 +115,12 @@ class RegionCall:
         "noted",
         "places",
         "region",
-        "settings",
+        "surroundings",
     )
 
-    def __init__(self, region: Recomputed, frame: FrameType, inputs: Inputs) -> None:
+    def __init__(
+        self, region: Recomputed, frame: FrameType, inputs: Inputs, devices: Sequence[torch.device], args: Sequence[Any]
+    ) -> None:
         self.region = region
         self.frame: FrameType | None = frame
         """While it is going on. Once that is off the stack, an interrupt has ended it."""
@@ -124,13 +128,23 @@ class RegionCall:
         self.places: list[weakref.ref[Placeholder]] = []
         self.is_broken = False
         self.lock = threading.RLock()
-        self.autocast = current_autocast()
-        self.settings = current_settings()
+        self.surroundings: Surroundings = current_surroundings()
         self.drawn: tuple[GeneratorState, ...] = ()
         """Generators that the forward has drawn from, and where they were before."""
-        self.noted: Noted = region.state.note()
-        self.before: tuple[GeneratorState, ...] = ()
+        state = region.state
+        self.noted = noted = Noted()
+        noted.flags = tuple(map(training_flag, state.parts))
+        noted.versions_of_parameters = sum(map(torch_private.version_of, state.parameters))
+        if state.places:
+            state.note_buffers(noted)
+        cpu = torch.default_generator
+        self.before: tuple[GeneratorState, ...] = ((cpu, cpu.get_state()),)
         """Where all generators were, while it is going on."""
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.is_cuda and arg.device not in devices:
+                devices = [*devices, arg.device]
+        if devices:
+            self.before += states_on(devices)
         self.inner: dict[Recomputed, int] = {}
         """Regions of which calls were within it, and the number of the first."""
 
@@ -141,17 +155,8 @@ class RegionCall:
         self.places.append(weakref.ref(place))
         return place
 
-    def hand_out(self, place: Placeholder) -> Tensor:
-        """Return what a placeholder stands for, and let it go."""
-        with self.lock:
-            if place.tensor is None:
-                self._recompute()
-            tensor, place.tensor = place.tensor, None
-        assert tensor is not None
-        return tensor
-
-    def _recompute(self) -> None:
-        """Run the forward again, and hand out what it saves.
+    def recompute(self) -> None:
+        """Run the forward again, and hand out what it saves. The lock is held.
 
         Raises:
             RuntimeError: an input or a parameter was written to since.
@@ -160,13 +165,11 @@ class RegionCall:
         region = self.region
         if self.is_broken or (self.frame is not None and not is_going_on(self.frame)):
             raise region.error("a forward that has come to its end", "one that was interrupted", "Run the forward again")
-        changed = region.state.what_has_changed(self.noted)
-        if changed:
-            raise region.error(
-                "what it reads to be in the backward as it was in the forward",
-                changed,
-                "Write to it after the backward, or have this module be kept: memkit.keep",
-            )
+        state = region.state
+        if sum(map(torch_private.version_of, state.parameters)) != self.noted.versions_of_parameters:
+            raise region.error(_AS_IT_WAS, "a parameter that was written to", _WRITE_LATER)
+        if state.places and (changed := state.what_has_changed(self.noted)):
+            raise region.error(_AS_IT_WAS, changed, _WRITE_LATER)
         needed = Needed(self.places)
         try:
             args, kwargs = self.inputs.rebuild()
@@ -175,7 +178,10 @@ class RegionCall:
             raise
         before = Before(self, needed)
         try:
-            with label("recompute"):
+            if torch_private.profiler_is_on():
+                with label("recompute"):
+                    before.run(args, kwargs)
+            else:
                 before.run(args, kwargs)
             if needed.count <= needed.last:
                 raise region.error(
@@ -194,7 +200,7 @@ class Needed:
     __slots__ = ("count", "last", "places")
 
     def __init__(self, places: Sequence[weakref.ref[Placeholder]]) -> None:
-        self.places = [ref() for ref in places]
+        self.places: list[Placeholder | None] = list(map(weakref.ref.__call__, places))
         last = len(places) - 1
         while self.places[last] is None:
             last -= 1
@@ -228,6 +234,8 @@ class Needed:
                 place.tensor = None
 
 
+_AS_IT_WAS = "what it reads to be in the backward as it was in the forward"
+_WRITE_LATER = "Write to it after the backward"
 _ADVICE = "Is it deterministic, and is what it reads the same in the backward?"
 
 
@@ -238,10 +246,12 @@ def _described(shape: torch.Size, dtype: torch.dtype) -> str:
 def unpack(place: Placeholder) -> Tensor:
     """Return what a placeholder stands for: the other half of the hooks of a `RegionCall`."""
     tensor = place.tensor
-    if tensor is None:
-        tensor = place.call.hand_out(place)
-    else:
-        place.tensor = None
+    while tensor is None:  # another thread may take what is made
+        with place.call.lock:
+            if place.tensor is None:
+                place.call.recompute()
+            tensor = place.tensor
+    place.tensor = None
     if torch_private.version_of(tensor) != place.version:
         raise modified_error(tensor, place.version)
     return tensor
@@ -255,18 +265,17 @@ def unpack_recomputed(tensor: Tensor) -> Tensor:
 class Before:
     """What is set while a forward is run again, and what was set before."""
 
-    __slots__ = ("_autocast", "_buffers", "_call", "_drawn", "_flags", "_grad", "_needed", "_nesting", "_settings")
+    __slots__ = ("_buffers", "_call", "_drawn", "_flags", "_grad", "_needed", "_nesting", "_surroundings")
 
     def __init__(self, call: RegionCall, needed: Needed) -> None:
         self._call, self._needed = call, needed
-        self._grad = torch.is_grad_enabled()
-        self._autocast = current_autocast()
-        self._settings = current_settings()
-        self._drawn = states_of(call.drawn) if call.drawn else ()
         state = call.region.state
-        self._buffers = state.others(call.noted)
-        self._flags = state.flags()
-        self._nesting = call.region.nesting(call)
+        self._grad = torch.is_grad_enabled()
+        self._surroundings = current_surroundings()
+        self._drawn = states_of(call.drawn) if call.drawn else ()
+        self._buffers = state.others(call.noted) if state.has_others else ()
+        self._flags = tuple(map(training_flag, state.parts))
+        self._nesting = call.region.nesting(call) if call.inner else None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Run it, with what was set in the forward."""
@@ -278,10 +287,8 @@ class Before:
                 torch_private.push_saved_tensor_hooks(self._needed, unpack_recomputed)
                 if not self._grad:
                     torch.set_grad_enabled(True)
-                if self._autocast != call.autocast:
-                    set_autocast(call.autocast)
-                if self._settings != call.settings:
-                    change_settings(self._settings, call.settings)
+                if self._surroundings != call.surroundings:
+                    set_surroundings(call.surroundings)
                 if call.drawn:
                     set_generators(call.drawn)
                 for buffers, name, _, other in self._buffers:
@@ -303,13 +310,15 @@ class Before:
         """Set what was set before; may be called again."""
         if self._nesting is not None:
             self._nesting.end()
-        take_off(self._needed)
+        top = torch_private.top_saved_tensor_hooks(True)
+        if top is not None and top[0] is self._needed:
+            torch_private.pop_saved_tensor_hooks()
+        else:
+            take_off(self._needed)
         if not self._grad:
             torch.set_grad_enabled(False)
-        if self._autocast != self._call.autocast:
-            set_autocast(self._autocast)
-        if self._settings != self._call.settings:
-            change_settings(current_settings(), self._settings)
+        if self._surroundings != self._call.surroundings:
+            set_surroundings(self._surroundings)
         if self._drawn:
             set_generators(self._drawn)
         for buffers, name, buffer, _ in self._buffers:
@@ -321,9 +330,6 @@ class Before:
 def take_off(pack: Callable[[Tensor], object]) -> None:
     """Take the hooks off that a tensor is packed by, if they are on, from below others as well."""
     top = torch_private.top_saved_tensor_hooks(True)
-    if top is not None and top[0] is pack:
-        torch_private.pop_saved_tensor_hooks()
-        return
     above = []
     while top is not None and top[0] is not pack:
         above.append(top)

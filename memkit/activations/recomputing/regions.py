@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from memkit.activations.recomputing.region_calls import (
     unpack,
 )
 from memkit.activations.recomputing.region_inputs import Inputs
-from memkit.activations.recomputing.surroundings import drawn_from, generator_states
+from memkit.activations.recomputing.surroundings import drawn_from
 from memkit.activations.saved.counts import Counts
 from memkit.hooks import HookPair, HookSet
 from memkit.kept import ForwardedHandle, KeptHandle
@@ -192,19 +192,23 @@ class RegionModule(Recomputed):
                 return  # this is a recompute of another's
         frame, calls = sys._getframe(3), thread.calls  # that of `Module._call_impl`
         while calls and not is_on_stack(calls[-1].frame, frame):
-            _end(calls, is_broken=True)  # which an interrupt has left
+            _end_left(calls)  # which an interrupt has left
         if calls and calls[-1].frame is frame:
             return  # hooked twice
         number = thread.numbers.get(self, 0)
         thread.numbers[self] = number + 1
         for call in calls:
             call.inner.setdefault(self, number)
-        if (self._calls is None or number in self._calls) and self._may_be_taken():
-            self._begin(frame, args, kwargs, None if top is None or top[0] is thread.outer else top)
-
-    def _begin(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any], top: HookPair | None) -> None:
+        if self._calls is not None and number not in self._calls:
+            return
+        if torch_private.functorch_stack() is not None:
+            return  # what is saved is of no use outside of a transform
+        if torch_private.num_dispatch_modes() and is_traced():
+            return
         keep = self._common.keep
         try:
+            if top is None or top[0] is thread.outer:
+                top = None
             if top is None and keep is KeptHandle:
                 inputs = Inputs(args, kwargs, KeptHandle)
             else:
@@ -213,10 +217,8 @@ class RegionModule(Recomputed):
         except TypeError as error:
             self._common.not_taken[self.module] = f"it is called with a {error}, which its forward may change"
             return
-        thread = self._common.thread
-        call = RegionCall(self, frame, inputs)
-        call.before = generator_states(self._devices_of(args))
-        thread.calls.append(call)
+        call = RegionCall(self, frame, inputs, self._devices, args)
+        calls.append(call)
         torch_private.push_saved_tensor_hooks(call, unpack)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
@@ -227,24 +229,17 @@ class RegionModule(Recomputed):
         call, frame = calls[-1], sys._getframe(2)
         if frame is call.frame or frame.f_back is call.frame:
             call.drawn, call.before = drawn_from(call.before), ()
-            self.state.note_written(call.noted)
-            _end(calls, is_broken=False)
+            if self.state.places:
+                self.state.note_written(call.noted)
+            top = torch_private.top_saved_tensor_hooks(True)
+            if top is not None and top[0] is call:
+                torch_private.pop_saved_tensor_hooks()
+            else:
+                take_off(call)
+            call.frame = None
+            calls.pop()
             if self.counts is not None and torch_private.backward_task() == -1:
                 self.counts.num_dropped += len(call.places)
-
-    def _may_be_taken(self) -> bool:
-        """Tell whether a call can be recomputed where it is made."""
-        if torch_private.functorch_stack() is not None:
-            return False  # what is saved is of no use outside of a transform
-        return not (torch_private.num_dispatch_modes() and is_traced())
-
-    def _devices_of(self, args: tuple[Any, ...]) -> list[torch.device]:
-        """Return the CUDA devices whose generators the forward may draw from."""
-        devices = self._devices
-        for arg in args:
-            if isinstance(arg, Tensor) and arg.is_cuda and arg.device not in devices:
-                devices = [*devices, arg.device]
-        return devices
 
     def nesting(self, call: RegionCall) -> Nesting | None:
         return _Nesting(self._common.thread, call) if call.inner else None
@@ -281,12 +276,12 @@ def _handing_to(hooks: HookPair) -> Callable[[Tensor], KeptHandle]:
 def _end_after(calls: list[RegionCall], num_calls: int) -> None:
     """End the calls but the first ones, which an interrupt has left."""
     while len(calls) > num_calls:
-        _end(calls, is_broken=True)
+        _end_left(calls)
 
 
-def _end(calls: list[RegionCall], *, is_broken: bool) -> None:
-    """End the innermost call; may be done again."""
+def _end_left(calls: list[RegionCall]) -> None:
+    """End the innermost call, which an interrupt has left; may be done again."""
     call = calls[-1]
     take_off(call)
-    call.is_broken, call.frame = is_broken, None
+    call.is_broken, call.frame = True, None
     calls.pop()

@@ -6,7 +6,9 @@ All of this is asked on the way of each forward of a region: the functions here 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,50 +16,53 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.device import default_generator
+from memkit.recording.settings import change_settings, setting_getters
 
-Autocast = tuple[bool, torch.dtype, bool, torch.dtype, bool]
-"""Whether autocast is on and for which dtype, on the CPU and on CUDA, and whether it keeps the casts of weights."""
+Surroundings = tuple[Any, ...]
+"""What autocast does in a thread, and behind that the settings of the process."""
 
-
-def current_autocast() -> Autocast:
-    """Return what autocast does in this thread now."""
-    return (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
-        torch.is_autocast_cache_enabled(),
-    )
+_NUM_AUTOCAST = 5
 
 
-def set_autocast(wanted: Autocast) -> None:
-    """Have autocast do this in this thread from now on; may be called again."""
-    torch.set_autocast_enabled("cpu", wanted[0])
-    torch.set_autocast_dtype("cpu", wanted[1])
-    torch.set_autocast_enabled("cuda", wanted[2])
-    torch.set_autocast_dtype("cuda", wanted[3])
-    torch.set_autocast_cache_enabled(wanted[4])
-    torch.autocast_increment_nesting()
-    if torch.autocast_decrement_nesting() == 0:  # as `torch.autocast` does when the outermost is left
-        torch.clear_autocast_cache()
+@functools.cache
+def _getters() -> tuple[partial[Any], ...]:
+    """Return what reads each of them. It is asked for each call of each region, and so is no Python."""
+    autocast = [partial(get, kind) for kind in ("cpu", "cuda") for get in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
+    return (*autocast, partial(torch.is_autocast_cache_enabled), *setting_getters())
+
+
+def current_surroundings() -> Surroundings:
+    """Return what is set now."""
+    return tuple(map(partial.__call__, _getters()))
+
+
+def set_surroundings(wanted: Surroundings) -> None:
+    """Set what was wanted, where something else is; may be called again."""
+    found = current_surroundings()
+    if found[:_NUM_AUTOCAST] != wanted[:_NUM_AUTOCAST]:
+        torch.set_autocast_enabled("cpu", wanted[0])
+        torch.set_autocast_dtype("cpu", wanted[1])
+        torch.set_autocast_enabled("cuda", wanted[2])
+        torch.set_autocast_dtype("cuda", wanted[3])
+        torch.set_autocast_cache_enabled(wanted[4])
+        torch.autocast_increment_nesting()
+        if torch.autocast_decrement_nesting() == 0:  # as `torch.autocast` does when the outermost is left
+            torch.clear_autocast_cache()
+    change_settings(found[_NUM_AUTOCAST:], wanted[_NUM_AUTOCAST:])
 
 
 GeneratorState = tuple[torch.Generator, Any]
 """A generator, and where it is: for the CPU's its state, for a CUDA device's its seed and how far it has come from there."""
 
 
-def generator_states(devices: Sequence[torch.device]) -> tuple[GeneratorState, ...]:
-    """Return where the default generators are: the CPU's, and those of some CUDA devices."""
-    cpu = torch.default_generator
-    states: list[GeneratorState] = [(cpu, cpu.get_state())]
-    for device in devices:
-        generator = default_generator(device)
-        states.append((generator, (generator.initial_seed(), generator.get_offset())))
-    return tuple(states)
+def states_on(devices: Sequence[torch.device]) -> tuple[GeneratorState, ...]:
+    """Return where the default generators of some CUDA devices are."""
+    generators = [default_generator(device) for device in devices]
+    return tuple([(generator, (generator.initial_seed(), generator.get_offset())) for generator in generators])
 
 
 def drawn_from(before: tuple[GeneratorState, ...]) -> tuple[GeneratorState, ...]:
-    """Return, of generators that were somewhere before, those that are elsewhere now."""
+    """Return, of generators that were somewhere before, the CPU's first, those that are elsewhere now."""
     (cpu, state), *others = before
     if torch_private.num_dispatch_modes():
         with torch_private.without_python_dispatch():  # a comparison is no part of the forward
