@@ -33,9 +33,11 @@ from memkit.activations.recomputing.surroundings import (
     states_of,
 )
 from memkit.activations.saved.counts import Counts
+from memkit.compiled import code_of
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.kept import KeptHandle, modified_error
 from memkit.labels import label
+from memkit.torch_state import leave_untraced
 
 
 class Placeholder:
@@ -73,6 +75,8 @@ class Recomputed:
 
     def __init__(self, module: nn.Module, counts: Counts | None) -> None:
         self.module = module
+        self.code = code_of(module)
+        """What runs it where it is compiled: that saves other tensors than its forward does."""
         self.state = ModuleState(module)
         self.counts = counts
 
@@ -266,7 +270,7 @@ class Before:
                     buffers[name] = other
                 if self._flags != call.noted.flags:
                     call.region.state.set_flags(call.noted.flags)
-                call.region.module.forward(*args, **kwargs)
+                (call.region.code or call.region.module.forward)(*args, **kwargs)
             except _Stop:
                 if self._needed.count <= self._needed.last:
                     raise  # it is another's
@@ -390,3 +394,7 @@ _CONSTANTS = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 """The same, and what is made of it."""
+
+
+for _hook in (RegionCall.__call__, Needed.__call__, unpack, unpack_recomputed):
+    leave_untraced(_hook)
