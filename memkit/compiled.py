@@ -88,6 +88,11 @@ def code_of(module: nn.Module) -> Code | None:
     return code
 
 
+def is_seen_by_global_hooks(module: nn.Module) -> bool:
+    """Tell whether global hooks on a call of a compiled module are called outside of `around_compiled`."""
+    return _place_of_code(module) != torch_private.COMPILED_CALL
+
+
 def minds_global_hooks(module: nn.Module) -> bool:
     """Tell whether calling a module warns of global hooks, as what `torch.compile(module)` returns does."""
     return type(module).__call__ is not nn.Module.__call__

@@ -150,15 +150,18 @@ class HookSet:
         self._handles.append(register_optimizer_step_pre_hook(pre_hook))
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(module, args)` ahead of every module's forward, `after(module, args, output)` behind it, in all
-        threads."""
+        """Call `before(module, args)` ahead of every module's forward, `after(module, args, kwargs, output)` behind it, in all
+        threads; `after(module, args, None)` where the forward raises."""
         self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
-        self._handles.append(nn.modules.module.register_module_forward_hook(after, always_call=True))
+        self._handles.append(nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True))
 
     def remove(self) -> None:
         """Remove every hook, the last one first. Calling it again does nothing."""
         while self._handles:
-            self._handles[-1].remove()  # which an interrupt leaves here, so that it is removed again
+            handle: Any = self._handles[-1]
+            handle.remove()  # which an interrupt leaves here, so that it is removed again
+            for left in torch_private.known("global_hooks_with_kwargs"):
+                left.pop(getattr(handle, "id", None), None)  # torch forgets to, and takes it for a hook
             self._handles.pop()
 
 

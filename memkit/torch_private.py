@@ -105,6 +105,8 @@ engine: Any
 excluding_keys: Callable[[Any], AbstractContextManager[object]]
 flash_attention: _Op
 flash_attention_cpu: _Op
+forward_hooks_of: Callable[[nn.Module], dict[int, Any]]
+forward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]]
 functorch_stack: Callable[[], list[Any] | None]
 fused_sdp_choice: Callable[[Tensor, Tensor, Tensor], int]
 get_cudnn_benchmark: Callable[[], bool]
@@ -285,6 +287,7 @@ NAMES: dict[str, PrivateName] = {
     "in_hop_compile": _of("torch._higher_order_ops.utils._in_hop_compile", "whether a higher-order op compiles"),
     "asks_modes_on_stack": _of(f"{_DISPATCH}.any_torch_dispatch_mode_on_stack", "whether Dynamo asks each mode"),
     "code_when_compiled": _field(f"{_MODULE}._compiled_call_impl", "whether a module is compiled", _PROFILE),
+    "global_hooks_with_kwargs": _of("torch.nn.modules.module._global_forward_hooks_with_kwargs", "to remove all of a hook"),
     # Ops
     "OpOverload": _of("torch._ops.OpOverload", "to tell kinds of ops", _REMAT),
     "OpOverloadPacket": _of("torch._ops.OpOverloadPacket", "to tell kinds of ops", _REMAT),
@@ -323,6 +326,8 @@ NAMES: dict[str, PrivateName] = {
     "dispatch_registrations": _of("torch._C._dispatch_get_registrations_for_dispatch_key", "which ops autocast casts", _META),
     # Modules, and what is around them
     "parameters_of": _field(f"{_MODULE}._parameters", "to put another parameter in place", _LAYERS, _META),
+    "forward_hooks_of": _field(f"{_MODULE}._forward_hooks", "whether a forward has hooks", _REMAT),
+    "forward_pre_hooks_of": _field(f"{_MODULE}._forward_pre_hooks", "whether a forward has hooks", _REMAT),
     "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _REMAT, _LAYERS, _META),
     "active_replica": _field("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "to refuse it", Feature.REPLICAS),
     "parameters_of_replica": _instance_field(

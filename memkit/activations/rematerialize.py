@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.context import ForwardContext
 from memkit.activations.recomputing.budget import NO_BUDGET, RematOptions
+from memkit.activations.recomputing.settling import settle
 from memkit.activations.recomputing.stage import RecordingStage, open_recording
 from memkit.activations.recomputing.steady import open_steady
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
@@ -40,7 +41,8 @@ class Rematerialize(ForwardContext):
 
     The first step under a tag is held to the budget as it goes, by the score of dynamic tensor rematerialization; from the
     second on a plan is followed, which is made once for each sequence of ops. A step that goes another way is carried by the
-    score again.
+    score again. After three steps nothing more is recorded where nothing is dropped, or where calls of modules are recomputed
+    as a whole, which costs the host less.
 
     Args:
         budget: what saved tensors and the temporaries of replays may take on the device: bytes, text such as "8GiB", or the
@@ -160,7 +162,7 @@ class Rematerialize(ForwardContext):
             steady = open_steady(self.tag, self._options, outer)
             pair = None if steady is None else steady.pair
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block, pair=pair)
-            entry.recording = steady or open_recording(self.tag, self._options, outer=outer)
+            entry.recording = steady or open_recording(self.tag, self._options, outer=outer, settle=settle)
             entry.recording.model = None if self._model is None else self._model()
             entry.begin()
 
@@ -270,8 +272,8 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "dropped_bytes": counts.dropped_bytes,
             "ledger_peak_bytes": counts.peak_bytes,
             "num_replays": counts.num_replays,
-            "num_replayed_ops": counts.num_replayed_ops,
-            "estimated_replay_s": counts.replayed_s,
+            "num_replayed_ops": counts.num_replayed_ops + counts.num_replays * counts.ops_of_region,
+            "estimated_replay_s": counts.replayed_s + counts.num_replays * counts.region_s,
             "measured_replay_s": counts.replayed.total_s(),
             **(counts.figures_of_copies() if counts.moved_out.num_copies else {}),
         }

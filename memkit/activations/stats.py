@@ -97,8 +97,8 @@ class SavedTensorStats:
     follows_plan: bool = _of_remat(False)
     """Whether the iteration has followed a plan to its end, or was carried by the score."""
     is_recorded: bool = _of_remat(False)
-    """Whether the ops of the iteration were recorded. Where it is known that nothing is dropped they are not, and what is said
-    of saves, drops and ops is what the last recorded iteration had."""
+    """Whether the ops of the iteration were recorded. Where they are not, since nothing is dropped or calls of modules are
+    recomputed as a whole, what is said of saves, drops, ops and peaks is what the recorded ones and the plan say."""
     num_ops: int = _of_remat()
     """Ops that were seen in the forward."""
     recorder_s: float = _of_remat(0.0)

@@ -8,6 +8,8 @@ from memkit.plan.forecast import Forecast
 from memkit.plan.lineage import NO_OP, GrowingLineage, Lineage, Step, ends_of
 from memkit.plan.planner import RematPlanner
 from memkit.plan.ratio import RatioSoFar, check_ratio, plan_ratio
+from memkit.plan.region_step import HostCosts, ModuleCall, RegionChoice
+from memkit.plan.regions import RegionPlanner
 from memkit.plan.residency import (
     LayerResidency,
     PlannedLayer,
@@ -30,16 +32,20 @@ __all__ = [
     "DTRScore",
     "Forecast",
     "GrowingLineage",
+    "HostCosts",
     "Lane",
     "LayerCosts",
     "LayerResidency",
     "Levels",
     "Lineage",
+    "ModuleCall",
     "Outcome",
     "Plan",
     "PlannedLayer",
     "PlannedSave",
     "RatioSoFar",
+    "RegionChoice",
+    "RegionPlanner",
     "RematPlanner",
     "ResidencyPlan",
     "Step",

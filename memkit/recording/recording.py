@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -80,6 +81,13 @@ class Recording:
         """Storages that were seen and are not in `current`, since they may have another's bytes when they are met again."""
         self.lineage = GrowingLineage()
         """The ops and values, in numbers, as of the last `sync`."""
+        self.saved: list[int] = []
+        """The value of each save that counts."""
+        self.saved_at: list[tuple[int, int]] = []
+        """For each, how many ops to repeat, and how many of any kind, were before it."""
+        self.effects: list[tuple[int, int, int]] = []
+        """What ops did beside making new values: the number of the op among `funcs`, counted from 1; the storage written to, by
+        its address; and the value that was there, -1 if it is not known. An address of 0 stands for anything at all."""
         self.modules: dict[int, str] = {}
         """The module in which an op ran, where that was watched."""
 
@@ -262,6 +270,7 @@ class Recording:
         """Note that an op is about to write to a tensor; tell whether its storage was made here."""
         value = self.value_of(target)
         root = self.roots.get(value)
+        self.note_effect(target, value)
         self.before_write(value)
         return root is None or root.is_inside
 
@@ -271,6 +280,11 @@ class Recording:
             value = self.add_root(target, target.untyped_storage(), is_inside=is_inside, is_written=True)
             if why_kept:
                 self.why_kept[value] = why_kept
+
+    def note_effect(self, target: Tensor | None = None, value: int = -1) -> None:
+        """Note that an op writes to a tensor, or that it may do anything."""
+        address = 0 if target is None else torch_private.storage_address(target.untyped_storage())
+        self.effects.append((len(self.funcs), address, value))
 
     def before_write(self, value: int) -> None:
         """An op is about to write over a value. If something is to be made from that, copy it first."""
@@ -332,14 +346,19 @@ class Recording:
         return max((*made, *(root.num_bytes for root in self.roots.values() if root.is_inside)), default=0)
 
     def read_times(self) -> dict[CostKey, float]:
-        """Enter what the ops took, if they were timed, and return it; makes the host wait for them."""
+        """Enter what the ops took, if they were timed, and return it; makes the host wait for them.
+
+        Of ops that are alike it is the median: now and then one waits for something else.
+        """
         found: dict[CostKey, float] = {}
         if self.times:
             self.device.synchronize()
             self.sync()
-            seconds = self.lineage.seconds
-            for op, key, start, end in self.times:
-                found[key] = start.elapsed_s(end)
+            seconds, alike = self.lineage.seconds, dict[CostKey, list[float]]()
+            for _, key, start, end in self.times:
+                alike.setdefault(key, []).append(start.elapsed_s(end))
+            found = {key: median(taken_s) for key, taken_s in alike.items()}
+            for op, key, _, _ in self.times:
                 if op < len(seconds):
                     seconds[op] = found[key]
         self.times.clear()

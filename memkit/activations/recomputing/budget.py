@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Follower, SaveKey, Trace, Traces
@@ -30,9 +30,15 @@ class RematOptions:
     min_bytes: int
     strict: bool
     verify: bool
-    device: Device | None
+    device: Device | None = field(compare=False)
     kinds: OpKinds
     """What is known of ops, the user's word included."""
+
+    def is_like(self, other: RematOptions) -> bool:
+        """Tell whether the same was asked for, of the same device."""
+        here, there = self.device, other.device
+        is_there = here is there or (here is not None and there is not None and here.torch_device == there.torch_device)
+        return is_there and self == other
 
     @property
     def may_settle(self) -> bool:

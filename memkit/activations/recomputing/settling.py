@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
+import torch
+
 from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
+from memkit.activations.recomputing.region_plan import plan_regions
 from memkit.activations.saved.settled import Settled, SizesSeen
 
 if TYPE_CHECKING:
@@ -12,6 +16,8 @@ if TYPE_CHECKING:
 
 _NUM_RECORDED = 3
 """So many steps are recorded at least: by the third it is known what each op takes."""
+_MOST_DEVIATIONS = 3
+"""A model of which so many steps had other regions than were planned is recorded from then on."""
 
 
 def settle(state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None) -> None:
@@ -27,12 +33,21 @@ def settle(state: RematState, options: RematOptions, decider: BudgetDecider, siz
     state.settled = None
     if not options.may_settle or state.num_recorded < _NUM_RECORDED or _has_wishes(state):
         return
-    if state.counts.num_dropped:
-        return
+    budget_bytes = state.counts.budget_bytes
     if sizes is None:
-        state.settled = Settled(options=options, sizes=SizesSeen(options.min_bytes))
-    elif decider.plan is not None and decider.num_seen >= _NUM_RECORDED:
-        state.settled = Settled(options=options, sizes=sizes)
+        state.settled = Settled(options=options, sizes=SizesSeen(options.min_bytes), budget_bytes=budget_bytes)
+        return
+    trace, plan = decider.follower.trace, decider.plan
+    if plan is None or trace is None or trace.ops is None or trace.ops.num_seen < _NUM_RECORDED:
+        return
+    if not state.counts.num_dropped:
+        state.settled = Settled(options=options, sizes=sizes, budget_bytes=budget_bytes)
+    elif trace.ops.is_measured and state.num_left < _MOST_DEVIATIONS and not trace.has_marks:
+        device = state.costs.device
+        torch_device = torch.device("cpu") if device is None else device.torch_device
+        regions = trace.ops.regions(plan, functools.partial(plan_regions, trace.ops, len(trace.funcs), plan, torch_device))
+        if regions is not None:
+            state.settled = Settled(options=options, sizes=sizes, budget_bytes=budget_bytes, regions=regions)
 
 
 def _has_wishes(state: RematState) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,9 @@ from memkit import torch_private
 from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
 from memkit.activations.recomputing.compiled_calls import CompiledCalls
 from memkit.activations.recomputing.recorded_forward import RecordedForward
-from memkit.activations.recomputing.settling import settle
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, Stage, is_within
-from memkit.activations.saved.records import Handle, Record
+from memkit.activations.saved.records import Handle
 from memkit.activations.saved.settled import SizesSeen
 from memkit.activations.saved.small import all_too_small
 from memkit.activations.saved.state import RematState, remat_states
@@ -30,10 +30,11 @@ from memkit.storages import is_range_of_bytes
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, is_traced, leave_mode
 
 _LOGGER = logging.getLogger(__name__)
-_NUM_WATCHED = 4
-"""In so many first iterations it is noted which module each op is in: that takes the host some time."""
-_PLAIN_TYPES = (Tensor, nn.Parameter)
-_get_storage = Tensor.untyped_storage
+_NUM_WATCHED, _NUM_NOTED = 4, 2
+"""In so many first iterations it is noted which module each op is in, in so many that are alike which modules are called: in
+the first of them these may prepare what they use later."""
+_PLAIN_TYPES, _get_storage = (Tensor, nn.Parameter), Tensor.untyped_storage
+Settle = Callable[[RematState, RematOptions, BudgetDecider, SizesSeen | None], None]
 
 
 class RecordingStage(Stage):
@@ -44,6 +45,7 @@ class RecordingStage(Stage):
         options: what was asked for.
         moving: the stage that comes next, of this context or of the one outside: what is not dropped may leave there.
         outer: other hooks outside, which are given what is not dropped where there is no such stage.
+        settle: called at the end of a step, sees what the next ones are to do; by default they are recorded as well.
     """
 
     moves = False
@@ -55,6 +57,7 @@ class RecordingStage(Stage):
         *,
         moving: Stage | None = None,
         outer: SavedTensorHooks | None = None,
+        settle: Settle | None = None,
     ) -> None:
         from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
@@ -66,17 +69,20 @@ class RecordingStage(Stage):
         self._torch_device = None if self._device is None else self._device.torch_device
         self._moving, self._outer = moving, outer
         self._has_outer = moving is not None or outer is not None
+        self._settle = settle
+        self._sizes = SizesSeen(options.min_bytes) if options.may_settle and options.budget != 1.0 else None
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
         self.counts = Counts()
         state.know(options.kinds)
         self._forward = self._open_forward(raises=options.strict)
         self.recorder = Recorder(self._forward.recording, options.kinds, default_generator, state.costs.estimate_s)
-        self._trail = ModuleTrail(self._forward.recording)
-        self._watches_modules = options.verify or (self._decider.follower.trace is None and state.num_iterations < _NUM_WATCHED)
+        trace, number = self._decider.follower.trace, state.num_iterations
+        notes_calls = self._sizes is not None and (trace is None or trace.num_noted < _NUM_NOTED)
+        self._trail = ModuleTrail(self._forward.recording, notes_calls=notes_calls)
+        self._watches_modules = options.verify or notes_calls or (trace is None and number < _NUM_WATCHED)
         self._compiled = CompiledCalls(state.tag, self.recorder, self._trail)
         self._is_over = False
-        self._sizes = SizesSeen(options.min_bytes) if options.may_settle and options.budget != 1.0 else None
 
     def begin(self) -> None:
         if self._watches_modules:
@@ -96,8 +102,8 @@ class RecordingStage(Stage):
             return
         with self._lock:
             self._end_forward(learn=not has_failed)
-            if not has_failed:
-                settle(self._state, self._options, self._decider, self._sizes)
+            if not has_failed and self._settle is not None:
+                self._settle(self._state, self._options, self._decider, self._sizes)
         self._is_over = True
         del self._forward, self._decider, self.recorder  # they hold the recording, and this
 
@@ -155,6 +161,8 @@ class RecordingStage(Stage):
                 trace.is_worth_a_plan = True
             state.traces.add(trace)
             forward.trace = trace.ops
+            if trace.ops is not None and self._trail.calls:
+                trace.ops.note_calls(self._trail.calls, recording)
         if recording.is_timed:
             state.note_timed(forward.trace, recording.times_alone())
         recording.close()
@@ -357,41 +365,35 @@ class RecordingStage(Stage):
             forward.marks[value] = action
             record, handle = forward.record_of(value), forward.other(value)
             if record is not None:
-                self._change(forward, record, tensor, storage, action)
+                forward.change(record, tensor, storage, action)
             elif isinstance(handle, Handle) and (action is not Action.RECOMPUTE or forward.secure(value)):
                 if action is Action.RECOMPUTE:
                     handle.record.maker, handle.record.value = forward, value
                     forward.note_record(value, handle.record)
                 handle.unpacker.change(handle.record, storage, action)
 
-    def _change(
-        self, forward: RecordedForward, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action
-    ) -> None:
-        """Do something else with a value that is saved already, and that is in a storage of the user's."""
-        if action is Action.RECOMPUTE:
-            forward.walk.drop(record.value)
-            return
-        forward.walk.evictable.pop(record.value, None)
-        if action is Action.OFFLOAD and not isinstance(forward.window.device, CpuDevice):
-            forward.window.adopt(forward.open_moving(), record, tensor, storage)
-        forward.window.change(record, storage, action)
-
 
 def open_recording(
-    tag: str, options: RematOptions, *, moving: Stage | None = None, outer: SavedTensorHooks | None = None
+    tag: str,
+    options: RematOptions,
+    *,
+    moving: Stage | None = None,
+    outer: SavedTensorHooks | None = None,
+    settle: Settle | None = None,
 ) -> RecordingStage:
     """Return the stage of a context that is about to be entered.
 
     Args:
         moving: the stage of the same context that moves, if it has one.
         outer: else the hooks that are on top.
+        settle: see `RecordingStage`.
     """
     is_inner = moving is not None or is_within(tag)
     if moving is None and outer is not None and isinstance(outer.owner, Entry):
         moving = outer.owner.moving
     state = remat_states.open(tag)
     with state.lock:
-        stage = RecordingStage(state, options, moving=moving, outer=outer)
+        stage = RecordingStage(state, options, moving=moving, outer=outer, settle=settle)
         state.num_iterations += 1
         state.num_inner += is_inner
         state.counts, state.is_recorded = stage.counts, True

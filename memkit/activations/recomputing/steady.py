@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.recomputing.budget import RematOptions
+from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, is_within
 from memkit.activations.saved.settled import Settled, SizesSeen
 from memkit.activations.saved.state import RematState, remat_states
@@ -109,6 +110,62 @@ class WatchStage(IdleStage):
             self._state.unsettle()
 
 
+class RegionStage(IdleStage):
+    """The same, but some calls of modules are recomputed as a whole.
+
+    Args:
+        state: what is known under the tag.
+        moving, outer: see `RecordingStage`: they are given what regions are given.
+        settled: which calls.
+        modules: their modules, with the numbers of the calls.
+    """
+
+    def __init__(
+        self,
+        state: RematState,
+        moving: Stage | None,
+        outer: SavedTensorHooks | None,
+        settled: Settled,
+        modules: dict[nn.Module, frozenset[int]],
+    ) -> None:
+        super().__init__(state, moving)
+        assert settled.regions is not None
+        self._outer, self._settled = outer, settled
+        self._shapes, self._place = settled.regions.shapes, 0
+        self._is_other = False
+        self.counts = settled.regions.counts(settled.options.budget, settled.budget_bytes)
+        specs = {module: RegionSpec(calls=calls) for module, calls in modules.items()}
+        self._regions = Regions(specs, keep=self._keep, counts=self.counts)
+
+    def begin(self) -> None:
+        self._regions.__enter__()
+
+    def take_off(self) -> None:
+        self._regions.__exit__(None, None, None)
+
+    def end(self, *, has_failed: bool) -> None:
+        assert self._settled.regions is not None
+        self.counts.num_dropped = self._settled.regions.num_dropped  # of those that count
+        if self._is_other or (not has_failed and self._place != len(self._shapes)):
+            self._state.unsettle()
+
+    def mark(self, tensor: Tensor, action: Action) -> None:
+        if self._moving is not None and action is not Action.RECOMPUTE:
+            self._moving.mark(tensor, action)
+        self._state.unsettle()
+
+    def _keep(self, tensor: Tensor) -> KeptHandle:
+        """Return the handle of a tensor that a region is given."""
+        place = self._place
+        self._place = place + 1
+        if place >= len(self._shapes) or tensor.shape != self._shapes[place]:
+            self._is_other = True
+        if self._moving is not None:
+            return self._moving.take(tensor)
+        outer = self._outer
+        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=True)
+
+
 def _unpack(packed: Any) -> Tensor:
     """Return a tensor that `WatchStage.pack` was given.
 
@@ -134,13 +191,25 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
     """
     state = remat_states.get(tag)
     settled = None if state is None else state.settled
-    if state is None or settled is None or settled.options != options:
+    if state is None or settled is None or not settled.options.is_like(options):
         return None
+    modules = dict[nn.Module, frozenset[int]]()
+    for reference, calls in () if settled.regions is None else settled.regions.calls.items():
+        module = reference()
+        if module is None:
+            state.unsettle()
+            return None
+        modules[module] = calls
     moving = outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
     with state.lock:
         state.num_iterations += 1
         state.num_inner += is_within(tag)
         state.is_recorded = False
+        if settled.regions is not None:
+            stage = RegionStage(state, moving, outer, settled, modules)
+            state.counts = stage.counts
+            state.plan = settled.regions.plan
+            return stage
         if options.budget == 1.0:
             return IdleStage(state, moving)
         budget_bytes = options.budget if isinstance(options.budget, int) else 0

@@ -85,6 +85,9 @@ class Counts:
     num_replays: int = 0
     num_replayed_ops: int = 0
     replayed_s: float = 0.0
+    ops_of_region: int = 0
+    """Where calls of modules are run again as a whole: how many ops one of them has on average."""
+    region_s: float = 0.0
     replayed: EventPairs = field(default_factory=EventPairs)
 
     def note_opless(self, why: str | None, num_bytes: int) -> None:

@@ -1,14 +1,18 @@
-"""What is known of steps that drop nothing: that it is so, and how much they save, by which a larger one is told."""
+"""What is done in steps that are not recorded any more, and how much they save, by which a larger one is told."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+
+if TYPE_CHECKING:
+    from memkit.activations.recomputing.budget import RematOptions
+    from memkit.activations.recomputing.region_plan import RegionPlan
 
 _Parameter = nn.Parameter
 
@@ -53,8 +57,12 @@ class SizesSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """The last recorded step has dropped nothing, and nor would another like it."""
+    """What the next steps do that are like the last recorded one, with no op recorded."""
 
-    options: Any
+    options: RematOptions
     """What was asked for."""
     sizes: SizesSeen
+    """What was saved."""
+    budget_bytes: float
+    regions: RegionPlan | None = None
+    """Which calls of modules are recomputed as a whole; None where nothing is dropped."""

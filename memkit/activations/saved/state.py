@@ -119,6 +119,8 @@ class RematState(TagState):
         """Whether the last iteration was recorded."""
         self.num_recorded = 0
         """How many iterations were recorded to their end."""
+        self.num_left = 0
+        """How many iterations had other regions than were planned."""
         self.settled: Settled | None = None
         """What need not be recorded any more; None where the next step is."""
         self.traces = Traces()
@@ -140,6 +142,7 @@ class RematState(TagState):
     def unsettle(self) -> None:
         """Something was not as before: the next step is recorded."""
         if self.settled is not None:
+            self.num_left += self.settled.regions is not None
             self.settled = None
             self.num_deviations += 1
 

@@ -8,19 +8,22 @@ alike (`Follower`), and goes by its plan.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from memkit.plan import NO_OP, Action, DTRScore, Plan, RematPlanner, Step, ends_of, plan_ratio
+from memkit.plan import NO_OP, Action, DTRScore, ModuleCall, Plan, RematPlanner, Step, ends_of, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
+from memkit.recording.module_calls import NotedCall
 from memkit.recording.recording import Recording
 
 _MAX_TRACES = 16
 _MAX_STRANGERS = 8
+_Planned = TypeVar("_Planned")
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 STRANGER = -1
 """The place of a save that a report has not foretold, and that is let pass."""
@@ -60,6 +63,16 @@ class Trace:
     """Whether it may come again: a model that takes another path each time is not planned each time."""
     _plan: tuple[tuple[float, int | None, int], Plan] | None = None
 
+    @property
+    def has_marks(self) -> bool:
+        """Whether the user has asked for anything to be done with what is saved."""
+        return any(key.mark is not None for key in self.keys)
+
+    @property
+    def num_noted(self) -> int:
+        """In how many forwards the calls of modules were noted."""
+        return 0 if self.ops is None else self.ops.num_noted
+
     def plan(self, ratio: float, window_bytes: int | None) -> Plan:
         """Return what to keep and what to move. A window of None is twice the largest storage."""
         asked = (ratio, window_bytes, len(self.held))  # `held` only grows
@@ -78,12 +91,20 @@ class OpTrace:
     step: Step
     names: dict[int, tuple[str, str]]
     """For each saved value that ops make, the op and the module."""
+    calls: tuple[ModuleCall, ...] = ()
+    """The calls of modules, as the last forward had them in which they were noted."""
+    modules: tuple[weakref.ref[nn.Module], ...] = ()
+    """For each of them, which module is called."""
+    num_noted: int = 0
+    """In how many forwards they were noted."""
     num_seen: int = 1
     is_measured: bool = False
     """Whether it is known what each op takes, and not only guessed."""
     has_order: bool = False
     """Whether a whole backward was seen."""
     _planner: RematPlanner | None = None
+    _regions: dict[tuple[int | None, int], Any] = field(default_factory=dict)
+    """By budget, and by the bytes that its plan by ops takes."""
     _plans: dict[tuple[int, DTRScore], Plan] = field(default_factory=dict)
 
     def planner(self, score: DTRScore) -> RematPlanner:
@@ -103,9 +124,25 @@ class OpTrace:
             self._plans[key] = self.planner(score).plan(budget_bytes)
         return self._plans[key]
 
+    def regions(self, of_ops: Plan, plan: Callable[[], _Planned]) -> _Planned:
+        """Return what `plan` has returned, which is called once for a plan by ops."""
+        key = of_ops.budget_bytes, of_ops.predicted_peak_bytes
+        if key not in self._regions:
+            self._regions[key] = plan()
+        found: _Planned = self._regions[key]
+        return found
+
+    def note_calls(self, noted: Sequence[NotedCall], recording: Recording) -> None:
+        """Take up which modules were called, in a forward that is over."""
+        self.calls = tuple(call.as_planned(recording) for call in noted)
+        self.modules = tuple(call.module for call in noted)
+        self.num_noted += 1
+        self._regions.clear()
+
     def learn(self, step: Step) -> None:
         """More is known of the step: plans are made anew."""
         self._plans.clear()
+        self._regions.clear()
         self.step, self._planner = step, None
 
 
