@@ -105,13 +105,18 @@ engine: Any
 excluding_keys: Callable[[Any], AbstractContextManager[object]]
 flash_attention: _Op
 flash_attention_cpu: _Op
-forward_hooks_of: Callable[[nn.Module], dict[int, Any]]
-forward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]]
+fp32_precision_of: Callable[[str, str], str]
 functorch_stack: Callable[[], list[Any] | None]
 fused_sdp_choice: Callable[[Tensor, Tensor, Tensor], int]
+get_cublas_allow_bf16_reduced_precision_reduction: Callable[[], tuple[bool, bool]]
+get_cublas_allow_fp16_reduced_precision_reduction: Callable[[], tuple[bool, bool]]
 get_cudnn_benchmark: Callable[[], bool]
 get_cudnn_deterministic: Callable[[], bool]
 get_cudnn_enabled: Callable[[], bool]
+get_cudnn_sdp_enabled: Callable[[], bool]
+get_flash_sdp_enabled: Callable[[], bool]
+get_math_sdp_enabled: Callable[[], bool]
+get_mem_efficient_sdp_enabled: Callable[[], bool]
 get_mkldnn_enabled: Callable[[], bool]
 higher_order_effect: Callable[[OpOverload], Any]
 is_key_excluded: Callable[[Any], bool]
@@ -258,14 +263,16 @@ NAMES: dict[str, PrivateName] = {
     "functorch_stack": _of("torch._C._functorch.get_interpreter_stack", "to refuse torch.func.grad", _REMAT, _LAYERS),
     "FunctorchTransform": _of("torch._C._functorch.TransformType", "to refuse torch.func.grad", _LAYERS),
     # Settings that change what an op computes
-    "get_mkldnn_enabled": _of("torch._C._get_mkldnn_enabled", "to replay by the same kernels", _REMAT),
-    "set_mkldnn_enabled": _of("torch._C._set_mkldnn_enabled", "to replay by the same kernels", _REMAT),
-    "get_cudnn_enabled": _of("torch._C._get_cudnn_enabled", "to replay by the same kernels", _REMAT),
-    "set_cudnn_enabled": _of("torch._C._set_cudnn_enabled", "to replay by the same kernels", _REMAT),
-    "get_cudnn_benchmark": _of("torch._C._get_cudnn_benchmark", "to replay by the same kernels", _REMAT),
-    "set_cudnn_benchmark": _of("torch._C._set_cudnn_benchmark", "to replay by the same kernels", _REMAT),
-    "get_cudnn_deterministic": _of("torch._C._get_cudnn_deterministic", "to replay by the same kernels", _REMAT),
-    "set_cudnn_deterministic": _of("torch._C._set_cudnn_deterministic", "to replay by the same kernels", _REMAT),
+    "fp32_precision_of": _of("torch._C._get_fp32_precision_getter", "to replay by the same kernels", _REMAT),
+    **{
+        name: _of(f"torch._C._{name}", "to replay by the same kernels", _REMAT)
+        for name in (
+            *("get_mkldnn_enabled", "set_mkldnn_enabled", "get_cudnn_enabled", "set_cudnn_enabled", "get_cudnn_benchmark"),
+            *("set_cudnn_benchmark", "get_cudnn_deterministic", "set_cudnn_deterministic", "get_flash_sdp_enabled"),
+            *("get_mem_efficient_sdp_enabled", "get_cudnn_sdp_enabled", "get_math_sdp_enabled"),
+            *(f"get_cublas_allow_{dtype}_reduced_precision_reduction" for dtype in ("fp16", "bf16")),
+        )
+    },
     # Compiling
     "set_code_strategy": _of(f"{_EVAL_FRAME}.set_code_exec_strategy", "to keep hooks from being compiled", *_CONTEXTS),
     "FrameAction": _of(f"{_EVAL_FRAME}._FrameAction", "to keep hooks from being compiled", *_CONTEXTS),
@@ -326,8 +333,6 @@ NAMES: dict[str, PrivateName] = {
     "dispatch_registrations": _of("torch._C._dispatch_get_registrations_for_dispatch_key", "which ops autocast casts", _META),
     # Modules, and what is around them
     "parameters_of": _field(f"{_MODULE}._parameters", "to put another parameter in place", _LAYERS, _META),
-    "forward_hooks_of": _field(f"{_MODULE}._forward_hooks", "whether a forward has hooks", _REMAT),
-    "forward_pre_hooks_of": _field(f"{_MODULE}._forward_pre_hooks", "whether a forward has hooks", _REMAT),
     "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _REMAT, _LAYERS, _META),
     "active_replica": _field("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "to refuse it", Feature.REPLICAS),
     "parameters_of_replica": _instance_field(
@@ -366,17 +371,13 @@ UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None
 """What Dynamo reads on a function that it is not to look into: memkit's hooks."""
 COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"
 """What Dynamo sets on a function that it compiles: `profile_memory` and `Rematerialize` look for it on modules."""
-COMPILED_CALL = "_compiled_call_impl"
-"""The attribute of a module by which `module.compile()` has it called, ahead of its hooks."""
-COMPILED_CALLER = ("torch._dynamo.eval_frame", "compile_wrapper")
-"""The module and the function that call what was compiled, or runs as it is: `Rematerialize` looks for them where Dynamo was
-asked to compile something under the recorder."""
-COMPILED_SAVER = "torch._functorch._aot_autograd"
-"""The modules that call what was compiled with its backward, and save for that: `Rematerialize` refuses such functions."""
-DYNAMO = "torch._dynamo"
-"""The module that is loaded where anything may be compiled."""
-HIGHER_ORDER_OPS = "torch._higher_order_ops.utils"
-"""The module that is loaded where a higher-order op may compile by itself."""
+COMPILED_CALL, COMPILED_CALLER = "_compiled_call_impl", ("torch._dynamo.eval_frame", "compile_wrapper")
+"""The attribute by which a module has compiled code called, and the function that does; `Rematerialize` stands around it."""
+COMPILED_SAVER = "torch._functorch._aot_autograd"  # the modules that save for compiled code: refused where it is not known
+DYNAMO, HIGHER_ORDER_OPS = "torch._dynamo", "torch._higher_order_ops.utils"
+"""The modules that are loaded where anything may be compiled, and where a higher-order op may compile by itself."""
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The attributes of a module that are its hooks, and with `_global` ahead those of all: a region has none of the user's."""
 SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"
 """What a fused optimizer says of itself: `GradScaler` scales for it."""
 MODULE_STATE = ("_parameters", "_buffers", "_modules")

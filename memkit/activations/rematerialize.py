@@ -41,7 +41,7 @@ class Rematerialize(ForwardContext):
 
     The first step under a tag is held to the budget as it goes, by the score of dynamic tensor rematerialization; from the
     second on a plan is followed, which is made once for each sequence of ops. A step that goes another way is carried by the
-    score again. After three steps nothing more is recorded where nothing is dropped, or where calls of modules are recomputed
+    score again. From the fourth step on nothing is recorded where nothing is dropped, or where calls of modules are recomputed
     as a whole, which costs the host less.
 
     Args:

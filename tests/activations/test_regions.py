@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from memkit.activations.recomputing.regions import Regions, RegionSpec
+import memkit
+from memkit.activations.recomputing.regions import Regions, RegionSpec, why_not_region
+from memkit.device import ReferenceDevice
 from tests.activations.cases import COMPUTATIONS, assert_same_bits, inputs_on
 
 ALL = RegionSpec()
@@ -163,3 +165,60 @@ def test_regions_in_regions_have_the_bits_of_the_plain_run(name: str) -> None:
 
     assert_same_bits(leavings(net, lambda: once), wanted)
     assert_same_bits(leavings(other, lambda: nested_regions_of(other)), wanted)
+
+
+# Which modules may be regions
+
+
+def linear_with(setting: Callable[[nn.Module], object]) -> nn.Module:
+    module = nn.Linear(4, 4)
+    setting(module)
+    return module
+
+
+UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "container": (lambda: nn.ModuleList([nn.Linear(4, 4)]), "a ModuleList has no forward"),
+    "forward hook": (lambda: linear_with(lambda it: it.register_forward_hook(print)), "it has hooks"),
+    "pre-hook": (lambda: linear_with(lambda it: it.register_forward_pre_hook(print)), "it has hooks"),
+    "backward hook": (lambda: linear_with(lambda it: it.register_full_backward_hook(print)), "it has hooks"),
+    "hook inside": (
+        lambda: nn.Sequential(linear_with(lambda it: it.register_forward_hook(print))),
+        "a Linear in it: it has hooks",
+    ),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(4)), "a LazyLinear in it: its parameters are made by its first call"),
+    "scripted": (lambda: torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)), "it is scripted"),
+    "sync batch norm": (lambda: nn.Sequential(nn.SyncBatchNorm(4)), "a SyncBatchNorm in it: its forward talks to other"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", UNFIT)
+def test_says_why_a_module_cannot_be_a_region(name: str) -> None:
+    build, wanted = UNFIT[name]
+
+    assert why_not_region(build()).startswith(wanted)
+
+
+def test_says_that_hooks_of_all_modules_are_set() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert why_not_region(nn.Linear(4, 4)).startswith("hooks of all modules are set")
+    finally:
+        handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:LayerOffload frees no memory on the device")
+def test_says_that_weights_stream() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    offload = memkit.LayerOffload(net, ["0", "1"], num_resident=0, device=ReferenceDevice())
+    try:
+        assert why_not_region(net[0]) == "LayerOffload streams its weights"
+    finally:
+        offload.close()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_other_modules_may_be_regions(name: str) -> None:
+    block = BLOCKS[name]()
+    with Regions({block: ALL}):
+        assert why_not_region(block) == ""

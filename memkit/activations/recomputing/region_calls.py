@@ -16,8 +16,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from enum import Enum
-from types import BuiltinFunctionType, FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.recomputing.module_state import ModuleState, Noted
+from memkit.activations.recomputing.region_inputs import Inputs
 from memkit.activations.recomputing.surroundings import (
     GeneratorState,
     current_autocast,
@@ -35,8 +35,10 @@ from memkit.activations.recomputing.surroundings import (
 from memkit.activations.saved.counts import Counts
 from memkit.compiled import code_of
 from memkit.errors import ReplayMismatchError, note_on
-from memkit.kept import KeptHandle, modified_error
+from memkit.hooks import HookSet
+from memkit.kept import modified_error
 from memkit.labels import label
+from memkit.recording.settings import change_settings, current_settings
 from memkit.torch_state import leave_untraced
 
 
@@ -80,6 +82,9 @@ class Recomputed:
         self.state = ModuleState(module)
         self.counts = counts
 
+    def watch(self, hooks: HookSet) -> None:
+        """See the calls of the module."""
+
     def nesting(self, call: RegionCall) -> Nesting | None:
         """Return what has the regions inside be regions in a recompute as well, if there are any."""
         return None
@@ -100,7 +105,20 @@ class RegionCall:
         inputs: what it is called with.
     """
 
-    __slots__ = ("autocast", "before", "drawn", "frame", "inputs", "is_broken", "lock", "noted", "numbers", "places", "region")
+    __slots__ = (
+        "autocast",
+        "before",
+        "drawn",
+        "frame",
+        "inner",
+        "inputs",
+        "is_broken",
+        "lock",
+        "noted",
+        "places",
+        "region",
+        "settings",
+    )
 
     def __init__(self, region: Recomputed, frame: FrameType, inputs: Inputs) -> None:
         self.region = region
@@ -111,13 +129,14 @@ class RegionCall:
         self.is_broken = False
         self.lock = threading.RLock()
         self.autocast = current_autocast()
+        self.settings = current_settings()
         self.drawn: tuple[GeneratorState, ...] = ()
         """Generators that the forward has drawn from, and where they were before."""
         self.noted: Noted = region.state.note()
         self.before: tuple[GeneratorState, ...] = ()
         """Where all generators were, while it is going on."""
-        self.numbers: dict[object, int] = {}
-        """How many calls of the regions inside there were before."""
+        self.inner: dict[Recomputed, int] = {}
+        """Regions of which calls were within it, and the number of the first."""
 
     def __call__(self, tensor: Tensor) -> Placeholder:
         place = Placeholder()
@@ -240,12 +259,13 @@ def unpack_recomputed(tensor: Tensor) -> Tensor:
 class Before:
     """What is set while a forward is run again, and what was set before."""
 
-    __slots__ = ("_autocast", "_buffers", "_call", "_drawn", "_flags", "_grad", "_needed", "_nesting")
+    __slots__ = ("_autocast", "_buffers", "_call", "_drawn", "_flags", "_grad", "_needed", "_nesting", "_settings")
 
     def __init__(self, call: RegionCall, needed: Needed) -> None:
         self._call, self._needed = call, needed
         self._grad = torch.is_grad_enabled()
         self._autocast = current_autocast()
+        self._settings = current_settings()
         self._drawn = states_of(call.drawn) if call.drawn else ()
         state = call.region.state
         self._buffers = state.others(call.noted)
@@ -264,6 +284,8 @@ class Before:
                     torch.set_grad_enabled(True)
                 if self._autocast != call.autocast:
                     set_autocast(call.autocast)
+                if self._settings != call.settings:
+                    change_settings(self._settings, call.settings)
                 if call.drawn:
                     set_generators(call.drawn)
                 for buffers, name, _, other in self._buffers:
@@ -290,6 +312,8 @@ class Before:
             torch.set_grad_enabled(False)
         if self._autocast != self._call.autocast:
             set_autocast(self._autocast)
+        if self._settings != self._call.settings:
+            change_settings(current_settings(), self._settings)
         if self._drawn:
             set_generators(self._drawn)
         for buffers, name, buffer, _ in self._buffers:
@@ -325,75 +349,6 @@ def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
 def is_going_on(frame: FrameType) -> bool:
     """Tell whether a frame is on the stack of any thread."""
     return any(is_on_stack(frame, start) for start in sys._current_frames().values())
-
-
-class Inputs:
-    """What a module is called with: tensors are held by handles, and containers are made anew for each recompute.
-
-    Raises:
-        TypeError: one is of a kind that a forward may change. It names the kind.
-    """
-
-    __slots__ = ("_handles", "_indices", "_kwargs", "_leaves", "_needs_grad", "_spec")
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Callable[[Tensor], KeptHandle]) -> None:
-        leaves: list[Any] = [*args, *kwargs.values()]
-        self._kwargs = tuple(kwargs)
-        self._spec = None
-        for leaf in leaves:
-            if type(leaf) not in _SINGLE:
-                leaves, self._spec = torch_private.tree_flatten((args, kwargs))
-                break
-        self._handles: list[KeptHandle] = []
-        self._needs_grad: list[bool] = []
-        self._indices: list[int] = []
-        """For each leaf, which tensor it is; -1 if none. One that is passed twice is the same in a recompute."""
-        found: dict[int, int] = {}
-        for place, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                if type(leaf) not in _SINGLE and not isinstance(leaf, _CONSTANTS):
-                    raise TypeError(type(leaf).__name__)
-                self._indices.append(-1)
-                continue
-            index = found.get(id(leaf), -1)
-            if index < 0:
-                index = found[id(leaf)] = len(found)
-                self._handles.append(KeptHandle(leaf) if type(leaf) is nn.Parameter else keep(leaf))
-                self._needs_grad.append(leaf.requires_grad)
-            self._indices.append(index)
-            leaves[place] = None
-        self._leaves = leaves
-
-    def rebuild(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return what to call the module with again.
-
-        Raises:
-            RuntimeError: one of the tensors was written to since.
-        """
-        tensors = []
-        for handle, needs_grad in zip(self._handles, self._needs_grad, strict=True):
-            tensor = handle.unpack().detach()
-            if needs_grad:
-                tensor.requires_grad_()
-            tensors.append(tensor)
-        leaves = self._leaves.copy()
-        for place, index in enumerate(self._indices):
-            if index >= 0:
-                leaves[place] = tensors[index]
-        if self._spec is not None:
-            args, kwargs = torch_private.tree_unflatten(leaves, self._spec)
-            return args, kwargs
-        num_args = len(leaves) - len(self._kwargs)
-        return leaves[:num_args], dict(zip(self._kwargs, leaves[num_args:], strict=True))
-
-
-_SINGLE = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
-"""What is no container of others, and is never changed."""
-_CONSTANTS = (
-    *(int, float, complex, str, bytes, type(None), type(...), slice, range, Enum, type, FunctionType, BuiltinFunctionType),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-"""The same, and what is made of it."""
 
 
 for _hook in (RegionCall.__call__, Needed.__call__, unpack, unpack_recomputed):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from memkit import torch_private
+from memkit.activations.recomputing.regions import why_not_region
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import OpTrace
 from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionPlanner
@@ -59,14 +59,21 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
         of_ops: its plan by ops.
         torch_device: where it runs.
     """
-    calls = [_checked(call, module()) for call, module in zip(trace.calls, trace.modules, strict=True)]
+    calls = _checked(trace)
     if all(call.why_not for call in calls):
         return None
     costs = host_costs(torch_device)
     planner = RegionPlanner(trace.step, calls, costs, num_ops=num_ops)
     budget_bytes = of_ops.budget_bytes or 0
-    choice = planner.best(max(budget_bytes, of_ops.predicted_peak_bytes))
-    if choice is None or not choice.chosen or planner.seconds(choice) > _seconds_of_ops(planner, costs, num_ops, of_ops):
+    choice = planner.best(budget_bytes)
+    if choice is None and of_ops.predicted_peak_bytes > budget_bytes:
+        choice = planner.least()  # neither fits: as little as can be
+        if choice.peak_bytes > of_ops.predicted_peak_bytes:
+            return None
+    if choice is None or not choice.chosen:
+        return None
+    are_ops_quicker = planner.seconds(choice) > _seconds_of_ops(planner, costs, num_ops, of_ops)
+    if are_ops_quicker and of_ops.predicted_peak_bytes <= max(budget_bytes, choice.peak_bytes):
         return None
     chosen: dict[weakref.ref[nn.Module], frozenset[int]] = {}
     for index in choice.chosen:
@@ -84,21 +91,16 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
     )
 
 
-def _checked(call: ModuleCall, module: nn.Module | None) -> ModuleCall:
-    """Return a call that says why it cannot be a region if its module alone tells."""
-    if call.why_not:
-        return call
-    return replace(call, why_not="it is gone" if module is None else _why_not(module))
-
-
-def _why_not(module: nn.Module) -> str:
-    """Return what there is against running a module's forward again, "" if nothing is seen."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "torch.jit has compiled it"
-    for part in module.modules():
-        if torch_private.forward_hooks_of(part) or torch_private.forward_pre_hooks_of(part):
-            return "a hook of it, or of a module in it, would run again"
-    return ""
+def _checked(trace: OpTrace) -> list[ModuleCall]:
+    """Return the calls of a step, each saying why it cannot be a region if its module alone tells."""
+    found, why_not = list[ModuleCall](), dict[nn.Module, str]()
+    for call, reference in zip(trace.calls, trace.modules, strict=True):
+        module = reference()
+        if module is not None and not call.why_not and module not in why_not:
+            why_not[module] = why_not_region(module)
+        why = call.why_not or ("it is gone" if module is None else why_not[module])
+        found.append(replace(call, why_not=why))
+    return found
 
 
 def _seconds_of_ops(planner: RegionPlanner, costs: HostCosts, num_ops: int, plan: Plan) -> float:

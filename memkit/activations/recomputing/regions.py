@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.recomputing.region_calls import (
-    Inputs,
     Needed,
     Nesting,
     Recomputed,
@@ -28,6 +27,7 @@ from memkit.activations.recomputing.region_calls import (
     take_off,
     unpack,
 )
+from memkit.activations.recomputing.region_inputs import Inputs
 from memkit.activations.recomputing.surroundings import drawn_from, generator_states
 from memkit.activations.saved.counts import Counts
 from memkit.compiled import Code, around_compiled
@@ -53,10 +53,20 @@ class _Thread(threading.local):
         """Whether calls in this thread are regions."""
         self.outer: object = None
         """The pack hook that was on top when the context was entered."""
-        self.numbers: dict[object, int] = {}
+        self.numbers: dict[Recomputed, int] = {}
         """How many calls of each region there were."""
         self.calls: list[RegionCall] = []
         """Those that are going on, the innermost last, perhaps with some that an interrupt has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What the regions of a context share."""
+
+    thread: _Thread
+    keep: Callable[[Tensor], KeptHandle]
+    counts: Counts | None
+    not_taken: dict[nn.Module, str]
 
 
 class Regions:
@@ -77,25 +87,23 @@ class Regions:
         keep: Callable[[Tensor], KeptHandle] = KeptHandle,
         counts: Counts | None = None,
     ) -> None:
-        self.keep = keep
-        self.counts = counts
-        self.not_taken: dict[nn.Module, str] = {}
-        """Modules of which a call was no region, and why."""
-        self.thread = _Thread()
-        self._regions = {module: RegionModule(self, module, spec) for module, spec in chosen.items()}
-        for region in self._regions.values():
-            parts = region.module.modules()
-            region.inner = [self._regions[part] for part in parts if part in self._regions and part is not region.module]
+        self._common = _Common(_Thread(), keep, counts, {})
+        self._regions = [RegionModule(module, spec, self._common) for module, spec in chosen.items()]
         self._hooks = HookSet()
 
+    @property
+    def not_taken(self) -> dict[nn.Module, str]:
+        """The modules of which a call was no region, and why."""
+        return self._common.not_taken
+
     def __enter__(self) -> Regions:
-        thread = self.thread
+        thread = self._common.thread
         if thread.is_in or len(self._hooks):
             raise ValueError("a Regions that a thread is in is entered once more: make one for each")
         try:
             top = torch_private.top_saved_tensor_hooks(True)
             thread.outer, thread.numbers, thread.is_in = None if top is None else top[0], {}, True
-            for region in self._regions.values():
+            for region in self._regions:
                 region.watch(self._hooks)
         except BaseException:
             self.__exit__(None, None, None)
@@ -104,21 +112,67 @@ class Regions:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Take all off; may be called again after that was interrupted."""
-        thread = self.thread
+        thread = self._common.thread
         self._hooks.remove()
         _end_after(thread.calls, 0)
-        thread.is_in, thread.outer = False, None
+        thread.is_in, thread.outer, thread.numbers = False, None, {}
+
+
+def why_not_region(module: nn.Module) -> str:
+    """Return why no call of a module can be a region, as far as the module shows it; empty if it may be one.
+
+    What only a call shows is not seen: a forward that writes to its inputs (`nn.ReLU(inplace=True)` itself), that counts in
+    plain attributes, or that draws from Python's generator.
+    """
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        return f"a {type(module).__name__} has no forward"
+    for name in torch_private.MODULE_HOOKS:
+        if not _are_own(vars(nn.modules.module)[f"_global{name}"]):
+            return "hooks of all modules are set (torch.nn.modules.module.register_module_forward_hook), which would run twice"
+    for part in module.modules():
+        why = _why_not_inside(part)
+        if why:
+            return why if part is module else f"a {type(part).__name__} in it: {why}"
+    return ""
+
+
+def _why_not_inside(part: nn.Module) -> str:
+    """Return why a module that this one is a part of cannot be a region."""
+    if isinstance(part, nn.modules.lazy.LazyModuleMixin) and part.has_uninitialized_params():
+        return "its parameters are made by its first call"
+    if isinstance(part, torch.jit.ScriptModule):
+        return "it is scripted, and what that saves depends on how often it has run"
+    if torch_private.is_sharded_by_fsdp(part) or isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "its forward talks to other processes or devices"
+    if isinstance(part, nn.SyncBatchNorm) and part.training:
+        return "its forward talks to other processes"
+    if "_hf_hook" in vars(part):
+        return "accelerate moves its weights in its forward"
+    for name in torch_private.MODULE_HOOKS:
+        if not _are_own(getattr(part, name)):
+            is_streamed = any(_home_of(hook).startswith("memkit.weights") for hook in getattr(part, name).values())
+            return "LayerOffload streams its weights" if is_streamed else "it has hooks, which would run twice, or not at all"
+    return ""
+
+
+def _are_own(hooks: Mapping[int, object]) -> bool:
+    """Tell whether hooks are such that a recompute may run them again, or not."""
+    return all(_home_of(hook) in (__name__, "memkit.recording.trail") for hook in hooks.values())
+
+
+def _home_of(hook: Any) -> str:
+    """Return the module that a hook is defined in."""
+    hook = getattr(hook, "_hook", hook)
+    return getattr(getattr(hook, "func", hook), "__module__", None) or ""
 
 
 class RegionModule(Recomputed):
     """A module whose calls are regions."""
 
-    def __init__(self, regions: Regions, module: nn.Module, spec: RegionSpec) -> None:
-        super().__init__(module, regions.counts)
-        self.inner: list[RegionModule] = []
-        """The regions inside of it."""
+    def __init__(self, module: nn.Module, spec: RegionSpec, common: _Common) -> None:
+        super().__init__(module, common.counts)
         self._calls = spec.calls
-        self._regions = regions
+        self._common = common
         self._devices = sorted({part.device for part in module.parameters() if part.is_cuda}, key=str)
 
     def watch(self, hooks: HookSet) -> None:
@@ -138,7 +192,7 @@ class RegionModule(Recomputed):
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module's forward is about to run."""
-        thread = self._regions.thread
+        thread = self._common.thread
         if not thread.is_in or not torch.is_grad_enabled():
             return
         top = torch_private.top_saved_tensor_hooks(True)
@@ -155,11 +209,13 @@ class RegionModule(Recomputed):
             return  # hooked twice
         number = thread.numbers.get(self, 0)
         thread.numbers[self] = number + 1
+        for call in calls:
+            call.inner.setdefault(self, number)
         if (self._calls is None or number in self._calls) and self._may_be_taken():
             self._begin(frame, args, kwargs, None if top is None or top[0] is thread.outer else top)
 
     def _begin(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any], top: HookPair | None) -> None:
-        keep = self._regions.keep
+        keep = self._common.keep
         try:
             if top is None and keep is KeptHandle:
                 inputs = Inputs(args, kwargs, KeptHandle)
@@ -167,19 +223,17 @@ class RegionModule(Recomputed):
                 with torch.no_grad():
                     inputs = Inputs(args, kwargs, keep if top is None else _handing_to(top))
         except TypeError as error:
-            self._regions.not_taken[self.module] = f"it is called with a {error}, which its forward may change"
+            self._common.not_taken[self.module] = f"it is called with a {error}, which its forward may change"
             return
-        thread = self._regions.thread
+        thread = self._common.thread
         call = RegionCall(self, frame, inputs)
-        if self.inner:
-            call.numbers = dict(thread.numbers)
         call.before = generator_states(self._devices_of(args))
         thread.calls.append(call)
         torch_private.push_saved_tensor_hooks(call, unpack)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
         """It has returned or raised."""
-        calls = self._regions.thread.calls
+        calls = self._common.thread.calls
         if not calls or calls[-1].region is not self:
             return
         call, frame = calls[-1], sys._getframe(2)
@@ -205,20 +259,20 @@ class RegionModule(Recomputed):
         return devices
 
     def nesting(self, call: RegionCall) -> Nesting | None:
-        return _Nesting(self._regions, self.inner, call) if self.inner else None
+        return _Nesting(self._common.thread, call) if call.inner else None
 
 
 class _Nesting(Nesting):
     """Has the calls in a recompute be regions, as they were in the forward, also where the context was left since."""
 
-    def __init__(self, regions: Regions, inner: list[RegionModule], call: RegionCall) -> None:
-        self._thread, self._inner, self._call = regions.thread, inner, call
+    def __init__(self, thread: _Thread, call: RegionCall) -> None:
+        self._thread, self._call = thread, call
         self._hooks = HookSet()
         self._before = self._thread.is_in, self._thread.numbers, len(self._thread.calls)
 
     def begin(self) -> None:
-        self._thread.is_in, self._thread.numbers = True, dict(self._call.numbers)
-        for region in self._inner:
+        self._thread.is_in, self._thread.numbers = True, dict(self._call.inner)
+        for region in self._call.inner:
             region.watch(self._hooks)
 
     def end(self) -> None:

@@ -168,8 +168,7 @@ class RecordingStage(Stage):
         recording.close()
         if learn and self._small_bytes is not None:
             budget, sizes_bytes = self._options.budget, self._small_bytes.values()
-            exceeds = not counts.num_saved and sum(sizes_bytes) > (budget if isinstance(budget, int) else 0)
-            if exceeds:
+            if exceeds := not counts.num_saved and sum(sizes_bytes) > (budget if isinstance(budget, int) else 0):
                 state.warn_once("small", all_too_small(sizes_bytes, self._min_bytes, done="dropped"))
             state.looks_for_large = not exceeds and not counts.num_saved
             self._small_bytes = {} if state.looks_for_large else None
@@ -177,6 +176,7 @@ class RecordingStage(Stage):
     def _turn(self) -> RecordedForward:
         """A backward has begun since the last save: what comes now is another forward."""
         self._end_forward(learn=True)
+        self._settle = self._settle if self._sizes is None else None  # a plan is one of a single forward
         self._forward = self._open_forward(raises=self._options.strict)
         self.recorder.follow(self._forward.recording)
         self._trail.follow(self._forward.recording)
@@ -396,5 +396,5 @@ def open_recording(
         stage = RecordingStage(state, options, moving=moving, outer=outer, settle=settle)
         state.num_iterations += 1
         state.num_inner += is_inner
-        state.counts, state.is_recorded = stage.counts, True
+        state.counts, state.is_recorded, state.settled = stage.counts, True, None
         return stage

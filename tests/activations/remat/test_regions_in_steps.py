@@ -424,3 +424,21 @@ def test_two_forwards_before_their_backwards(device: Device, remat_on: Remat) ->
         torch.manual_seed(number)
         assert_same_bits(both(lambda: remat_on(0.4, "two")), wanted)
     assert not memkit.stats("two").is_recorded
+
+
+def test_context_around_several_steps_is_recorded(device: Device, remat_on: Remat) -> None:
+    model, x = with_dropout().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+
+    def both(context: Context) -> list[Tensor]:
+        model.zero_grad()
+        with context():
+            for _ in range(2):
+                model(x).sum().backward()
+        return [param.grad.clone() for param in model.parameters()]
+
+    for number in range(6):
+        torch.manual_seed(number)
+        wanted = both(nullcontext)
+        torch.manual_seed(number)
+        assert_same_bits(both(lambda: remat_on(0.4, "several")), wanted)
+        assert memkit.stats("several").is_recorded
