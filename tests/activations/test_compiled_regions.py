@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import memkit
 from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.activations.saved.counts import Counts
-from memkit.device import CpuDevice
+from memkit.device import CpuDevice, open_device
 from tests.activations.cases import assert_same_bits
 from tests.activations.compiled_blocks import KINDS, Context, Convolved, Dropped, model_of, train
 from tests.compiling import FORMS, Backend, frames_of_memkit
@@ -19,6 +20,7 @@ from tests.compiling import FORMS, Backend, frames_of_memkit
 pytestmark = [
     pytest.mark.full,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at it
+    pytest.mark.filterwarnings("ignore:.*cannot be kept to"),  # what blocks save stays at first
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # resetting Dynamo imports such code
 ]
 CPU = CpuDevice()
@@ -105,3 +107,26 @@ def test_graph_that_is_kept_is_recomputed_again() -> None:
     model = model_of(5, "call", CPU, Backend(), kinds=KINDS[:3])
 
     assert_same_bits(grads(_regions(model), model), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize(("seed", "amp"), [(0, False), (1, True), (2, True)])
+def test_regions_and_contexts_beside_inductor(seed: int, form: str, amp: bool) -> None:
+    device = open_device("cuda")
+    backend, again = Backend("inductor"), Backend("inductor")
+    plain = train(model_of(seed, form, device, backend, kinds=KINDS[:-1]), device, nullcontext, amp=amp)
+    model = model_of(seed, form, device, Backend("inductor"), kinds=KINDS[:-1])
+    assert_same_bits(train(model, device, nullcontext, amp=amp), plain)  # else there is nothing to compare with
+
+    model = model_of(seed, form, device, again, kinds=KINDS[:-1])
+    assert_same_bits(train(model, device, _regions(model), amp=amp), plain)
+    assert again.num_graphs == backend.num_graphs
+    contexts: tuple[Context, ...] = (
+        lambda: memkit.CPUOffload(1.0, "inductor", min_bytes=1, window_bytes=0),
+        lambda: memkit.Rematerialize(0.4, "inductor", min_bytes=1),
+    )
+    for context in contexts:
+        model = model_of(seed, form, device, Backend("inductor"), kinds=KINDS[:-1])
+        assert_same_bits(train(model, device, context, amp=amp), plain)
+    assert frames_of_memkit() == []
