@@ -79,6 +79,20 @@ def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
     around.put()
 
 
+def code_of(module: nn.Module) -> Code | None:
+    """Return what runs a compiled module's forward, whatever stands around it; None if it is not compiled."""
+    place = _place_of_code(module)
+    code = None if place is None else getattr(module, place)
+    while type(code) is _Around:
+        code = code.code
+    return code
+
+
+def is_seen_by_global_hooks(module: nn.Module) -> bool:
+    """Tell whether global hooks on a call of a compiled module are called outside of `around_compiled`."""
+    return _place_of_code(module) != torch_private.COMPILED_CALL
+
+
 def minds_global_hooks(module: nn.Module) -> bool:
     """Tell whether calling a module warns of global hooks, as what `torch.compile(module)` returns does."""
     return type(module).__call__ is not nn.Module.__call__
@@ -130,7 +144,7 @@ class _Around:
 
     def __init__(self, module: nn.Module, place: str, run: Run) -> None:
         self._module, self._place = module, place
-        self._code: Code = getattr(module, place)
+        self.code: Code = getattr(module, place)
         self._is_own = place in vars(module)
         """Whether the module itself has that attribute, and not its class."""
         self._run: Run | None = run
@@ -138,7 +152,7 @@ class _Around:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run
-        return self._code(*args, **kwargs) if run is None else run(self._module, self._code, args, kwargs)
+        return self.code(*args, **kwargs) if run is None else run(self._module, self.code, args, kwargs)
 
     vars(__call__).update(torch_private.UNTRACED_MARKS)  # where its caller is traced
 
@@ -151,12 +165,12 @@ class _Around:
         own, place = vars(self._module), self._place
         while type(last := own.get(place)) is _Around and last._run is None:
             if last._is_own:
-                own[place] = last._code
+                own[place] = last.code
             else:
                 del own[place]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._code, memo)
+        return copy.deepcopy(self.code, memo)
 
 
 leave_untraced(_Around.__call__)

@@ -168,7 +168,10 @@ class HookSet:
     def remove(self) -> None:
         """Remove every hook, the last one first. Calling it again does nothing."""
         while self._handles:
-            self._handles[-1].remove()  # which an interrupt leaves here, so that it is removed again
+            handle: Any = self._handles[-1]
+            handle.remove()  # which an interrupt leaves here, so that it is removed again
+            for left in torch_private.known("global_hooks_with_kwargs"):
+                left.pop(getattr(handle, "id", None), None)  # torch forgets to, and takes it for a hook
             self._handles.pop()
 
 

@@ -297,6 +297,7 @@ NAMES: dict[str, PrivateName] = {
     "in_hop_compile": _of("torch._higher_order_ops.utils._in_hop_compile", "whether a higher-order op compiles"),
     "asks_modes_on_stack": _of(f"{_DISPATCH}.any_torch_dispatch_mode_on_stack", "whether Dynamo asks each mode"),
     "code_when_compiled": _field(f"{_MODULE}._compiled_call_impl", "whether a module is compiled", _PROFILE),
+    "global_hooks_with_kwargs": _of("torch.nn.modules.module._global_forward_hooks_with_kwargs", "to remove all of a hook"),
     # Ops
     "OpOverload": _of("torch._ops.OpOverload", "to tell kinds of ops", _REMAT),
     "OpOverloadPacket": _of("torch._ops.OpOverloadPacket", "to tell kinds of ops", _REMAT),
@@ -374,17 +375,11 @@ UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None
 """What Dynamo reads on a function that it is not to look into: memkit's hooks."""
 COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"
 """What Dynamo sets on a function that it compiles: `profile_memory` and `Rematerialize` look for it on modules."""
-COMPILED_CALL = "_compiled_call_impl"
-"""The attribute of a module by which `module.compile()` has it called, ahead of its hooks."""
-COMPILED_CALLER = ("torch._dynamo.eval_frame", "compile_wrapper")
-"""The module and the function that call what was compiled, or runs as it is: `Rematerialize` looks for them where Dynamo was
-asked to compile something under the recorder."""
-COMPILED_SAVER = "torch._functorch._aot_autograd"
-"""The modules that call what was compiled with its backward, and save for that: `Rematerialize` refuses such functions."""
-DYNAMO = "torch._dynamo"
-"""The module that is loaded where anything may be compiled."""
-HIGHER_ORDER_OPS = "torch._higher_order_ops.utils"
-"""The module that is loaded where a higher-order op may compile by itself."""
+COMPILED_CALL, COMPILED_CALLER = "_compiled_call_impl", ("torch._dynamo.eval_frame", "compile_wrapper")
+"""The attribute by which a module has compiled code called, and the function that does; `Rematerialize` stands around it."""
+COMPILED_SAVER = "torch._functorch._aot_autograd"  # the modules that save for compiled code: refused where it is not known
+DYNAMO, HIGHER_ORDER_OPS = "torch._dynamo", "torch._higher_order_ops.utils"
+"""The modules that are loaded where anything may be compiled, and where a higher-order op may compile by itself."""
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes of a module that are its hooks, and with `_global` ahead those of all: a region has none of the user's."""
 SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"

@@ -76,6 +76,16 @@ class ModuleTrail:
                 self._after(ended)
             self.__enter__()
 
+    def note_begin(self, module: nn.Module) -> None:
+        """A module is called of which the hooks are not told, perhaps since they are paused."""
+        if self.is_on or self._is_paused:
+            self._before(module)
+
+    def note_end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """It has returned."""
+        if self.is_on or self._is_paused:
+            self._after(module, args, kwargs, output)
+
     def _before(self, module: nn.Module, *_: Any) -> None:
         if threading.get_ident() != self._thread:
             return

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.compiled import Code, around_compiled, compiled_in, is_compiled, minds_global_hooks, runs_as_it_is
+from memkit.compiled import (
+    Code,
+    around_compiled,
+    compiled_in,
+    is_compiled,
+    is_seen_by_global_hooks,
+    minds_global_hooks,
+    runs_as_it_is,
+)
 from memkit.hooks import HookSet
 from memkit.recording.trail import ModuleTrail
 from memkit.torch_state import dynamo_is_loaded, is_saved_by_compiled_code, leave_mode, leave_untraced
@@ -21,6 +29,8 @@ from memkit.torch_state import dynamo_is_loaded, is_saved_by_compiled_code, leav
 if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
+_COMPILED = "a compiled module"
+"""What is in the sequence of the ops of a forward where one runs."""
 _WHY_KEPT = "it was saved by a compiled module, inside of which nothing is seen"
 
 
@@ -111,28 +121,35 @@ class CompiledCalls:
             return code(*args, **kwargs)
         given = _by_storage([*torch_private.tree_leaves((args, kwargs)), *module.parameters(), *module.buffers()])
         versions = {key: torch_private.version_of(tensor) for key, tensor in given.items() if not tensor.is_inference()}
+        trail, trail_is_on = self._trail, self._trail.is_on
+        trail_sees = trail_is_on and is_seen_by_global_hooks(module)
+        if not trail_sees:
+            trail.note_begin(module)
         self._given = set(given)
-        trail_is_on = self._trail.is_on
         try:
             leave_mode(self._recorder)
-            self._trail.pause()
+            trail.pause()
             results = code(*args, **kwargs)
         finally:
             self._given = None
             if trail_is_on:
-                self._trail.go_on()
+                trail.go_on()
             if self.is_on:
                 self._recorder.__enter__()
         self._note(
             [given[key] for key, version in versions.items() if torch_private.version_of(given[key]) != version], results
         )
+        if not trail_sees:
+            trail.note_end(module, args, kwargs, results)
         return results
 
     def _note(self, written: list[Tensor], results: Any) -> None:
         """Note what a compiled module has written to, too late to copy what was there, and what it has returned."""
         recording = self._recorder.recording
+        recording.funcs.append(_COMPILED)
         for tensor in written:
             value = recording.find(tensor.untyped_storage())
+            recording.note_effect(tensor, -1 if value is None else value)
             if value is not None:
                 root = recording.roots.get(value)
                 recording.lose(value)

@@ -35,10 +35,12 @@ from memkit.activations.recomputing.surroundings import (
     states_on,
 )
 from memkit.activations.saved.counts import Counts
+from memkit.compiled import code_of
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.hooks import HookSet
 from memkit.kept import modified_error
 from memkit.labels import label
+from memkit.torch_state import leave_untraced
 
 
 class Placeholder:
@@ -76,6 +78,8 @@ class Recomputed:
 
     def __init__(self, module: nn.Module, counts: Counts | None) -> None:
         self.module = module
+        self.code = code_of(module)
+        """What runs it where it is compiled: that saves other tensors than its forward does."""
         self.state = ModuleState(module)
         self.counts = counts
 
@@ -295,7 +299,7 @@ class Before:
                     buffers[name] = other
                 if self._flags != call.noted.flags:
                     call.region.state.set_flags(call.noted.flags)
-                call.region.module.forward(*args, **kwargs)
+                (call.region.code or call.region.module.forward)(*args, **kwargs)
             except _Stop:
                 if self._needed.count <= self._needed.last:
                     raise  # it is another's
@@ -351,3 +355,7 @@ def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
 def is_going_on(frame: FrameType) -> bool:
     """Tell whether a frame is on the stack of any thread."""
     return any(is_on_stack(frame, start) for start in sys._current_frames().values())
+
+
+for _hook in (RegionCall.__call__, Needed.__call__, unpack, unpack_recomputed):
+    leave_untraced(_hook)

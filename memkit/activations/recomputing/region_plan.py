@@ -69,10 +69,15 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
     costs = host_costs(torch_device)
     planner = RegionPlanner(trace.step, calls, costs, num_ops=num_ops)
     budget_bytes = of_ops.budget_bytes or 0
-    choice = planner.best(max(budget_bytes, of_ops.predicted_peak_bytes))
+    choice = planner.best(budget_bytes)
+    if choice is None and of_ops.predicted_peak_bytes > budget_bytes:
+        choice = planner.least()  # neither fits: as little as can be
+        if choice.peak_bytes > of_ops.predicted_peak_bytes:
+            return None
     if choice is None or not choice.chosen:
         return None
-    if costs.is_device and planner.seconds(choice) > _seconds_of_ops(planner, costs, num_ops, of_ops):
+    is_open = of_ops.predicted_peak_bytes <= max(budget_bytes, choice.peak_bytes)  # else ops need more
+    if is_open and costs.is_device and planner.seconds(choice) > _seconds_of_ops(planner, costs, num_ops, of_ops):
         return None
     chosen: dict[weakref.ref[nn.Module], frozenset[int]] = {}
     for index in choice.chosen:
@@ -87,7 +92,7 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
         num_ops=num_ops,
         num_dropped=len(plan.dropped),
         plan=plan,
-        trial=Trial(),
+        trial=Trial(is_open=is_open),
     )
 
 

@@ -30,6 +30,7 @@ from memkit.activations.recomputing.region_calls import (
 from memkit.activations.recomputing.region_inputs import Inputs
 from memkit.activations.recomputing.surroundings import drawn_from
 from memkit.activations.saved.counts import Counts
+from memkit.compiled import Code, around_compiled
 from memkit.hooks import HookPair, HookSet
 from memkit.kept import ForwardedHandle, KeptHandle
 from memkit.torch_state import is_traced
@@ -176,7 +177,18 @@ class RegionModule(Recomputed):
 
     def watch(self, hooks: HookSet) -> None:
         """See the calls of the module."""
-        hooks.around_forward(self.module, before=self._before, after=self._after, with_kwargs=True)
+        if self.code is None:
+            hooks.around_forward(self.module, before=self._before, after=self._after, with_kwargs=True)
+        else:
+            around_compiled(hooks, self.module, self._run)
+
+    def _run(self, module: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module, which is compiled, is called: see [Note: calls of compiled modules]."""
+        self._before(module, args, kwargs)
+        try:
+            return code(*args, **kwargs)
+        finally:
+            self._after(module, args)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module's forward is about to run."""

@@ -42,7 +42,7 @@ def settle(state: RematState, options: RematOptions, decider: BudgetDecider, siz
     trace, plan = decider.follower.trace, decider.plan
     if plan is None or trace is None or trace.ops is None or trace.ops.num_seen < _NUM_RECORDED:
         return
-    if not state.counts.num_dropped:
+    if not state.counts.num_dropped and plan.predicted_peak_bytes <= (plan.budget_bytes or 0):
         state.settled = Settled(options=options, sizes=sizes, budget_bytes=budget_bytes)
     elif trace.ops.is_measured and state.num_left < _MOST_DEVIATIONS and not trace.has_marks:
         device = state.costs.device

@@ -34,7 +34,6 @@ _NUM_WATCHED, _NUM_NOTED = 4, 2
 """In so many first iterations it is noted which module each op is in, in so many that are alike which modules are called: in
 the first of them these may prepare what they use later."""
 _PLAIN_TYPES, _get_storage = (Tensor, nn.Parameter), Tensor.untyped_storage
-
 Settle = Callable[[RematState, RematOptions, BudgetDecider, SizesSeen | None, bool], None]
 
 

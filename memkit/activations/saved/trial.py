@@ -22,18 +22,21 @@ class Trial:
 
     What a step takes is the time from its entry to the next one's, with all that the training loop does in between: that is
     the same either way. What is slower by more than noise is so in its fastest step.
+
+    Args:
+        is_open: whether it may be either way; else it is that of regions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_open: bool = True) -> None:
         self._pairs: dict[Way, list[tuple[Event, Event]]] = {way: [] for way in Way}
         self._last: Event | None = None
         self._way: Way | None = None
-        self._prefers_ops: bool | None = None
+        self._prefers_ops = None if is_open else False
 
     @property
     def lacks_ops(self) -> bool:
         """Whether another step of single ops is to be timed."""
-        return len(self._pairs[Way.OPS]) + (self._way is Way.OPS) < _NUM_COUNTED
+        return self._prefers_ops is None and len(self._pairs[Way.OPS]) + (self._way is Way.OPS) < _NUM_COUNTED
 
     def begin_step(self, device: Device) -> None:
         """A context is entered: what was the last step is over."""

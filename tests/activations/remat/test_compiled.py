@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.device import CpuDevice, Device
 from tests.activations.cases import assert_same_bits
+from tests.activations.compiled_blocks import MLP, WIDTH, Shift, model_of, train
 from tests.activations.conftest import Offload
 from tests.compiling import FORMS, Backend, frames_of_memkit, in_form
 
@@ -23,134 +22,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*cannot be kept to"),  # what blocks save stays
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # resetting Dynamo imports such code
 ]
-WIDTH = 32
 
 
 @pytest.fixture(autouse=True)
 def _no_compiled_code_is_left() -> Iterator[None]:
     yield
     torch._dynamo.reset()
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.linear(x).relu()) + x
-
-
-class Convolved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x.transpose(1, 2))).relu().transpose(1, 2)
-
-
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).sigmoid()
-        torch._dynamo.graph_break()
-        return self.last(x).tanh()
-
-
-class Several(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, *, scale: float) -> dict[str, Any]:
-        return {"sum": (self.linear(x) * scale, [x.sin()]), "name": "several"}
-
-
-class Writer(nn.Module):
-    """Writes to what it is given, which the module before it has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(0.5)
-        return self.linear(x)
-
-
-class WithSeveral(nn.Module):
-    def __init__(self, several: nn.Module) -> None:
-        super().__init__()
-        self.several = several
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.several(x, scale=0.5)["sum"]
-        return found[0] + found[1][0]
-
-
-class Shift(nn.Module):
-    """Not compiled, and droppable."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.sin() * 1.5).exp().tanh() + x
-
-
-KINDS: tuple[Callable[[], nn.Module], ...] = (MLP, Attention, Dropped, Convolved, Broken, Several, Writer)
-Context = Callable[[], AbstractContextManager[Any]]
-
-
-def _model(seed: int, form: str, device: Device, backend: Backend | str) -> nn.Sequential:
-    """Return a model of compiled blocks in a random order, with ops that are not compiled between them."""
-    torch._dynamo.reset()
-    torch.manual_seed(seed)
-    generator = random.Random(seed)
-    parts: list[nn.Module] = []
-    for _ in range(5):
-        block = in_form(form, generator.choice(KINDS)().to(device.torch_device), backend)
-        inner = getattr(block, "_orig_mod", block)
-        parts += [Shift(), WithSeveral(block) if isinstance(inner, Several) else block]
-        if generator.random() < 0.4:
-            parts.append(nn.Dropout(0.2))
-    return nn.Sequential(*parts).to(device.torch_device)
-
-
-def _train(model: nn.Module, device: Device, context: Context, *, num_steps: int = 5, amp: bool = False) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), list[Tensor]()
-    torch.manual_seed(2)
-    for _ in range(num_steps):
-        x = torch.randn(4, 8, WIDTH, generator=generator).to(device.torch_device)
-        optimizer.zero_grad()
-        autocast = torch.autocast(device.torch_device.type, torch.bfloat16) if amp else nullcontext()
-        with context(), autocast:
-            loss = model(x).float().square().mean()
-        loss.backward()
-        found += [loss.detach(), *[param.grad.clone() for param in model.parameters() if param.grad is not None]]
-        optimizer.step()
-    return [*found, *[buffer.clone() for buffer in model.buffers()], torch.get_rng_state()]
 
 
 def _remat(budget: float, tag: str, device: Device) -> memkit.Rematerialize:
@@ -161,9 +38,9 @@ def _remat(budget: float, tag: str, device: Device) -> memkit.Rematerialize:
 @pytest.mark.parametrize(("seed", "budget", "amp"), [(0, 1.0, False), (1, 0.7, True), (2, 0.4, False), (3, 0.1, True)])
 def test_bits_are_those_of_the_compiled_blocks(seed: int, form: str, budget: float, amp: bool, device: Device) -> None:
     backend = Backend()
-    plain = _train(_model(seed, form, device, backend), device, nullcontext, amp=amp)
+    plain = train(model_of(seed, form, device, backend), device, nullcontext, amp=amp)
     again = Backend()
-    found = _train(_model(seed, form, device, again), device, lambda: _remat(budget, "zoo", device), amp=amp)
+    found = train(model_of(seed, form, device, again), device, lambda: _remat(budget, "zoo", device), amp=amp)
 
     assert_same_bits(found, plain)
     assert again.num_graphs == backend.num_graphs > 0
@@ -174,19 +51,19 @@ def test_bits_are_those_of_the_compiled_blocks(seed: int, form: str, budget: flo
 @pytest.mark.parametrize("form", sorted(FORMS))
 def test_what_was_compiled_before_is_used_and_nothing_is_compiled_again(form: str, device: Device) -> None:
     backend = Backend()
-    model = _model(5, form, device, backend)
-    _train(model, device, nullcontext, num_steps=2)
+    model = model_of(5, form, device, backend)
+    train(model, device, nullcontext, num_steps=2)
     num_graphs, num_frames = backend.num_graphs, torch._dynamo.utils.counters["frames"]["total"]
-    _train(model, device, lambda: _remat(0.5, "warm", device), num_steps=4)
-    _train(model, device, nullcontext, num_steps=2)
+    train(model, device, lambda: _remat(0.5, "warm", device), num_steps=4)
+    train(model, device, nullcontext, num_steps=2)
 
     assert backend.num_graphs == num_graphs
     assert torch._dynamo.utils.counters["frames"]["total"] == num_frames
 
 
 def test_what_is_between_compiled_blocks_is_dropped(device: Device) -> None:
-    plain = _train(_model(3, "call", device, Backend()), device, nullcontext)
-    found = _train(_model(3, "call", device, Backend()), device, lambda: _remat(0.5, "between", device))
+    plain = train(model_of(3, "call", device, Backend()), device, nullcontext)
+    found = train(model_of(3, "call", device, Backend()), device, lambda: _remat(0.5, "between", device))
 
     assert_same_bits(found, plain)
     stats = memkit.stats("between")
@@ -198,7 +75,7 @@ def test_saves_of_a_block_are_in_the_plan_and_stay(device: Device) -> None:
     model = nn.Sequential(*[MLP() for _ in range(3)]).to(device.torch_device)
     for block in model:
         block.compile(backend="aot_eager")
-    _train(model, device, lambda: _remat(1.0, "kept", device), num_steps=2)
+    train(model, device, lambda: _remat(1.0, "kept", device), num_steps=2)
 
     saved_bytes, stats = memkit.stats("kept").saved_bytes, memkit.stats("kept")
     assert stats.num_dropped == 0
@@ -207,30 +84,30 @@ def test_saves_of_a_block_are_in_the_plan_and_stay(device: Device) -> None:
 
 @pytest.mark.parametrize("form", sorted(FORMS))
 def test_attached(form: str, device: Device) -> None:
-    plain = _train(_model(6, form, device, Backend()), device, nullcontext)
-    model = _model(6, form, device, Backend())
+    plain = train(model_of(6, form, device, Backend()), device, nullcontext)
+    model = model_of(6, form, device, Backend())
     memkit.attach(model, _remat(0.5, "attached", device))
 
-    assert_same_bits(_train(model, device, nullcontext), plain)
+    assert_same_bits(train(model, device, nullcontext), plain)
     assert memkit.stats("attached").num_dropped > 0
 
 
 def test_what_blocks_save_leaves_by_a_context_outside(device: Device, offloading: Offload) -> None:
     if isinstance(device, CpuDevice):
         pytest.skip("there is nowhere to move to")
-    plain = _train(_model(7, "call", device, Backend()), device, nullcontext)
-    model = _model(7, "call", device, Backend())
+    plain = train(model_of(7, "call", device, Backend()), device, nullcontext)
+    model = model_of(7, "call", device, Backend())
     memkit.attach(model, offloading(1.0, "outside", window_bytes=0))
     memkit.attach(model, _remat(0.5, "inside", device))
 
-    assert_same_bits(_train(model, device, nullcontext), plain)
+    assert_same_bits(train(model, device, nullcontext), plain)
     assert memkit.stats("outside").moved_out_bytes > 0
 
 
 def test_attributes_and_hooks_are_as_before(device: Device) -> None:
-    model = _model(8, "call", device, Backend())
+    model = model_of(8, "call", device, Backend())
     before = [dict(vars(module)) for module in model.modules()]
-    _train(model, device, lambda: _remat(0.5, "clean", device), num_steps=2)
+    train(model, device, lambda: _remat(0.5, "clean", device), num_steps=2)
 
     assert [dict(vars(module)) for module in model.modules()] == before
     assert not nn.modules.module._global_forward_pre_hooks
@@ -248,18 +125,18 @@ def test_error_in_a_block_leaves_nothing_on(device: Device) -> None:
 
     model = nn.Sequential(Shift(), Failing(), Shift()).to(device.torch_device)
     model[1].compile(backend="aot_eager")
-    _train(model, device, lambda: _remat(0.5, "failing", device), num_steps=2)
+    train(model, device, lambda: _remat(0.5, "failing", device), num_steps=2)
     model[1].fails = False
     before = dict(vars(model[1]))
     model[1].fails = True
     with pytest.raises(ValueError, match="as asked"):
-        _train(model, device, lambda: _remat(0.5, "failing", device))
+        train(model, device, lambda: _remat(0.5, "failing", device))
     model[1].fails = False
 
     assert vars(model[1]) == before
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
     assert not nn.modules.module._global_forward_pre_hooks
-    _train(model, device, lambda: _remat(0.5, "failing", device))
+    train(model, device, lambda: _remat(0.5, "failing", device))
 
 
 # What is refused
@@ -271,13 +148,13 @@ def test_error_in_a_block_leaves_nothing_on(device: Device) -> None:
 def test_model_that_is_compiled_as_a_whole_is_refused(form: str, is_attached: bool, is_warm: bool, device: Device) -> None:
     model = in_form(form, nn.Sequential(MLP(), MLP()).to(device.torch_device), Backend())
     if is_warm:
-        _train(model, device, nullcontext, num_steps=1)
+        train(model, device, nullcontext, num_steps=1)
     context = nullcontext if is_attached else lambda: _remat(0.5, "whole", device)
     if is_attached:
         memkit.attach(model, _remat(0.5, "whole", device))
 
     with pytest.raises(RuntimeError, match=r"compiled as a whole, was called in the context\. Compile each block"):
-        _train(model, device, context)
+        train(model, device, context)
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
 
 
@@ -291,7 +168,32 @@ def test_compiled_function_inside_of_a_model_is_refused(is_warm: bool, device: D
 
     model = nn.Sequential(Calling()).to(device.torch_device)
     if is_warm:
-        _train(model, device, nullcontext, num_steps=1)
+        train(model, device, nullcontext, num_steps=1)
 
     with pytest.raises(RuntimeError, match="found that a compiled function was called in the context"):
-        _train(model, device, lambda: _remat(0.5, "function", device))
+        train(model, device, lambda: _remat(0.5, "function", device))
+
+
+# Recomputed as a whole
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_blocks_alone_are_recomputed_as_a_whole(form: str, is_attached: bool, device: Device) -> None:
+    def blocks(backend: Backend) -> nn.Sequential:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        return nn.Sequential(*[in_form(form, MLP().to(device.torch_device), backend) for _ in range(8)])
+
+    plain_backend, backend = Backend(), Backend()
+    plain = train(blocks(plain_backend), device, nullcontext, num_steps=8)
+    model = blocks(backend)
+    if is_attached:
+        memkit.attach(model, _remat(0.4, "alone", device))
+    found = train(model, device, nullcontext if is_attached else lambda: _remat(0.4, "alone", device), num_steps=8)
+
+    assert_same_bits(found, plain)
+    stats = memkit.stats("alone")
+    assert stats.num_replays > 0
+    assert stats.ledger_peak_bytes <= 0.45 * stats.saved_bytes
+    assert backend.num_graphs == plain_backend.num_graphs
