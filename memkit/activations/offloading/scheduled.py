@@ -286,22 +286,23 @@ class ScheduledForward:
         """Put the next batch that comes back on its lane; tell whether there was room."""
         schedule, number = self.schedule, self._num_fetched
         values = schedule.copies.back[number]
-        device, held, ready, storages = self.device, self.held, self._ready, []
+        device, held, storages, made = self.device, self.held, [], []
         for value in values:
             if held[value] is not None or self._awaiting[value] <= 0:
                 self._follows = False
                 return False
-            whole = schedule.whole[value]
+            whole, tensor = schedule.whole[value], None
             try:
                 if whole is None:
                     storage = device.allocate(schedule.sizes_bytes[value])
                 else:
-                    ready[value] = tensor = device.allocate_tensor(*whole)
+                    tensor = device.allocate_tensor(*whole)
                     storage = tensor.untyped_storage()
             except torch.OutOfMemoryError:
                 self._follows = False  # it may be needed less soon than what took the room
                 return False
             storages.append(storage)
+            made.append(tensor)
         batch, behind = schedule.back[number], schedule.behind[number]
         for value, storage in zip(values, storages, strict=True):
             held[value] = storage
@@ -313,9 +314,10 @@ class ScheduledForward:
             batch.start(storages, after)
         if after is not None:
             self._behind = behind
-        for value in values:
+        for value, tensor in zip(values, made, strict=True):
             self._coming[value] = number
             self._fetched[value] = 1
+            self._ready[value] = tensor  # last: it is given as it is
         self._last_back = batch
         self._num_fetched = number + 1
         self.counts.moved_in.batches.append(batch)
@@ -440,7 +442,8 @@ class ScheduledForward:
         self.num_released = self.num_sent
         for value, is_fetched in enumerate(self._fetched):
             if is_fetched:
-                self.held[value] = self._ready[value] = None
+                self.held[value] = None
+        self._ready = [None] * len(self._ready)
         self._fetched = bytearray(len(self._fetched))
         self._coming.clear()
         self._lent.clear()

@@ -1,0 +1,163 @@
+"""Steps that follow a schedule, and steps that leave it: the same bits as without, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import memkit
+from memkit.activations.saved.state import offload_states
+from memkit.device import Device, ReferenceDevice
+from memkit.plan import copies
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import UNIT_BYTES, chain, leaf_on
+
+TAG = "scheduled"
+
+
+@pytest.fixture(params=[copies.BATCH_BYTES, 1], ids=["together", "one by one"])
+def batch_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of small storages go together, or each by itself."""
+    monkeypatch.setattr(copies, "BATCH_BYTES", request.param)
+
+
+pytestmark = pytest.mark.usefixtures("batch_bytes")
+
+
+class Offloads:
+    """Makes contexts under one tag, on one device.
+
+    Attributes:
+        device: that.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def __call__(self, ratio: float = 1.0, window_units: int = 0, **options: Any) -> memkit.CPUOffload:
+        options = {"min_bytes": 0, "window_bytes": window_units * UNIT_BYTES, "device": self.device, **options}
+        return memkit.CPUOffload(ratio, TAG, **options)
+
+    @property
+    def follows(self) -> bool:
+        """Whether the last forward has followed a schedule to its end, and a graph may still ask for something of it."""
+        (window,) = offload_states[TAG].windows()
+        return window.scheduled is not None and window.scheduled.is_complete and not window.scheduled.is_over
+
+    @property
+    def moved_units(self) -> float:
+        """What the last forward has moved."""
+        return memkit.stats(TAG).moved_out_bytes / UNIT_BYTES
+
+    def learn(self, forward: Callable[[], Tensor], **options: Any) -> None:
+        """Take so many steps that the next one follows a schedule."""
+        for _ in range(2):
+            with self(**options):
+                loss = forward()
+            loss.sum().backward()
+
+    def assert_nothing_is_left(self) -> None:
+        """Fail where memory is held that no graph needs."""
+        self.device.synchronize()
+        stats = memkit.stats(TAG)
+        assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
+
+
+@pytest.fixture
+def offloads(device: Device) -> Iterator[Offloads]:
+    made = Offloads(device)
+    yield made
+    if TAG in offload_states:
+        made.assert_nothing_is_left()
+
+
+def gradient_of(y: Tensor, x: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(y.sum(), x)
+    return found
+
+
+# Without room
+
+
+class Full(ReferenceDevice):
+    """Has no room for some allocations.
+
+    Attributes:
+        refused: for each of the next ones, whether it is refused.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: Iterator[bool] = iter(())
+
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        if next(self.refused, False):
+            raise torch.OutOfMemoryError("injected: out of memory")
+        return super().allocate(num_bytes)
+
+
+IN_BATCHES = [*[1] * 8, 4, 4, 4]
+"""Units of a chain of which several come back together, once one of the large ones has gone."""
+
+
+@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("window_units", [0, 8])
+def test_device_without_room_once(window_units: int, number: int) -> None:
+    """For what is fetched ahead, perhaps together with others, or for what is needed now."""
+    offloads = Offloads(device := Full())
+    x = leaf_on(device.torch_device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    offloads.learn(lambda: chain(x, IN_BATCHES), window_units=window_units)
+    with offloads(window_units=window_units):
+        y = chain(x, IN_BATCHES)
+    assert offloads.follows
+    device.refused = iter([False] * number + [True])
+
+    assert_same_bits([gradient_of(y, x)], [wanted])
+    del y
+    offloads.assert_nothing_is_left()
+
+
+def test_device_without_any_room_raises_the_original_error_with_a_hint() -> None:
+    offloads = Offloads(device := Full())
+    x = leaf_on(device.torch_device)
+    wanted = gradient_of(chain(x, [1] * 6), x)
+    offloads.learn(lambda: chain(x, [1] * 6))
+    with offloads():
+        y = chain(x, [1] * 6)
+    assert offloads.follows
+    device.refused = iter([True] * 100)
+
+    with pytest.raises(torch.OutOfMemoryError, match="injected: out of memory") as caught:
+        y.sum().backward(retain_graph=True)
+    (note,) = caught.value.__notes__
+    assert f'no room on the device for 0.00 MiB that CPUOffload (tag "{TAG}") had moved to the host' in note
+    device.refused = iter(())
+    assert_same_bits([gradient_of(y, x)], [wanted])
+
+
+def test_peek_ahead_of_the_backward(offloads: Offloads) -> None:
+    """What is fetched for it is among what the schedule fetches later with others."""
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    for place in range(11):
+        offloads.learn(lambda: chain(x, IN_BATCHES), window_units=8)
+        with offloads(window_units=8):
+            y = chain(x, IN_BATCHES)
+        assert offloads.follows
+        node = y.grad_fn
+        for _ in range(place):
+            while type(node).__name__ != "SinBackward0":
+                node = node.next_functions[0][0]
+            last, node = node, node.next_functions[0][0]
+        if place:
+            _ = last._saved_self
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y, node
+        memkit.reset(TAG)
