@@ -19,9 +19,11 @@ from memkit.activations.offloading.schedule import Schedule, ScheduledSave
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Trace
 from memkit.device.base import CopyBatch, Device
+from memkit.errors import note_no_room
 from memkit.interrupts import mended
 from memkit.kept import KeptHandle, modified_error
 from memkit.labels import label
+from memkit.sizes import format_mib
 from memkit.transfer.arena import Arena
 from memkit.transfer.spans import Span
 
@@ -39,6 +41,7 @@ class ScheduledForward:
         span: the host memory for all that leaves; None where nothing does.
         lock: held for all that is done here.
         counts: what is done is counted there.
+        name: what the user calls the context.
     """
 
     life: weakref.ref[object]
@@ -53,8 +56,10 @@ class ScheduledForward:
         span: Span | None,
         lock: AbstractContextManager[object],
         counts: Counts,
+        name: str,
     ) -> None:
         self.schedule = schedule
+        self.name = name
         self.trace = trace
         self.device = device
         self.lock = lock
@@ -351,7 +356,7 @@ class ScheduledForward:
     def _fetch_one(self, value: int) -> torch.UntypedStorage:
         """Bring back a value that is needed now."""
         schedule, batch = self.schedule, self.schedule.copy_alone(value, is_out=False)
-        storage = self.device.allocate(schedule.sizes_bytes[value])
+        storage = self._allocate_now(schedule.sizes_bytes[value])
         if self.device.stream_number() == self._stream:
             self.held[value], self._fetched[value] = storage, 1
         else:  # it is for this request alone
@@ -363,6 +368,20 @@ class ScheduledForward:
         self.counts.moved_in.batches.append(batch)
         self.counts.stall_in.batches.append(batch)
         return storage
+
+    def _allocate_now(self, num_bytes: int) -> torch.UntypedStorage:
+        """Return a storage for what cannot wait: what was fetched ahead makes room for it."""
+        try:
+            return self.device.allocate(num_bytes)
+        except torch.OutOfMemoryError:
+            self._follows = False
+            self._let_go_of_served(wait=True)
+            self._give_up_fetched()
+        try:
+            return self.device.allocate(num_bytes)
+        except torch.OutOfMemoryError as error:
+            note_no_room(error, format_mib(num_bytes), self.name)
+            raise
 
     def _serve_last(self, value: int, storage: torch.UntypedStorage) -> None:
         """The last tensor of a value was given back: it is held no more, unless it is nowhere else."""

@@ -60,7 +60,7 @@ def follow_schedule(
         schedule.place(span, window.device, window.lanes)
         for event in span.free_events:
             window.device.wait_event(window.lanes.out, event)
-    made = ScheduledForward(schedule, trace, window.device, window.arena, span, window.lock, counts)
+    made = ScheduledForward(schedule, trace, window.device, window.arena, span, window.lock, counts, window.name)
     saves = ScheduledSaves(made, take)
     window.scheduled = made
     return saves
