@@ -161,3 +161,139 @@ def test_peek_ahead_of_the_backward(offloads: Offloads) -> None:
         assert_same_bits([gradient_of(y, x)], [wanted])
         del y, node
         memkit.reset(TAG)
+
+
+# Other streams
+
+
+class OnSide:
+    """Runs on another stream, behind what the current one has by now; which then waits for it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._side = device, device.new_stream("side")
+
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        device = self._device
+        device.wait_event(self._side, device.record_event())
+        with device.on_stream(self._side):
+            made = call()
+            done = device.record_event()
+        device.wait_event(device.current_stream(), done)
+        return made
+
+
+def _assert_steps_are_plain(offloads: Offloads, forward: Callable[[int], Tensor], x: Tensor, **options: Any) -> None:
+    """Take steps, each the gradient of a forward that is given the number of the step."""
+    for number in range(5):
+        wanted = gradient_of(forward(number), x)
+        with offloads(**options):
+            y = forward(number)
+        found = gradient_of(y, x)
+        del y
+        offloads.device.synchronize()
+        assert_same_bits([found], [wanted])
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+@pytest.mark.parametrize("from_step", [0, 3])
+@pytest.mark.parametrize("units", [[1] * 6, [1, 3, 2, 1, 1, 2]])
+def test_forward_goes_on_on_another_stream(offloads: Offloads, units: list[int], from_step: int, ratio: float) -> None:
+    """At a half what is saved there stays, while what leaves was saved before."""
+    x, on_side = leaf_on(offloads.device.torch_device), OnSide(offloads.device)
+
+    def forward(number: int) -> Tensor:
+        y = chain(x, units)
+        return on_side(lambda: chain(y, units)) if number >= from_step else chain(y, units)
+
+    _assert_steps_are_plain(offloads, forward, x, ratio=ratio, window_units=3)
+
+
+def test_context_is_left_on_another_stream(offloads: Offloads) -> None:
+    """Where something waits to be sent until its op has run."""
+    x, side = leaf_on(offloads.device.torch_device), offloads.device.new_stream("side")
+
+    def forward() -> Tensor:
+        return functional.rrelu(chain(x, [1] * 6), training=True)
+
+    for number in range(4):
+        torch.manual_seed(number)
+        wanted = gradient_of(forward(), x)
+        context = offloads()
+        torch.manual_seed(number)
+        context.__enter__()
+        y = forward()
+        with offloads.device.on_stream(side):
+            context.__exit__(None, None, None)
+        assert offloads.follows == (number >= 2)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+
+
+@pytest.mark.parametrize("window_units", [0, 3, 6])
+def test_backward_on_another_stream(offloads: Offloads, window_units: int) -> None:
+    x, on_side = leaf_on(offloads.device.torch_device), OnSide(offloads.device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    offloads.learn(lambda: chain(x, IN_BATCHES), window_units=window_units)
+    with offloads(window_units=window_units):
+        y = chain(x, IN_BATCHES)
+    assert offloads.follows
+
+    assert_same_bits([on_side(lambda: gradient_of(y, x))], [wanted])
+
+
+def test_backward_on_another_stream_stops_halfway(offloads: Offloads) -> None:
+    x, on_side = leaf_on(offloads.device.torch_device), OnSide(offloads.device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        middle = chain(x, IN_BATCHES[:6])
+        return middle, chain(middle, IN_BATCHES[6:])
+
+    offloads.learn(lambda: forward()[1], window_units=8)
+    with offloads(window_units=8):
+        middle, y = forward()
+    assert offloads.follows
+    on_side(lambda: gradient_of(y, middle))
+    del middle, y
+
+    offloads.assert_nothing_is_left()
+    with offloads(window_units=8):
+        y = forward()[1]
+    assert_same_bits([gradient_of(y, x)], [wanted])
+
+
+@pytest.mark.parametrize("units", [[1] * 6, [1, 3, 2, 1, 1, 2]])
+def test_next_forward_is_on_another_stream(offloads: Offloads, units: list[int]) -> None:
+    """It lets go of what the first has on its way."""
+    x, on_side = leaf_on(offloads.device.torch_device), OnSide(offloads.device)
+
+    def forward() -> Tensor:
+        return functional.rrelu(chain(x, units), 0.25, 0.25, training=True)
+
+    wanted = gradient_of(forward(), x)
+    offloads.learn(forward, window_units=2)
+    with offloads(window_units=2):
+        first = forward()
+    assert offloads.follows
+
+    def second_forward() -> Tensor:
+        with offloads(window_units=2):
+            return forward()
+
+    second = on_side(second_forward)
+    assert_same_bits([gradient_of(first, x), gradient_of(second, x)], [wanted] * 2)
+
+
+def test_graph_is_dropped_while_another_stream_is_the_current_one(offloads: Offloads) -> None:
+    x, side = leaf_on(offloads.device.torch_device), offloads.device.new_stream("side")
+
+    def forward() -> Tensor:
+        return functional.rrelu(chain(x, [1] * 6), 0.25, 0.25, training=True)
+
+    offloads.learn(forward)
+    with offloads():
+        y = forward()
+    assert offloads.follows
+    del y
+    with offloads.device.on_stream(side):
+        offloads.assert_nothing_is_left()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from memkit.transfer.arena import Arena
 from memkit.transfer.spans import Span
 
 _NO_BACKWARD = -1
+_NO_CONTEXT = nullcontext()
 
 
 class ScheduledForward:
@@ -109,6 +110,11 @@ class ScheduledForward:
         """What is held for a copy alone, which may be under way."""
         self._last_back: CopyBatch | None = None
 
+    def at_home(self) -> AbstractContextManager[object]:
+        """Return a context in which the current stream is the one that all that is held belongs to: what leaves waits for the
+        work there, and goes back to it."""
+        return _NO_CONTEXT if self.device.stream_number() == self._stream else self.device.on_stream(self._home)
+
     # The forward
 
     def keep_up(self, num_sent: int, num_released: int) -> None:
@@ -144,7 +150,7 @@ class ScheduledForward:
 
     def stop(self) -> None:
         """Follow the schedule no further: what comes is another's. What was copied is let go."""
-        with self.lock:
+        with self.lock, self.at_home():
             if self.is_forward:
                 self.is_forward = self._follows = False
                 self._was_stopped = True
@@ -165,8 +171,9 @@ class ScheduledForward:
             self.held[value] = None
 
     def _let_go_of_sent(self) -> None:
-        while self.num_released < self.num_sent:
-            self._release_next()
+        with self.at_home():
+            while self.num_released < self.num_sent:
+                self._release_next()
 
     @property
     def is_complete(self) -> bool:
@@ -185,7 +192,7 @@ class ScheduledForward:
 
     def end_forward(self) -> None:
         """No more saves belong to the forward."""
-        with self.lock:
+        with self.lock, self.at_home():
             if self.num_saves < len(self.schedule.saves):
                 self.stop()
             elif self.is_forward:
@@ -289,6 +296,9 @@ class ScheduledForward:
 
     def _fetch_next(self) -> bool:
         """Put the next batch that comes back on its lane; tell whether there was room."""
+        if self.device.stream_number() != self._stream:  # each request gets its own there
+            self._follows = False
+            return False
         schedule, number = self.schedule, self._num_fetched
         values = schedule.copies.back[number]
         device, held, storages, made = self.device, self.held, [], []

@@ -86,7 +86,11 @@ class ScheduledSaves:
                     alias = tensor.detach()
                 forward.num_saves += 1
                 if save.num_sent > forward.num_sent or save.num_released > forward.num_released:
-                    forward.keep_up(save.num_sent, save.num_released)
+                    if save.is_moved:  # on the stream that it is held for
+                        forward.keep_up(save.num_sent, save.num_released)
+                    else:
+                        with forward.at_home():
+                            forward.keep_up(save.num_sent, save.num_released)
                 if save.stays:
                     return alias, version
                 return tuple.__new__(ScheduledHandle, (self, save, alias, version))
