@@ -21,7 +21,7 @@ from tests.activations.chains import UNIT_BYTES, chain, leaf_on
 TAG = "scheduled"
 
 
-@pytest.fixture(params=[copies.BATCH_BYTES, 1], ids=["together", "one by one"])
+@pytest.fixture(params=[copies.BATCH_BYTES, pytest.param(1, marks=pytest.mark.full)], ids=["together", "one by one"])
 def batch_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of small storages go together, or each by itself."""
     monkeypatch.setattr(copies, "BATCH_BYTES", request.param)
@@ -297,3 +297,61 @@ def test_graph_is_dropped_while_another_stream_is_the_current_one(offloads: Offl
     del y
     with offloads.device.on_stream(side):
         offloads.assert_nothing_is_left()
+
+
+# Other saves than the schedule has
+
+
+class Saves(torch.autograd.Function):
+    """Saves a tensor that is not its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (saved,) = ctx.saved_tensors
+        return grad * (1 if saved.device.type == "meta" else saved.to_dense().sum()), None
+
+
+class Wrapping(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+ODD = {
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "in rows": lambda tensor: tensor.to_sparse_csr(),
+    "meta": lambda tensor: tensor.to("meta"),
+    "half": lambda tensor: tensor.half(),
+    "another shape": lambda tensor: tensor[:3].clone(),
+    "a view": lambda tensor: torch.cat([tensor, tensor])[16:],
+    "strided": lambda tensor: tensor.t(),
+    "expanded": lambda tensor: tensor[:1].expand(16, 16),
+    "leaf": lambda tensor: tensor.requires_grad_(),
+    "parameter": lambda tensor: torch.nn.Parameter(tensor),
+    "subclass": lambda tensor: tensor.as_subclass(Wrapping),
+    "conjugated": lambda tensor: torch.complex(tensor, tensor).conj().imag,
+    "empty": lambda tensor: tensor[:0].clone(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("place", [2, *[pytest.param(place, marks=pytest.mark.full) for place in (0, 1, 3, 4)]])
+@pytest.mark.parametrize("kind", ODD)
+def test_save_of_another_kind_leaves_the_schedule(offloads: Offloads, kind: str, place: int) -> None:
+    torch_device = offloads.device.torch_device
+    x = leaf_on(torch_device)
+
+    def forward(number: int) -> Tensor:
+        y = x
+        generator = torch.Generator().manual_seed(number)
+        for index in range(5):
+            y = y.sin()
+            odd = ODD[kind] if index == place and number == 3 else torch.clone
+            y = Saves.apply(y, odd(torch.rand(16, 16, generator=generator).to(torch_device)))
+        return y.sin()
+
+    _assert_steps_are_plain(offloads, forward, x)
+    _assert_steps_are_plain(offloads, forward, x, ratio=0.5, window_units=1)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
@@ -31,6 +32,7 @@ class ScheduledSaves:
         forward.life = weakref.ref(self)
         self._take = take
         self._device = forward.device
+        self._torch_device = forward.device.torch_device
         self._notes = forward.device.takes_notes
         self._stream = forward.device.stream_number()
         self._saves, self._num_saves = forward.schedule.saves, len(forward.schedule.saves)
@@ -53,7 +55,7 @@ class ScheduledSaves:
             except RuntimeError:  # it has no shape
                 is_due = False
             if is_due:
-                if self._notes and save.value >= 0:
+                if self._notes and save.value >= 0 and self._is_here(tensor):
                     self._device.note_written(tensor.untyped_storage(), torch_private.version_of(tensor))
                 if save.stays and save.num_sent == forward.num_sent and save.num_released == forward.num_released:
                     forward.num_saves = place + 1
@@ -67,6 +69,10 @@ class ScheduledSaves:
         if forward.is_forward:
             forward.stop()
         return self._take(tensor)
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is made of bytes on the device."""
+        return tensor.device == self._torch_device and tensor.layout is torch.strided
 
     def _pack(self, save: ScheduledSave, tensor: Tensor) -> Any:
         """Return the handle of a save with which, or at which, something is to be done; None if it is not the one due."""
@@ -100,6 +106,8 @@ class ScheduledSaves:
 
     def _hold(self, save: ScheduledSave, tensor: Tensor, version: int) -> bool:
         """Hold the storage of a value that leaves; tell whether it is the one that is due."""
+        if tensor.device != self._torch_device or tensor.layout is not torch.strided:
+            return False
         storage = tensor.untyped_storage()
         if (
             tensor.stride() != save.stride
