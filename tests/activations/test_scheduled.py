@@ -355,3 +355,76 @@ def test_save_of_another_kind_leaves_the_schedule(offloads: Offloads, kind: str,
 
     _assert_steps_are_plain(offloads, forward, x)
     _assert_steps_are_plain(offloads, forward, x, ratio=0.5, window_units=1)
+
+
+# What is asked for changes
+
+
+def test_min_bytes_change_between_steps(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, [1, 2, 1, 2]), x)
+    for num_units in (0, 0, 0, 2, 2, 2, 0, 0, 3, 3, 3):
+        with offloads(min_bytes=num_units * UNIT_BYTES):
+            y = chain(x, [1, 2, 1, 2])
+        assert offloads.moved_units == {0: 6, 2: 4, 3: 0}[num_units]
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+
+
+def test_ratio_and_window_change_between_steps(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted, moved = gradient_of(chain(x, [1] * 8), x), {}
+    for ratio, window_units in [(1.0, 0), (0.5, 0), (0.0, 0), (1.0, 3), (0.25, 0), (1.0, 0)] * 4:
+        with offloads(ratio, window_units):
+            y = chain(x, [1] * 8)
+        assert moved.setdefault((ratio, window_units), offloads.moved_units) == offloads.moved_units
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+    assert moved == {(1.0, 0): 8, (0.5, 0): 4, (0.0, 0): 0, (1.0, 3): 5, (0.25, 0): 2}
+
+
+@pytest.mark.parametrize("steps", ["....oo..", "oooo..oo", ".o.o.o.o"])
+@pytest.mark.parametrize("where", ["inside", "around", "from outside to inside", "from inside to outside"])
+def test_no_offload_comes_and_goes(offloads: Offloads, where: str, steps: str) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, [1] * 9), x)
+    for kind in steps:
+        pause: AbstractContextManager[object] = memkit.no_offload() if kind == "o" else nullcontext()
+        if where == "around":
+            with pause, offloads():
+                y = chain(x, [1] * 9)
+        elif where == "inside":
+            with offloads():
+                y = chain(x, [1] * 3)
+                with pause:
+                    y = chain(y, [1] * 4)
+                y = chain(y, [1] * 2)
+        elif where == "from outside to inside":
+            pause.__enter__()
+            with offloads():
+                y = chain(x, [1] * 5)
+                pause.__exit__(None, None, None)
+                y = chain(y, [1] * 4)
+        else:
+            with offloads():
+                y = chain(x, [1] * 5)
+                pause.__enter__()
+                y = chain(y, [1] * 4)
+            pause.__exit__(None, None, None)
+        staying = {"inside": 4, "around": 9, "from outside to inside": 5, "from inside to outside": 4}[where]
+        assert offloads.moved_units == (9 if kind == "." else 9 - staying)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+
+
+def test_steps_with_a_region_of_no_offload_follow_a_schedule(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    for number in range(4):
+        with offloads():
+            y = chain(x, [1] * 3)
+            with memkit.no_offload():
+                y = chain(y, [1] * 4)
+            y = chain(y, [1] * 2)
+        assert offloads.follows == (number >= 2)
+        gradient_of(y, x)
+        del y

@@ -71,6 +71,8 @@ class ScheduledForward:
         self._was_stopped = False
         self.num_saves = 0
         """How many saves have followed the schedule."""
+        self.num_pauses = 0
+        """How many times a region of `no_offload` has begun, or ended."""
         self.num_sent = self.num_released = 0
         """How many of the batches that leave are on the lane, and were let go of."""
         self.task = _NO_BACKWARD
@@ -174,6 +176,12 @@ class ScheduledForward:
         with self.at_home():
             while self.num_released < self.num_sent:
                 self._release_next()
+
+    def note_pause(self) -> bool:
+        """A region of `no_offload` begins, or ends; tell whether one did so here as well."""
+        paused, number = self.trace.paused, self.num_pauses
+        self.num_pauses = number + 1
+        return number < len(paused) and paused[number] == self.num_saves
 
     @property
     def is_complete(self) -> bool:

@@ -82,6 +82,8 @@ class ScheduledSaves:
                 forward.mend()
                 return None
             try:
+                if save.num_pauses >= 0 and save.num_pauses != forward.num_pauses:
+                    return None  # no region of `no_offload` begins or ends here
                 version = torch_private.version_of(tensor)
                 if save.is_moved:
                     if not self._hold(save, tensor, version):
@@ -97,7 +99,7 @@ class ScheduledSaves:
                     else:
                         with forward.at_home():
                             forward.keep_up(save.num_sent, save.num_released)
-                if save.stays:
+                if save.is_kept:
                     return alias, version
                 return tuple.__new__(ScheduledHandle, (self, save, alias, version))
             except BaseException:

@@ -16,6 +16,9 @@ class Capture:
 
     def __init__(self) -> None:
         self.saves: list[SeenSave] = []
+        self.paused: list[int] = []
+        """Before which saves a region of `no_offload` began, or ended."""
+        self._first_node = 0
         self.is_whole = True
         """Whether all was noted that may leave, and all of it may be told from other things."""
 
@@ -34,5 +37,8 @@ class Capture:
         if kind is not KeptHandle and not (value != NO_VALUE and is_plain):
             self.is_whole = False
         shape, dtype, is_written = (tensor.shape, tensor.dtype, tensor.requires_grad) if is_plain else (None, None, True)
-        node = torch_private.node_number()
+        number = torch_private.node_number()
+        if not self.saves:
+            self._first_node = number
+        node = number - self._first_node
         self.saves.append(SeenSave(shape, dtype, value, geometry, num_bytes, is_written, node, num_values, seen_bytes))

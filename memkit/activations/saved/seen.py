@@ -28,7 +28,7 @@ class SeenSave:
     is_written: bool
     """Whether the storage has been written when it is saved: see [Note: saved before it is written]."""
     node: int
-    """The number of the node that saves it: equal for what is saved at once."""
+    """The number of the node that saves it, from the first one on: equal for what is saved at once."""
     num_values: int
     """How many values, counted or let pass, had been noted after it."""
     seen_bytes: int
