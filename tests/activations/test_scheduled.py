@@ -15,7 +15,7 @@ import memkit
 from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import copies
-from tests.activations.cases import assert_same_bits
+from tests.activations.cases import COMPUTATIONS, assert_same_bits, inputs_on
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on
 
 TAG = "scheduled"
@@ -428,3 +428,57 @@ def test_steps_with_a_region_of_no_offload_follow_a_schedule(offloads: Offloads)
         assert offloads.follows == (number >= 2)
         gradient_of(y, x)
         del y
+
+
+# Everything that may be computed
+
+
+@pytest.mark.parametrize(("ratio", "window_units"), [(1.0, 0), (0.5, 0), pytest.param(1.0, None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", COMPUTATIONS)
+def test_steady_steps_have_the_same_bits_and_figures(
+    offloads: Offloads, name: str, ratio: float, window_units: int | None
+) -> None:
+    inputs, figures = inputs_on(offloads.device.torch_device), []
+
+    def loss_of(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return COMPUTATIONS[name](*inputs).square().mean()
+
+    for number in range(4):
+        loss_of(number).backward()
+        wanted = [x.grad for x in inputs]
+        for x in inputs:
+            x.grad = None
+        with offloads(ratio, **({} if window_units is None else {"window_units": window_units})):
+            loss = loss_of(number)
+        assert offloads.follows == (number >= 2)
+        loss.backward()
+        found = [x.grad for x in inputs]
+        for x in inputs:
+            x.grad = None
+        del loss
+        assert_same_bits([x for x in found if x is not None], [x for x in wanted if x is not None])
+        offloads.device.synchronize()
+        stats = memkit.stats(TAG)
+        figures.append({field: getattr(stats, field) for field in FIGURES})
+    if not isinstance(offloads.device, ReferenceDevice) or offloads.device._random is None:
+        assert figures[2] == figures[3] == figures[1]
+
+
+FIGURES = (
+    "seen_bytes",
+    "unique_bytes",
+    "kept_bytes",
+    "moved_out_bytes",
+    "moved_in_bytes",
+    "num_copies_out",
+    "num_copies_in",
+    "served_bytes",
+    "wasted_bytes",
+    "window_bytes",
+    "ratio_reached",
+    "host_peak_bytes",
+    "host_in_use_bytes",
+    "live_records",
+    "live_bytes",
+)

@@ -24,6 +24,7 @@ class ScheduledSave:
     """What becomes of one save."""
 
     __slots__ = (
+        "before",
         "dtype",
         "geometry",
         "is_first",
@@ -51,6 +52,8 @@ class ScheduledSave:
         self.is_first = is_first
         """Whether it is the first of its value."""
         self.is_written = seen.is_written
+        self.before: int | None = None
+        """The value that leaves as well, and that the same storage was saved as before; None if there is none."""
         self.is_kept = not (is_moved or is_asked)
         """Whether nothing is done with it, at its request neither."""
         self.num_pauses = num_pauses
@@ -108,6 +111,7 @@ class Schedule:
         self.num_handles = [0] * num_values
         """For each value, how many saves it is of."""
         pauses = {place: number for number, place in enumerate(paused, start=1)}
+        befores: dict[int, int] = {}
         for place, save in enumerate(seen):
             made = ScheduledSave(
                 save,
@@ -117,6 +121,13 @@ class Schedule:
                 is_first=save.value not in known,
                 num_pauses=pauses.get(place, -1),
             )
+            if made.is_moved and made.is_first:
+                before = save.before
+                while before != NO_VALUE and before not in leaving:
+                    before = befores[before]
+                made.before = None if before == NO_VALUE else before
+            if made.is_first:
+                befores[save.value] = save.before
             if save.value != NO_VALUE:
                 known.add(save.value)
                 self.num_handles[save.value] += 1

@@ -37,7 +37,7 @@ class ScheduledSaves:
         self._stream = forward.device.stream_number()
         self._saves, self._num_saves = forward.schedule.saves, len(forward.schedule.saves)
         self._addresses: dict[int, int] = {}
-        """For the address of a storage, the value that it was held for."""
+        """For the address of a storage, the last value that it was held for."""
 
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves: a saved-tensor hook."""
@@ -125,15 +125,14 @@ class ScheduledSaves:
             return False
         forward, value, address = self.forward, save.value, torch_private.storage_address(storage)
         base = torch_private.base_of(tensor)
+        if not save.is_first:
+            counter, was = forward.counters[value]
+            is_same = forward.originals[value]() is storage and counter() is (tensor if base is None else base)
+            return is_same and bool(was == version)
         known = self._addresses.get(address)
         if known is not None and forward.originals[known]() is not storage:
             known = None  # another one had that address
-        if not save.is_first:
-            if known != value:
-                return False
-            counter, was = forward.counters[value]
-            return counter() is (tensor if base is None else base) and was == version
-        if known is not None:
+        if known != save.before:
             return False
         forward.originals[value] = weakref.ref(storage)
         forward.counters[value] = (weakref.ref(tensor if base is None else base), version)
