@@ -14,7 +14,7 @@ from memkit.activations.context import ForwardContext
 from memkit.activations.offloading.stage import MovingStage, OffloadOptions, paused
 from memkit.activations.recomputing.budget import marks_alone
 from memkit.activations.recomputing.stage import open_recording
-from memkit.activations.saved.entry import NO_PAIR, Entry, is_in_last, stop_recording, unpack
+from memkit.activations.saved.entry import NO_PAIR, Entry, entries_around, is_in_last, stop_recording, unpack
 from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.stats import fragmentation_hint, report_from
 from memkit.device import Device, open_device
@@ -224,6 +224,7 @@ class _NoOffload(ForwardContext):
 
     def _begin(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]], block: Block) -> None:
         paused.blocks.append(block)
+        _note_pause()
 
     @property
     def _title(self) -> str:
@@ -231,9 +232,16 @@ class _NoOffload(ForwardContext):
 
     def end_block(self, *, has_failed: bool) -> None:
         paused.leave(self._block)
+        _note_pause()
 
     def __repr__(self) -> str:
         return "<no_offload: nothing that is saved here moves>"
+
+
+def _note_pause() -> None:
+    for entry in entries_around():
+        if isinstance(entry.moving, MovingStage):
+            entry.moving.note_pause()
 
 
 def no_offload() -> ForwardContext:

@@ -119,13 +119,15 @@ class RatioDecider(RatioSoFar):
         if trace is not None and len(trace.keys) == len(self.follower.keys) and not self._is_partial:
             trace.order, trace.working_bytes, trace.requests = order, working_bytes, requests
 
-    def file_seen(self, seen: tuple[SeenSave, ...]) -> None:
-        """Take note of all that the hooks were given."""
+    def file_seen(self, seen: tuple[SeenSave, ...], paused: tuple[int, ...], under: object) -> None:
+        """Take note of all that the hooks were given: see `Trace`."""
         trace, follower = self._filed, self.follower
         if trace is None or trace is not follower.trace or not follower.is_whole or self._is_partial:
             return  # a forward that is new is looked at again
         if seen and seen[-1].num_values == len(follower.keys):
-            trace.seen = seen
+            if trace.seen != seen or trace.paused != paused:
+                trace.schedule = None
+            trace.seen, trace.paused, trace.seen_under = seen, paused, under
 
 
 def forecast_of(trace: Trace, plan: Plan | None, *, limit_bytes: int, window_bytes: int) -> Forecast | None:

@@ -24,13 +24,16 @@ class ScheduledSave:
     """What becomes of one save."""
 
     __slots__ = (
+        "before",
         "dtype",
         "geometry",
         "is_first",
+        "is_kept",
         "is_moved",
         "is_written",
         "nothing",
         "num_bytes",
+        "num_pauses",
         "num_released",
         "num_sent",
         "num_values",
@@ -41,7 +44,7 @@ class ScheduledSave:
         "value",
     )
 
-    def __init__(self, seen: SeenSave, torch_device: torch.device, *, is_moved: bool, is_asked: bool, is_first: bool) -> None:
+    def __init__(self, seen: SeenSave, torch_device: torch.device, *, is_moved: bool, is_asked: bool, is_first: bool, num_pauses: int) -> None:
         self.shape, self.dtype, self.value, self.num_bytes = seen.shape, seen.dtype, seen.value, seen.num_bytes
         self.num_values = seen.num_values
         self.is_moved = is_moved
@@ -49,8 +52,14 @@ class ScheduledSave:
         self.is_first = is_first
         """Whether it is the first of its value."""
         self.is_written = seen.is_written
-        self.stays = not (is_moved or is_asked)
-        """Whether nothing is done with it, at its request neither; what is due with the save may be much."""
+        self.before: int | None = None
+        """The value that leaves as well, and that the same storage was saved as before; None if there is none."""
+        self.is_kept = not (is_moved or is_asked)
+        """Whether nothing is done with it, at its request neither."""
+        self.num_pauses = num_pauses
+        """How many times a region of `no_offload` has begun or ended, if one did so since the save before; else -1."""
+        self.stays = self.is_kept and num_pauses < 0
+        """Whether nothing is done with it, or asked; what is due with the save may be much."""
         self.geometry: Geometry | None = seen.geometry
         self.stride: tuple[int, ...] | None = None if seen.geometry is None else seen.geometry.stride
         self.offset: int | torch.SymInt | None = None if seen.geometry is None else seen.geometry.offset
@@ -79,9 +88,18 @@ class Schedule:
         seen: what was saved.
         plan: what leaves.
         copies: when.
+        paused: before which saves a region of `no_offload` began, or ended.
     """
 
-    def __init__(self, seen: Sequence[SeenSave], plan: Plan, copies: CopySchedule, device: Device, num_values: int) -> None:
+    def __init__(
+        self,
+        seen: Sequence[SeenSave],
+        plan: Plan,
+        copies: CopySchedule,
+        device: Device,
+        num_values: int,
+        paused: Sequence[int],
+    ) -> None:
         self.copies = copies
         self.num_values = num_values
         self.num_deviations = 0
@@ -92,6 +110,8 @@ class Schedule:
         self.saves: list[ScheduledSave] = []
         self.num_handles = [0] * num_values
         """For each value, how many saves it is of."""
+        pauses = {place: number for number, place in enumerate(paused, start=1)}
+        befores: dict[int, int] = {}
         for place, save in enumerate(seen):
             made = ScheduledSave(
                 save,
@@ -99,7 +119,15 @@ class Schedule:
                 is_moved=save.value in leaving,
                 is_asked=save.value in asked,
                 is_first=save.value not in known,
+                num_pauses=pauses.get(place, -1),
             )
+            if made.is_moved and made.is_first:
+                before = save.before
+                while before != NO_VALUE and before not in leaving:
+                    before = befores[before]
+                made.before = None if before == NO_VALUE else before
+            if made.is_first:
+                befores[save.value] = save.before
             if save.value != NO_VALUE:
                 known.add(save.value)
                 self.num_handles[save.value] += 1
@@ -193,6 +221,7 @@ def make_schedule(
     limit_bytes: int,
     forecast: Forecast | None,
     device: Device,
+    paused: Sequence[int],
 ) -> Schedule:
     """Return the schedule of a trace.
 
@@ -202,6 +231,7 @@ def make_schedule(
         requests: the value of each request of the backward.
         limit_bytes: what of these values the device may hold.
         forecast: how full the device is in the backward, None if that is not known.
+        paused: before which saves a region of `no_offload` began, or ended.
     """
     sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
     leaving = frozenset(value for value in sizes_bytes if plan.saves[value].action is Action.OFFLOAD)
@@ -215,7 +245,7 @@ def make_schedule(
         window_bytes=plan.window_bytes,
         forecast=forecast,
     )
-    return Schedule(seen, plan, copies, device, len(plan.saves))
+    return Schedule(seen, plan, copies, device, len(plan.saves), paused)
 
 
 def _ready(seen: Sequence[SeenSave]) -> dict[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,13 +19,16 @@ from memkit.activations.offloading.schedule import Schedule, ScheduledSave
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Trace
 from memkit.device.base import CopyBatch, Device
+from memkit.errors import note_no_room
 from memkit.interrupts import mended
 from memkit.kept import KeptHandle, modified_error
 from memkit.labels import label
+from memkit.sizes import format_mib
 from memkit.transfer.arena import Arena
 from memkit.transfer.spans import Span
 
 _NO_BACKWARD = -1
+_NO_CONTEXT = nullcontext()
 
 
 class ScheduledForward:
@@ -39,6 +42,7 @@ class ScheduledForward:
         span: the host memory for all that leaves; None where nothing does.
         lock: held for all that is done here.
         counts: what is done is counted there.
+        name: what the user calls the context.
     """
 
     life: weakref.ref[object]
@@ -53,8 +57,10 @@ class ScheduledForward:
         span: Span | None,
         lock: AbstractContextManager[object],
         counts: Counts,
+        name: str,
     ) -> None:
         self.schedule = schedule
+        self.name = name
         self.trace = trace
         self.device = device
         self.lock = lock
@@ -65,6 +71,8 @@ class ScheduledForward:
         self._was_stopped = False
         self.num_saves = 0
         """How many saves have followed the schedule."""
+        self.num_pauses = 0
+        """How many times a region of `no_offload` has begun, or ended."""
         self.num_sent = self.num_released = 0
         """How many of the batches that leave are on the lane, and were let go of."""
         self.task = _NO_BACKWARD
@@ -104,6 +112,11 @@ class ScheduledForward:
         """What is held for a copy alone, which may be under way."""
         self._last_back: CopyBatch | None = None
 
+    def at_home(self) -> AbstractContextManager[object]:
+        """Return a context in which the current stream is the one that all that is held belongs to: what leaves waits for the
+        work there, and goes back to it."""
+        return _NO_CONTEXT if self.device.stream_number() == self._stream else self.device.on_stream(self._home)
+
     # The forward
 
     def keep_up(self, num_sent: int, num_released: int) -> None:
@@ -139,7 +152,7 @@ class ScheduledForward:
 
     def stop(self) -> None:
         """Follow the schedule no further: what comes is another's. What was copied is let go."""
-        with self.lock:
+        with self.lock, self.at_home():
             if self.is_forward:
                 self.is_forward = self._follows = False
                 self._was_stopped = True
@@ -160,8 +173,15 @@ class ScheduledForward:
             self.held[value] = None
 
     def _let_go_of_sent(self) -> None:
-        while self.num_released < self.num_sent:
-            self._release_next()
+        with self.at_home():
+            while self.num_released < self.num_sent:
+                self._release_next()
+
+    def note_pause(self) -> bool:
+        """A region of `no_offload` begins, or ends; tell whether one did so here as well."""
+        paused, number = self.trace.paused, self.num_pauses
+        self.num_pauses = number + 1
+        return number < len(paused) and paused[number] == self.num_saves
 
     @property
     def is_complete(self) -> bool:
@@ -180,7 +200,7 @@ class ScheduledForward:
 
     def end_forward(self) -> None:
         """No more saves belong to the forward."""
-        with self.lock:
+        with self.lock, self.at_home():
             if self.num_saves < len(self.schedule.saves):
                 self.stop()
             elif self.is_forward:
@@ -284,24 +304,28 @@ class ScheduledForward:
 
     def _fetch_next(self) -> bool:
         """Put the next batch that comes back on its lane; tell whether there was room."""
+        if self.device.stream_number() != self._stream:  # each request gets its own there
+            self._follows = False
+            return False
         schedule, number = self.schedule, self._num_fetched
         values = schedule.copies.back[number]
-        device, held, ready, storages = self.device, self.held, self._ready, []
+        device, held, storages, made = self.device, self.held, [], []
         for value in values:
             if held[value] is not None or self._awaiting[value] <= 0:
                 self._follows = False
                 return False
-            whole = schedule.whole[value]
+            whole, tensor = schedule.whole[value], None
             try:
                 if whole is None:
                     storage = device.allocate(schedule.sizes_bytes[value])
                 else:
-                    ready[value] = tensor = device.allocate_tensor(*whole)
+                    tensor = device.allocate_tensor(*whole)
                     storage = tensor.untyped_storage()
             except torch.OutOfMemoryError:
                 self._follows = False  # it may be needed less soon than what took the room
                 return False
             storages.append(storage)
+            made.append(tensor)
         batch, behind = schedule.back[number], schedule.behind[number]
         for value, storage in zip(values, storages, strict=True):
             held[value] = storage
@@ -313,9 +337,10 @@ class ScheduledForward:
             batch.start(storages, after)
         if after is not None:
             self._behind = behind
-        for value in values:
+        for value, tensor in zip(values, made, strict=True):
             self._coming[value] = number
             self._fetched[value] = 1
+            self._ready[value] = tensor  # last: it is given as it is
         self._last_back = batch
         self._num_fetched = number + 1
         self.counts.moved_in.batches.append(batch)
@@ -349,7 +374,7 @@ class ScheduledForward:
     def _fetch_one(self, value: int) -> torch.UntypedStorage:
         """Bring back a value that is needed now."""
         schedule, batch = self.schedule, self.schedule.copy_alone(value, is_out=False)
-        storage = self.device.allocate(schedule.sizes_bytes[value])
+        storage = self._allocate_now(schedule.sizes_bytes[value])
         if self.device.stream_number() == self._stream:
             self.held[value], self._fetched[value] = storage, 1
         else:  # it is for this request alone
@@ -361,6 +386,20 @@ class ScheduledForward:
         self.counts.moved_in.batches.append(batch)
         self.counts.stall_in.batches.append(batch)
         return storage
+
+    def _allocate_now(self, num_bytes: int) -> torch.UntypedStorage:
+        """Return a storage for what cannot wait: what was fetched ahead makes room for it."""
+        try:
+            return self.device.allocate(num_bytes)
+        except torch.OutOfMemoryError:
+            self._follows = False
+            self._let_go_of_served(wait=True)
+            self._give_up_fetched()
+        try:
+            return self.device.allocate(num_bytes)
+        except torch.OutOfMemoryError as error:
+            note_no_room(error, format_mib(num_bytes), self.name)
+            raise
 
     def _serve_last(self, value: int, storage: torch.UntypedStorage) -> None:
         """The last tensor of a value was given back: it is held no more, unless it is nowhere else."""
@@ -440,7 +479,8 @@ class ScheduledForward:
         self.num_released = self.num_sent
         for value, is_fetched in enumerate(self._fetched):
             if is_fetched:
-                self.held[value] = self._ready[value] = None
+                self.held[value] = None
+        self._ready = [None] * len(self._ready)
         self._fetched = bytearray(len(self._fetched))
         self._coming.clear()
         self._lent.clear()

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
@@ -31,11 +32,12 @@ class ScheduledSaves:
         forward.life = weakref.ref(self)
         self._take = take
         self._device = forward.device
+        self._torch_device = forward.device.torch_device
         self._notes = forward.device.takes_notes
         self._stream = forward.device.stream_number()
         self._saves, self._num_saves = forward.schedule.saves, len(forward.schedule.saves)
         self._addresses: dict[int, int] = {}
-        """For the address of a storage, the value that it was held for."""
+        """For the address of a storage, the last value that it was held for."""
 
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves: a saved-tensor hook."""
@@ -53,7 +55,7 @@ class ScheduledSaves:
             except RuntimeError:  # it has no shape
                 is_due = False
             if is_due:
-                if self._notes and save.value >= 0:
+                if self._notes and save.value >= 0 and self._is_here(tensor):
                     self._device.note_written(tensor.untyped_storage(), torch_private.version_of(tensor))
                 if save.stays and save.num_sent == forward.num_sent and save.num_released == forward.num_released:
                     forward.num_saves = place + 1
@@ -68,6 +70,10 @@ class ScheduledSaves:
             forward.stop()
         return self._take(tensor)
 
+    def _is_here(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is made of bytes on the device."""
+        return tensor.device == self._torch_device and tensor.layout is torch.strided
+
     def _pack(self, save: ScheduledSave, tensor: Tensor) -> Any:
         """Return the handle of a save with which, or at which, something is to be done; None if it is not the one due."""
         forward = self.forward
@@ -76,6 +82,8 @@ class ScheduledSaves:
                 forward.mend()
                 return None
             try:
+                if save.num_pauses >= 0 and save.num_pauses != forward.num_pauses:
+                    return None  # no region of `no_offload` begins or ends here
                 version = torch_private.version_of(tensor)
                 if save.is_moved:
                     if not self._hold(save, tensor, version):
@@ -86,8 +94,12 @@ class ScheduledSaves:
                     alias = tensor.detach()
                 forward.num_saves += 1
                 if save.num_sent > forward.num_sent or save.num_released > forward.num_released:
-                    forward.keep_up(save.num_sent, save.num_released)
-                if save.stays:
+                    if save.is_moved:  # on the stream that it is held for
+                        forward.keep_up(save.num_sent, save.num_released)
+                    else:
+                        with forward.at_home():
+                            forward.keep_up(save.num_sent, save.num_released)
+                if save.is_kept:
                     return alias, version
                 return tuple.__new__(ScheduledHandle, (self, save, alias, version))
             except BaseException:
@@ -96,6 +108,8 @@ class ScheduledSaves:
 
     def _hold(self, save: ScheduledSave, tensor: Tensor, version: int) -> bool:
         """Hold the storage of a value that leaves; tell whether it is the one that is due."""
+        if tensor.device != self._torch_device or tensor.layout is not torch.strided:
+            return False
         storage = tensor.untyped_storage()
         if (
             tensor.stride() != save.stride
@@ -111,15 +125,14 @@ class ScheduledSaves:
             return False
         forward, value, address = self.forward, save.value, torch_private.storage_address(storage)
         base = torch_private.base_of(tensor)
+        if not save.is_first:
+            counter, was = forward.counters[value]
+            is_same = forward.originals[value]() is storage and counter() is (tensor if base is None else base)
+            return is_same and bool(was == version)
         known = self._addresses.get(address)
         if known is not None and forward.originals[known]() is not storage:
             known = None  # another one had that address
-        if not save.is_first:
-            if known != value:
-                return False
-            counter, was = forward.counters[value]
-            return counter() is (tensor if base is None else base) and was == version
-        if known is not None:
+        if known != save.before:
             return False
         forward.originals[value] = weakref.ref(storage)
         forward.counters[value] = (weakref.ref(tensor if base is None else base), version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +79,7 @@ class MovingStage(Stage):
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
         """Bytes of what could be moved but for its size, by storage, as long as nothing larger is known."""
         self._may_be_compiled = dynamo_is_loaded()
-        self._capture: Capture | None = Capture()
+        self._capture: Capture | None = None if paused.are_any() else Capture()
         """Notes all that the hooks are given, as long as that may be of use."""
         self._scheduled: ScheduledForward | None = None
         self._is_alone = True
@@ -88,6 +88,18 @@ class MovingStage(Stage):
         """Whether nothing is saved to it: there is nothing to do."""
         self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
         """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
+
+    @property
+    def _asked(self) -> tuple[Hashable, ...]:
+        """What was asked for, on which it depends what is seen of a forward."""
+        return self._options.min_bytes, self._options.host_limit_bytes, bool(self._resident)
+
+    def note_pause(self) -> None:
+        """A region of `no_offload` begins here, or ends."""
+        if self._capture is not None:
+            self._capture.paused.append(len(self._capture.saves))
+        if self._scheduled is not None and not self._scheduled.note_pause():
+            self._scheduled.stop()
 
     def follow_schedule(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any] | None:
         """Return what takes the tensors of a forward that goes as the last one did; None where that is not known.
@@ -99,11 +111,12 @@ class MovingStage(Stage):
         if len(windows) != 1 or options.device not in (None, windows[0].device) or windows[0].traces.has_report():
             return None
         window = windows[0]
-        asked = (options.min_bytes, options.host_limit_bytes)
+        if paused.are_any():
+            return None
         with state.lock:
             try:
                 window.arena.limit_bytes = options.host_limit_bytes
-                saves = follow_schedule(window, asked, self.counts.ratio, options.window_bytes, self.counts, take)
+                saves = follow_schedule(window, self._asked, self.counts.ratio, options.window_bytes, self.counts, take)
             except BaseException:  # as `mended` does
                 window.is_broken = True
                 raise
@@ -142,15 +155,15 @@ class MovingStage(Stage):
         pass
 
     def end(self, *, has_failed: bool) -> None:
+        saw_device = bool(self._forwards) or self._scheduled is not None
         if self._scheduled is not None:
             self._end_scheduled(self._scheduled, has_failed=has_failed)
-        if not has_failed and (self._forwards or self._scheduled is not None):
+        if not has_failed and saw_device:
             self._state.idles_with = self._options if self.counts.ratio == 0 and self._is_alone else None
-        saw_device = bool(self._forwards) or self._scheduled is not None
         for window, forward in self._forwards.values():
             window.end_forward(forward, learn=not has_failed)
             if self._capture is not None and self._is_captured(self._capture, forward) and not has_failed:
-                forward.share.file_seen(tuple(self._capture.saves))
+                forward.share.file_seen(tuple(self._capture.saves), tuple(self._capture.paused), self._asked)
         self._warn_of_whole_model()
         if not has_failed:
             self._warn_of_small()
@@ -172,6 +185,8 @@ class MovingStage(Stage):
         scheduled.end_forward()
         if not (scheduled.is_complete or has_failed or self._forwards):
             self._forward_on(scheduled.device)  # a shorter one
+        if scheduled.num_pauses < len(scheduled.trace.paused):
+            scheduled.trace.seen_under = None
         if scheduled.is_complete:
             totals, counts = scheduled.schedule.totals, self.counts
             counts.seen_bytes += totals.seen_bytes
@@ -301,6 +316,7 @@ class MovingStage(Stage):
         """Go on as it goes behind what has followed a schedule."""
         scheduled.stop()
         trace = scheduled.trace
+        trace.seen_under = None
         leaving = scheduled.leaving
         share.resume(trace, scheduled.num_values, leaving)
         counts = self.counts

@@ -41,7 +41,7 @@ def follow_schedule(
     """
     window.settle()
     trace = window.traces.latest
-    if trace is None or trace.seen is None or trace.requests is None or not _is_free(window):
+    if trace is None or trace.seen is None or trace.requests is None or trace.seen_under != asked or not _is_free(window):
         return None
     window.fit_arena(max(known.plan(ratio, window_bytes).offload_bytes for known in window.traces))
     schedule = _schedule_of(trace, window, (asked, ratio, window_bytes, len(trace.held)), ratio, window_bytes)
@@ -60,7 +60,7 @@ def follow_schedule(
         schedule.place(span, window.device, window.lanes)
         for event in span.free_events:
             window.device.wait_event(window.lanes.out, event)
-    made = ScheduledForward(schedule, trace, window.device, window.arena, span, window.lock, counts)
+    made = ScheduledForward(schedule, trace, window.device, window.arena, span, window.lock, counts, window.name)
     saves = ScheduledSaves(made, take)
     window.scheduled = made
     return saves
@@ -89,6 +89,7 @@ def _schedule_of(
             limit_bytes=limit_bytes,
             forecast=forecast_of(trace, plan, limit_bytes=limit_bytes, window_bytes=plan.window_bytes),
             device=window.device,
+            paused=trace.paused,
         )
         found = trace.schedule = (key, schedule)
     schedule = found[1]

@@ -21,7 +21,7 @@ from memkit.activations.saved.mending import mend
 from memkit.activations.saved.records import Handle, Record, Residency
 from memkit.activations.saved.traces import Traces
 from memkit.device.base import Device
-from memkit.errors import HostMemoryError, note_on, warn_user
+from memkit.errors import HostMemoryError, note_no_room, warn_user
 from memkit.interrupts import mended
 from memkit.plan import Action
 from memkit.sizes import format_mib
@@ -42,7 +42,7 @@ class OffloadWindow:
         self.device = device
         self.arena = Arena(device)
         self.traces = Traces()
-        self._name = f'{name} (tag "{tag}")'
+        self.name = f'{name} (tag "{tag}")'
         self.tag = tag
         self.lock = lock
         self.lanes = lanes_of(device)
@@ -166,7 +166,7 @@ class OffloadWindow:
             forward.counts.kept_bytes += record.num_bytes
             if not self._has_warned:
                 self._has_warned = True
-                warn_user(f"{self._name} leaves {format_mib(record.num_bytes)} on the device: {error}")
+                warn_user(f"{self.name} leaves {format_mib(record.num_bytes)} on the device: {error}")
 
     def make_room(self, forward: Forward) -> None:
         """Let go of what leaves, the oldest copy first, until the limit is kept to."""
@@ -298,11 +298,7 @@ class OffloadWindow:
             try:
                 ledger.fetch(record)
             except torch.OutOfMemoryError as error:
-                note_on(
-                    error,
-                    f"memkit: no room on the device for {format_mib(record.num_bytes)} that {self._name} "
-                    "had moved to the host, also after all that was fetched ahead was dropped. Use a higher offload_ratio.",
-                )
+                note_no_room(error, format_mib(record.num_bytes), self.name)
                 raise
 
     def _take_back(self, forward: Forward, *, until: int | None) -> None:

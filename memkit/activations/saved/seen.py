@@ -28,8 +28,10 @@ class SeenSave:
     is_written: bool
     """Whether the storage has been written when it is saved: see [Note: saved before it is written]."""
     node: int
-    """The number of the node that saves it: equal for what is saved at once."""
+    """The number of the node that saves it, from the first one on: equal for what is saved at once."""
     num_values: int
     """How many values, counted or let pass, had been noted after it."""
+    before: int
+    """The value that the same storage was saved as before, if this one is saved for the first time; else `NO_VALUE`."""
     seen_bytes: int
     """What it adds to the bytes that could leave by their kind."""

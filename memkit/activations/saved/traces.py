@@ -62,6 +62,10 @@ class Trace:
     """The value of each request of that backward, perhaps again."""
     seen: tuple[SeenSave, ...] | None = None
     """All that the hooks were given, where that is known: later forwards may follow a schedule."""
+    seen_under: object = None
+    """What was asked for then, on which that depends; None where it is to be looked at again."""
+    paused: tuple[int, ...] = ()
+    """Before which of these saves a region of `no_offload` began, or ended."""
     schedule: tuple[object, Any] | None = None
     """What it was made for, and that."""
     is_report: bool = False
