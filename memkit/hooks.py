@@ -159,7 +159,7 @@ class HookSet:
         self._handles.append(register_optimizer_step_pre_hook(pre_hook))
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(module, args)` ahead of every forward, in all threads, and `after(module, args, kwargs, output)` behind it,
+        """Call `before(module, args)` ahead of every forward, in all threads, `after(module, args, kwargs, output)` behind it,
         or `after(module, args, None)` where it raises."""
         self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
         last = nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True)
