@@ -460,11 +460,13 @@ def test_steady_steps_have_the_same_bits_and_figures(
         assert_same_bits([x for x in found if x is not None], [x for x in wanted if x is not None])
         offloads.device.synchronize()
         stats = memkit.stats(TAG)
-        figures.append({field: getattr(stats, field) for field in FIGURES})
+        figures.append({field: getattr(stats, field) for field in FIGURES if field not in (OF_COPIES if name == "masks" else ())})
     if not isinstance(offloads.device, ReferenceDevice) or offloads.device._random is None:
         assert figures[2] == figures[3] == figures[1]
 
 
+OF_COPIES = ("moved_out_bytes", "num_copies_out", "ratio_reached", "host_peak_bytes")
+"""They differ where a save dies ahead of its copy: a schedule has its storage leave all the same."""
 FIGURES = (
     "seen_bytes",
     "unique_bytes",

@@ -96,8 +96,8 @@ class ScheduledForward:
         self._stream, self._home = device.stream_number(), device.current_stream()
         """What all that is held belongs to."""
         self._asked = bytearray(num_values)
-        self._awaiting = list(schedule.num_handles)
-        """For each value how many of its handles the backward is yet to ask for."""
+        self._awaiting = list(schedule.num_requests)
+        """For each value how often the backward is yet to ask for it."""
         self._fetched = bytearray(num_values)
         """Whether what is held was fetched."""
         self._coming: dict[int, int] = {}
@@ -269,7 +269,7 @@ class ScheduledForward:
         return tensor
 
     def _over(self, storage: torch.UntypedStorage, save: ScheduledSave) -> Tensor:
-        if torch_private.num_dispatch_modes():
+        if torch_private.num_dispatch_modes() or save.is_conj or save.is_neg:
             assert save.geometry is not None
             return save.geometry.over(storage)
         made = torch.empty(0, dtype=save.dtype, device=storage.device)
@@ -281,7 +281,7 @@ class ScheduledForward:
             self.end_forward()
         else:
             self._follows = False
-            self._awaiting = list(self.schedule.num_handles)
+            self._awaiting = list(self.schedule.num_requests)
             self._asked = bytearray(len(self._asked))
         self.task = task
         me = weakref.ref(self)
