@@ -484,3 +484,26 @@ FIGURES = (
     "live_records",
     "live_bytes",
 )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_device_is_not_the_current_one() -> None:
+    """To CUDA the default stream is that of the current device, whatever the tensors are on."""
+    assert torch.cuda.current_device() == 0
+    x = torch.randn(2**22, device="cuda:1", requires_grad=True)
+
+    def forward() -> Tensor:
+        y = x
+        for _ in range(12):
+            y = y.sin() * 1.5
+        return y
+
+    wanted = gradient_of(forward(), x)
+    for _ in range(5):
+        with memkit.CPUOffload(1.0, TAG, min_bytes=0, window_bytes=0):
+            y = forward()
+        for _ in range(20):
+            torch.randn(2**20, device="cuda:0").sin()
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y

@@ -110,7 +110,6 @@ class ScheduledForward:
         """For values that are asked for again, what was handed out over what was fetched."""
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
         """What is held for a copy alone, which may be under way."""
-        self._last_back: CopyBatch | None = None
 
     def at_home(self) -> AbstractContextManager[object]:
         """Return a context in which the current stream is the one that all that is held belongs to: what leaves waits for the
@@ -341,7 +340,6 @@ class ScheduledForward:
             self._coming[value] = number
             self._fetched[value] = 1
             self._ready[value] = tensor  # last: it is given as it is
-        self._last_back = batch
         self._num_fetched = number + 1
         self.counts.moved_in.batches.append(batch)
         return True
@@ -382,7 +380,6 @@ class ScheduledForward:
         with label("fetch"):
             batch.start([storage], self._alone.get(value) or schedule.out[schedule.batch_of[value]])
             batch.wait()
-        self._last_back = batch
         self.counts.moved_in.batches.append(batch)
         self.counts.stall_in.batches.append(batch)
         return storage
@@ -458,9 +455,8 @@ class ScheduledForward:
         self._let_go_of_served(wait=True)
         self._give_up_fetched()
         self.held = [None] * len(self.held)
-        last = self._last_back.done if self._last_back is not None else None
-        if last is None and self.num_sent:
-            last = self.schedule.out[self.num_sent - 1].done
+        # by now it has waited for all copies, also for those that left by themselves
+        last = self.device.record_event(self._home, timed=False) if self.num_sent or self._alone else None
         if self._arena.has(self._span):  # else an interrupt came when it had just been given back
             self._arena.give(self._span, last)
         self._span = None
