@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -507,3 +510,371 @@ def test_device_is_not_the_current_one() -> None:
             torch.randn(2**20, device="cuda:0").sin()
         assert_same_bits([gradient_of(y, x)], [wanted])
         del y
+
+
+# Backwards
+
+
+def _learned(offloads: Offloads, forward: Callable[[], Tensor], **options: Any) -> Tensor:
+    """Return what a forward has made that has followed a schedule."""
+    offloads.learn(forward, **options)
+    with offloads(**options):
+        y = forward()
+    assert offloads.follows
+    return y
+
+
+SETTINGS = [{"ratio": 1.0, "window_units": 0}, {"ratio": 0.5, "window_units": 0}, {"ratio": 1.0, "window_units": 6}]
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_backward_again_and_again(offloads: Offloads, options: dict[str, Any]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    y = _learned(offloads, lambda: chain(x, IN_BATCHES), **options)
+
+    for _ in range(3):
+        (found,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert_same_bits([found], [wanted])
+    assert_same_bits([gradient_of(y, x)], [wanted])
+    with pytest.raises(RuntimeError, match="second time"):
+        gradient_of(y, x)
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_gradient_of_a_gradient(offloads: Offloads, options: dict[str, Any]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+
+    def of_gradient(y: Tensor) -> list[Tensor]:
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return [first.detach(), second]
+
+    wanted = of_gradient(chain(x, IN_BATCHES))
+    y = _learned(offloads, lambda: chain(x, IN_BATCHES), **options)
+    assert_same_bits(of_gradient(y), wanted)
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_parts_of_the_backward_in_another_order(offloads: Offloads, options: dict[str, Any]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+
+    def forward() -> tuple[Tensor, Tensor, Tensor]:
+        trunk = chain(x, [1, 2, 1])
+        return trunk, chain(trunk, [1] * 6), chain(trunk, [2, 1, 1])
+
+    def backward(trunk: Tensor, first: Tensor, second: Tensor, order: int) -> list[Tensor]:
+        if order == 0:
+            return [gradient_of(first.sum() + second.sum(), x)]
+        ends = (first, second) if order == 1 else (second, first)
+        of_ends = [torch.autograd.grad(end.sum(), trunk)[0] for end in ends]
+        return [*of_ends, torch.autograd.grad(trunk, x, sum(of_ends))[0]]
+
+    for order in (0, 0, 0, 1, 2, 0, 1, 1, 1, 2, 2, 2, 0):
+        wanted = backward(*forward(), order)
+        with offloads(**options):
+            made = forward()
+        assert_same_bits(backward(*made, order), wanted)
+        del made
+
+
+def test_backward_in_another_thread(offloads: Offloads) -> None:
+    x, found = leaf_on(offloads.device.torch_device), list[Tensor]()
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    made = [_learned(offloads, lambda: chain(x, IN_BATCHES), window_units=4)]
+    thread = threading.Thread(target=lambda: found.append(gradient_of(made.pop(), x)))
+    thread.start()
+    thread.join()
+
+    assert_same_bits(found, [wanted])
+
+
+def test_backward_in_another_thread_while_the_next_forward_runs(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, [1] * 30), x)
+    for _ in range(3):
+        made = [_learned(offloads, lambda: chain(x, [1] * 30), window_units=4)]
+        found: list[Tensor] = []
+        thread = threading.Thread(target=lambda: found.append(gradient_of(made.pop(), x)))  # noqa: B023
+        thread.start()
+        with offloads(window_units=4):
+            second = chain(x, [1] * 30)
+        thread.join()
+        assert_same_bits([*found, gradient_of(second, x)], [wanted] * 2)
+        del second
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_two_forwards_are_alive_at_once(offloads: Offloads, options: dict[str, Any]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    for is_reversed in (False, True):
+        graphs = [_learned(offloads, lambda: chain(x, IN_BATCHES), **options)]
+        for _ in range(2):
+            with offloads(**options):
+                graphs.append(chain(x, IN_BATCHES))
+        while graphs:
+            assert_same_bits([gradient_of(graphs.pop(-1 if is_reversed else 0), x)], [wanted])
+
+
+def test_backward_inside_the_context(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    for num_forwards in (1, 1, 1, 1, 2, 1, 1, 2, 2, 3, 1):
+        with offloads(window_units=2):
+            for _ in range(num_forwards):
+                assert_same_bits([gradient_of(chain(x, IN_BATCHES), x)], [wanted])
+
+
+@pytest.mark.parametrize("num_units", [[1] * 3, [1] * 12, [2, 1], []])
+def test_forward_is_shorter_longer_or_other(offloads: Offloads, num_units: list[int]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    for units in ([1] * 6, [1] * 6, [1] * 6, num_units, [1] * 6, [1] * 6, num_units, num_units, num_units, num_units, [1] * 6):
+        wanted = gradient_of(chain(x, units) * 1, x)
+        for ratio, window in ((1.0, 0), (0.5, 2)):
+            with offloads(ratio, window):
+                y = chain(x, units) * 1
+            assert_same_bits([gradient_of(y, x)], [wanted])
+            del y
+
+
+# Writes
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.0])
+def test_write_to_what_was_saved_is_autograds_own_error(offloads: Offloads, ratio: float, place: int) -> None:
+    x = leaf_on(offloads.device.torch_device)
+
+    def forward(is_written: bool) -> Tensor:
+        y, kept = x, []
+        for _ in range(4):
+            y = y.clone()
+            kept.append(y)
+            y = y.sin()
+        if is_written:
+            kept[place].add_(1)
+        return y
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as plain:
+        forward(True).sum().backward()
+    for _ in range(3):
+        with offloads(ratio):
+            y = forward(False)
+        gradient_of(y, x)
+        del y
+    with offloads(ratio):
+        y = forward(True)
+    with pytest.raises(RuntimeError) as found:
+        y.sum().backward()
+    del y
+    assert _unhinted(str(found.value)) == _unhinted(str(plain.value))
+    del found, plain  # they hold the frames, and so the graph
+
+
+def _unhinted(message: str) -> str:
+    """Return autograd's message up to which output of which node it was, which hooks are not told."""
+    return message.partition("]")[0]
+
+
+# Ends
+
+
+def test_graph_without_backward(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    for units in (0, 3, 40):
+        y = _learned(offloads, lambda: chain(x, IN_BATCHES), window_units=units)
+        del y
+        offloads.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("place", [0, 5, 10])
+def test_forward_fails(offloads: Offloads, place: int, options: dict[str, Any]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    for _ in range(2):
+        offloads.learn(lambda: chain(x, IN_BATCHES), **options)
+        with pytest.raises(KeyError), offloads(**options):
+            y = chain(x, IN_BATCHES[:place])
+            raise KeyError
+        del y
+        offloads.assert_nothing_is_left()
+        with offloads(**options):
+            y = chain(x, IN_BATCHES)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_backward_fails_and_is_run_again(offloads: Offloads, options: dict[str, Any]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    for place in range(10):
+        y = _learned(offloads, lambda: chain(x, IN_BATCHES), **options)
+        node = y.grad_fn
+        for _ in range(2 * place):
+            node = node.next_functions[0][0]
+
+        def fail(_: Any) -> None:
+            raise KeyError
+
+        handle = node.register_prehook(fail)
+        with pytest.raises(KeyError) as caught:
+            y.sum().backward(retain_graph=True)
+        handle.remove()
+        caught.value.__traceback__ = None
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y, node, handle
+        offloads.assert_nothing_is_left()
+
+
+def test_reset_between_forward_and_backward(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    for _ in range(2):
+        y = _learned(offloads, lambda: chain(x, IN_BATCHES), window_units=2)
+        memkit.reset(TAG)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+
+
+def test_many_steps_leave_what_three_did(offloads: Offloads) -> None:
+    x, left = leaf_on(offloads.device.torch_device), []
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(60):
+            with offloads(window_units=2):
+                y = chain(x, IN_BATCHES)
+            gradient_of(y, x)
+            del y
+            if number in (9, 59):
+                offloads.assert_nothing_is_left()
+                stats = memkit.stats(TAG)
+                (window,) = offload_states[TAG].windows()
+                left.append(
+                    (stats.host_held_bytes, stats.num_pins, stats.host_peak_bytes, len(window.traces), len(window.forwards.live()))
+                )
+                left[-1] += (len(gc.get_objects()) // 50,)
+    finally:
+        gc.enable()
+    assert left[0] == left[1]
+
+
+# Other contexts
+
+
+def test_marks_come_and_go(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, [1] * 8), x)
+    for mark in (None, None, None, memkit.keep, None, None, None, memkit.offload, None, None, memkit.recompute, None, None):
+        for ratio in (1.0, 0.5):
+            with offloads(ratio):
+                y = chain(x, [1] * 4)
+                if mark is not None:
+                    mark(y)
+                y = chain(y, [1] * 4)
+            assert_same_bits([gradient_of(y, x)], [wanted])
+            del y
+
+
+def test_rematerialize_inside_comes_and_goes(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, [1] * 8), x)
+    for is_inside in (False, False, False, True, True, False, False, True, True, True, False, False, False):
+        inside = memkit.Rematerialize(0.5, f"{TAG} inside", min_bytes=0, device=offloads.device)
+        with offloads(), inside if is_inside else nullcontext():
+            y = chain(x, [1] * 8)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+
+
+def test_tags_beside_and_inside_each_other(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, [1] * 12), x)
+
+    def other(number: int) -> memkit.CPUOffload:
+        return memkit.CPUOffload(1.0, f"{TAG} {number}", min_bytes=0, window_bytes=0, device=offloads.device)
+
+    for _ in range(5):
+        with offloads():
+            y = chain(x, [1] * 3)
+            with other(1):
+                y = chain(y, [1] * 3)
+            y = chain(y, [1] * 3)
+        with other(2):
+            y = chain(y, [1] * 3)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+
+
+def test_hooks_of_the_user_inside_and_outside(offloads: Offloads) -> None:
+    x, hooks = leaf_on(offloads.device.torch_device), torch.autograd.graph.saved_tensors_hooks
+    wanted = gradient_of(chain(x, [1] * 9), x)
+    for kind in ("", "", "", "inside", "inside", "", "", "outside", "outside", "", ""):
+        user = lambda name: hooks(lambda t: t.clone(), lambda t: t) if kind == name else nullcontext()  # noqa: B023, E731
+        with user("outside"), offloads():
+            y = chain(x, [1] * 3)
+            with user("inside"):
+                y = chain(y, [1] * 3)
+            y = chain(y, [1] * 3)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+
+
+def test_host_limit_that_is_too_small(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, [4] * 8), x)
+    for limit in (None, None, None, 4 * 4 * UNIT_BYTES, 4 * 4 * UNIT_BYTES, 4 * 4 * UNIT_BYTES, 4 * 4 * UNIT_BYTES, None, None):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with offloads(host_limit_bytes=limit):
+                y = chain(x, [4] * 8)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+
+
+def test_grad_mode_is_off_in_between(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, [1] * 8), x)
+    for is_on in (True, True, True, False, True, True, False, False, True):
+        with torch.set_grad_enabled(is_on), offloads():
+            y = chain(x, [1] * 4)
+            with torch.no_grad():
+                chain(x, [1] * 2)
+            y = chain(y, [1] * 4)
+        if is_on:
+            assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+
+
+def test_layer_is_frozen_and_trained_again(offloads: Offloads) -> None:
+    torch_device = offloads.device.torch_device
+    layers = [torch.nn.Linear(16, 16, device=torch_device) for _ in range(5)]
+    x = torch.randn(16, 16, device=torch_device)
+
+    def loss() -> Tensor:
+        y = x
+        for layer in layers:
+            y = functional.dropout(functional.gelu(layer(y)), 0.3)
+        return y.square().sum()
+
+    def gradients() -> list[Tensor]:
+        found = [p.grad for layer in layers for p in layer.parameters() if p.grad is not None]
+        for layer in layers:
+            layer.zero_grad()
+        return found
+
+    for number, frozen in enumerate(("", "", "", "0", "0", "0", "02", "2", "", "", "34", "34", "34")):
+        for index, layer in enumerate(layers):
+            layer.requires_grad_(str(index) not in frozen)
+        torch.manual_seed(number)
+        loss().backward()
+        wanted = gradients()
+        torch.manual_seed(number)
+        with offloads():
+            made = loss()
+        made.backward()
+        del made
+        assert_same_bits(gradients(), wanted)
