@@ -46,7 +46,9 @@ class ScheduledSave:
         "value",
     )
 
-    def __init__(self, seen: SeenSave, torch_device: torch.device, *, is_moved: bool, is_asked: bool, is_first: bool, num_pauses: int) -> None:
+    def __init__(
+        self, seen: SeenSave, torch_device: torch.device, *, is_moved: bool, is_asked: bool, is_first: bool, num_pauses: int
+    ) -> None:
         self.shape, self.dtype, self.value, self.num_bytes = seen.shape, seen.dtype, seen.value, seen.num_bytes
         self.num_values = seen.num_values
         self.is_moved = is_moved
