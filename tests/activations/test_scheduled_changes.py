@@ -275,3 +275,32 @@ def test_layer_is_frozen_and_trained_again(offloads: Offloads) -> None:
         made.backward()
         del made
         assert_same_bits(gradients(), wanted)
+
+
+def test_attached_and_not(offloads: Offloads) -> None:
+    """What the model holds leaves where it is not attached."""
+    torch_device = offloads.device.torch_device
+
+    class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.rand(16, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = (x * self.table).sin()
+            return x
+
+    model, x = Table().to(torch_device), torch.randn(16, 16, device=torch_device, requires_grad=True)
+    wanted = gradient_of(model(x), x)
+    for is_attached in (False, False, False, True, True, True, True, False, False, False):
+        if is_attached:
+            with memkit.attach(model, offloads()):
+                y = model(x)
+        else:
+            with offloads():
+                y = model(x)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        if is_attached:
+            assert offloads.moved_units == 3
+        del y

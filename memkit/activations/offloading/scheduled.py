@@ -469,6 +469,7 @@ class ScheduledForward:
     def mend(self) -> list[Span]:
         """Put right what was broken off (see [Note: interrupts] in `memkit.interrupts`); return the host memory it holds."""
         self.device.synchronize()
+        self._was_stopped = self._was_stopped or self.is_forward
         self.is_forward = self._follows = False
         for value in self.leaving:
             self.held[value] = None
