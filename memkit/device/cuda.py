@@ -80,7 +80,8 @@ def _bindings() -> Any:
 class CudaCopyBatch(CopyBatch):
     """Copies by `cudaMemcpyAsync`; several by one `cudaMemcpyBatchAsync`, where the driver has that.
 
-    While a dispatch mode is on, as CUDA's stream sanitizer is, all goes through torch, so that the mode hears of it.
+    While a dispatch mode is on, as CUDA's stream sanitizer is, all goes through torch, so that the mode hears of it. So it does
+    while another device is the current one: to CUDA the default stream is then that device's.
     """
 
     _takes_batches = True
@@ -98,6 +99,9 @@ class CudaCopyBatch(CopyBatch):
         self._sizes_bytes = [piece.num_bytes for piece in pieces]
         self._is_one = len(pieces) == 1
 
+    def _is_current(self) -> bool:
+        return _is_alone() or torch.cuda.current_device() == self.device.torch_device.index
+
     def _make_events(self) -> None:
         events = CudaEvent(), CudaEvent(), CudaEvent()
         handle_of = self._runtime.cudaEvent_t
@@ -107,7 +111,7 @@ class CudaCopyBatch(CopyBatch):
         self._events = events
 
     def start(self, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
-        if torch_private.num_dispatch_modes():
+        if torch_private.num_dispatch_modes() or not self._is_current():
             self._events = None
             super().start(storages, behind)
             return
@@ -149,13 +153,19 @@ class CudaCopyBatch(CopyBatch):
         return 0
 
     def wait(self) -> None:
-        if self._events is None or torch_private.num_dispatch_modes():
+        if self._events is None or torch_private.num_dispatch_modes() or not self._is_current():
             super().wait()
             return
         runtime, stream = self._runtime, self._raw_stream()
         self.waited = self._events[2]
         runtime.cudaEventRecord(self._on_waited, stream)
         runtime.cudaStreamWaitEvent(stream, self._on_done, 0)
+
+
+@functools.cache
+def _is_alone() -> bool:
+    """Tell whether there is no other device."""
+    return torch.cuda.device_count() == 1
 
 
 @functools.cache

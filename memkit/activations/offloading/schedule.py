@@ -27,9 +27,11 @@ class ScheduledSave:
         "before",
         "dtype",
         "geometry",
+        "is_conj",
         "is_first",
         "is_kept",
         "is_moved",
+        "is_neg",
         "is_written",
         "nothing",
         "num_bytes",
@@ -44,7 +46,9 @@ class ScheduledSave:
         "value",
     )
 
-    def __init__(self, seen: SeenSave, torch_device: torch.device, *, is_moved: bool, is_asked: bool, is_first: bool, num_pauses: int) -> None:
+    def __init__(
+        self, seen: SeenSave, torch_device: torch.device, *, is_moved: bool, is_asked: bool, is_first: bool, num_pauses: int
+    ) -> None:
         self.shape, self.dtype, self.value, self.num_bytes = seen.shape, seen.dtype, seen.value, seen.num_bytes
         self.num_values = seen.num_values
         self.is_moved = is_moved
@@ -63,6 +67,8 @@ class ScheduledSave:
         self.geometry: Geometry | None = seen.geometry
         self.stride: tuple[int, ...] | None = None if seen.geometry is None else seen.geometry.stride
         self.offset: int | torch.SymInt | None = None if seen.geometry is None else seen.geometry.offset
+        self.is_conj = seen.geometry is not None and seen.geometry.is_conj
+        self.is_neg = seen.geometry is not None and seen.geometry.is_neg
         self.nothing: Tensor | None = None
         if is_moved and seen.dtype is not None:
             self.nothing = nothing(seen.dtype, torch_device)
@@ -88,6 +94,7 @@ class Schedule:
         seen: what was saved.
         plan: what leaves.
         copies: when.
+        requests: the value of each request of the backward.
         paused: before which saves a region of `no_offload` began, or ended.
     """
 
@@ -98,6 +105,7 @@ class Schedule:
         copies: CopySchedule,
         device: Device,
         num_values: int,
+        requests: Sequence[int],
         paused: Sequence[int],
     ) -> None:
         self.copies = copies
@@ -110,6 +118,10 @@ class Schedule:
         self.saves: list[ScheduledSave] = []
         self.num_handles = [0] * num_values
         """For each value, how many saves it is of."""
+        self.num_requests = [0] * num_values
+        """For each value, how often the backward asks for it."""
+        for value in requests:
+            self.num_requests[value] += 1
         pauses = {place: number for number, place in enumerate(paused, start=1)}
         befores: dict[int, int] = {}
         for place, save in enumerate(seen):
@@ -137,7 +149,7 @@ class Schedule:
         """For each value that is asked for once, as all of its storage, how it lies in that."""
         for made in self.saves:
             geometry = made.geometry
-            is_alone = made.is_moved and self.num_handles[made.value] == 1
+            is_alone = made.is_moved and self.num_handles[made.value] == self.num_requests[made.value] == 1
             if is_alone and geometry is not None and is_all_of(geometry, made.num_bytes):
                 self.whole[made.value] = geometry.size, geometry.stride, geometry.dtype
         self.batch_of = {value: number for number, batch in enumerate(copies.out) for value in batch}
@@ -245,7 +257,7 @@ def make_schedule(
         window_bytes=plan.window_bytes,
         forecast=forecast,
     )
-    return Schedule(seen, plan, copies, device, len(plan.saves), paused)
+    return Schedule(seen, plan, copies, device, len(plan.saves), requests, paused)
 
 
 def _ready(seen: Sequence[SeenSave]) -> dict[int, int]:

@@ -96,8 +96,8 @@ class ScheduledForward:
         self._stream, self._home = device.stream_number(), device.current_stream()
         """What all that is held belongs to."""
         self._asked = bytearray(num_values)
-        self._awaiting = list(schedule.num_handles)
-        """For each value how many of its handles the backward is yet to ask for."""
+        self._awaiting = list(schedule.num_requests)
+        """For each value how often the backward is yet to ask for it."""
         self._fetched = bytearray(num_values)
         """Whether what is held was fetched."""
         self._coming: dict[int, int] = {}
@@ -110,7 +110,6 @@ class ScheduledForward:
         """For values that are asked for again, what was handed out over what was fetched."""
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
         """What is held for a copy alone, which may be under way."""
-        self._last_back: CopyBatch | None = None
 
     def at_home(self) -> AbstractContextManager[object]:
         """Return a context in which the current stream is the one that all that is held belongs to: what leaves waits for the
@@ -269,7 +268,7 @@ class ScheduledForward:
         return tensor
 
     def _over(self, storage: torch.UntypedStorage, save: ScheduledSave) -> Tensor:
-        if torch_private.num_dispatch_modes():
+        if torch_private.num_dispatch_modes() or save.is_conj or save.is_neg:
             assert save.geometry is not None
             return save.geometry.over(storage)
         made = torch.empty(0, dtype=save.dtype, device=storage.device)
@@ -281,7 +280,7 @@ class ScheduledForward:
             self.end_forward()
         else:
             self._follows = False
-            self._awaiting = list(self.schedule.num_handles)
+            self._awaiting = list(self.schedule.num_requests)
             self._asked = bytearray(len(self._asked))
         self.task = task
         me = weakref.ref(self)
@@ -341,7 +340,6 @@ class ScheduledForward:
             self._coming[value] = number
             self._fetched[value] = 1
             self._ready[value] = tensor  # last: it is given as it is
-        self._last_back = batch
         self._num_fetched = number + 1
         self.counts.moved_in.batches.append(batch)
         return True
@@ -382,7 +380,6 @@ class ScheduledForward:
         with label("fetch"):
             batch.start([storage], self._alone.get(value) or schedule.out[schedule.batch_of[value]])
             batch.wait()
-        self._last_back = batch
         self.counts.moved_in.batches.append(batch)
         self.counts.stall_in.batches.append(batch)
         return storage
@@ -458,9 +455,8 @@ class ScheduledForward:
         self._let_go_of_served(wait=True)
         self._give_up_fetched()
         self.held = [None] * len(self.held)
-        last = self._last_back.done if self._last_back is not None else None
-        if last is None and self.num_sent:
-            last = self.schedule.out[self.num_sent - 1].done
+        # by now it has waited for all copies, also for those that left by themselves
+        last = self.device.record_event(self._home, timed=False) if self.num_sent or self._alone else None
         if self._arena.has(self._span):  # else an interrupt came when it had just been given back
             self._arena.give(self._span, last)
         self._span = None
@@ -473,6 +469,7 @@ class ScheduledForward:
     def mend(self) -> list[Span]:
         """Put right what was broken off (see [Note: interrupts] in `memkit.interrupts`); return the host memory it holds."""
         self.device.synchronize()
+        self._was_stopped = self._was_stopped or self.is_forward
         self.is_forward = self._follows = False
         for value in self.leaving:
             self.held[value] = None

@@ -117,8 +117,8 @@ class ScheduledSaves:
             or storage.nbytes() != save.num_bytes
             or type(tensor) is not Tensor
             or tensor.requires_grad != save.is_written
-            or tensor.is_conj()
-            or tensor.is_neg()
+            or tensor.is_conj() != save.is_conj
+            or tensor.is_neg() != save.is_neg
             or torch_private.is_zero_tensor(tensor)
             or self._device.stream_number() != self._stream
         ):

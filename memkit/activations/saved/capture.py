@@ -51,7 +51,7 @@ class Capture:
         self.saves.append(SeenSave(shape, dtype, value, geometry, num_bytes, is_written, node, num_values, before, seen_bytes))
 
     def _before(self, record: Record, value: int) -> int:
-        """Return the value that the storage of a record was saved as before, and is not any more; `NO_VALUE` if there is none."""
+        """Return the value that the storage of a new record was saved as before; `NO_VALUE` if there is none."""
         storage = record.original()
         if storage is None or value in self._numbers:
             return NO_VALUE
