@@ -148,6 +148,8 @@ class RecordedForward(SavedValues):
     def _begin_backward(self, task: int) -> None:
         """A backward begins to ask, in an order that is known or guessed as the reverse of the saves."""
         is_first, self.task = self.task == -1, task
+        if self.counts.trial is not None:
+            self.counts.trial.begin_backward()
         backwards.on_end(functools.partial(_end_backward, self.window, weakref.ref(self), is_first))
         order = self.trace.step.uses if self.trace is not None and self.trace.has_order else None
         self._replay.compare_settings()

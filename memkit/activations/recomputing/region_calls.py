@@ -196,6 +196,8 @@ class RegionCall:
             raise
         if region.counts is not None:
             region.counts.num_replays += 1
+            if region.counts.trial is not None:
+                region.counts.trial.begin_backward()
 
 
 class Needed:

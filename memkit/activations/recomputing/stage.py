@@ -73,7 +73,7 @@ class RecordingStage(Stage):
         self._sizes = SizesSeen(options.min_bytes) if options.may_settle and options.budget != 1.0 else None
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
-        self.counts = Counts()
+        self.counts = Counts(trial=state.trial)
         state.know(options.kinds)
         self._forward = self._open_forward(raises=options.strict)
         self.recorder = Recorder(self._forward.recording, options.kinds, default_generator, state.costs.estimate_s)

@@ -133,6 +133,7 @@ class RegionStage(IdleStage):
         self._shapes, self._place = settled.regions.shapes, 0
         self._is_other = False
         self.counts = settled.regions.counts(settled.options.budget, settled.budget_bytes)
+        self.counts.trial = settled.regions.trial
         specs = {module: RegionSpec(calls=calls) for module, calls in modules.items()}
         self._regions = Regions(specs, keep=self._keep, counts=self.counts)
 

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from memkit.activations.saved.trial import Trial
 from memkit.device.base import CopyBatch, Event, busy_s_of
 from memkit.transfer.lanes import Transfer
 
@@ -95,6 +96,8 @@ class Counts:
     """The most that one op has made in forwards without a plan."""
     is_to_be_judged: bool = False
     """Whether the next forward is still to look at whether it kept to the budget."""
+    trial: Trial | None = None
+    """What is told when the backward begins to make anything again."""
     num_replays: int = 0
     num_replayed_ops: int = 0
     replayed_s: float = 0.0

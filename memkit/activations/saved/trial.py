@@ -1,9 +1,11 @@
-"""Which of two ways to keep to a budget is faster, as measured: times between one entry of a context and the next."""
+"""Which of two ways to keep to a budget is faster, as measured."""
 
 from __future__ import annotations
 
+import functools
 from enum import Enum
 
+from memkit import backwards
 from memkit.device import Device, Event
 
 _NUM_COUNTED = 2
@@ -18,10 +20,8 @@ class Way(Enum):
 
 
 class Trial:
-    """Times a few steps of either way on the device's own clock, which no host waits for.
-
-    What a step takes is the time from its entry to the next one's, with all that the training loop does in between: that is
-    the same either way. What is slower by more than noise is so in its fastest step.
+    """Times a few steps of either way, from the entry to the end of the backward, on the device's own clock, which no host waits
+    for. What is slower by more than noise is so in its fastest step.
 
     Args:
         is_open: whether it may be either way; else it is that of regions.
@@ -29,7 +29,8 @@ class Trial:
 
     def __init__(self, *, is_open: bool = True) -> None:
         self._pairs: dict[Way, list[tuple[Event, Event]]] = {way: [] for way in Way}
-        self._last: Event | None = None
+        self._device: Device | None = None
+        self._start: Event | None = None
         self._way: Way | None = None
         self._prefers_ops = None if is_open else False
 
@@ -39,18 +40,24 @@ class Trial:
         return self._prefers_ops is None and len(self._pairs[Way.OPS]) + (self._way is Way.OPS) < _NUM_COUNTED
 
     def begin_step(self, device: Device) -> None:
-        """A context is entered: what was the last step is over."""
-        if self._prefers_ops is not None:
-            return
-        now = device.record_event()
-        if self._last is not None and self._way is not None:
-            self._pairs[self._way].append((self._last, now))
-        self._last, self._way = now, None
+        """A context is entered."""
+        if self._prefers_ops is None:
+            self._device, self._start, self._way = device, device.record_event(), None
 
     def end_forward(self, way: Way) -> None:
         """The forward has gone this way to its end."""
-        if self._last is not None:  # else it is not known when it began
+        if self._start is not None:  # else it is not known when it began
             self._way = way
+
+    def begin_backward(self) -> None:
+        """A backward runs that asks for something of the step."""
+        if self._start is not None and self._way is not None:
+            backwards.on_end(functools.partial(self._end_backward, self._start, self._way))
+            self._start = None
+
+    def _end_backward(self, start: Event, way: Way, has_failed: bool) -> None:
+        if not has_failed and self._device is not None:
+            self._pairs[way].append((start, self._device.record_event()))
 
     def prefers_ops(self) -> bool:
         """Tell whether single ops are known to be faster. Does not wait for what is not known yet."""
