@@ -174,7 +174,7 @@ def test_leaves_no_hook() -> None:
 
 def test_refuses_to_be_entered_twice() -> None:
     regions = Regions({Run(sines): ALL})
-    with regions, pytest.raises(ValueError, match="make one for each"):
+    with regions, pytest.raises(ValueError, match="make a Regions for each"):
         regions.__enter__()
 
 

@@ -37,7 +37,7 @@ from memkit.activations.recomputing.surroundings import (
 from memkit.activations.saved.counts import Counts
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.hooks import HookSet
-from memkit.kept import modified_error
+from memkit.kept import ForwardedHandle, KeptHandle, modified_error
 from memkit.labels import label
 
 
@@ -82,6 +82,9 @@ class Recomputed:
     def watch(self, hooks: HookSet) -> None:
         """See the calls of the module."""
 
+    def end_left(self, call: RegionCall) -> None:
+        """End a call of it that an interrupt has left, and those within."""
+
     def nesting(self, call: RegionCall) -> Nesting | None:
         """Return what has the regions inside be regions in a recompute as well, if there are any."""
         return None
@@ -106,6 +109,7 @@ class RegionCall:
 
     __slots__ = (
         "before",
+        "below",
         "drawn",
         "frame",
         "inner",
@@ -145,15 +149,30 @@ class RegionCall:
                 devices = [*devices, arg.device]
         if devices:
             self.before += states_on(devices)
+        self.below: object = None
+        """The pack hook below, where it is within the context."""
         self.inner: dict[Recomputed, int] = {}
         """Regions of which calls were within it, and the number of the first."""
 
-    def __call__(self, tensor: Tensor) -> Placeholder:
+    def __call__(self, tensor: Tensor) -> Placeholder | KeptHandle:
+        above: FrameType | None = sys._getframe()
+        while above is not self.frame and above is not None:
+            above = above.f_back
+        if above is None and torch_private.backward_task() == -1:  # a backward in the forward may have a thread of its own
+            return self._hand_on(tensor)
         place = Placeholder()
         place.call, place.tensor = self, None
         place.shape, place.dtype = tensor.shape, tensor.dtype
         self.places.append(weakref.ref(place))
         return place
+
+    def _hand_on(self, tensor: Tensor) -> KeptHandle:
+        """An interrupt has ended the call, and has left its hooks on: take them off, and give those outside what they are to
+        have had."""
+        self.region.end_left(self)
+        take_off(self)
+        outer = torch_private.top_saved_tensor_hooks(True)
+        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, *outer, is_checked=True)
 
     def recompute(self) -> None:
         """Run the forward again, and hand out what it saves. The lock is held.
@@ -243,8 +262,10 @@ def _described(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} of {dtype}"
 
 
-def unpack(place: Placeholder) -> Tensor:
+def unpack(place: Placeholder | KeptHandle) -> Tensor:
     """Return what a placeholder stands for: the other half of the hooks of a `RegionCall`."""
+    if isinstance(place, KeptHandle):
+        return place.unpack()
     tensor = place.tensor
     while tensor is None:  # another thread may take what is made
         with place.call.lock:
@@ -327,8 +348,8 @@ class Before:
             self._call.region.state.set_flags(self._flags)
 
 
-def take_off(pack: Callable[[Tensor], object]) -> None:
-    """Take the hooks off that a tensor is packed by, if they are on, from below others as well."""
+def take_off(pack: Callable[[Tensor], object]) -> bool:
+    """Take the hooks off that a tensor is packed by, from below others as well, and tell whether they were on."""
     top = torch_private.top_saved_tensor_hooks(True)
     above = []
     while top is not None and top[0] is not pack:
@@ -339,6 +360,7 @@ def take_off(pack: Callable[[Tensor], object]) -> None:
         torch_private.pop_saved_tensor_hooks()
     for pair in reversed(above):
         torch_private.push_saved_tensor_hooks(*pair)
+    return top is not None
 
 
 def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from memkit.activations.recomputing.region_inputs import Inputs
 from memkit.activations.recomputing.surroundings import drawn_from
 from memkit.activations.saved.counts import Counts
 from memkit.hooks import HookPair, HookSet
+from memkit.interrupts import Exclusive
 from memkit.kept import ForwardedHandle, KeptHandle
 from memkit.torch_state import is_traced
 
@@ -68,7 +68,7 @@ class _Common:
     not_taken: dict[nn.Module, str]
 
 
-class Regions:
+class Regions(Exclusive):
     """A context in which calls of some modules are regions: for the thread that enters it, and what it has recomputed.
 
     Made once, it may be entered any number of times. The backwards may come after.
@@ -96,21 +96,20 @@ class Regions:
         return self._common.not_taken
 
     def __enter__(self) -> Regions:
+        self.claim("these regions are watched already: make a Regions for each context and each thread")
+        self.is_entered = True
         thread = self._common.thread
-        if thread.is_in or len(self._hooks):
-            raise ValueError("a Regions that a thread is in is entered once more: make one for each")
         try:
             top = torch_private.top_saved_tensor_hooks(True)
-            thread.outer, thread.numbers, thread.is_in = None if top is None else top[0], {}, True
+            thread.outer, thread.is_in = None if top is None else top[0], True
             for region in self._regions:
                 region.watch(self._hooks)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.leave(has_failed=True)
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Take all off; may be called again after that was interrupted."""
+    def end_block(self, *, has_failed: bool) -> None:
         thread = self._common.thread
         self._hooks.remove()
         _end_after(thread.calls, 0)
@@ -218,6 +217,7 @@ class RegionModule(Recomputed):
             self._common.not_taken[self.module] = f"it is called with a {error}, which its forward may change"
             return
         call = RegionCall(self, frame, inputs, self._devices, args)
+        call.below = None if top is None else top[0]
         calls.append(call)
         torch_private.push_saved_tensor_hooks(call, unpack)
 
@@ -240,6 +240,11 @@ class RegionModule(Recomputed):
             calls.pop()
             if self.counts is not None and torch_private.backward_task() == -1:
                 self.counts.num_dropped += len(call.places)
+
+    def end_left(self, call: RegionCall) -> None:
+        calls = self._common.thread.calls
+        if call in calls:
+            _end_after(calls, calls.index(call))
 
     def nesting(self, call: RegionCall) -> Nesting | None:
         return _Nesting(self._common.thread, call) if call.inner else None
@@ -282,6 +287,9 @@ def _end_after(calls: list[RegionCall], num_calls: int) -> None:
 def _end_left(calls: list[RegionCall]) -> None:
     """End the innermost call, which an interrupt has left; may be done again."""
     call = calls[-1]
-    take_off(call)
+    if not take_off(call) and call.below is not None:
+        top = torch_private.top_saved_tensor_hooks(True)
+        if top is not None and top[0] is call.below:  # whose exit has taken off those of the call, and left its own
+            torch_private.pop_saved_tensor_hooks()
     call.is_broken, call.frame = True, None
     calls.pop()
