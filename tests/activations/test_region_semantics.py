@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import threading
@@ -547,6 +548,21 @@ def test_settings_of_the_process_are_those_of_the_forward() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
+def test_default_device_is_that_of_the_forward() -> None:
+    region, x = Run(lambda x: x * torch.ones(4, 4).sin() * x), leaf()
+    with Regions({region: ALL}), torch.device("cpu"):
+        loss = region(x).sum()
+    with torch.device("meta"):
+        loss.backward()
+        assert torch.ones(1).is_meta
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+    with torch.device("meta"):
+        loss.backward()
+
+    assert region.num_runs == 4
+
+
 # Lifetimes
 
 
@@ -707,15 +723,16 @@ TWO_OPS = [
 ]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("region", TWO_OPS)
-def test_takes_few_calls_of_python(region: nn.Module) -> None:
-    num_calls = 0
+def test_takes_few_calls_of_python(region: nn.Module, device: str) -> None:
+    region, num_calls = copy.deepcopy(region).to(device), 0
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal num_calls
         num_calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
-    x = leaf(4, 8)
+    x = leaf(4, 8).to(device)
     with Regions({region: ALL}):
         region(x).sum().backward()
         sys.setprofile(count)

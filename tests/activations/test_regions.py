@@ -195,6 +195,7 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(4)), "a LazyLinear in it: its parameters are made by its first call"),
     "scripted": (lambda: torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)), "it is scripted"),
+    "compiled": (lambda: linear_with(lambda it: it.compile(backend="eager")), "nn.Module.compile has compiled its call"),
     "sync batch norm": (lambda: nn.Sequential(nn.SyncBatchNorm(4)), "a SyncBatchNorm in it: its forward talks to other"),
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from memkit.activations.recomputing.region_inputs import Inputs
+from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
 from memkit.hooks import HookSet
 from memkit.interrupts import Exclusive
 from memkit.kept import ForwardedHandle, KeptHandle
@@ -74,8 +74,8 @@ class _Watched:
 
         try:
             Inputs(args, kwargs, hold)
-        except TypeError as error:
-            self._note(f"it is called with a {error}, which its forward may change")
+        except NoRegion as why:
+            self._note(str(why))
         self.found.append((inputs, _Surroundings(module)))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:

@@ -18,20 +18,21 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.recomputing.region_calls import (
-    Needed,
     Nesting,
+    Recompute,
     Recomputed,
     RegionCall,
     is_on_stack,
     take_off,
     unpack,
 )
-from memkit.activations.recomputing.region_inputs import Inputs
+from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
 from memkit.activations.recomputing.surroundings import drawn_from
 from memkit.activations.saved.counts import Counts
 from memkit.hooks import HookPair, HookSet
 from memkit.interrupts import Exclusive
 from memkit.kept import ForwardedHandle, KeptHandle
+from memkit.torch_private import Feature
 from memkit.torch_state import is_traced
 
 
@@ -86,6 +87,7 @@ class Regions(Exclusive):
         keep: Callable[[Tensor], KeptHandle] = KeptHandle,
         counts: Counts | None = None,
     ) -> None:
+        torch_private.require(Feature.REMAT)
         self._common = _Common(_Thread(), keep, counts, {})
         self._regions = [RegionModule(module, spec, self._common) for module, spec in chosen.items()]
         self._hooks = HookSet()
@@ -124,6 +126,8 @@ def why_not_region(module: nn.Module) -> str:
     """
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         return f"a {type(module).__name__} has no forward"
+    if torch_private.code_when_compiled(module) is not None:
+        return "nn.Module.compile has compiled its call, hooks and all"
     for name in torch_private.MODULE_HOOKS:
         if not _are_own(vars(nn.modules.module)[f"_global{name}"]):
             return "hooks of all modules are set (torch.nn.modules.module.register_module_forward_hook), which would run twice"
@@ -213,10 +217,10 @@ class RegionModule(Recomputed):
             else:
                 with torch.no_grad():
                     inputs = Inputs(args, kwargs, keep if top is None else _handing_to(top))
-        except TypeError as error:
-            self._common.not_taken[self.module] = f"it is called with a {error}, which its forward may change"
+            call = RegionCall(self, frame, inputs, self._devices, args)
+        except NoRegion as why:
+            self._common.not_taken[self.module] = str(why)
             return
-        call = RegionCall(self, frame, inputs, self._devices, args)
         call.below = None if top is None else top[0]
         calls.append(call)
         torch_private.push_saved_tensor_hooks(call, unpack)
@@ -269,7 +273,7 @@ class _Nesting(Nesting):
         _end_after(self._thread.calls, num_calls)
 
 
-_OWN = (RegionCall, Needed)
+_OWN = (RegionCall, Recompute)
 """The hooks of a region that is called, and of one that is recomputed."""
 
 
