@@ -32,7 +32,6 @@ from memkit.activations.saved.counts import Counts
 from memkit.hooks import HookPair, HookSet
 from memkit.interrupts import Exclusive
 from memkit.kept import ForwardedHandle, KeptHandle
-from memkit.torch_private import Feature
 from memkit.torch_state import is_traced
 
 
@@ -87,7 +86,7 @@ class Regions(Exclusive):
         keep: Callable[[Tensor], KeptHandle] = KeptHandle,
         counts: Counts | None = None,
     ) -> None:
-        torch_private.require(Feature.REMAT)
+        torch_private.require(torch_private.Feature.REMAT)
         self._common = _Common(_Thread(), keep, counts, {})
         self._regions = [RegionModule(module, spec, self._common) for module, spec in chosen.items()]
         self._hooks = HookSet()
