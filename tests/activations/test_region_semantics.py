@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memkit
@@ -454,6 +455,23 @@ def test_within_a_checkpoint_a_call_is_no_region(use_reentrant: bool) -> None:
 
     assert_same_bits(found, wanted)
     assert counts.num_replays == 0
+
+
+def test_a_mode_sees_the_ops_of_the_forward_and_no_others() -> None:
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[object] = []
+    region, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), leaf()
+    with Seeing():
+        region(x)
+    plain, seen = seen, []
+    with Regions({region: ALL, region[1]: ALL}), Seeing():
+        region(x)
+
+    assert seen == plain
 
 
 # What the forward runs under

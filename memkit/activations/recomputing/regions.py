@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,16 +206,17 @@ class RegionModule(Recomputed):
             return
         if torch_private.functorch_stack() is not None:
             return  # what is saved is of no use outside of a transform
-        if torch_private.num_dispatch_modes() and is_traced():
+        has_modes = torch_private.num_dispatch_modes() > 0
+        if has_modes and is_traced():
             return
         keep = self._common.keep
         try:
             if top is None or top[0] is thread.outer:
                 top = None
-            if top is None and keep is KeptHandle:
+            if top is None and keep is KeptHandle and not has_modes:
                 inputs = Inputs(args, kwargs, KeptHandle)
-            else:
-                with torch.no_grad():
+            else:  # as autograd calls a hook, and as what is no part of the forward
+                with torch.no_grad(), torch_private.without_dispatch_modes() if has_modes else nullcontext():
                     inputs = Inputs(args, kwargs, keep if top is None else _handing_to(top))
             call = RegionCall(self, frame, inputs, self._devices, args)
         except NoRegion as why:
