@@ -133,6 +133,7 @@ node_number: Callable[[], int]
 profiler_is_on: Callable[[], bool]
 node_number_of: Callable[[torch.autograd.graph.Node], Callable[[], int]]
 num_dispatch_modes: Callable[[], int]
+num_function_modes: Callable[[], int]
 num_storage_users: Callable[[int], int]
 op_of_custom: Callable[[CustomOpDef], OpOverload]
 packet_name: Callable[[OpOverloadPacket], str]
@@ -247,6 +248,7 @@ NAMES: dict[str, PrivateName] = {
     "set_in_mode": _setter(f"{_DISPATCH}._is_in_torch_dispatch_mode", "to leave a mode", _REMAT, _PROFILE),
     "set_in_mode_of_program": _setter(f"{_DISPATCH}._is_in_non_infra_torch_dispatch_mode", "to leave a mode", _REMAT, _PROFILE),
     "num_dispatch_modes": _of("torch._C._len_torch_dispatch_stack", "whether a mode would see a tensor made", *_ALL),
+    "num_function_modes": _of("torch._C._len_torch_function_stack", "whether a default device is set", _REMAT),
     "dispatch_mode_at": _of("torch._C._get_dispatch_mode", "whether ops are traced", _REMAT),
     "DispatchModeKey": _of("torch._C._TorchDispatchModeKey", "whether ops are traced", _REMAT),
     "without_dispatch_modes": _of(f"{_DISPATCH}._disable_current_modes", "to hide ops from modes", *_CONTEXTS),
@@ -296,7 +298,7 @@ NAMES: dict[str, PrivateName] = {
     "skips_dynamo": _of(f"{_DISPATCH}.TorchDispatchMode._should_skip_dynamo", "overridden by the recorder, where it is there"),
     "in_hop_compile": _of("torch._higher_order_ops.utils._in_hop_compile", "whether a higher-order op compiles"),
     "asks_modes_on_stack": _of(f"{_DISPATCH}.any_torch_dispatch_mode_on_stack", "whether Dynamo asks each mode"),
-    "code_when_compiled": _field(f"{_MODULE}._compiled_call_impl", "whether a module is compiled", _PROFILE),
+    "code_when_compiled": _field(f"{_MODULE}._compiled_call_impl", "whether a module is compiled", _REMAT, _PROFILE),
     "global_hooks_with_kwargs": _of("torch.nn.modules.module._global_forward_hooks_with_kwargs", "to remove all of a hook"),
     # Ops
     "OpOverload": _of("torch._ops.OpOverload", "to tell kinds of ops", _REMAT),

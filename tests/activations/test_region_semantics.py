@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memkit
@@ -174,7 +176,7 @@ def test_leaves_no_hook() -> None:
 
 def test_refuses_to_be_entered_twice() -> None:
     regions = Regions({Run(sines): ALL})
-    with regions, pytest.raises(ValueError, match="make one for each"):
+    with regions, pytest.raises(ValueError, match="make a Regions for each"):
         regions.__enter__()
 
 
@@ -455,6 +457,23 @@ def test_within_a_checkpoint_a_call_is_no_region(use_reentrant: bool) -> None:
     assert counts.num_replays == 0
 
 
+def test_a_mode_sees_the_ops_of_the_forward_and_no_others() -> None:
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[object] = []
+    region, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), leaf()
+    with Seeing():
+        region(x)
+    plain, seen = seen, []
+    with Regions({region: ALL, region[1]: ALL}), Seeing():
+        region(x)
+
+    assert seen == plain
+
+
 # What the forward runs under
 
 
@@ -545,6 +564,21 @@ def test_settings_of_the_process_are_those_of_the_forward() -> None:
     y.sum().backward()
 
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_default_device_is_that_of_the_forward() -> None:
+    region, x = Run(lambda x: x * torch.ones(4, 4).sin() * x), leaf()
+    with Regions({region: ALL}), torch.device("cpu"):
+        loss = region(x).sum()
+    with torch.device("meta"):
+        loss.backward()
+        assert torch.ones(1).is_meta
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+    with torch.device("meta"):
+        loss.backward()
+
+    assert region.num_runs == 4
 
 
 # Lifetimes
@@ -707,15 +741,16 @@ TWO_OPS = [
 ]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("region", TWO_OPS)
-def test_takes_few_calls_of_python(region: nn.Module) -> None:
-    num_calls = 0
+def test_takes_few_calls_of_python(region: nn.Module, device: str) -> None:
+    region, num_calls = copy.deepcopy(region).to(device), 0
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal num_calls
         num_calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
-    x = leaf(4, 8)
+    x = leaf(4, 8).to(device)
     with Regions({region: ALL}):
         region(x).sum().backward()
         sys.setprofile(count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memkit
+from memkit.activations.recomputing.region_trial import RegionTrial
 from memkit.activations.recomputing.regions import Regions, RegionSpec, why_not_region
 from memkit.device import ReferenceDevice
 from tests.activations.cases import COMPUTATIONS, assert_same_bits, inputs_on
+from tests.models import CASES, NAMES
 
 ALL = RegionSpec()
 
@@ -118,22 +121,22 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 
 def leavings(net: nn.Module, context: Callable[[], AbstractContextManager[Any]], num_steps: int = 3) -> list[Tensor]:
     """Return all that steps leave: losses, gradients, buffers, and the random state."""
-    inputs, left = inputs_on(torch.device("cpu")), []
+    inputs, left = inputs_on(net.first.weight.device), []
     torch.manual_seed(1)
     for _ in range(num_steps):
         with context():
             loss = net(*inputs).square().mean()
         left += [loss.detach(), torch.get_rng_state()]
-        torch.rand(3)
+        torch.rand(3, device=loss.device)
         loss.backward()
         left += [x.grad.clone() for x in (*inputs, *net.parameters()) if x.grad is not None]
         left += [buffer.clone() for buffer in net.buffers()]
-    return [*left, torch.get_rng_state()]
+    return [*left, torch.get_rng_state(), torch.rand(3, device=loss.device)]
 
 
-def nets(name: str) -> list[Net]:
+def nets(name: str, device: str = "cpu") -> list[Net]:
     torch.manual_seed(0)
-    net = Net(*[BLOCKS[name]() for _ in range(3)])
+    net = Net(*[BLOCKS[name]() for _ in range(3)]).to(device)
     net.blocks.append(net.blocks[0])  # called twice
     return [net, copy.deepcopy(net), copy.deepcopy(net)]
 
@@ -142,9 +145,13 @@ def regions_of(net: Net) -> Regions:
     return Regions(dict.fromkeys({*net.blocks}, ALL))
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_have_the_bits_of_the_plain_run(name: str) -> None:
-    plain, net, other = nets(name)
+def test_blocks_have_the_bits_of_the_plain_run(name: str, device: str) -> None:
+    plain, net, other = nets(name, device)
     wanted = leavings(plain, nullcontext)
     once = regions_of(net)
 
@@ -157,9 +164,10 @@ def nested_regions_of(net: Net) -> Regions:
     return Regions({part: ALL for block in net.blocks for part in block.modules()})
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [name for name in BLOCKS if name != "inplace"])
-def test_regions_in_regions_have_the_bits_of_the_plain_run(name: str) -> None:
-    plain, net, other = nets(name)
+def test_regions_in_regions_have_the_bits_of_the_plain_run(name: str, device: str) -> None:
+    plain, net, other = nets(name, device)
     wanted = leavings(plain, nullcontext)
     once = nested_regions_of(net)
 
@@ -222,3 +230,63 @@ def test_other_modules_may_be_regions(name: str) -> None:
     block = BLOCKS[name]()
     with Regions({block: ALL}):
         assert why_not_region(block) == ""
+
+
+# Beside torch's checkpoint
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["dropout", "attention", "batch_norm_eval", "output_saved", "no_grad_inside"])
+def test_blocks_have_the_bits_of_checkpointed_ones(name: str, device: str) -> None:
+    checkpointed, net, _ = nets(name, device)
+    for block in {*checkpointed.blocks}:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    assert_same_bits(leavings(net, lambda: regions_of(net)), leavings(checkpointed, nullcontext))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_have_the_bits_of_the_plain_run(name: str) -> None:
+    case = CASES[name]
+
+    def leave(context: Callable[[nn.Module], AbstractContextManager[Any]]) -> list[Tensor]:
+        model, left = case.model(), []
+        with context(model) as entered:
+            model(*case.inputs())
+        regions = nullcontext()
+        if isinstance(entered, RegionTrial):
+            fit = [part for part in candidates(model) if part not in entered.why_not]
+            inner = [part for part in fit if next(part.children(), None) is None]
+            outer = [part for part in model.children() if part in fit]
+            regions = Regions(dict.fromkeys([*inner, *outer], ALL))
+        for _ in range(2):
+            with regions:
+                out = model(*case.inputs())
+            out = next(iter(out.values())) if isinstance(out, dict) else out
+            out = out if isinstance(out, Tensor) else out[0]
+            out.square().mean().backward()
+            left += [out.detach(), *[buffer.clone() for buffer in model.buffers()], torch.get_rng_state()]
+        return [*left, *[p.grad for p in model.parameters() if p.grad is not None]]
+
+    assert_same_bits(leave(lambda model: RegionTrial(candidates(model))), leave(lambda model: nullcontext()))
+
+
+def candidates(model: nn.Module) -> list[nn.Module]:
+    """Return all modules in a model that may be regions."""
+    return [part for part in model.modules() if part is not model and not why_not_region(part)]
+
+
+@pytest.mark.filterwarnings("ignore:CPUOffload", "ignore:Rematerialize")
+@pytest.mark.parametrize("context", [memkit.CPUOffload, memkit.Rematerialize])
+def test_context_within_a_region(context: Callable[..., AbstractContextManager[Any]]) -> None:
+    def computation(x: Tensor) -> Tensor:
+        with context(0.5, "within", device=ReferenceDevice(), min_bytes=0):
+            y = (x.sin() * x).exp()
+        return y.cos()
+
+    region, x = Run(computation), torch.randn(8, 8, requires_grad=True)
+    wanted = torch.autograd.grad(region(x).sum(), x)
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+
+    assert_same_bits(torch.autograd.grad(loss, x), wanted)

@@ -38,7 +38,7 @@ from memkit.activations.saved.counts import Counts
 from memkit.compiled import code_of
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.hooks import HookSet
-from memkit.kept import modified_error
+from memkit.kept import ForwardedHandle, KeptHandle, modified_error
 from memkit.labels import label
 from memkit.torch_state import leave_untraced
 
@@ -86,6 +86,9 @@ class Recomputed:
     def watch(self, hooks: HookSet) -> None:
         """See the calls of the module."""
 
+    def end_left(self, call: RegionCall) -> None:
+        """End a call of it that an interrupt has left, and those within."""
+
     def nesting(self, call: RegionCall) -> Nesting | None:
         """Return what has the regions inside be regions in a recompute as well, if there are any."""
         return None
@@ -110,6 +113,8 @@ class RegionCall:
 
     __slots__ = (
         "before",
+        "below",
+        "device",
         "drawn",
         "frame",
         "inner",
@@ -149,15 +154,32 @@ class RegionCall:
                 devices = [*devices, arg.device]
         if devices:
             self.before += states_on(devices)
+        self.device = torch.get_default_device() if torch_private.num_function_modes() else None
+        """Where tensors are made by default, if something says so."""
+        self.below: object = None
+        """The pack hook below, where it is within the context."""
         self.inner: dict[Recomputed, int] = {}
         """Regions of which calls were within it, and the number of the first."""
 
-    def __call__(self, tensor: Tensor) -> Placeholder:
+    def __call__(self, tensor: Tensor) -> Placeholder | KeptHandle:
+        above: FrameType | None = sys._getframe()
+        while above is not self.frame and above is not None:
+            above = above.f_back
+        if above is None and torch_private.backward_task() == -1:  # a backward in the forward may have a thread of its own
+            return self._hand_on(tensor)
         place = Placeholder()
         place.call, place.tensor = self, None
         place.shape, place.dtype = tensor.shape, tensor.dtype
         self.places.append(weakref.ref(place))
         return place
+
+    def _hand_on(self, tensor: Tensor) -> KeptHandle:
+        """An interrupt has ended the call, and has left its hooks on: take them off, and give those outside what they are to
+        have had."""
+        self.region.end_left(self)
+        take_off(self)
+        outer = torch_private.top_saved_tensor_hooks(True)
+        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, *outer, is_checked=True)
 
     def recompute(self) -> None:
         """Run the forward again, and hand out what it saves. The lock is held.
@@ -174,25 +196,23 @@ class RegionCall:
             raise region.error(_AS_IT_WAS, "a parameter that was written to", _WRITE_LATER)
         if state.places and (changed := state.what_has_changed(self.noted)):
             raise region.error(_AS_IT_WAS, changed, _WRITE_LATER)
-        needed = Needed(self.places)
         try:
             args, kwargs = self.inputs.rebuild()
         except RuntimeError as error:
             note_on(error, f"It is an input of a {type(region.module).__name__} whose forward is run again in the backward.")
             raise
-        before = Before(self, needed)
+        recompute = Recompute(self)
         try:
             if torch_private.profiler_is_on():
                 with label("recompute"):
-                    before.run(args, kwargs)
+                    is_whole = recompute.run(args, kwargs)
             else:
-                before.run(args, kwargs)
-            if needed.count <= needed.last:
-                raise region.error(
-                    f"its forward to save {len(self.places)} tensors whenever it is run", f"{needed.count}", _ADVICE
-                )
+                is_whole = recompute.run(args, kwargs)
+            if not is_whole:
+                num_saved = f"{recompute.num_saved}"
+                raise region.error(f"its forward to save {len(self.places)} tensors whenever it is run", num_saved, _ADVICE)
         except BaseException:
-            needed.forget()
+            recompute.forget()
             raise
         if region.counts is not None:
             region.counts.num_replays += 1
@@ -200,42 +220,116 @@ class RegionCall:
                 region.counts.trial.begin_backward()
 
 
-class Needed:
-    """The placeholders that autograd still holds. It is the hook that is given what is saved when a forward is run again."""
+class Recompute:
+    """One recompute of a call. It is itself the hook that is given what is saved meanwhile, for the placeholders that autograd
+    still holds. It knows what was set before."""
 
-    __slots__ = ("count", "last", "places")
+    __slots__ = (
+        "_before",
+        "_buffers",
+        "_call",
+        "_drawn",
+        "_flags",
+        "_grad",
+        "_last",
+        "_nesting",
+        "_places",
+        "num_saved",
+    )
 
-    def __init__(self, places: Sequence[weakref.ref[Placeholder]]) -> None:
-        self.places: list[Placeholder | None] = list(map(weakref.ref.__call__, places))
-        last = len(places) - 1
-        while self.places[last] is None:
+    def __init__(self, call: RegionCall) -> None:
+        state = call.region.state
+        self._call = call
+        self._places: list[Placeholder | None] = list(map(weakref.ref.__call__, call.places))
+        last = len(self._places) - 1
+        while self._places[last] is None:
             last -= 1
-        self.last = last
-        self.count = 0
+        self._last = last
+        self.num_saved = 0
+        self._grad = torch.is_grad_enabled()
+        self._before = current_surroundings()
+        self._drawn = states_of(call.drawn) if call.drawn else ()
+        self._buffers = state.others(call.noted) if state.has_others else ()
+        self._flags = tuple(map(training_flag, state.parts))
+        self._nesting = call.region.nesting(call) if call.inner else None
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        number = self.count
-        self.count = number + 1
-        if number > self.last:
+        number = self.num_saved
+        self.num_saved = number + 1
+        if number > self._last:
             return tensor.detach()  # of a backward in the forward
-        place = self.places[number]
+        place = self._places[number]
         if tensor.requires_grad:
             tensor = tensor.detach()
         if place is not None:
             if tensor.shape != place.shape or tensor.dtype is not place.dtype:
-                raise place.call.region.error(
+                raise self._call.region.error(
                     f"its forward to save {_described(place.shape, place.dtype)} as number {number} whenever it is run",
                     _described(tensor.shape, tensor.dtype),
                     _ADVICE,
                 )
             place.tensor, place.version = tensor, torch_private.version_of(tensor)
-        if number == self.last:
+        if number == self._last:
             raise _Stop
         return tensor
 
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Run the forward, with what was set when it ran first, and tell whether all that is needed was made."""
+        call, is_back = self._call, False
+        try:
+            try:
+                if self._nesting is not None:
+                    self._nesting.begin()
+                torch_private.push_saved_tensor_hooks(self, unpack_recomputed)
+                if not self._grad:
+                    torch.set_grad_enabled(True)
+                if self._before != call.surroundings:
+                    set_surroundings(call.surroundings)
+                if call.drawn:
+                    set_generators(call.drawn)
+                for buffers, name, _, other in self._buffers:
+                    buffers[name] = other
+                if self._flags != call.noted.flags:
+                    call.region.state.set_flags(call.noted.flags)
+                if call.device is None and not torch_private.num_function_modes():
+                    (call.region.code or call.region.module.forward)(*args, **kwargs)
+                else:
+                    with call.device or torch.device("cpu"):
+                        (call.region.code or call.region.module.forward)(*args, **kwargs)
+            except _Stop:
+                if self.num_saved <= self._last:
+                    raise  # it is another's
+            finally:
+                self._put_back()
+                is_back = True
+        finally:
+            if not is_back:  # an interrupt came in between
+                self._put_back()
+        return self.num_saved > self._last
+
+    def _put_back(self) -> None:
+        """Set what was set before; may be called again."""
+        if self._nesting is not None:
+            self._nesting.end()
+        top = torch_private.top_saved_tensor_hooks(True)
+        if top is not None and top[0] is self:
+            torch_private.pop_saved_tensor_hooks()
+        else:
+            take_off(self)
+        if not self._grad:
+            torch.set_grad_enabled(False)
+        if self._before != self._call.surroundings:
+            set_surroundings(self._before)
+        if self._drawn:
+            set_generators(self._drawn)
+        for buffers, name, buffer, _ in self._buffers:
+            buffers[name] = buffer
+        if self._flags != self._call.noted.flags:
+            self._call.region.state.set_flags(self._flags)
+
     def forget(self) -> None:
         """Let go what was made: the rest is missing."""
-        for place in self.places:
+        for place in self._places:
             if place is not None:
                 place.tensor = None
 
@@ -249,8 +343,10 @@ def _described(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} of {dtype}"
 
 
-def unpack(place: Placeholder) -> Tensor:
+def unpack(place: Placeholder | KeptHandle) -> Tensor:
     """Return what a placeholder stands for: the other half of the hooks of a `RegionCall`."""
+    if isinstance(place, KeptHandle):
+        return place.unpack()
     tensor = place.tensor
     while tensor is None:  # another thread may take what is made
         with place.call.lock:
@@ -268,73 +364,8 @@ def unpack_recomputed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Before:
-    """What is set while a forward is run again, and what was set before."""
-
-    __slots__ = ("_buffers", "_call", "_drawn", "_flags", "_grad", "_needed", "_nesting", "_surroundings")
-
-    def __init__(self, call: RegionCall, needed: Needed) -> None:
-        self._call, self._needed = call, needed
-        state = call.region.state
-        self._grad = torch.is_grad_enabled()
-        self._surroundings = current_surroundings()
-        self._drawn = states_of(call.drawn) if call.drawn else ()
-        self._buffers = state.others(call.noted) if state.has_others else ()
-        self._flags = tuple(map(training_flag, state.parts))
-        self._nesting = call.region.nesting(call) if call.inner else None
-
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Run it, with what was set in the forward."""
-        call, is_back = self._call, False
-        try:
-            try:
-                if self._nesting is not None:
-                    self._nesting.begin()
-                torch_private.push_saved_tensor_hooks(self._needed, unpack_recomputed)
-                if not self._grad:
-                    torch.set_grad_enabled(True)
-                if self._surroundings != call.surroundings:
-                    set_surroundings(call.surroundings)
-                if call.drawn:
-                    set_generators(call.drawn)
-                for buffers, name, _, other in self._buffers:
-                    buffers[name] = other
-                if self._flags != call.noted.flags:
-                    call.region.state.set_flags(call.noted.flags)
-                (call.region.code or call.region.module.forward)(*args, **kwargs)
-            except _Stop:
-                if self._needed.count <= self._needed.last:
-                    raise  # it is another's
-            finally:
-                self._put_back()
-                is_back = True
-        finally:
-            if not is_back:  # an interrupt came in between
-                self._put_back()
-
-    def _put_back(self) -> None:
-        """Set what was set before; may be called again."""
-        if self._nesting is not None:
-            self._nesting.end()
-        top = torch_private.top_saved_tensor_hooks(True)
-        if top is not None and top[0] is self._needed:
-            torch_private.pop_saved_tensor_hooks()
-        else:
-            take_off(self._needed)
-        if not self._grad:
-            torch.set_grad_enabled(False)
-        if self._surroundings != self._call.surroundings:
-            set_surroundings(self._surroundings)
-        if self._drawn:
-            set_generators(self._drawn)
-        for buffers, name, buffer, _ in self._buffers:
-            buffers[name] = buffer
-        if self._flags != self._call.noted.flags:
-            self._call.region.state.set_flags(self._flags)
-
-
-def take_off(pack: Callable[[Tensor], object]) -> None:
-    """Take the hooks off that a tensor is packed by, if they are on, from below others as well."""
+def take_off(pack: Callable[[Tensor], object]) -> bool:
+    """Take the hooks off that a tensor is packed by, from below others as well, and tell whether they were on."""
     top = torch_private.top_saved_tensor_hooks(True)
     above = []
     while top is not None and top[0] is not pack:
@@ -345,6 +376,7 @@ def take_off(pack: Callable[[Tensor], object]) -> None:
         torch_private.pop_saved_tensor_hooks()
     for pair in reversed(above):
         torch_private.push_saved_tensor_hooks(*pair)
+    return top is not None
 
 
 def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
@@ -359,5 +391,5 @@ def is_going_on(frame: FrameType) -> bool:
     return any(is_on_stack(frame, start) for start in sys._current_frames().values())
 
 
-for _hook in (RegionCall.__call__, Needed.__call__, unpack, unpack_recomputed):
+for _hook in (RegionCall.__call__, Recompute.__call__, unpack, unpack_recomputed):
     leave_untraced(_hook)

@@ -14,11 +14,15 @@ from memkit import torch_private
 from memkit.kept import KeptHandle
 
 
+class NoRegion(Exception):  # noqa: N818  # it is no error
+    """Raised where a call cannot be recomputed. Its text says why."""
+
+
 class Inputs:
     """What a module is called with: tensors are held by handles, and containers are made anew for each recompute.
 
     Raises:
-        TypeError: one is of a kind that a forward may change. It names the kind.
+        NoRegion: one is of a kind that a forward may change.
     """
 
     __slots__ = ("_handles", "_indices", "_kwargs", "_leaves", "_needs_grad", "_spec")
@@ -39,7 +43,7 @@ class Inputs:
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 if type(leaf) not in _SINGLE and not isinstance(leaf, _CONSTANTS):
-                    raise TypeError(type(leaf).__name__)
+                    raise NoRegion(f"it is called with a {type(leaf).__name__}, which its forward may change")
                 self._indices.append(-1)
                 continue
             index = found.get(id(leaf), -1)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,19 +19,20 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.recomputing.region_calls import (
-    Needed,
     Nesting,
+    Recompute,
     Recomputed,
     RegionCall,
     is_on_stack,
     take_off,
     unpack,
 )
-from memkit.activations.recomputing.region_inputs import Inputs
+from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
 from memkit.activations.recomputing.surroundings import drawn_from
 from memkit.activations.saved.counts import Counts
 from memkit.compiled import Code, around_compiled
 from memkit.hooks import HookPair, HookSet
+from memkit.interrupts import Exclusive
 from memkit.kept import ForwardedHandle, KeptHandle
 from memkit.torch_state import is_traced
 
@@ -69,7 +70,7 @@ class _Common:
     not_taken: dict[nn.Module, str]
 
 
-class Regions:
+class Regions(Exclusive):
     """A context in which calls of some modules are regions: for the thread that enters it, and what it has recomputed.
 
     Made once, it may be entered any number of times. The backwards may come after.
@@ -87,6 +88,7 @@ class Regions:
         keep: Callable[[Tensor], KeptHandle] = KeptHandle,
         counts: Counts | None = None,
     ) -> None:
+        torch_private.require(torch_private.Feature.REMAT)
         self._common = _Common(_Thread(), keep, counts, {})
         self._regions = [RegionModule(module, spec, self._common) for module, spec in chosen.items()]
         self._hooks = HookSet()
@@ -97,21 +99,20 @@ class Regions:
         return self._common.not_taken
 
     def __enter__(self) -> Regions:
+        self.claim("these regions are watched already: make a Regions for each context and each thread")
+        self.is_entered = True
         thread = self._common.thread
-        if thread.is_in or len(self._hooks):
-            raise ValueError("a Regions that a thread is in is entered once more: make one for each")
         try:
             top = torch_private.top_saved_tensor_hooks(True)
-            thread.outer, thread.numbers, thread.is_in = None if top is None else top[0], {}, True
+            thread.outer, thread.is_in = None if top is None else top[0], True
             for region in self._regions:
                 region.watch(self._hooks)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.leave(has_failed=True)
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Take all off; may be called again after that was interrupted."""
+    def end_block(self, *, has_failed: bool) -> None:
         thread = self._common.thread
         self._hooks.remove()
         _end_after(thread.calls, 0)
@@ -215,21 +216,23 @@ class RegionModule(Recomputed):
             return
         if torch_private.functorch_stack() is not None:
             return  # what is saved is of no use outside of a transform
-        if torch_private.num_dispatch_modes() and is_traced():
+        has_modes = torch_private.num_dispatch_modes() > 0
+        if has_modes and is_traced():
             return
         keep = self._common.keep
         try:
             if top is None or top[0] is thread.outer:
                 top = None
-            if top is None and keep is KeptHandle:
+            if top is None and keep is KeptHandle and not has_modes:
                 inputs = Inputs(args, kwargs, KeptHandle)
-            else:
-                with torch.no_grad():
+            else:  # as autograd calls a hook, and as what is no part of the forward
+                with torch.no_grad(), torch_private.without_dispatch_modes() if has_modes else nullcontext():
                     inputs = Inputs(args, kwargs, keep if top is None else _handing_to(top))
-        except TypeError as error:
-            self._common.not_taken[self.module] = f"it is called with a {error}, which its forward may change"
+            call = RegionCall(self, frame, inputs, self._devices, args)
+        except NoRegion as why:
+            self._common.not_taken[self.module] = str(why)
             return
-        call = RegionCall(self, frame, inputs, self._devices, args)
+        call.below = None if top is None else top[0]
         calls.append(call)
         torch_private.push_saved_tensor_hooks(call, unpack)
 
@@ -252,6 +255,11 @@ class RegionModule(Recomputed):
             calls.pop()
             if self.counts is not None and torch_private.backward_task() == -1:
                 self.counts.num_dropped += len(call.places)
+
+    def end_left(self, call: RegionCall) -> None:
+        calls = self._common.thread.calls
+        if call in calls:
+            _end_after(calls, calls.index(call))
 
     def nesting(self, call: RegionCall) -> Nesting | None:
         return _Nesting(self._common.thread, call) if call.inner else None
@@ -276,7 +284,7 @@ class _Nesting(Nesting):
         _end_after(self._thread.calls, num_calls)
 
 
-_OWN = (RegionCall, Needed)
+_OWN = (RegionCall, Recompute)
 """The hooks of a region that is called, and of one that is recomputed."""
 
 
@@ -294,6 +302,9 @@ def _end_after(calls: list[RegionCall], num_calls: int) -> None:
 def _end_left(calls: list[RegionCall]) -> None:
     """End the innermost call, which an interrupt has left; may be done again."""
     call = calls[-1]
-    take_off(call)
+    if not take_off(call) and call.below is not None:
+        top = torch_private.top_saved_tensor_hooks(True)
+        if top is not None and top[0] is call.below:  # whose exit has taken off those of the call, and left its own
+            torch_private.pop_saved_tensor_hooks()
     call.is_broken, call.frame = True, None
     calls.pop()

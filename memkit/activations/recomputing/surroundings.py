@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
+from memkit.activations.recomputing.region_inputs import NoRegion
 from memkit.device import default_generator
 from memkit.recording.settings import change_settings, setting_getters
 
@@ -55,24 +56,41 @@ GeneratorState = tuple[torch.Generator, Any]
 """A generator, and where it is: for the CPU's its state, for a CUDA device's its seed and how far it has come from there."""
 
 
+_of_device: dict[torch.device, torch.Generator] = {}
+"""The default generators, which stay the same."""
+
+
 def states_on(devices: Sequence[torch.device]) -> tuple[GeneratorState, ...]:
-    """Return where the default generators of some CUDA devices are."""
-    generators = [default_generator(device) for device in devices]
-    return tuple([(generator, (generator.initial_seed(), generator.get_offset())) for generator in generators])
+    """Return where the default generators of some CUDA devices are.
+
+    Raises:
+        NoRegion: that is not known, as the work is being captured into a graph.
+    """
+    states: list[GeneratorState] = []
+    for device in devices:
+        generator = _of_device.get(device)
+        if generator is None:
+            generator = _of_device[device] = default_generator(device)
+        try:
+            states.append((generator, (generator.initial_seed(), generator.get_offset())))
+        except RuntimeError:
+            raise NoRegion("it is being captured into a CUDA graph") from None
+    return tuple(states)
 
 
 def drawn_from(before: tuple[GeneratorState, ...]) -> tuple[GeneratorState, ...]:
     """Return, of generators that were somewhere before, the CPU's first, those that are elsewhere now."""
-    (cpu, state), *others = before
+    cpu, state = before[0]
     if torch_private.num_dispatch_modes():
         with torch_private.without_python_dispatch():  # a comparison is no part of the forward
             is_same = torch.equal(state, cpu.get_state())
     else:
         is_same = torch.equal(state, cpu.get_state())
-    if is_same and not others:
-        return ()
-    changed = [one for one in others if one[1] != (one[0].initial_seed(), one[0].get_offset())]
-    return tuple(changed) if is_same else (before[0], *changed)
+    drawn = () if is_same else before[:1]
+    for one in before[1:]:
+        if one[1] != (one[0].initial_seed(), one[0].get_offset()):
+            drawn += (one,)
+    return drawn
 
 
 def set_generators(states: tuple[GeneratorState, ...]) -> None:

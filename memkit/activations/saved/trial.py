@@ -20,8 +20,8 @@ class Way(Enum):
 
 
 class Trial:
-    """Times a few steps of either way, from the entry to the end of the backward, on the device's own clock, which no host waits
-    for. What is slower by more than noise is so in its fastest step.
+    """Times a few steps of either way, from the entry to the end of the backward, on the device's own clock. No host waits for
+    that. What is slower by more than noise is so in its fastest step.
 
     Args:
         is_open: whether it may be either way; else it is that of regions.
