@@ -117,6 +117,8 @@ class RatioDecider(RatioSoFar):
         uses."""
         trace = self.trace
         if trace is not None and len(trace.keys) == len(self.follower.keys) and not self._is_partial:
+            if trace.order != order or trace.requests != requests:
+                trace.schedule = None
             trace.order, trace.working_bytes, trace.requests = order, working_bytes, requests
 
     def file_seen(self, seen: tuple[SeenSave, ...], paused: tuple[int, ...], under: object) -> None:

@@ -110,8 +110,8 @@ class Schedule:
     ) -> None:
         self.copies = copies
         self.num_values = num_values
-        self.num_deviations = 0
-        """How often a backward went another way."""
+        self.finds_no_room = False
+        """Whether host memory is short: some of what leaves may find room as it goes."""
         self.sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
         leaving = {value for value in self.sizes_bytes if plan.saves[value].action is Action.OFFLOAD}
         asked, known = set(copies.requests), set[int]()

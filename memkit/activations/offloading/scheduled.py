@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.activations.offloading.schedule import Schedule, ScheduledSave
+from memkit.activations.offloading.scheduled_sends import ScheduledSends, wait_for
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Trace
 from memkit.device.base import CopyBatch, Device
@@ -27,12 +27,14 @@ from memkit.sizes import format_mib
 from memkit.transfer.arena import Arena
 from memkit.transfer.spans import Span
 
+if TYPE_CHECKING:
+    from memkit.activations.offloading.schedule import Schedule, ScheduledSave
+
 _NO_BACKWARD = -1
-_NO_CONTEXT = nullcontext()
 
 
-class ScheduledForward:
-    """One forward that follows a schedule, as `ScheduledSaves` notes it, and its backwards.
+class ScheduledForward(ScheduledSends):
+    """One forward that follows a schedule, and its backwards.
 
     Args:
         schedule: what to do; it is this forward's until `close`.
@@ -45,9 +47,6 @@ class ScheduledForward:
         name: what the user calls the context.
     """
 
-    life: weakref.ref[object]
-    """To what all handles hold."""
-
     def __init__(
         self,
         schedule: Schedule,
@@ -59,42 +58,16 @@ class ScheduledForward:
         counts: Counts,
         name: str,
     ) -> None:
-        self.schedule = schedule
+        super().__init__(schedule, trace, device, lock, counts)
         self.name = name
-        self.trace = trace
-        self.device = device
-        self.lock = lock
-        self.counts = counts
-        self.is_broken = False
-        self.is_forward = True
-        """Whether it takes saves."""
-        self._was_stopped = False
-        self.num_saves = 0
-        """How many saves have followed the schedule."""
-        self.num_pauses = 0
-        """How many times a region of `no_offload` has begun, or ended."""
-        self.num_sent = self.num_released = 0
-        """How many of the batches that leave are on the lane, and were let go of."""
         self.task = _NO_BACKWARD
         """Autograd's number of the backward that asks; -1 before the first."""
-        num_values = schedule.num_values
-        self.held: list[torch.UntypedStorage | None] = [None] * num_values
-        """For each value what is held of it on the device: what it was saved in, or what was fetched."""
-        self.originals: list[Any] = [None] * num_values
-        """For each value that leaves a weak reference to what it was saved in."""
-        self.counters: list[Any] = [None] * num_values
-        """For each of them a weak reference to what counts the writes to it, and the count."""
-        self.nodes: dict[int, int] = {}
-        """For values that were saved before they are written, the node."""
         self._arena, self._span = arena, span
-        self._alone: dict[int, CopyBatch] = {}
-        """Values that have left by themselves, with their copies."""
-        self._follows = True
-        """Whether the backward goes as the schedule has it."""
+        num_values = schedule.num_values
+        self._has_left = False
+        """Whether a backward has gone another way than the schedule has it."""
         self._cursor = self._num_fetched = 0
         """The request that comes next, and how many of the batches that come back are on the lane."""
-        self._stream, self._home = device.stream_number(), device.current_stream()
-        """What all that is held belongs to."""
         self._asked = bytearray(num_values)
         self._awaiting = list(schedule.num_requests)
         """For each value how often the backward is yet to ask for it."""
@@ -110,105 +83,6 @@ class ScheduledForward:
         """For values that are asked for again, what was handed out over what was fetched."""
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
         """What is held for a copy alone, which may be under way."""
-
-    def at_home(self) -> AbstractContextManager[object]:
-        """Return a context in which the current stream is the one that all that is held belongs to: what leaves waits for the
-        work there, and goes back to it."""
-        return _NO_CONTEXT if self.device.stream_number() == self._stream else self.device.on_stream(self._home)
-
-    # The forward
-
-    def keep_up(self, num_sent: int, num_released: int) -> None:
-        """Put copies on the lane, and let go of what was copied, up to these batches."""
-        schedule = self.schedule
-        while self.num_sent < num_sent:
-            values, batch = schedule.copies.out[self.num_sent], schedule.out[self.num_sent]
-            if self.nodes and not self._are_written(values):
-                break
-            held: list[Any] = [self.held[value] for value in values]
-            if torch_private.profiler_is_on():
-                with label("evict"):
-                    batch.start(held)
-            else:
-                batch.start(held)
-            self.num_sent += 1
-            self.counts.moved_out.batches.append(batch)
-        while self.num_released < min(num_released, self.num_sent):
-            self._release_next()
-
-    def _are_written(self, values: tuple[int, ...]) -> bool:
-        node, nodes = torch_private.node_number(), self.nodes
-        return node not in map(nodes.get, values)
-
-    def _release_next(self) -> None:
-        schedule, number = self.schedule, self.num_released
-        batch = schedule.out[number]
-        _wait(batch)
-        self.counts.stall_out.batches.append(batch)
-        for value in schedule.copies.out[number]:
-            self.held[value] = None
-        self.num_released = number + 1
-
-    def stop(self) -> None:
-        """Follow the schedule no further: what comes is another's. What was copied is let go."""
-        with self.lock, self.at_home():
-            if self.is_forward:
-                self.is_forward = self._follows = False
-                self._was_stopped = True
-                for value, storage in enumerate(self.held):
-                    if storage is not None and self.nodes.get(value) != torch_private.node_number():
-                        self._send_alone(value, storage)
-                self._let_go_of_sent()
-
-    def _send_alone(self, value: int, storage: torch.UntypedStorage) -> None:
-        """Let a value leave that was to do so together with others, which do not come, and let go of it."""
-        number = self.schedule.batch_of[value]
-        if number >= self.num_sent and value not in self._alone:
-            batch = self.schedule.copy_alone(value, is_out=True)
-            batch.start([storage])
-            self.counts.moved_out.batches.append(batch)
-            self._alone[value] = batch
-            batch.wait()
-            self.held[value] = None
-
-    def _let_go_of_sent(self) -> None:
-        with self.at_home():
-            while self.num_released < self.num_sent:
-                self._release_next()
-
-    def note_pause(self) -> bool:
-        """A region of `no_offload` begins, or ends; tell whether one did so here as well."""
-        paused, number = self.trace.paused, self.num_pauses
-        self.num_pauses = number + 1
-        return number < len(paused) and paused[number] == self.num_saves
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all saves of the schedule have come, and no others."""
-        return self.num_saves == len(self.schedule.saves) and not self._was_stopped
-
-    @property
-    def leaving(self) -> set[int]:
-        """The values that have left, or are about to."""
-        return {value for batch in self.schedule.copies.out[: self.num_sent] for value in batch} | set(self._alone)
-
-    @property
-    def num_values(self) -> int:
-        """How many values the saves by now are of."""
-        return self.schedule.saves[self.num_saves - 1].num_values if self.num_saves else 0
-
-    def end_forward(self) -> None:
-        """No more saves belong to the forward."""
-        with self.lock, self.at_home():
-            if self.num_saves < len(self.schedule.saves):
-                self.stop()
-            elif self.is_forward:
-                copies = self.schedule.copies
-                self.is_forward = False
-                self.nodes = {}
-                self.keep_up(copies.num_sent[-1], copies.num_released[-1])
-
-    # The backwards
 
     def unpack(self, handle: tuple[Any, ScheduledSave, Tensor, int]) -> Tensor:
         """Return a saved tensor, for work on the current stream, and fetch what is due."""
@@ -237,7 +111,7 @@ class ScheduledForward:
         if self._leaving and self._leaving[0][1].done.is_reached():
             self._let_go_of_served(wait=False)
         ready = self._ready[value]
-        if ready is not None and task != _NO_BACKWARD and self.device.stream_number() == self._stream:
+        if ready is not None and task != _NO_BACKWARD and self.device.stream_number() == self.stream:
             return self._give_ready(value, ready)
         storage = self._storage_of(value)
         if storage is not self.originals[value]():
@@ -279,7 +153,7 @@ class ScheduledForward:
         if self.task == _NO_BACKWARD:
             self.end_forward()
         else:
-            self._follows = False
+            self._has_left = True
             self._awaiting = list(self.schedule.num_requests)
             self._asked = bytearray(len(self._asked))
         self.task = task
@@ -289,12 +163,12 @@ class ScheduledForward:
     def _note_request(self, value: int) -> None:
         """Fetch what is due when a value is asked for first."""
         self._asked[value] = 1
-        if not self._follows:
+        if self._has_left or self.was_stopped:
             return
         copies, cursor = self.schedule.copies, self._cursor
         if cursor == len(copies.requests) or copies.requests[cursor] != value:
-            self._follows = False
-            self.schedule.num_deviations += 1
+            self._has_left = True
+            self.trace.requests = None  # the next forward decides as it goes, and its backward is learned
             return
         self._cursor = cursor + 1
         while self._num_fetched < copies.num_fetched[cursor]:
@@ -303,15 +177,15 @@ class ScheduledForward:
 
     def _fetch_next(self) -> bool:
         """Put the next batch that comes back on its lane; tell whether there was room."""
-        if self.device.stream_number() != self._stream:  # each request gets its own there
-            self._follows = False
+        if self.device.stream_number() != self.stream:  # each request gets its own there
+            self._has_left = True
             return False
         schedule, number = self.schedule, self._num_fetched
         values = schedule.copies.back[number]
         device, held, storages, made = self.device, self.held, [], []
         for value in values:
             if held[value] is not None or self._awaiting[value] <= 0:
-                self._follows = False
+                self._has_left = True
                 return False
             whole, tensor = schedule.whole[value], None
             try:
@@ -321,7 +195,7 @@ class ScheduledForward:
                     tensor = device.allocate_tensor(*whole)
                     storage = tensor.untyped_storage()
             except torch.OutOfMemoryError:
-                self._follows = False  # it may be needed less soon than what took the room
+                self._has_left = True  # it may be needed less soon than what took the room
                 return False
             storages.append(storage)
             made.append(tensor)
@@ -348,7 +222,7 @@ class ScheduledForward:
         """Return the storage with the bytes of a value, for work on the current stream."""
         storage = self.held[value]
         if storage is not None and self._fetched[value]:
-            if self.device.stream_number() != self._stream:
+            if self.device.stream_number() != self.stream:
                 return self._fetch_one(value)
             if value in self._coming:
                 self._await(self._coming[value])
@@ -364,7 +238,7 @@ class ScheduledForward:
 
     def _await(self, number: int) -> None:
         """Have the current stream wait for a batch that comes back: once, for all of it."""
-        _wait(self.schedule.back[number])
+        wait_for(self.schedule.back[number])
         self.counts.stall_in.batches.append(self.schedule.back[number])
         for value in self.schedule.copies.back[number]:
             self._coming.pop(value, None)
@@ -373,12 +247,12 @@ class ScheduledForward:
         """Bring back a value that is needed now."""
         schedule, batch = self.schedule, self.schedule.copy_alone(value, is_out=False)
         storage = self._allocate_now(schedule.sizes_bytes[value])
-        if self.device.stream_number() == self._stream:
+        if self.device.stream_number() == self.stream:
             self.held[value], self._fetched[value] = storage, 1
         else:  # it is for this request alone
             self._leaving.append((storage, batch))
         with label("fetch"):
-            batch.start([storage], self._alone.get(value) or schedule.out[schedule.batch_of[value]])
+            batch.start([storage], self.alone.get(value) or schedule.out[schedule.batch_of[value]])
             batch.wait()
         self.counts.moved_in.batches.append(batch)
         self.counts.stall_in.batches.append(batch)
@@ -389,7 +263,7 @@ class ScheduledForward:
         try:
             return self.device.allocate(num_bytes)
         except torch.OutOfMemoryError:
-            self._follows = False
+            self._has_left = True
             self._let_go_of_served(wait=True)
             self._give_up_fetched()
         try:
@@ -417,7 +291,7 @@ class ScheduledForward:
         """Let go of what was served while it left, once its copy is done; or have the stream wait for that."""
         device = self.device
         while self._leaving and (wait or self._leaving[0][1].done.is_reached()):
-            device.wait_event(self._home, self._leaving[0][1].done)
+            device.wait_event(self.home, self._leaving[0][1].done)
             self._leaving.popleft()
 
     @mended
@@ -431,7 +305,7 @@ class ScheduledForward:
 
     def _give_up_fetched(self) -> None:
         for number in dict.fromkeys(self._coming.values()):
-            self.device.wait_event(self._home, self.schedule.back[number].done)
+            self.device.wait_event(self.home, self.schedule.back[number].done)
         self._coming.clear()
         for value, is_fetched in enumerate(self._fetched):
             if is_fetched:
@@ -451,12 +325,12 @@ class ScheduledForward:
         """Give back the host memory. No graph may ask for anything any more."""
         if self._span is None:
             return
-        self._let_go_of_sent()
+        self.let_go_of_sent()
         self._let_go_of_served(wait=True)
         self._give_up_fetched()
         self.held = [None] * len(self.held)
         # by now it has waited for all copies, also for those that left by themselves
-        last = self.device.record_event(self._home, timed=False) if self.num_sent or self._alone else None
+        last = self.device.record_event(self.home, timed=False) if self.num_sent or self.alone else None
         if self._arena.has(self._span):  # else an interrupt came when it had just been given back
             self._arena.give(self._span, last)
         self._span = None
@@ -464,13 +338,13 @@ class ScheduledForward:
     @mended
     def push_out(self) -> None:
         """Another forward begins: let go of all that was copied."""
-        self._let_go_of_sent()
+        self.let_go_of_sent()
 
     def mend(self) -> list[Span]:
         """Put right what was broken off (see [Note: interrupts] in `memkit.interrupts`); return the host memory it holds."""
         self.device.synchronize()
-        self._was_stopped = self._was_stopped or self.is_forward
-        self.is_forward = self._follows = False
+        self.was_stopped = self.was_stopped or self.is_forward
+        self.is_forward, self._has_left = False, True
         for value in self.leaving:
             self.held[value] = None
         self.num_released = self.num_sent
@@ -484,23 +358,6 @@ class ScheduledForward:
         self._leaving.clear()
         self.is_broken = False
         return [] if self._span is None else [self._span]
-
-    # What it holds
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the values that it holds on the device."""
-        sizes_bytes = self.schedule.sizes_bytes
-        return sum(sizes_bytes[value] for value, storage in enumerate(self.held) if storage is not None)
-
-
-def _wait(batch: CopyBatch) -> None:
-    """Have the current stream wait for copies."""
-    if torch_private.profiler_is_on():
-        with label("wait"):
-            batch.wait()
-    else:
-        batch.wait()
 
 
 def _end_backward(forward: weakref.ref[ScheduledForward], task: int) -> None:

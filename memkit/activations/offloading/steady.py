@@ -16,9 +16,6 @@ from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Trace
 from memkit.errors import HostMemoryError
 
-_MOST_DEVIATIONS = 3
-"""A trace whose backward went another way so often is served as it goes."""
-
 
 def follow_schedule(
     window: OffloadWindow,
@@ -52,7 +49,7 @@ def follow_schedule(
         try:
             span = window.arena.take(schedule.host_bytes)
         except HostMemoryError:
-            schedule.num_deviations = _MOST_DEVIATIONS  # some of it may find room
+            schedule.finds_no_room = True
             return None
         if span.staging is not None:
             window.arena.give(span)
@@ -93,4 +90,4 @@ def _schedule_of(
         )
         found = trace.schedule = (key, schedule)
     schedule = found[1]
-    return schedule if schedule.num_deviations < _MOST_DEVIATIONS else None
+    return None if schedule.finds_no_room else schedule

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memkit.activations.saved.trial import Trial
 from memkit.device.base import CopyBatch, Event, busy_s_of
 from memkit.transfer.lanes import Transfer
+
+if TYPE_CHECKING:
+    from memkit.activations.saved.trial import Trial
 
 
 class EventPairs(deque[tuple[Event, Event]]):
