@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from memkit.activations.recomputing.regions import why_not_region
+from memkit.activations.recomputing.region_reasons import why_not_region
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import OpTrace
 from memkit.activations.saved.trial import Trial
