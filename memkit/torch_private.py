@@ -390,14 +390,3 @@ READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})
 """What is asked of a gradient whose module is moved: allowed on one that `LayerOffload` has used up."""
 ZEROING_ALL = "_foreach_zero_"
 """How `zero_grad` zeroes many gradients at once: the same."""
-
-
-def is_sharded_by_fsdp(module: nn.Module) -> bool:
-    """Tell whether FSDP, of either kind, has wrapped a module: `LayerOffload` refuses it."""
-    kind = type(module).__name__
-    return kind.startswith("FSDP") or kind == "FullyShardedDataParallel"
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor, whose class takes seconds to import: `LayerOffload` refuses it."""
-    return type(tensor).__name__ == "DTensor"

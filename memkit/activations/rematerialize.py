@@ -20,10 +20,11 @@ from memkit.activations.saved.entry import Entry, entries_around, stop_recording
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.stats import report_from
 from memkit.device import CpuDevice, Device, is_capturing, open_device
-from memkit.hooks import in_checkpoint, innermost_hooks, refuse_in_profile
+from memkit.hooks import in_checkpoint, innermost_hooks
 from memkit.interrupts import Block
 from memkit.plan import DTRScore, Plan
 from memkit.profile.step import Step as ProfiledStep
+from memkit.profiled import refuse_in_profile
 from memkit.recording.cost import recording_cost_s
 from memkit.recording.ops import names_of_ops, op_kinds
 from memkit.sizes import check_budget, check_bytes, format_bytes

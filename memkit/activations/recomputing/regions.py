@@ -33,7 +33,7 @@ from memkit.activations.saved.counts import Counts
 from memkit.compiled import Code, around_compiled
 from memkit.hooks import HookPair, HookSet
 from memkit.kept import ForwardedHandle, KeptHandle
-from memkit.torch_state import is_traced
+from memkit.torch_state import is_sharded_by_fsdp, is_traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ def _why_not_inside(part: nn.Module) -> str:
         return "its parameters are made by its first call"
     if isinstance(part, torch.jit.ScriptModule):
         return "it is scripted, and what that saves depends on how often it has run"
-    if torch_private.is_sharded_by_fsdp(part) or isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    if is_sharded_by_fsdp(part) or isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "its forward talks to other processes or devices"
     if isinstance(part, nn.SyncBatchNorm) and part.training:
         return "its forward talks to other processes"
