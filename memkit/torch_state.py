@@ -166,6 +166,11 @@ def is_traced() -> bool:
     return torch_private.dispatch_mode_at(torch_private.DispatchModeKey.PROXY) is not None
 
 
+def num_compiled() -> int | None:
+    """Return how many functions Dynamo was asked to compile so far; None if that is not known. Dynamo is loaded."""
+    return next((counters["frames"]["total"] for counters in torch_private.known("compile_counters")), None)
+
+
 # What torch's libraries have made of modules and tensors
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.context import ForwardContext
 from memkit.activations.recomputing.budget import NO_BUDGET, RematOptions
-from memkit.activations.recomputing.settling import settle
+from memkit.activations.recomputing.settling import NEXT_STEPS
 from memkit.activations.recomputing.stage import RecordingStage, open_recording
 from memkit.activations.recomputing.steady import open_steady
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
@@ -162,7 +162,7 @@ class Rematerialize(ForwardContext):
             outer = innermost_hooks()
             steady = open_steady(self.tag, self._options, outer)
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
-            entry.recording = steady or open_recording(self.tag, self._options, outer=outer, settle=settle)
+            entry.recording = steady or open_recording(self.tag, self._options, outer=outer, settling=NEXT_STEPS)
             entry.recording.model = None if self._model is None else self._model()
             entry.begin(None if steady is None else steady.pair)
 
