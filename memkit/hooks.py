@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memkit import torch_private
-from memkit.errors import ProfileError
-from memkit.interrupts import Block, Blocks, Exclusive, do_at_once
+from memkit.interrupts import Block, do_at_once
 from memkit.torch_state import leave_untraced
 
 
@@ -159,8 +158,8 @@ class HookSet:
         self._handles.append(register_optimizer_step_pre_hook(pre_hook))
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(module, args)` ahead of every forward, in all threads, `after(module, args, kwargs, output)` behind it,
-        or `after(module, args, None)` where it raises."""
+        """Call `before(module, args)` ahead of every forward, in all threads, and `after(module, args, kwargs, output)` behind
+        it, or `after(module, args, None)` where it raises."""
         self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
         last = nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True)
         self._handles.append(_WithKeywords(last))
@@ -303,7 +302,6 @@ class _Stacked(threading.local):
 
 
 _stacked = _Stacked()
-_profiled = Blocks()
 
 
 def stacked_owners() -> list[object]:
@@ -319,33 +317,6 @@ def name_of_hooks_around() -> str:
         return ""
     names = [hooks.name for hooks in reversed(_stacked.hooks) if hooks.name]
     return names[0] if names else "a pair of saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu)"
-
-
-class Profiled(Exclusive):
-    """A context in which this thread runs a model to see all that autograd saves: see `refuse_in_profile`."""
-
-    def __enter__(self) -> Block:
-        block = self.claim("this profile is going on already")
-        self.is_entered = True
-        _profiled.blocks.append(block)
-        return block
-
-    def end_block(self, *, has_failed: bool) -> None:
-        _profiled.leave(self._block)
-
-
-def refuse_in_profile(name: str) -> None:
-    """Raise if a model is profiled that is about to enter a context which would take what the profile must see.
-
-    Raises:
-        ProfileError: it is.
-    """
-    if _profiled.are_any():
-        raise ProfileError(
-            f"a profile needs to see all that autograd saves; found {name}, which the model enters in its forward and which "
-            "would take it. Profile the model before memkit.attach, or after its handle's remove(), and without a context in "
-            "its own code"
-        )
 
 
 def innermost_hooks() -> SavedTensorHooks | None:

@@ -95,6 +95,7 @@ batch_norm_legit: OpOverload
 batch_norm_legit_no_stats: OpOverload
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]]
 code_when_compiled: Callable[[nn.Module], Any]
+compile_counters: dict[str, dict[str, int]]
 cudnn_attention: _Op
 dispatch_mode_at: Callable[[Any], DispatchMode | None]
 dispatch_modes: Callable[[], list[DispatchMode]]
@@ -298,6 +299,7 @@ NAMES: dict[str, PrivateName] = {
     "skips_dynamo": _of(f"{_DISPATCH}.TorchDispatchMode._should_skip_dynamo", "overridden by the recorder, where it is there"),
     "in_hop_compile": _of("torch._higher_order_ops.utils._in_hop_compile", "whether a higher-order op compiles"),
     "asks_modes_on_stack": _of(f"{_DISPATCH}.any_torch_dispatch_mode_on_stack", "whether Dynamo asks each mode"),
+    "compile_counters": _of("torch._dynamo.utils.counters", "whether a call has compiled anything"),
     "code_when_compiled": _field(f"{_MODULE}._compiled_call_impl", "whether a module is compiled", _REMAT, _PROFILE),
     "global_hooks_with_kwargs": _of("torch.nn.modules.module._global_forward_hooks_with_kwargs", "to remove all of a hook"),
     # Ops
@@ -392,14 +394,3 @@ READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})
 """What is asked of a gradient whose module is moved: allowed on one that `LayerOffload` has used up."""
 ZEROING_ALL = "_foreach_zero_"
 """How `zero_grad` zeroes many gradients at once: the same."""
-
-
-def is_sharded_by_fsdp(module: nn.Module) -> bool:
-    """Tell whether FSDP, of either kind, has wrapped a module: `LayerOffload` refuses it."""
-    kind = type(module).__name__
-    return kind.startswith("FSDP") or kind == "FullyShardedDataParallel"
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor, whose class takes seconds to import: `LayerOffload` refuses it."""
-    return type(tensor).__name__ == "DTensor"

@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.errors import MissingTorchNameError
@@ -164,3 +164,22 @@ def is_traced() -> bool:
     """Tell whether ops are being traced into a graph, as those of a branch of `torch.cond`: a tensor that is made unseen by the
     tracer becomes a constant of the graph."""
     return torch_private.dispatch_mode_at(torch_private.DispatchModeKey.PROXY) is not None
+
+
+def num_compiled() -> int | None:
+    """Return how many functions Dynamo was asked to compile so far; None if that is not known. Dynamo is loaded."""
+    return next((counters["frames"]["total"] for counters in torch_private.known("compile_counters")), None)
+
+
+# What torch's libraries have made of modules and tensors
+
+
+def is_sharded_by_fsdp(module: nn.Module) -> bool:
+    """Tell whether FSDP, of either kind, has wrapped a module: `LayerOffload` refuses it."""
+    kind = type(module).__name__
+    return kind.startswith("FSDP") or kind == "FullyShardedDataParallel"
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor, whose class takes seconds to import: `LayerOffload` refuses it."""
+    return type(tensor).__name__ == "DTensor"

@@ -37,6 +37,7 @@ RANKS = {
     "hooks": 4,
     "compiled": 5,
     "owners": 4,
+    "profiled": 4,
     "device": 4,
     "transfer": 5,
     "profile": 6,

@@ -19,12 +19,13 @@ from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.stats import fragmentation_hint, report_from
 from memkit.device import Device, open_device
 from memkit.errors import warn_user
-from memkit.hooks import HookPair, in_checkpoint, innermost_pair, refuse_in_profile
+from memkit.hooks import HookPair, in_checkpoint, innermost_pair
 from memkit.interrupts import Block
 from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
 from memkit.profile.registry import forget_report
 from memkit.profile.tree import ModuleTree
+from memkit.profiled import refuse_in_profile
 from memkit.sizes import check_budget_bytes, check_bytes, format_bytes
 from memkit.transfer.link import measure_link
 

@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.context import ForwardContext
 from memkit.activations.recomputing.budget import NO_BUDGET, RematOptions
-from memkit.activations.recomputing.settling import settle
+from memkit.activations.recomputing.settling import NEXT_STEPS
 from memkit.activations.recomputing.stage import RecordingStage, open_recording
 from memkit.activations.recomputing.steady import open_steady
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.stats import report_from
 from memkit.device import CpuDevice, Device, is_capturing, open_device
-from memkit.hooks import in_checkpoint, innermost_hooks, refuse_in_profile
+from memkit.hooks import in_checkpoint, innermost_hooks
 from memkit.interrupts import Block
 from memkit.plan import DTRScore, Plan
 from memkit.profile.step import Step as ProfiledStep
+from memkit.profiled import refuse_in_profile
 from memkit.recording.cost import recording_cost_s
 from memkit.recording.ops import names_of_ops, op_kinds
 from memkit.sizes import check_budget, check_bytes, format_bytes
@@ -161,7 +162,7 @@ class Rematerialize(ForwardContext):
             outer = innermost_hooks()
             steady = open_steady(self.tag, self._options, outer)
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
-            entry.recording = steady or open_recording(self.tag, self._options, outer=outer, settle=settle)
+            entry.recording = steady or open_recording(self.tag, self._options, outer=outer, settling=NEXT_STEPS)
             entry.recording.model = None if self._model is None else self._model()
             entry.begin(None if steady is None else steady.pair)
 

@@ -1,6 +1,6 @@
 """Decide: pure functions from sizes and times to plans. No tensor is touched here."""
 
-from memkit.plan.actions import Action, Plan, PlannedSave, limit_of, tell_kept
+from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, limit_of, tell_kept
 from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes, timed_saves
 from memkit.plan.drop_order import drop_order
@@ -62,6 +62,7 @@ __all__ = [
     "check_ratio",
     "drop_order",
     "ends_of",
+    "infeasible",
     "limit_of",
     "plan_again",
     "plan_auto",

@@ -30,6 +30,8 @@ class ModuleCall:
     """Of the tensors that it is given."""
     why_not: str = ""
     """Why it cannot be a region, "" if it can."""
+    device_s: float = 0.0
+    """What the device takes for it, where it runs compiled, so that none of its ops is seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +83,14 @@ class RegionStep:
     def __init__(self, step: Step, calls: Sequence[ModuleCall], costs: HostCosts, *, num_ops: int) -> None:
         self.step, self.calls, self.costs = step, calls, costs
         lineage = step.lineage
-        self.plain_device_s = 3 * sum(lineage.seconds)
+        self.plain_device_s = 3 * (sum(lineage.seconds) + sum(call.device_s for call in calls))
         """Of the whole step without regions: a backward takes about as long as two forwards."""
         self.plain_host_s = 2 * costs.op_s * num_ops
         self._bytes = lineage.num_bytes
         self._counted = frozenset(step.saves)
         self._inputs = [tuple(value for value in call.inputs if self._is_held(value)) for call in calls]
         self._saved = [frozenset(step.saves[slice(*call.saves)]) for call in calls]
-        self._device_s = [sum(lineage.seconds[slice(*call.ops)]) for call in calls]
+        self._device_s = self._device_seconds()
         self._host_s = [costs.region_s + costs.op_s * call.num_ops for call in calls]
         self._peaks = [self._peak_of(index) if not call.why_not else 0 for index, call in enumerate(calls)]
         self._freed = self._freed_bytes()
@@ -106,6 +108,18 @@ class RegionStep:
     def _is_held(self, value: int) -> bool:
         """Tell whether to hold a value takes bytes that the budget counts."""
         return self.step.lineage.maker[value] != NO_OP or value in self.step.retained_bytes or value in self._counted
+
+    def _device_seconds(self) -> list[float]:
+        """Return for each call what the device spends on running it again: ops, and compiled calls that have begun by its
+        last save."""
+        found = [sum(self.step.lineage.seconds[slice(*call.ops)]) for call in self.calls]
+        for index, compiled in enumerate(self.calls):
+            while compiled.device_s and index >= 0:
+                around = self.calls[index]
+                if compiled.saves[0] < around.saves[1]:
+                    found[index] += compiled.device_s
+                index = around.parent
+        return found
 
     def _freed_bytes(self) -> list[int]:
         """Return for each call the bytes that are gone in the forward if it alone is a region."""

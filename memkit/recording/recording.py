@@ -50,6 +50,8 @@ class Recording:
         self.is_timed = is_timed
         self.times: list[tuple[int, CostKey, Event, Event]] = []
         """When ops have begun and ended: the number of the op, and what it has in common with others."""
+        self.call_times: list[tuple[int, Event, Event]] = []
+        """When compiled modules have begun and ended: the place of the call among those that are noted."""
         self.seconds: dict[int, float] = {}
         """What ops are thought to take, where `known_s` does not tell."""
         self.originals: dict[int, Tensor] | None = {} if is_verified else None
@@ -365,11 +367,19 @@ class Recording:
         self.is_timed = False
         return found
 
+    def read_call_times(self) -> dict[int, float]:
+        """Return what compiled modules took, by the places of their calls; makes the host wait for them."""
+        if self.call_times:
+            self.device.synchronize()
+        found = {place: start.elapsed_s(end) for place, start, end in self.call_times}
+        self.call_times.clear()
+        return found
+
     def times_alone(self) -> Recording:
         """Return a recording that has the times of this one, and holds none of its values."""
         self.sync()
         recording = Recording(self.device, is_timed=True)
-        recording.lineage, recording.times = self.lineage, self.times
+        recording.lineage, recording.times, recording.call_times = self.lineage, self.times, self.call_times
         return recording
 
     def close(self) -> None:

@@ -55,6 +55,11 @@ class ModuleTrail:
         self._is_paused = False
 
     @property
+    def place(self) -> int:
+        """The place in `calls` of the innermost module that runs, -1 if it is not noted."""
+        return self._running[-1][2] if self._running else -1
+
+    @property
     def is_on(self) -> bool:
         return len(self._hooks) > 0
 

@@ -24,7 +24,7 @@ from memkit.compiled import (
 )
 from memkit.hooks import HookSet
 from memkit.recording.trail import ModuleTrail
-from memkit.torch_state import dynamo_is_loaded, is_saved_by_compiled_code, leave_mode, leave_untraced
+from memkit.torch_state import dynamo_is_loaded, is_saved_by_compiled_code, leave_mode, leave_untraced, num_compiled
 
 if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
@@ -129,7 +129,7 @@ class CompiledCalls:
         try:
             leave_mode(self._recorder)
             trail.pause()
-            results = code(*args, **kwargs)
+            results = self._timed(trail.place, code, args, kwargs)
         finally:
             self._given = None
             if trail_is_on:
@@ -141,6 +141,23 @@ class CompiledCalls:
         )
         if not trail_sees:
             trail.note_end(module, args, kwargs, results)
+        return results
+
+    def _timed(self, place: int, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what runs a compiled module, and note how long that takes if ops are timed: unless it is compiled meanwhile.
+
+        Args:
+            place: of the call among those that are noted.
+        """
+        recording = self._recorder.recording
+        if not recording.is_timed or place < 0:
+            return code(*args, **kwargs)
+        device, num_before = recording.device, num_compiled()
+        start = device.record_event()
+        results = code(*args, **kwargs)
+        end = device.record_event()
+        if num_before is not None and num_compiled() == num_before and recording.device is device:
+            recording.call_times.append((place, start, end))
         return results
 
     def _note(self, written: list[Tensor], results: Any) -> None:

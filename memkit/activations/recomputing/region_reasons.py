@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memkit import torch_private
+from memkit.torch_state import is_sharded_by_fsdp
 
 _OWN = ("memkit.activations.recomputing.regions", "memkit.recording.trail")
 """Where hooks are defined that a recompute may run again, or not."""
@@ -38,7 +39,7 @@ def _why_not_inside(part: nn.Module) -> str:
         return "its parameters are made by its first call"
     if isinstance(part, torch.jit.ScriptModule):
         return "it is scripted, and what that saves depends on how often it has run"
-    if torch_private.is_sharded_by_fsdp(part) or isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    if is_sharded_by_fsdp(part) or isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "its forward talks to other processes or devices"
     if isinstance(part, nn.SyncBatchNorm) and part.training:
         return "its forward talks to other processes"

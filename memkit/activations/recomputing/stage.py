@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
+from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, Settling
 from memkit.activations.recomputing.compiled_calls import CompiledCalls
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.saved.counts import Counts
@@ -19,7 +19,7 @@ from memkit.activations.saved.records import Handle
 from memkit.activations.saved.settled import SizesSeen
 from memkit.activations.saved.small import all_too_small
 from memkit.activations.saved.state import RematState, remat_states
-from memkit.activations.saved.traces import SaveKey, trace_of_ops
+from memkit.activations.saved.traces import SaveKey
 from memkit.device import CpuDevice, default_generator, open_device
 from memkit.hooks import SavedTensorHooks
 from memkit.kept import ForwardedHandle, KeptHandle
@@ -34,7 +34,6 @@ _NUM_WATCHED, _NUM_NOTED = 4, 2
 """In so many first iterations it is noted which module each op is in, in so many that are alike which modules are called: in
 the first of them these may prepare what they use later."""
 _PLAIN_TYPES, _get_storage = (Tensor, nn.Parameter), Tensor.untyped_storage
-Settle = Callable[[RematState, RematOptions, BudgetDecider, SizesSeen | None, bool], None]
 
 
 class RecordingStage(Stage):
@@ -45,7 +44,7 @@ class RecordingStage(Stage):
         options: what was asked for.
         moving: the stage that comes next, of this context or of the one outside: what is not dropped may leave there.
         outer: other hooks outside, which are given what is not dropped where there is no such stage.
-        settle: called at the end of a step, sees what the next ones are to do; by default they are recorded as well.
+        settling: sees what the next steps are to do; by default they are recorded as well.
     """
 
     moves = False
@@ -57,7 +56,7 @@ class RecordingStage(Stage):
         *,
         moving: Stage | None = None,
         outer: SavedTensorHooks | None = None,
-        settle: Settle | None = None,
+        settling: Settling | None = None,
     ) -> None:
         from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
@@ -69,8 +68,8 @@ class RecordingStage(Stage):
         self._torch_device = None if self._device is None else self._device.torch_device
         self._moving, self._outer = moving, outer
         self._has_outer = moving is not None or outer is not None
-        self._settle = settle
-        self._sizes = SizesSeen(options.min_bytes) if options.may_settle and options.budget != 1.0 else None
+        self._settling = settling
+        self._sizes = SizesSeen(options.min_bytes) if options.may_settle and not options.keeps_all else None
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
         self.counts = Counts(trial=state.trial)
@@ -102,9 +101,9 @@ class RecordingStage(Stage):
             return
         with self._lock:
             self._end_forward(learn=not has_failed)
-            if not has_failed and self._settle is not None:
+            if not has_failed and self._settling is not None:
                 is_timed = self._forward.recording.is_timed
-                self._settle(self._state, self._options, self._decider, self._sizes, is_timed)
+                self._settling.settle(self._state, self._options, self._decider, self._sizes, is_timed)
         self._is_over = True
         del self._forward, self._decider, self.recorder  # they hold the recording, and this
 
@@ -115,8 +114,9 @@ class RecordingStage(Stage):
         state, options = self._state, self._options
         state.sweep()
         state.read_times()
+        with_regions = None if self._settling is None else functools.partial(self._settling.with_regions, state, options)
         self._decider = decider = BudgetDecider(
-            options, state.traces, self.counts, state.counts, state.warn_once, raises=raises
+            options, state.traces, self.counts, state.counts, state.warn_once, raises=raises, with_regions=with_regions
         )
         self._note_plan()
         trace, device = decider.follower.trace, self._device or CpuDevice()
@@ -153,17 +153,8 @@ class RecordingStage(Stage):
         if counts.is_to_be_judged:
             counts.largest_bytes = max(counts.largest_bytes, recording.largest_bytes)
         if learn and follower.keys and self._options.policy == "plan":
-            trace = follower.ended_as(recording.funcs)
-            if trace is None:
-                is_first = not len(state.traces)
-                trace = trace_of_ops(recording, follower.keys, forward.saves, forward.save_nodes, is_first=is_first)
-            elif trace.ops is not None:
-                trace.ops.num_seen += 1
-                trace.is_worth_a_plan = True
-            state.traces.add(trace)
-            forward.trace = trace.ops
-            if trace.ops is not None and self._trail.calls:
-                trace.ops.note_calls(self._trail.calls, recording)
+            saves, nodes = forward.saves, forward.save_nodes
+            forward.trace = state.traces.learn(follower, recording, saves, nodes, self._trail.calls).ops
         if recording.is_timed:
             state.note_timed(forward.trace, recording.times_alone())
         recording.close()
@@ -177,7 +168,7 @@ class RecordingStage(Stage):
     def _turn(self) -> RecordedForward:
         """A backward has begun since the last save: what comes now is another forward."""
         self._end_forward(learn=True)
-        self._settle = self._settle if self._sizes is None else None  # a plan is one of a single forward
+        self._settling = self._settling if self._sizes is None else None  # a plan is one of a single forward
         self._forward = self._open_forward(raises=self._options.strict)
         self.recorder.follow(self._forward.recording)
         self._trail.follow(self._forward.recording)
@@ -380,21 +371,21 @@ def open_recording(
     *,
     moving: Stage | None = None,
     outer: SavedTensorHooks | None = None,
-    settle: Settle | None = None,
+    settling: Settling | None = None,
 ) -> RecordingStage:
     """Return the stage of a context that is about to be entered.
 
     Args:
         moving: the stage of the same context that moves, if it has one.
         outer: else the hooks that are on top.
-        settle: see `RecordingStage`.
+        settling: see `RecordingStage`.
     """
     is_inner = moving is not None or is_within(tag)
     if moving is None and outer is not None and isinstance(outer.owner, Entry):
         moving = outer.owner.moving
     state = remat_states.open(tag)
     with state.lock:
-        stage = RecordingStage(state, options, moving=moving, outer=outer, settle=settle)
+        stage = RecordingStage(state, options, moving=moving, outer=outer, settling=settling)
         state.num_iterations += 1
         state.num_inner += is_inner
         state.counts, state.is_recorded, state.settled = stage.counts, True, None

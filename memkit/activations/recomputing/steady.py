@@ -200,7 +200,7 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
             state.counts = stage.counts
             state.plan = settled.regions.plan
             return stage
-        if options.budget == 1.0:
+        if options.keeps_all:
             return IdleStage(state, moving)
         budget_bytes = options.budget if isinstance(options.budget, int) else 0
         return WatchStage(state, moving, outer, settled, budget_bytes)

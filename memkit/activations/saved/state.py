@@ -163,8 +163,11 @@ class RematState(TagState):
         """Take up what the ops of the last iteration took."""
         for trace, recording in self._timed:
             self.costs.learn(recording.read_times())
+            call_times = recording.read_call_times()
             if trace is None or trace.is_measured:
                 continue
+            if call_times:
+                trace.learn_calls(call_times)
             lineage, seconds = trace.step.lineage, recording.lineage.seconds
             if len(seconds) == len(lineage.seconds):
                 trace.learn(replace(trace.step, lineage=lineage.with_seconds(seconds)))

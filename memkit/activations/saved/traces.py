@@ -8,9 +8,11 @@ alike (`Follower`), and goes by its plan.
 from __future__ import annotations
 
 import operator
+import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,6 +27,7 @@ from memkit.recording.recording import Recording
 _MAX_TRACES = 16
 _MAX_STRANGERS = 8
 _Planned = TypeVar("_Planned")
+_DIGITS = re.compile(r"\d+")
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 STRANGER = -1
 """The place of a save that a report has not foretold, and that is let pass."""
@@ -145,9 +148,23 @@ class OpTrace:
 
     def note_calls(self, noted: Sequence[NotedCall], recording: Recording) -> None:
         """Take up which modules were called, in a forward that is over."""
-        self.calls = tuple(call.as_planned(recording) for call in noted)
+        known_s = {(call.name, call.number): call.device_s for call in self.calls}
+        calls = (call.as_planned(recording) for call in noted)
+        self.calls = tuple(replace(call, device_s=known_s.get((call.name, call.number), 0.0)) for call in calls)
         self.modules = tuple(call.module for call in noted)
         self.num_noted += 1
+        self._regions.clear()
+
+    def learn_calls(self, taken_s: Mapping[int, float]) -> None:
+        """It is known what compiled calls took, by their places. Of those that are alike it is the median."""
+        alike = dict[Any, list[float]]()
+        for place, seconds in taken_s.items():
+            alike.setdefault(_kind_of(self.calls[place]), []).append(seconds)
+        medians_s = {kind: median(found) for kind, found in alike.items()}
+        self.calls = tuple(
+            replace(call, device_s=medians_s[_kind_of(call)]) if place in taken_s else call
+            for place, call in enumerate(self.calls)
+        )
         self._regions.clear()
 
     def learn(self, step: Step) -> None:
@@ -155,6 +172,11 @@ class OpTrace:
         self._plans.clear()
         self._regions.clear()
         self.step, self._planner = step, None
+
+
+def _kind_of(call: ModuleCall) -> tuple[object, ...]:
+    """Return what calls have in common that take as long: those of the blocks of a model."""
+    return _DIGITS.sub("*", call.name), call.shapes, call.saves[1] - call.saves[0]
 
 
 def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
@@ -233,6 +255,32 @@ class Traces:
             self._known.remove(trace)
         self._known.insert(0, trace)
         del self._known[_MAX_TRACES:]
+
+    def learn(
+        self,
+        follower: Follower,
+        recording: Recording,
+        saves: Sequence[int],
+        nodes: Sequence[int],
+        calls: Sequence[NotedCall],
+    ) -> Trace:
+        """Return the trace of a recorded forward that is over, which is put first.
+
+        Args:
+            follower: how it went along those that were known.
+            recording, saves, nodes: see `trace_of_ops`.
+            calls: the calls of modules, if they were noted.
+        """
+        trace = follower.ended_as(recording.funcs)
+        if trace is None:
+            trace = trace_of_ops(recording, follower.keys, saves, nodes, is_first=not len(self))
+        elif trace.ops is not None:
+            trace.ops.num_seen += 1
+            trace.is_worth_a_plan = True
+        self.add(trace)
+        if trace.ops is not None and calls:
+            trace.ops.note_calls(calls, recording)
+        return trace
 
     def drop_report(self) -> None:
         """Forget what was only foretold."""
