@@ -169,8 +169,6 @@ class HookSet:
         while self._handles:
             handle: Any = self._handles[-1]
             handle.remove()  # which an interrupt leaves here, so that it is removed again
-            for left in torch_private.known("global_hooks_with_kwargs"):
-                left.pop(getattr(handle, "id", None), None)  # torch forgets to, and takes it for a hook
             self._handles.pop()
 
 
