@@ -56,13 +56,15 @@ class _Uncopied(_Untraced):
 leave_untraced(_Untraced.__call__)
 
 
-class _WithKeywords:  # that a hook of all modules is given keywords torch would not forget
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+class _WithKeywords:
+    """A hook of all modules that is given keywords, which torch would not forget. It is held before it is set."""
+
+    handle: Any = None
 
     def remove(self) -> None:
-        torch_private.hooks_with_keywords.pop(self._handle.id, None)
-        self._handle.remove()
+        if self.handle is not None:
+            torch_private.hooks_with_keywords.pop(self.handle.id, None)
+            self.handle.remove()
 
 
 class HookSet:
@@ -161,16 +163,15 @@ class HookSet:
         """Call `before(module, args)` ahead of every forward, in all threads, and `after(module, args, kwargs, output)` behind
         it, or `after(module, args, None)` where it raises."""
         self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
-        last = nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True)
-        self._handles.append(_WithKeywords(last))
+        last = _WithKeywords()
+        self._handles.append(last)
+        last.handle = nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True)
 
     def remove(self) -> None:
         """Remove every hook, the last one first. Calling it again does nothing."""
         while self._handles:
             handle: Any = self._handles[-1]
             handle.remove()  # which an interrupt leaves here, so that it is removed again
-            for left in torch_private.known("global_hooks_with_kwargs"):
-                left.pop(getattr(handle, "id", None), None)  # torch forgets to, and takes it for a hook
             self._handles.pop()
 
 

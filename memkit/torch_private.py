@@ -301,7 +301,6 @@ NAMES: dict[str, PrivateName] = {
     "asks_modes_on_stack": _of(f"{_DISPATCH}.any_torch_dispatch_mode_on_stack", "whether Dynamo asks each mode"),
     "compile_counters": _of("torch._dynamo.utils.counters", "whether a call has compiled anything"),
     "code_when_compiled": _field(f"{_MODULE}._compiled_call_impl", "whether a module is compiled", _REMAT, _PROFILE),
-    "global_hooks_with_kwargs": _of("torch.nn.modules.module._global_forward_hooks_with_kwargs", "to remove all of a hook"),
     # Ops
     "OpOverload": _of("torch._ops.OpOverload", "to tell kinds of ops", _REMAT),
     "OpOverloadPacket": _of("torch._ops.OpOverloadPacket", "to tell kinds of ops", _REMAT),

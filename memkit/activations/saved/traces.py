@@ -158,10 +158,13 @@ class OpTrace:
     def learn_calls(self, taken_s: Mapping[int, float]) -> None:
         """It is known what compiled calls took, by their places: those that are alike take the median, whether timed or not."""
         alike = dict[Any, list[float]]()
+        kinds = [_kind_of(call, module()) for call, module in zip(self.calls, self.modules, strict=True)]
         for place, seconds in taken_s.items():
-            alike.setdefault(_kind_of(self.calls[place]), []).append(seconds)
+            alike.setdefault(kinds[place], []).append(seconds)
         medians_s = {kind: median(found) for kind, found in alike.items()}
-        self.calls = tuple(replace(call, device_s=medians_s.get(_kind_of(call), call.device_s)) for call in self.calls)
+        self.calls = tuple(
+            replace(call, device_s=medians_s.get(kind, call.device_s)) for call, kind in zip(self.calls, kinds, strict=True)
+        )
         self._regions.clear()
 
     def learn(self, step: Step) -> None:
@@ -171,9 +174,9 @@ class OpTrace:
         self.step, self._planner = step, None
 
 
-def _kind_of(call: ModuleCall) -> tuple[object, ...]:
+def _kind_of(call: ModuleCall, module: nn.Module | None) -> tuple[object, ...]:
     """Return what calls have in common that take as long: those of the blocks of a model."""
-    return _DIGITS.sub("*", call.name), call.shapes, call.saves[1] - call.saves[0]
+    return type(module), _DIGITS.sub("*", call.name), call.shapes, call.saves[1] - call.saves[0]
 
 
 def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
