@@ -50,7 +50,7 @@ class KeptHandle:
     def check_version(self) -> None:
         """Raise autograd's own error if the tensor was written to since it was saved."""
         if not self.is_unchanged():
-            raise modified_error(self.alias, self.version, lambda: self.size)
+            raise modified_error(self.alias, self.version, lambda: self.size, self.version_now)
 
     @property
     def size(self) -> torch.Size:
@@ -138,21 +138,25 @@ class FlattenedHandle(KeptHandle):
         return made
 
 
-def modified_error(tensor: Tensor, version: int, size: Callable[[], torch.Size] | None = None) -> RuntimeError:
+def modified_error(
+    tensor: Tensor, version: int, size: Callable[[], torch.Size] | None = None, version_now: int | None = None
+) -> RuntimeError:
     """Return autograd's own error for a tensor that was written to since it was saved.
 
     Args:
         tensor: the one, or an alias that shares its version counter.
         version: what that should say.
         size: tells its size, if the alias has none.
+        version_now: what it says, if more is counted than the alias counts.
     """
     try:
         described = f"{tensor.type()} {list((size or tensor.size)())}"
     except RuntimeError:  # not every layout has these
         described = f"{'nested ' * tensor.is_nested}{tensor.dtype}, {tensor.layout}"
+    now = torch_private.version_of(tensor) if version_now is None else version_now
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{described}] is at version {torch_private.version_of(tensor)}; expected version {version} instead. Hint: the "
+        f"[{described}] is at version {now}; expected version {version} instead. Hint: the "
         "backtrace of the operation that failed to compute its gradient is shown by torch.autograd.set_detect_anomaly(True)."
     )
 

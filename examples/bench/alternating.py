@@ -15,8 +15,8 @@ from memkit.bench import Workload
 from memkit.bench.measure import Engine
 from memkit.device import Device
 
-NUM_WARMUP = 5
-"""Steps of an engine by itself, ahead of one by turns that does not count: in the first four, memkit learns."""
+NUM_WARMUP = 10
+"""Steps of an engine by itself, ahead of one by turns that does not count: in the first eight, memkit learns and tries."""
 CLOSE = 2
 """So many times the steps are counted where a difference of a hundredth matters."""
 

@@ -81,7 +81,8 @@ class NotedCall:
         lineage = recording.lineage
         found = {value for ins in lineage.ins[op:] for value in ins if value < first and _is_own(value, recording)}
         for leaf in torch_private.tree_leaves(given):
-            value = recording.find(leaf.untyped_storage()) if isinstance(leaf, Tensor) and is_range_of_bytes(leaf) else None
+            storage = _storage_of(leaf) if isinstance(leaf, Tensor) and is_range_of_bytes(leaf) else None
+            value = None if storage is None else recording.find(storage)
             if value is not None and value < first and _is_own(value, recording):
                 found.add(value)
         return found
@@ -133,8 +134,17 @@ def _is_own(value: int, recording: Recording) -> bool:
 def _is_made_here(tensor: Tensor, recording: Recording) -> bool:
     if not is_range_of_bytes(tensor):
         return True
-    value = recording.find(tensor.untyped_storage())
+    storage = _storage_of(tensor)
+    value = None if storage is None else recording.find(storage)
     return value is not None and _is_own(value, recording)
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor; None if it shows none, as where `torch.func.vmap` maps over it."""
+    try:
+        return tensor.untyped_storage()
+    except RuntimeError:
+        return None
 
 
 def _python_generators() -> tuple[Any, ...]:

@@ -110,6 +110,7 @@ def test_graph_that_is_kept_is_recomputed_again() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("form", sorted(FORMS))
 @pytest.mark.parametrize(("seed", "amp"), [(0, False), (1, True), (2, True)])
 def test_regions_and_contexts_beside_inductor(seed: int, form: str, amp: bool) -> None:

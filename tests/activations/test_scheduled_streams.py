@@ -27,7 +27,10 @@ from tests.activations.scheduled_steps import (
 
 __all__ = ["batch_bytes", "offloads"]
 
-pytestmark = pytest.mark.usefixtures("batch_bytes")
+pytestmark = [
+    pytest.mark.usefixtures("batch_bytes"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),  # of the plain run as well
+]
 
 
 class OnSide:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -226,3 +227,66 @@ def test_thousands_of_calls_take_seconds() -> None:
 
     assert found is not None
     assert time.process_time() - start_s < 30
+
+
+def compiled_blocks(*seconds: float) -> list[ModuleCall]:
+    """Return the calls of a model of blocks that run compiled, each for so long, of which the second is in another module."""
+    whole = ModuleCall(name="model", number=0, parent=-1, saves=(0, 6), ops=(0, 0), num_ops=3, inputs=(), why_not="it writes")
+    calls, parent = [whole], 0
+    for block, device_s in enumerate(seconds):
+        if block == 1:
+            parent = len(calls)
+            calls.append(replace(whole, name="outer", parent=0, saves=(2, 4), num_ops=1, inputs=(2,), why_not=""))
+        calls.append(
+            ModuleCall(
+                name=str(block),
+                number=0,
+                parent=parent,
+                saves=(2 * block, 2 * block + 2),
+                ops=(0, 0),
+                num_ops=1,
+                inputs=(2 * block,),
+                device_s=device_s,
+            )
+        )
+        parent = 0
+    return calls
+
+
+def planner_of_compiled(*seconds: float) -> RegionPlanner:
+    lineage = GrowingLineage()
+    saves = [lineage.add_root(num_bytes) for _ in seconds for num_bytes in (1, 10)]
+    step = Step(lineage=lineage, saves=tuple(saves), uses=tuple(reversed(saves)), retained_bytes=dict.fromkeys(saves, 1))
+    return RegionPlanner(step, compiled_blocks(*seconds), ON_DEVICE, num_ops=3)
+
+
+def test_compiled_calls_count_where_they_are_run_again_and_once_in_the_step() -> None:
+    planner = planner_of_compiled(1.0, 2.0, 4.0)
+
+    assert planner.plain_device_s == 3 * 7
+    assert [planner.simulate([index]).device_s for index in range(5)] == [7, 1, 2, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cheapest"), [((1.0, 2.0, 4.0), {"0"}), ((4.0, 2.0, 1.0), {"1", "outer"}), ((4.0, 1.0, 2.0), {"1", "outer"})]
+)
+def test_cheapest_compiled_call_is_run_again(seconds: tuple[float, ...], cheapest: set[str]) -> None:
+    planner = planner_of_compiled(*seconds)
+    choice = planner.best(33)
+    assert choice is not None
+    assert choice.chosen == ()
+    choice = planner.best(32)  # to run the last one again would take as much
+
+    assert choice is not None
+    assert {planner.calls[index].name for index in choice.chosen} <= cheapest
+    assert len(choice.chosen) == 1
+
+
+def test_compiled_call_behind_the_last_save_of_a_region_is_not_run_again() -> None:
+    calls = compiled_blocks(1.0, 2.0)
+    calls = [calls[0], replace(calls[1], saves=(0, 2)), calls[2], replace(calls[3], parent=1, saves=(2, 2))]
+    lineage = GrowingLineage()
+    saves = [lineage.add_root(10) for _ in range(4)]
+    step = Step(lineage=lineage, saves=tuple(saves), uses=tuple(reversed(saves)))
+
+    assert RegionPlanner(step, calls, ON_DEVICE, num_ops=3).simulate([1]).device_s == 1

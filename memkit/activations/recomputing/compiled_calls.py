@@ -134,7 +134,7 @@ class CompiledCalls:
             self._given = None
             if trail_is_on:
                 trail.go_on()
-            if self.is_on:
+            if self.is_on and self._recorder not in torch_private.dispatch_modes():  # an interrupt may have left it on
                 self._recorder.__enter__()
         self._note(
             [given[key] for key, version in versions.items() if torch_private.version_of(given[key]) != version], results

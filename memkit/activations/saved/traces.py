@@ -156,15 +156,12 @@ class OpTrace:
         self._regions.clear()
 
     def learn_calls(self, taken_s: Mapping[int, float]) -> None:
-        """It is known what compiled calls took, by their places. Of those that are alike it is the median."""
+        """It is known what compiled calls took, by their places: those that are alike take the median, whether timed or not."""
         alike = dict[Any, list[float]]()
         for place, seconds in taken_s.items():
             alike.setdefault(_kind_of(self.calls[place]), []).append(seconds)
         medians_s = {kind: median(found) for kind, found in alike.items()}
-        self.calls = tuple(
-            replace(call, device_s=medians_s[_kind_of(call)]) if place in taken_s else call
-            for place, call in enumerate(self.calls)
-        )
+        self.calls = tuple(replace(call, device_s=medians_s.get(_kind_of(call), call.device_s)) for call in self.calls)
         self._regions.clear()
 
     def learn(self, step: Step) -> None:

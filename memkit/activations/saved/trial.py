@@ -53,7 +53,7 @@ class Trial:
         """A backward runs that asks for something of the step."""
         if self._start is not None and self._way is not None:
             backwards.on_end(functools.partial(self._end_backward, self._start, self._way))
-            self._start = None
+            self._start = self._way = None
 
     def _end_backward(self, start: Event, way: Way, has_failed: bool) -> None:
         if not has_failed and self._device is not None:

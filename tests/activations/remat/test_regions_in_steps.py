@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
-from memkit.activations.recomputing import region_plan
+from memkit.activations.recomputing import region_plan, settling
 from memkit.activations.saved.state import remat_states
 from memkit.device import CpuDevice, Device
 from memkit.plan import Action
@@ -32,7 +32,8 @@ pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
 @pytest.fixture(autouse=True)
 def _ops_are_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have regions chosen wherever they fit, whatever this machine takes for an op."""
+    """Have regions chosen wherever they fit, whatever this machine takes for an op, and for a step."""
+    monkeypatch.setattr(settling, "_lacks_ops", lambda *_, **__: False)
     monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)
 
 
@@ -200,7 +201,7 @@ def test_model_that_changes_in_each_step_is_recorded_in_the_end(device: Device, 
         x = torch.randn(size, 32, device=device.torch_device)
         wanted = train(model, x, nullcontext)
         torch.manual_seed(number)
-        torch.randn(size, 32)
+        torch.randn(size, 32, device=device.torch_device)
         assert_same_bits(train(model, x, lambda: remat_on(0.4, "changes")), wanted)
         recorded.append(memkit.stats("changes").is_recorded)
 
