@@ -56,8 +56,9 @@ class Rematerialize(ForwardContext):
         min_bytes: storages smaller than this stay: bytes, or text such as "1MiB".
         strict: raise when the budget cannot be kept to, instead of a warning. With a plan that is known at the entry, or where
             another forward begins in the same context. A forward that was carried by the score is judged when the next begins:
-            by whether the ledger's peak was above the budget by more than the most that one op made. Where only calls of modules
-            that are recomputed as a whole keep to the budget, nothing is raised: the steps ahead of the fourth may exceed it.
+            by whether the ledger's peak was above the budget by more than the most that one op made. Where only calls of
+            modules that are recomputed as a whole keep to the budget, nothing is raised: the steps ahead of the fourth may
+            exceed it.
         verify: compare everything that is made again with what it was, which is copied to host memory, and raise at the first
             difference. Slow: to find out why a gradient is off.
         device: where to drop tensors, such as "cuda:1"; by default the first device that saves any.
