@@ -65,7 +65,8 @@ class LayerOffloadError(MemkitError):
 
 
 class ReplayMismatchError(MemkitError):
-    """Raised when `Rematerialize` has run an op again and it has made something else than in the forward."""
+    """Raised when `Rematerialize` has run an op or a module again and it has made something else than in the forward, or cannot
+    run a module again, since something that it reads was written to."""
 
 
 class MissingTorchNameError(MemkitError):
