@@ -68,6 +68,8 @@ def test_next_step_has_the_bits_of_the_plain_run(nested: bool) -> None:
         assert_same_bits(step(), wanted), place
         assert hooks_around(net) == around, place
         assert not torch.is_autocast_enabled("cpu"), place
+        assert torch.autocast_increment_nesting() == 1, place
+        torch.autocast_decrement_nesting()
 
 
 def test_loop_goes_on_within_the_context() -> None:

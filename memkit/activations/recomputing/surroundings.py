@@ -23,6 +23,8 @@ Surroundings = tuple[Any, ...]
 """What autocast does in a thread, and behind that the settings of the process."""
 
 _NUM_AUTOCAST = 5
+_NESTING = partial(torch.autocast_increment_nesting), partial(torch.autocast_decrement_nesting)
+"""Called at once, so that no interrupt comes in between: the depth can only be read by changing it."""
 
 
 @functools.cache
@@ -46,8 +48,7 @@ def set_surroundings(wanted: Surroundings) -> None:
         torch.set_autocast_enabled("cuda", wanted[2])
         torch.set_autocast_dtype("cuda", wanted[3])
         torch.set_autocast_cache_enabled(wanted[4])
-        torch.autocast_increment_nesting()
-        if torch.autocast_decrement_nesting() == 0:  # as `torch.autocast` does when the outermost is left
+        if list(map(partial.__call__, _NESTING))[-1] == 0:  # as `torch.autocast` does when the outermost is left
             torch.clear_autocast_cache()
     change_settings(found[_NUM_AUTOCAST:], wanted[_NUM_AUTOCAST:])
 
