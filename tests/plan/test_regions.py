@@ -191,7 +191,7 @@ def test_never_slower_than_evenly_spaced_layers(count: int, uneven: bool, costs:
 
 
 @pytest.mark.parametrize("costs", [ON_HOST, ON_DEVICE])
-@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("uneven", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_more_budget_never_takes_longer(uneven: bool, costs: HostCosts) -> None:
     whole = layers(24, uneven=uneven).planner(costs)
     budgets = range(whole.least().peak_bytes, whole.simulate(()).peak_bytes + 1, 41)
