@@ -65,7 +65,8 @@ class LayerOffloadError(MemkitError):
 
 
 class ReplayMismatchError(MemkitError):
-    """Raised when `Rematerialize` has run an op again and it has made something else than in the forward."""
+    """Raised when `Rematerialize` has run an op or a module again and it has made something else than in the forward, or cannot
+    run a module again, since something that it reads was written to."""
 
 
 class MissingTorchNameError(MemkitError):
@@ -109,3 +110,12 @@ def note_on(error: BaseException, note: str) -> None:
     else:
         notes: list[str] = list(getattr(error, "__notes__", []))
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]  # PEP 678 by hand, for Python 3.10
+
+
+def note_no_room(error: BaseException, what: str, name: str) -> None:
+    """Say on the allocator's error what was to come back from the host, and by which context."""
+    note_on(
+        error,
+        f"memkit: no room on the device for {what} that {name} had moved to the host, also after all that was fetched ahead "
+        "was dropped. Use a higher offload_ratio.",
+    )

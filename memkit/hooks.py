@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memkit import torch_private
-from memkit.errors import MissingTorchNameError, ProfileError
-from memkit.interrupts import Block, Blocks, Exclusive, do_at_once
+from memkit.interrupts import Block, do_at_once
 from memkit.torch_state import leave_untraced
 
 
@@ -54,8 +53,18 @@ class _Uncopied(_Untraced):
         return getattr, (nullcontext(), "__exit__")
 
 
-with suppress(MissingTorchNameError):  # the contexts tell, before anything of theirs could be compiled
-    leave_untraced(_Untraced.__call__)
+leave_untraced(_Untraced.__call__)
+
+
+class _WithKeywords:
+    """A hook of all modules that is given keywords, which torch would not forget. It is held before it is set."""
+
+    handle: Any = None
+
+    def remove(self) -> None:
+        if self.handle is not None:
+            torch_private.hooks_with_keywords.pop(self.handle.id, None)
+            self.handle.remove()
 
 
 class HookSet:
@@ -93,6 +102,10 @@ class HookSet:
         kind = _Untraced if is_copied else _Uncopied
         self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(kind(after), always_call=True))
+
+    def add(self, handle: RemovableHandle) -> None:
+        """Remove this with the hooks, in its turn."""
+        self._handles.append(handle)
 
     def put_outside(self) -> None:
         """Call what `around_forward`, and nothing else, has set ahead of what was set since then, and behind it, as well."""
@@ -147,15 +160,18 @@ class HookSet:
         self._handles.append(register_optimizer_step_pre_hook(pre_hook))
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(module, args)` ahead of every module's forward, `after(module, args, output)` behind it, in all
-        threads."""
+        """Call `before(module, args)` ahead of every forward, in all threads, and `after(module, args, kwargs, output)` behind
+        it, or `after(module, args, None)` where it raises."""
         self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
-        self._handles.append(nn.modules.module.register_module_forward_hook(after, always_call=True))
+        last = _WithKeywords()
+        self._handles.append(last)
+        last.handle = nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True)
 
     def remove(self) -> None:
         """Remove every hook, the last one first. Calling it again does nothing."""
         while self._handles:
-            self._handles[-1].remove()  # which an interrupt leaves here, so that it is removed again
+            handle: Any = self._handles[-1]
+            handle.remove()  # which an interrupt leaves here, so that it is removed again
             self._handles.pop()
 
 
@@ -193,8 +209,8 @@ HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class SavedTensorHooks(AbstractContextManager[Any]):
     """A context in which autograd hands each tensor that it saves to `pack`, and gets it back from `unpack`.
 
-    Only the innermost pair of such hooks runs. With `compiled`, code that `torch.compile` made may run inside: it calls the
-    hooks too, and Dynamo would try to compile them. Source: `torch.autograd.graph.saved_tensors_hooks`.
+    Only the innermost pair of such hooks runs. Code that `torch.compile` made calls them too, and none of that is compiled.
+    Source: `torch.autograd.graph.saved_tensors_hooks`.
     """
 
     def __init__(
@@ -204,21 +220,17 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         *,
         owner: object = None,
         name: str = "",
-        compiled: bool = False,
-        is_last: bool = False,
         hands_on: bool = False,
         block: Block | None = None,
     ) -> None:
-        if compiled:
-            pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
+        for hook in (pack, unpack):
+            leave_untraced(hook)
         self.pack = pack
         self.unpack = unpack
         self.owner = owner
         """Which of memkit's contexts these are the hooks of."""
         self.name = name
         """What its user calls that context; empty where memkit has entered it."""
-        self.is_last = is_last
-        """Whether no other may be inside, which would hide tensors from these. What they keep they offer to those outside."""
         self.hands_on = hands_on
         """Whether these only keep what no other hooks may see, and hand on all the rest."""
         self.outer: HookPair | None = None
@@ -291,7 +303,6 @@ class _Stacked(threading.local):
 
 
 _stacked = _Stacked()
-_profiled = Blocks()
 
 
 def stacked_owners() -> list[object]:
@@ -307,38 +318,6 @@ def name_of_hooks_around() -> str:
         return ""
     names = [hooks.name for hooks in reversed(_stacked.hooks) if hooks.name]
     return names[0] if names else "a pair of saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu)"
-
-
-class Profiled(Exclusive):
-    """A context in which this thread runs a model to see all that autograd saves: see `refuse_in_profile`."""
-
-    def __enter__(self) -> Block:
-        block = self.claim("this profile is going on already")
-        self.is_entered = True
-        _profiled.blocks.append(block)
-        return block
-
-    def end_block(self, *, has_failed: bool) -> None:
-        _profiled.leave(self._block)
-
-
-def refuse_in_profile(name: str) -> None:
-    """Raise if a model is profiled that is about to enter a context which would take what the profile must see.
-
-    Raises:
-        ProfileError: it is.
-    """
-    if _profiled.are_any():
-        raise ProfileError(
-            f"a profile needs to see all that autograd saves; found {name}, which the model enters in its forward and which "
-            "would take it. Profile the model before memkit.attach, or after its handle's remove(), and without a context in "
-            "its own code"
-        )
-
-
-def is_in_last() -> bool:
-    """Tell whether this thread is in a context of memkit inside of which there may be no other."""
-    return any(hooks.is_last for hooks in _stacked.hooks)
 
 
 def innermost_hooks() -> SavedTensorHooks | None:

@@ -40,7 +40,7 @@ class Mendable(Protocol):
     @property
     def lock(self) -> AbstractContextManager[object]: ...
 
-    def mend(self) -> None:
+    def mend(self) -> object:
         """Put that right, under the lock, and set `is_broken` to False at last."""
 
 

@@ -39,7 +39,8 @@ class KeptHandle:
         Raises:
             RuntimeError: it was written to since it was saved.
         """
-        self.check_version()
+        if torch_private.version_of(self.alias) != self.version:
+            self.check_version()
         return self.alias
 
     def is_unchanged(self) -> bool:
@@ -49,18 +50,7 @@ class KeptHandle:
     def check_version(self) -> None:
         """Raise autograd's own error if the tensor was written to since it was saved."""
         if not self.is_unchanged():
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._description()}] is at version {self.version_now}; expected version "
-                f"{self.version} instead. Hint: the backtrace of the operation that failed to compute its gradient is shown "
-                "by torch.autograd.set_detect_anomaly(True)."
-            )
-
-    def _description(self) -> str:
-        try:
-            return f"{self.alias.type()} {list(self.size)}"
-        except RuntimeError:  # not every layout has these
-            return f"{'nested ' * self.alias.is_nested}{self.alias.dtype}, {self.alias.layout}"
+            raise modified_error(self.alias, self.version, lambda: self.size, self.version_now)
 
     @property
     def size(self) -> torch.Size:
@@ -70,6 +60,17 @@ class KeptHandle:
     def version_now(self) -> int:
         """What `version` would be if it were saved now."""
         return torch_private.version_of(self.alias)
+
+
+class ScheduledHandle(tuple[Any, ...]):
+    """A saved tensor of a forward that follows a schedule: see `memkit.activations.offloading.scheduled`.
+
+    It is made, and taken apart, without a call of a Python function: what keeps the forward, what becomes of the save, an
+    alias that shares the version counter (and has the bytes, unless they leave), and the version. One that stays, and with
+    which nothing is done, is a plain tuple of an alias and the version.
+    """
+
+    __slots__ = ()
 
 
 class ForwardedHandle(KeptHandle):
@@ -135,6 +136,29 @@ class FlattenedHandle(KeptHandle):
         inner = {name: part.unpack() if isinstance(part, KeptHandle) else part for name, part in self._inner.items()}
         made: Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
         return made
+
+
+def modified_error(
+    tensor: Tensor, version: int, size: Callable[[], torch.Size] | None = None, version_now: int | None = None
+) -> RuntimeError:
+    """Return autograd's own error for a tensor that was written to since it was saved.
+
+    Args:
+        tensor: the one, or an alias that shares its version counter.
+        version: what that should say.
+        size: tells its size, if the alias has none.
+        version_now: what it says, if more is counted than the alias counts.
+    """
+    try:
+        described = f"{tensor.type()} {list((size or tensor.size)())}"
+    except RuntimeError:  # not every layout has these
+        described = f"{'nested ' * tensor.is_nested}{tensor.dtype}, {tensor.layout}"
+    now = torch_private.version_of(tensor) if version_now is None else version_now
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{described}] is at version {now}; expected version {version} instead. Hint: the "
+        "backtrace of the operation that failed to compute its gradient is shown by torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 @functools.cache

@@ -84,7 +84,9 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def byte_view(storage: torch.UntypedStorage) -> Tensor:
     """Return all bytes of a storage as a tensor of dtype uint8, which shares them."""
-    return tensor_over(storage, torch.uint8, offset=0, size=(storage.nbytes(),), stride=(1,))
+    if torch_private.num_dispatch_modes():
+        return tensor_over(storage, torch.uint8, offset=0, size=(storage.nbytes(),), stride=(1,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class Geometry(NamedTuple):

@@ -95,6 +95,7 @@ batch_norm_legit: OpOverload
 batch_norm_legit_no_stats: OpOverload
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]]
 code_when_compiled: Callable[[nn.Module], Any]
+compile_counters: dict[str, dict[str, int]]
 cudnn_attention: _Op
 dispatch_mode_at: Callable[[Any], DispatchMode | None]
 dispatch_modes: Callable[[], list[DispatchMode]]
@@ -105,12 +106,20 @@ engine: Any
 excluding_keys: Callable[[Any], AbstractContextManager[object]]
 flash_attention: _Op
 flash_attention_cpu: _Op
+fp32_precision_of: Callable[[str, str], str]
 functorch_stack: Callable[[], list[Any] | None]
 fused_sdp_choice: Callable[[Tensor, Tensor, Tensor], int]
+get_cublas_allow_bf16_reduced_precision_reduction: Callable[[], tuple[bool, bool]]
+get_cublas_allow_fp16_reduced_precision_reduction: Callable[[], tuple[bool, bool]]
 get_cudnn_benchmark: Callable[[], bool]
 get_cudnn_deterministic: Callable[[], bool]
 get_cudnn_enabled: Callable[[], bool]
+get_cudnn_sdp_enabled: Callable[[], bool]
+get_flash_sdp_enabled: Callable[[], bool]
+get_math_sdp_enabled: Callable[[], bool]
+get_mem_efficient_sdp_enabled: Callable[[], bool]
 get_mkldnn_enabled: Callable[[], bool]
+hooks_with_keywords: dict[int, bool]
 higher_order_effect: Callable[[OpOverload], Any]
 is_key_excluded: Callable[[Any], bool]
 is_wrapper: Callable[[Any], bool]
@@ -125,6 +134,7 @@ node_number: Callable[[], int]
 profiler_is_on: Callable[[], bool]
 node_number_of: Callable[[torch.autograd.graph.Node], Callable[[], int]]
 num_dispatch_modes: Callable[[], int]
+num_function_modes: Callable[[], int]
 num_storage_users: Callable[[int], int]
 op_of_custom: Callable[[CustomOpDef], OpOverload]
 packet_name: Callable[[OpOverloadPacket], str]
@@ -135,6 +145,7 @@ pop_saved_tensor_hooks: Callable[[], None]
 post_accumulate_hooks: Callable[[Tensor], dict[int, Any] | None]
 push_dispatch_mode: Callable[[DispatchMode], None]
 push_saved_tensor_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
+raw_stream: Callable[[int], int]
 safe_softmax: _Op
 scale_of: Callable[[torch.amp.GradScaler], Tensor | None]
 schema_of: Callable[[Any], Any]
@@ -220,6 +231,7 @@ NAMES: dict[str, PrivateName] = {
     "base_of": _field("torch.Tensor._base", "what a tensor is a view of", _OFFLOAD, _REMAT),
     "is_zero_tensor": _of("torch.Tensor._is_zerotensor", "to tell zeros without bytes", _OFFLOAD, _REMAT),
     "storage_address": _field("torch.UntypedStorage._cdata", "to tell storages apart", *_ALL),
+    "raw_stream": _of("torch._C._cuda_getCurrentRawStream", "the current CUDA stream, without an object for it"),
     "num_storage_users": _of("torch._C._storage_Use_Count", "whether a slot is in use", _LAYERS),
     "set_conj": _of("torch._C._set_conj", "to read a tensor conjugated", *_CONTEXTS),
     "set_neg": _of("torch._C._set_neg", "to read a tensor negated", *_CONTEXTS),
@@ -237,6 +249,7 @@ NAMES: dict[str, PrivateName] = {
     "set_in_mode": _setter(f"{_DISPATCH}._is_in_torch_dispatch_mode", "to leave a mode", _REMAT, _PROFILE),
     "set_in_mode_of_program": _setter(f"{_DISPATCH}._is_in_non_infra_torch_dispatch_mode", "to leave a mode", _REMAT, _PROFILE),
     "num_dispatch_modes": _of("torch._C._len_torch_dispatch_stack", "whether a mode would see a tensor made", *_ALL),
+    "num_function_modes": _of("torch._C._len_torch_function_stack", "whether a default device is set", _REMAT),
     "dispatch_mode_at": _of("torch._C._get_dispatch_mode", "whether ops are traced", _REMAT),
     "DispatchModeKey": _of("torch._C._TorchDispatchModeKey", "whether ops are traced", _REMAT),
     "without_dispatch_modes": _of(f"{_DISPATCH}._disable_current_modes", "to hide ops from modes", *_CONTEXTS),
@@ -253,17 +266,19 @@ NAMES: dict[str, PrivateName] = {
     "is_key_excluded": _of(
         "torch._C._dispatch_tls_is_dispatch_key_excluded", "whether an alias shares its version counter", _REMAT, _LAYERS
     ),
-    "functorch_stack": _of("torch._C._functorch.get_interpreter_stack", "to refuse torch.func.grad", _LAYERS),
+    "functorch_stack": _of("torch._C._functorch.get_interpreter_stack", "to refuse torch.func.grad", _REMAT, _LAYERS),
     "FunctorchTransform": _of("torch._C._functorch.TransformType", "to refuse torch.func.grad", _LAYERS),
     # Settings that change what an op computes
-    "get_mkldnn_enabled": _of("torch._C._get_mkldnn_enabled", "to replay by the same kernels", _REMAT),
-    "set_mkldnn_enabled": _of("torch._C._set_mkldnn_enabled", "to replay by the same kernels", _REMAT),
-    "get_cudnn_enabled": _of("torch._C._get_cudnn_enabled", "to replay by the same kernels", _REMAT),
-    "set_cudnn_enabled": _of("torch._C._set_cudnn_enabled", "to replay by the same kernels", _REMAT),
-    "get_cudnn_benchmark": _of("torch._C._get_cudnn_benchmark", "to replay by the same kernels", _REMAT),
-    "set_cudnn_benchmark": _of("torch._C._set_cudnn_benchmark", "to replay by the same kernels", _REMAT),
-    "get_cudnn_deterministic": _of("torch._C._get_cudnn_deterministic", "to replay by the same kernels", _REMAT),
-    "set_cudnn_deterministic": _of("torch._C._set_cudnn_deterministic", "to replay by the same kernels", _REMAT),
+    "fp32_precision_of": _of("torch._C._get_fp32_precision_getter", "to replay by the same kernels", _REMAT),
+    **{
+        name: _of(f"torch._C._{name}", "to replay by the same kernels", _REMAT)
+        for name in (
+            *("get_mkldnn_enabled", "set_mkldnn_enabled", "get_cudnn_enabled", "set_cudnn_enabled", "get_cudnn_benchmark"),
+            *("set_cudnn_benchmark", "get_cudnn_deterministic", "set_cudnn_deterministic", "get_flash_sdp_enabled"),
+            *("get_mem_efficient_sdp_enabled", "get_cudnn_sdp_enabled", "get_math_sdp_enabled"),
+            *(f"get_cublas_allow_{dtype}_reduced_precision_reduction" for dtype in ("fp16", "bf16")),
+        )
+    },
     # Compiling
     "set_code_strategy": _of(f"{_EVAL_FRAME}.set_code_exec_strategy", "to keep hooks from being compiled", *_CONTEXTS),
     "FrameAction": _of(f"{_EVAL_FRAME}._FrameAction", "to keep hooks from being compiled", *_CONTEXTS),
@@ -284,7 +299,8 @@ NAMES: dict[str, PrivateName] = {
     "skips_dynamo": _of(f"{_DISPATCH}.TorchDispatchMode._should_skip_dynamo", "overridden by the recorder, where it is there"),
     "in_hop_compile": _of("torch._higher_order_ops.utils._in_hop_compile", "whether a higher-order op compiles"),
     "asks_modes_on_stack": _of(f"{_DISPATCH}.any_torch_dispatch_mode_on_stack", "whether Dynamo asks each mode"),
-    "code_when_compiled": _field(f"{_MODULE}._compiled_call_impl", "whether a module is compiled", _PROFILE),
+    "compile_counters": _of("torch._dynamo.utils.counters", "whether a call has compiled anything"),
+    "code_when_compiled": _field(f"{_MODULE}._compiled_call_impl", "whether a module is compiled", _REMAT, _PROFILE),
     # Ops
     "OpOverload": _of("torch._ops.OpOverload", "to tell kinds of ops", _REMAT),
     "OpOverloadPacket": _of("torch._ops.OpOverloadPacket", "to tell kinds of ops", _REMAT),
@@ -323,7 +339,8 @@ NAMES: dict[str, PrivateName] = {
     "dispatch_registrations": _of("torch._C._dispatch_get_registrations_for_dispatch_key", "which ops autocast casts", _META),
     # Modules, and what is around them
     "parameters_of": _field(f"{_MODULE}._parameters", "to put another parameter in place", _LAYERS, _META),
-    "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _LAYERS, _META),
+    "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _REMAT, _LAYERS, _META),
+    "hooks_with_keywords": _of("torch.nn.modules.module._global_forward_hooks_with_kwargs", "to leave none of ours", _REMAT),
     "active_replica": _field("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "to refuse it", Feature.REPLICAS),
     "parameters_of_replica": _instance_field(
         "torch.nn.parallel.DistributedDataParallel._module_parameters", "to refuse it", Feature.REPLICAS
@@ -332,8 +349,8 @@ NAMES: dict[str, PrivateName] = {
     "unscale_grads": _of("torch.amp.GradScaler._unscale_grads_", "to wait for the scale", Feature.SCALER),
     "tree_leaves": _of("torch.utils._pytree.tree_leaves", "to find tensors in what is passed", *_CONTEXTS, _PROFILE),
     "tree_map": _of("torch.utils._pytree.tree_map", "to replace tensors in what is passed", _PROFILE),
-    "tree_flatten": _of("torch.utils._pytree.tree_flatten", "to replace tensors in what is passed", _META),
-    "tree_unflatten": _of("torch.utils._pytree.tree_unflatten", "to replace tensors in what is passed", _META),
+    "tree_flatten": _of("torch.utils._pytree.tree_flatten", "to replace tensors in what is passed", _REMAT, _META),
+    "tree_unflatten": _of("torch.utils._pytree.tree_unflatten", "to replace tensors in what is passed", _REMAT, _META),
     "arg_tree_leaves": _of("torch.utils._pytree.arg_tree_leaves", "to find tensors in what an op is given", _META),
 }
 """By the names of this module."""
@@ -360,11 +377,14 @@ JAGGED_VALUES = "_values"
 UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None}
 """What Dynamo reads on a function that it is not to look into: memkit's hooks."""
 COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"
-"""What Dynamo sets on a function that it compiles: `profile_memory` looks for it on modules."""
-DYNAMO = "torch._dynamo"
-"""The module that is loaded where anything may be compiled."""
-HIGHER_ORDER_OPS = "torch._higher_order_ops.utils"
-"""The module that is loaded where a higher-order op may compile by itself."""
+"""What Dynamo sets on a function that it compiles: `profile_memory` and `Rematerialize` look for it on modules."""
+COMPILED_CALL, COMPILED_CALLER = "_compiled_call_impl", ("torch._dynamo.eval_frame", "compile_wrapper")
+"""The attribute by which a module has compiled code called, and the function that does; `Rematerialize` stands around it."""
+COMPILED_SAVER = "torch._functorch._aot_autograd"  # the modules that save for compiled code: refused where it is not known
+DYNAMO, HIGHER_ORDER_OPS = "torch._dynamo", "torch._higher_order_ops.utils"
+"""The modules that are loaded where anything may be compiled, and where a higher-order op may compile by itself."""
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The attributes of a module that are its hooks, and with `_global` ahead those of all: a region has none of the user's."""
 SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"
 """What a fused optimizer says of itself: `GradScaler` scales for it."""
 MODULE_STATE = ("_parameters", "_buffers", "_modules")
@@ -373,14 +393,3 @@ READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})
 """What is asked of a gradient whose module is moved: allowed on one that `LayerOffload` has used up."""
 ZEROING_ALL = "_foreach_zero_"
 """How `zero_grad` zeroes many gradients at once: the same."""
-
-
-def is_sharded_by_fsdp(module: nn.Module) -> bool:
-    """Tell whether FSDP, of either kind, has wrapped a module: `LayerOffload` refuses it."""
-    kind = type(module).__name__
-    return kind.startswith("FSDP") or kind == "FullyShardedDataParallel"
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor, whose class takes seconds to import: `LayerOffload` refuses it."""
-    return type(tensor).__name__ == "DTensor"

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.errors import MissingTorchNameError
 from memkit.interrupts import do_at_once
 
 if TYPE_CHECKING:
@@ -84,11 +85,25 @@ def num_users(storage: torch.UntypedStorage) -> int:
 # Compiling
 
 
-def leave_untraced(function: Callable[..., Any]) -> None:
-    """Have Dynamo neither compile a function where it is called, nor whatever that calls. Where nothing is compiled it costs
-    nothing."""
-    skip = torch_private.FrameAction.SKIP
-    torch_private.set_code_strategy(function.__code__, torch_private.FrameExecStrategy(skip, skip))
+_untraced = set[CodeType]()
+
+
+def leave_untraced(function: Any) -> None:
+    """Have Dynamo neither compile a function where it is called, nor whatever that calls. That costs nothing at a call.
+
+    Dynamo is told by the function's code, and so once for all methods and closures of one kind. Where torch lacks the names for
+    that, which the contexts tell before anything of theirs could be compiled, this does nothing.
+
+    Args:
+        function: one that is written in Python, or a method, or a part of one (`functools.partial`).
+    """
+    code = getattr(getattr(function, "func", function), "__code__", None)
+    if code is None or code in _untraced:
+        return
+    with suppress(MissingTorchNameError):
+        skip = torch_private.FrameAction.SKIP
+        torch_private.set_code_strategy(code, torch_private.FrameExecStrategy(skip, skip))
+        _untraced.add(code)
 
 
 def dynamo_is_loaded() -> bool:
@@ -96,14 +111,40 @@ def dynamo_is_loaded() -> bool:
     return torch_private.DYNAMO in sys.modules
 
 
-def in_compiled_function() -> bool:
-    """Tell whether the caller runs inside a function that was to be compiled, and runs as plain Python instead.
-
-    That is what Dynamo does where it cannot compile, as under a dispatch mode: its callback stays set. To be asked only where
-    `dynamo_is_loaded`.
-    """
+def may_be_compiled_here() -> bool:
+    """Tell whether Dynamo would be asked to compile what the caller calls. To be asked only where `dynamo_is_loaded`."""
     callback = torch_private.dynamo_callback()
     return callback is not None and callback is not False
+
+
+def in_compiled_function() -> bool:
+    """Tell whether the caller runs inside a function that was compiled, or that was to be and runs as plain Python instead, as
+    under a dispatch mode. Slow on a deep stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == torch_private.COMPILED_CALLER:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_saved_by_compiled_code() -> bool:
+    """Tell whether the tensor that a pack hook was given is saved by code that was compiled with its backward.
+
+    To be called from within the hook."""
+    frame: FrameType | None = sys._getframe(1)
+    num_looks = _NUM_FRAMES
+    while frame is not None and num_looks:
+        name = frame.f_globals.get("__name__") or ""
+        if name.startswith(torch_private.COMPILED_SAVER):
+            return True
+        num_looks -= not name.startswith("memkit.")
+        frame = frame.f_back
+    return False
+
+
+_NUM_FRAMES = 2
+"""Between a hook and the modules that call it for compiled code."""
 
 
 def in_higher_order_op() -> bool:
@@ -123,3 +164,22 @@ def is_traced() -> bool:
     """Tell whether ops are being traced into a graph, as those of a branch of `torch.cond`: a tensor that is made unseen by the
     tracer becomes a constant of the graph."""
     return torch_private.dispatch_mode_at(torch_private.DispatchModeKey.PROXY) is not None
+
+
+def num_compiled() -> int | None:
+    """Return how many functions Dynamo was asked to compile so far; None if that is not known. Dynamo is loaded."""
+    return next((counters["frames"]["total"] for counters in torch_private.known("compile_counters")), None)
+
+
+# What torch's libraries have made of modules and tensors
+
+
+def is_sharded_by_fsdp(module: nn.Module) -> bool:
+    """Tell whether FSDP, of either kind, has wrapped a module: `LayerOffload` refuses it."""
+    kind = type(module).__name__
+    return kind.startswith("FSDP") or kind == "FullyShardedDataParallel"
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor, whose class takes seconds to import: `LayerOffload` refuses it."""
+    return type(tensor).__name__ == "DTensor"

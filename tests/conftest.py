@@ -76,3 +76,5 @@ def _fresh_state() -> Iterator[None]:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert torch._C._len_torch_dispatch_stack() == num_modes
     assert torch._C._len_torch_function_stack() == 0
+    hooks = torch.nn.modules.module
+    assert not any((hooks._global_forward_pre_hooks, hooks._global_forward_hooks, hooks._global_forward_hooks_with_kwargs))

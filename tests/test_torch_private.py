@@ -23,6 +23,7 @@ from memkit.profile.simulate import attention, autocast, dtypes, target, twins
 from memkit.recording import ops
 from memkit.storages import storages_of
 from memkit.torch_private import NAMES, Feature
+from memkit.torch_state import is_sharded_by_fsdp
 from memkit.weights import scaler, selection
 
 pytestmark = pytest.mark.full
@@ -347,9 +348,9 @@ def test_sharded_modules_and_tensors_are_recognised() -> None:
     sharded = type("FSDPLinear", (fsdp.FSDPModule, nn.Linear), {})
 
     assert fsdp.FSDPModule.__name__.startswith("FSDP")
-    assert torch_private.is_sharded_by_fsdp(object.__new__(fsdp.FullyShardedDataParallel))
-    assert torch_private.is_sharded_by_fsdp(object.__new__(sharded))
-    assert not torch_private.is_sharded_by_fsdp(nn.Linear(1, 1))
+    assert is_sharded_by_fsdp(object.__new__(fsdp.FullyShardedDataParallel))
+    assert is_sharded_by_fsdp(object.__new__(sharded))
+    assert not is_sharded_by_fsdp(nn.Linear(1, 1))
     assert tensor.DTensor.__name__ == "DTensor"
     assert inspect.isclass(nn.parallel.DistributedDataParallel)
 

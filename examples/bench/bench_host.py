@@ -1,11 +1,17 @@
 """What memkit costs the host: the time of a step on tiny inputs at real depth, beyond that of a plain step.
 
     python examples/bench/bench_host.py
+    python examples/bench/bench_host.py --only gpt2 chain region
 
 Inputs are so small that the device is never what a step waits for: what is measured is the time until the host has issued the
 forward and the backward. Each engine is timed in turn with a plain step; what it takes beyond is told in microseconds for
-each storage that moves out and back, each tensor that autograd saves, each op that is recorded. Prints a line of JSON for each
-engine.
+each storage that moves out and back, each tensor that autograd saves, each op that is recorded. Beside the models there are
+
+    flat    how that cost grows with the number of storages, from a hundred to a hundred thousand
+    chain   797 storages of 256 KiB and of 1 MiB, all of which move
+    region  a region of two small ops, beside `torch.utils.checkpoint`
+
+Prints a line of JSON for each engine.
 """
 
 from __future__ import annotations
@@ -16,13 +22,15 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torchvision
-from shared import about_run
+from host_chains import chain, flat
+from host_region import region
+from setting import Setting
+from shared import Line, about_run
 from torch import Tensor, nn
 
 import memkit
@@ -122,8 +130,8 @@ def _units() -> Mapping[str, int]:
     return {"moved": stats.num_copies_out, "ops": stats.num_ops, "dropped": stats.num_dropped}
 
 
-def measure(name: str, device: Device, num_steps: int) -> list[dict[str, Any]]:
-    """Return a line for each engine on one model."""
+def measure(name: str, device: Device, num_steps: int) -> list[Line]:
+    """Return a line for each engine on one model, and one for what stays where a tenth moves."""
     torch.manual_seed(0)
     with torch.device(device.torch_device):
         model, step = MODELS[name]()
@@ -136,7 +144,7 @@ def measure(name: str, device: Device, num_steps: int) -> list[dict[str, Any]]:
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         step().backward()
-    lines = []
+    lines: list[Line] = []
     for engine, context in engines(device).items():
         times: dict[str, list[float]] = {"plain": [], engine: []}
         for number in range(num_steps + 5):  # the first few are traced, timed and planned
@@ -160,23 +168,53 @@ def measure(name: str, device: Device, num_steps: int) -> list[dict[str, Any]]:
                 "us_per_save": 1e6 * beyond_s / saves,
                 "us_per_moved": 1e6 * beyond_s / units["moved"] if units["moved"] else None,
                 "us_per_op": 1e6 * beyond_s / units["ops"] if units["ops"] else None,
-                **about_run(num_steps),
             }
         )
         memkit.reset(TAG)
         gc.collect()
+    by_engine = {line["engine"]: line for line in lines}
+    lines.append({"bench": "host_stays", "name": name, **what_stays(by_engine["offload 0.1"], by_engine["offload 1.0"])})
     return lines
+
+
+def what_stays(tenth: Line, whole: Line) -> Line:
+    """Return the microseconds for each save that stays where a tenth moves: what is beyond plain, less what storages cost that
+    move, as they do where all move."""
+    num_stay = tenth["num_saves"] - tenth["num_moved"]
+    beyond_us = 1e6 * (tenth["step_s"] - tenth["plain_s"]) - tenth["num_moved"] * (whole["us_per_moved"] or 0.0)
+    return {"num_stay": num_stay, "us_per_stay": beyond_us / num_stay if num_stay else None}
+
+
+def hosts(setting: Setting) -> Iterator[Line]:
+    """All models."""
+    for name in MODELS:
+        yield from measure(name, setting.device, setting.steps)
+
+
+CHAINS = {"flat": flat, "chain": chain, "region": region}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
+    names = [*MODELS, *CHAINS]
+    parser.add_argument("--only", nargs="*", default=names, choices=names)
     parser.add_argument("--steps", type=int, default=20, help="steps that count, for each median")
+    parser.add_argument("--patience", type=float, default=300, metavar="S", help="seconds for flat; default: 300")
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = open_device("cuda") if cuda_is_available() else ReferenceDevice()
     for name in options.only:
-        for line in measure(name, device, options.steps):
-            print(json.dumps({**line, "device": repr(device)}), flush=True)
+        setting = Setting(
+            device=device,
+            steps=options.steps,
+            fast=False,
+            plots=None,
+            tiny=options.tiny or not cuda_is_available(),
+            ends_s=time.perf_counter() + options.patience,
+        )
+        lines = CHAINS[name](setting) if name in CHAINS else measure(name, device, options.steps)
+        for line in lines:
+            print(json.dumps({**line, "device": repr(device), **about_run(options.steps)}), flush=True)
     return 0
 
 

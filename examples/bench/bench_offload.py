@@ -2,7 +2,8 @@
 
     python examples/bench/bench_offload.py                                  # all on this machine's GPU
     python examples/bench/bench_offload.py --only resnet50 --ratios 0.1 1   # a part
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python examples/bench/bench_offload.py --only resnet50 llama
+    python examples/bench/bench_offload.py --only ratios_gpt2 ratios_whisper
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python examples/bench/bench_offload.py --only resnet50 llama reserved
 
 All seconds are medians; every line names its plain step of the same run.
 """
@@ -15,15 +16,17 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from offload_ratios import offload_ratios, offload_reserved
 from peers import add_wheels, installed_peers
-from shared import about_run, allow_tf32, measure_in_turn, run_in_process
+from setting import MODELS, Setting
+from shared import Line, about_run, allow_tf32, measure_in_turn, run_in_process
 from torch import Tensor, nn
 from workloads import llama, llama_checkpointed, lstms, narrow_lstms, resnet50, unet, vit_large
 
@@ -252,7 +255,13 @@ def two_hundred_steps(options: argparse.Namespace, device: Device) -> list[dict[
     return [{"bench": "offload_200_steps", "name": workload.name, **figures}]
 
 
-BENCHES: dict[str, Callable[[argparse.Namespace, Device], list[dict[str, Any]]]] = {
+def by_turns(part: Callable[[Setting], Iterator[Line]], options: argparse.Namespace, device: Device) -> Iterator[Line]:
+    """A part of `offload_ratios.py`."""
+    setting = Setting(device=device, steps=options.steps, fast=options.fast, plots=None, tiny=False, ends_s=float("inf"))
+    return part(setting)
+
+
+BENCHES: dict[str, Callable[[argparse.Namespace, Device], Iterable[Line]]] = {
     "first_step": first_step,
     "resnet50": partial(against_roofline, resnet50),
     "llama": partial(against_roofline, llama),
@@ -262,6 +271,8 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Device], list[dict[str, Any]]]]
     "narrow_lstms": partial(against_simulation, narrow_lstms),
     "unet": partial(against_simulation, unet),
     "two_hundred_steps": two_hundred_steps,
+    **{f"ratios_{model}": partial(by_turns, partial(offload_ratios, model)) for model in MODELS},
+    "reserved": partial(by_turns, offload_reserved),
 }
 
 

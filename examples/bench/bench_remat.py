@@ -1,6 +1,7 @@
 """What does `Rematerialize` cost, and what does it make fit? Prints one JSON line per question.
 
-    python examples/bench/bench_remat.py                                # all on this machine's GPU, about 8 minutes
+    python examples/bench/bench_remat.py                                # all on this machine's GPU, about 12 minutes
+    python examples/bench/bench_remat.py --only spaced_gpt2             # against evenly spaced checkpointed layers
     python examples/bench/bench_remat.py --only resnet50 llama --plots plots
     python examples/bench/bench_remat.py --only recorder_host planning  # what needs no GPU
 
@@ -19,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +29,9 @@ from remat_curves import llama_curve, resnet50_curve
 from remat_planning import planning
 from remat_policies import replayed, reserved
 from remat_recorder import recorder, recorder_host
+from remat_spaced import remat_spaced
 from remat_supernet import supernet_alone, supernet_ddp
-from setting import Setting, say
+from setting import MODELS, Setting, say
 from shared import Line, about_run, allow_tf32, run_in_process
 
 from memkit.device import CpuDevice, open_device
@@ -45,6 +48,7 @@ BENCHES: dict[str, Callable[[Setting], Iterator[Line]]] = {
     "reserved": reserved,
     "replayed": replayed,
     "planning": planning,
+    **{f"spaced_{model}": partial(remat_spaced, model) for model in MODELS},
 }
 NEED_NO_GPU = ("recorder_host", "planning")
 CAPPED = ("cap", "resnet1202", "supernet", "ddp")

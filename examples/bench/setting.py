@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from shared import Line
-from workloads import llama, resnet50
+from workloads import gpt2, llama, resnet50, whisper
 
 import memkit
 from memkit.bench import Measurement, Workload
@@ -24,6 +24,7 @@ from memkit.device import Device
 
 GIB = 2**30
 TAG = "bench"
+MODELS = ("gpt2", "whisper", "llama", "resnet50")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,27 @@ class Setting:
         found: Workload = self.make(small if self.tiny else build)
         return found
 
+    def gpt2(self) -> Workload:
+        """Return a GPT-2."""
+        small = partial(gpt2, 2, 16, num_layers=4, width=32, num_heads=2)
+        found: Workload = self.make(small if self.tiny else gpt2)
+        return found
+
+    def whisper(self) -> Workload:
+        """Return a Whisper."""
+        small = partial(whisper, 2, 32, 8, num_layers=2, width=32, num_heads=2)
+        found: Workload = self.make(small if self.tiny else whisper)
+        return found
+
+    def workload(self, model: str) -> Workload:
+        """Return the step of a model, by its name in `MODELS`."""
+        found: Workload = getattr(self, model)()
+        return found
+
+    def offload(self, ratio: float, tag: str = TAG, **options: Any) -> Engine:
+        """Return what makes a `CPUOffload`."""
+        return partial(memkit.CPUOffload, ratio, tag, **{"min_bytes": self.min_bytes, "device": self.device, **options})
+
     def remat(self, budget: float | str, tag: str = TAG, **options: Any) -> Engine:
         """Return what makes a `Rematerialize`."""
         return partial(memkit.Rematerialize, budget, tag, min_bytes=self.min_bytes, device=self.device, **options)
@@ -109,7 +131,8 @@ class Setting:
         """Return what a part has found, or what went wrong in it."""
         try:
             found = part()
-        except (RuntimeError, memkit.errors.MemkitError) as error:
+        except Exception as error:  # whatever it is, the other parts are measured
+            traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
             traceback.clear_frames(error.__traceback__)
         self.clean()

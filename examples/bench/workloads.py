@@ -81,6 +81,62 @@ def llama_checkpointed() -> Workload:
     return Workload(name="llama_0.95b_checkpointed", model=workload.model, forward=workload.forward, loss=workload.loss)
 
 
+def gpt2(batch: int = 8, length: int = 1024, *, num_layers: int = 24, width: int = 1280, num_heads: int = 20) -> Workload:
+    """A GPT-2 with dropout of 0.1, by default of 0.54 billion parameters, bfloat16; its body in the context, head and loss
+    outside."""
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_embd=width, n_layer=num_layers, n_head=num_heads, n_positions=length, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
+    model: Any = transformers.GPT2LMHeadModel(config).bfloat16().train()
+    tokens = torch.randint(config.vocab_size, (batch, length))
+
+    def loss(hidden: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), tokens.flatten())
+
+    return Workload(
+        name=f"gpt2_{num_layers}x{width}", model=model, forward=lambda: model.transformer(input_ids=tokens)[0], loss=loss
+    )
+
+
+def whisper(
+    batch: int = 16, frames: int = 3000, length: int = 256, *, num_layers: int = 12, width: int = 768, num_heads: int = 12
+) -> Workload:
+    """A Whisper, by default of the size "small", bfloat16; its body in the context, head and loss outside.
+
+    Args:
+        frames: of the spectrogram, 100 for a second.
+        length: tokens of the text.
+        num_layers: that encode, and as many that decode.
+    """
+    import transformers
+
+    config = transformers.WhisperConfig(
+        d_model=width,
+        encoder_layers=num_layers,
+        decoder_layers=num_layers,
+        encoder_attention_heads=num_heads,
+        decoder_attention_heads=num_heads,
+        encoder_ffn_dim=4 * width,
+        decoder_ffn_dim=4 * width,
+        max_source_positions=frames // 2,
+        use_cache=False,
+    )
+    model: Any = transformers.WhisperForConditionalGeneration(config).bfloat16().train()
+    features = torch.empty(batch, config.num_mel_bins, frames).normal_().bfloat16()
+    tokens = torch.randint(config.vocab_size, (batch, length))
+
+    def forward() -> Tensor:
+        hidden: Tensor = model.model(input_features=features, decoder_input_ids=tokens)[0]
+        return hidden
+
+    def loss(hidden: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model.proj_out(hidden).flatten(0, 1), tokens.flatten())
+
+    return Workload(name=f"whisper_{num_layers}+{num_layers}x{width}", model=model, forward=forward, loss=loss)
+
+
 def vit_large() -> Workload:
     """Timm's ViT-L/16, bfloat16, batch 128."""
     import timm

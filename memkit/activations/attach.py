@@ -90,14 +90,19 @@ class Attachment:
         call = self._running.begin(model, depth=2)  # first: the other hook runs even if entering raises
         if self._unused is not None and torch.is_grad_enabled():
             self._end_unused()
-        known = [*model.parameters(), *model.buffers()]
-        known += [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         context = self.context.again()
         call.end = functools.partial(_end, context.__exit__)  # held as long as the call is, as a `with` block would hold it
-        context.enter_with({key: weakref.ref(storage) for key, storage in unique_storages(known).items()})
+        context.enter_with(_resident(model, args, kwargs) if context.asks_what_is_resident else {})
 
     def _after(self, model: nn.Module, *_: Any) -> None:
         self._running.end(model, depth=2)
+
+
+def _resident(model: nn.Module, args: Any, kwargs: Any) -> dict[int, weakref.ref[torch.UntypedStorage]]:
+    """Return the storages that others hold while a module runs: of its parameters, its buffers, its inputs."""
+    known = [*model.parameters(), *model.buffers()]
+    known += [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return {key: weakref.ref(storage) for key, storage in unique_storages(known).items()}
 
 
 def _attached_to_nothing() -> Attachment:

@@ -13,6 +13,7 @@ from torch import nn
 from memkit.activations.stats import SavedTensorStats, stats
 from memkit.hooks import end_left
 from memkit.interrupts import Block, Exclusive
+from memkit.torch_state import leave_untraced
 
 _Context = TypeVar("_Context", bound="ForwardContext")
 
@@ -24,6 +25,8 @@ class ForwardContext(Exclusive):
     """Under which it keeps what it learns; "" where it learns nothing."""
     goes_outside = False
     """Whether it is entered ahead of others that are attached to the same module, whichever was attached first."""
+    asks_what_is_resident = False
+    """Whether `enter_with` is to be told which storages others hold."""
     _entry: Any = None
     """What is there while it is entered."""
 
@@ -86,3 +89,8 @@ class ForwardContext(Exclusive):
     def _title(self) -> str:
         """What the user calls it."""
         return f'{type(self).__name__} (tag "{self.tag}")'
+
+
+# One may be entered in a function that is compiled, or that was to be and runs as it is.
+for _door in (ForwardContext.__enter__, ForwardContext.enter_with, Exclusive.exit, vars(Exclusive)["__exit__"].__get__):
+    leave_untraced(_door)

@@ -14,19 +14,19 @@ from memkit.activations.context import ForwardContext
 from memkit.activations.offloading.stage import MovingStage, OffloadOptions, paused
 from memkit.activations.recomputing.budget import marks_alone
 from memkit.activations.recomputing.stage import open_recording
-from memkit.activations.saved.entry import Entry, stop_recording
+from memkit.activations.saved.entry import NO_PAIR, Entry, entries_around, is_in_last, stop_recording, unpack
 from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.stats import fragmentation_hint, report_from
 from memkit.device import Device, open_device
 from memkit.errors import warn_user
-from memkit.hooks import in_checkpoint, is_in_last, refuse_in_profile
+from memkit.hooks import HookPair, in_checkpoint, innermost_pair
 from memkit.interrupts import Block
 from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
 from memkit.profile import MemoryReport, find_report
 from memkit.profile.registry import forget_report
 from memkit.profile.tree import ModuleTree
+from memkit.profiled import refuse_in_profile
 from memkit.sizes import check_budget_bytes, check_bytes, format_bytes
-from memkit.torch_state import dynamo_is_loaded
 from memkit.transfer.link import measure_link
 
 Ratio = float | str | Callable[..., float]
@@ -72,6 +72,7 @@ class CPUOffload(ForwardContext):
     """
 
     goes_outside = True  # what a Rematerialize keeps is offered to it
+    asks_what_is_resident = True
 
     def __init__(
         self,
@@ -132,12 +133,12 @@ class CPUOffload(ForwardContext):
                 "Put CPUOffload around it: then what Rematerialize keeps may be offloaded"
             )
         if is_on:
-            self._entry = self._open_entry(resident, block)
-            self._entry.begin()
+            self._entry = entry = Entry("CPUOffload", self.tag, is_last=False, block=block)
+            entry.begin(self._open(entry, resident))
 
-    def _open_entry(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]], block: Block) -> Entry:
+    def _open(self, entry: Entry, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> HookPair | None:
+        """Set what an entry does; return the hooks that it needs, None for its own."""
         state = offload_states.open(self.tag)
-        entry = Entry("CPUOffload", self.tag, is_last=False, compiled=dynamo_is_loaded(), block=block)
         with state.lock:
             state.report = self.profile or find_report(self.tag)
             ratio = self._ratio_of(state)
@@ -149,11 +150,16 @@ class CPUOffload(ForwardContext):
                 host_limit_bytes=self.host_limit_bytes,
                 device=self.device,
             )
-            entry.moving = MovingStage(state, options, ratio, resident)
-            state.counts = entry.moving.counts
+            entry.moving = moving = MovingStage(state, options, ratio, resident)
+            if state.idles_with == options and ratio == 0 and innermost_pair() is None:
+                moving.is_idle = True
+                return NO_PAIR
+            state.counts = moving.counts
         if state.is_recorded:
-            entry.recording = open_recording(self.tag, marks_alone(self.min_bytes, self.device), moving=entry.moving)
-        return entry
+            entry.recording = open_recording(self.tag, marks_alone(self.min_bytes, self.device), moving=moving)
+            return None
+        pack = moving.follow_schedule(entry.pack)
+        return None if pack is None else (pack, unpack)
 
     @property
     def plan(self) -> Plan | None:
@@ -219,6 +225,7 @@ class _NoOffload(ForwardContext):
 
     def _begin(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]], block: Block) -> None:
         paused.blocks.append(block)
+        _note_pause()
 
     @property
     def _title(self) -> str:
@@ -226,9 +233,16 @@ class _NoOffload(ForwardContext):
 
     def end_block(self, *, has_failed: bool) -> None:
         paused.leave(self._block)
+        _note_pause()
 
     def __repr__(self) -> str:
         return "<no_offload: nothing that is saved here moves>"
+
+
+def _note_pause() -> None:
+    for entry in entries_around():
+        if isinstance(entry.moving, MovingStage):
+            entry.moving.note_pause()
 
 
 def no_offload() -> ForwardContext:
@@ -245,6 +259,7 @@ def _figures(tag: str) -> dict[str, Any] | None:
         state.sweep()
         counts, windows = state.counts, state.windows()
         counters = [counter for counter in (window.device.memory_counter() for window in windows) if counter is not None]
+        scheduled = [window.scheduled for window in windows if window.scheduled is not None]
         allocated_bytes = sum(counter.peak_bytes() for counter in counters) if counters else None
         reserved = [peak for peak in (counter.peak_reserved_bytes() for counter in counters) if peak is not None]
         return {
@@ -259,8 +274,8 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "host_peak_bytes": sum(window.arena.peak_in_use_bytes for window in windows),
             "host_held_bytes": sum(window.arena.held_bytes for window in windows),
             "num_pins": sum(window.arena.num_pins for window in windows),
-            "live_records": sum(window.ledger.num_records for window in windows),
-            "live_bytes": sum(window.ledger.live_bytes for window in windows),
+            "live_records": sum(window.ledger.num_records for window in windows) + sum(each.num_values for each in scheduled),
+            "live_bytes": sum(window.ledger.live_bytes for window in windows) + sum(each.live_bytes for each in scheduled),
             "peak_live_bytes": sum(window.ledger.peak_live_bytes for window in windows),
             "peak_allocated_bytes": allocated_bytes,
             "peak_reserved_bytes": sum(reserved) if reserved else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,15 +13,18 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.context import ForwardContext
 from memkit.activations.recomputing.budget import NO_BUDGET, RematOptions
+from memkit.activations.recomputing.settling import NEXT_STEPS
 from memkit.activations.recomputing.stage import RecordingStage, open_recording
+from memkit.activations.recomputing.steady import open_steady
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.stats import report_from
 from memkit.device import CpuDevice, Device, is_capturing, open_device
-from memkit.hooks import in_checkpoint, innermost_hooks, refuse_in_profile
+from memkit.hooks import in_checkpoint, innermost_hooks
 from memkit.interrupts import Block
 from memkit.plan import DTRScore, Plan
 from memkit.profile.step import Step as ProfiledStep
+from memkit.profiled import refuse_in_profile
 from memkit.recording.cost import recording_cost_s
 from memkit.recording.ops import names_of_ops, op_kinds
 from memkit.sizes import check_budget, check_bytes, format_bytes
@@ -38,7 +42,8 @@ class Rematerialize(ForwardContext):
 
     The first step under a tag is held to the budget as it goes, by the score of dynamic tensor rematerialization; from the
     second on a plan is followed, which is made once for each sequence of ops. A step that goes another way is carried by the
-    score again.
+    score again. From the fourth step on nothing is recorded where nothing is dropped, or where calls of modules are recomputed
+    as a whole, which costs the host less.
 
     Args:
         budget: what saved tensors and the temporaries of replays may take on the device: bytes, text such as "8GiB", or the
@@ -51,7 +56,8 @@ class Rematerialize(ForwardContext):
         min_bytes: storages smaller than this stay: bytes, or text such as "1MiB".
         strict: raise when the budget cannot be kept to, instead of a warning. With a plan that is known at the entry, or where
             another forward begins in the same context. A forward that was carried by the score is judged when the next begins:
-            by whether the ledger's peak was above the budget by more than the most that one op made.
+            by whether the ledger's peak was above the budget by more than the most that one op made. If the budget can only be
+            kept to by recomputing calls of modules as a whole, nothing is raised: the steps ahead of the fourth may exceed it.
         verify: compare everything that is made again with what it was, which is copied to host memory, and raise at the first
             difference. Slow: to find out why a gradient is off.
         device: where to drop tensors, such as "cuda:1"; by default the first device that saves any.
@@ -78,6 +84,9 @@ class Rematerialize(ForwardContext):
 
     Source: Kirisame et al., Dynamic Tensor Rematerialization, arXiv 2006.09616.
     """
+
+    _model: weakref.ref[nn.Module] | None = None
+    """What it is attached to."""
 
     def __init__(
         self,
@@ -122,6 +131,14 @@ class Rematerialize(ForwardContext):
             kinds=op_kinds(names_of_ops(pure_ops)),
         )
 
+    def attached_to(self, model: nn.Module) -> Rematerialize:
+        made = self.again()
+        made._model = weakref.ref(model)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_model": None}
+
     def _begin(self, _: object, block: Block) -> None:
         if is_capturing():
             raise RuntimeError(
@@ -143,9 +160,12 @@ class Rematerialize(ForwardContext):
                 "saved. Use memkit.keep, memkit.offload and memkit.recompute to treat parts of a model differently"
             )
         if is_on:
-            self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, compiled=False, block=block)
-            entry.recording = open_recording(self.tag, self._options, outer=innermost_hooks())
-            entry.begin()
+            outer = innermost_hooks()
+            steady = open_steady(self.tag, self._options, outer)
+            self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
+            entry.recording = steady or open_recording(self.tag, self._options, outer=outer, settling=NEXT_STEPS)
+            entry.recording.model = None if self._model is None else self._model()
+            entry.begin(None if steady is None else steady.pair)
 
     @property
     def plan(self) -> Plan | None:
@@ -217,7 +237,7 @@ class _Within:
         self._options = options
 
     def __enter__(self) -> None:
-        self._entry = Entry("Rematerialize", self._state.tag, is_last=True, compiled=False, block=None)
+        self._entry = Entry("Rematerialize", self._state.tag, is_last=True, block=None)
         self._entry.recording = RecordingStage(self._state, self._options)
         self._entry.begin()
 
@@ -244,7 +264,8 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "budget_bytes": None if counts.budget_bytes >= NO_BUDGET else math.ceil(counts.budget_bytes),
             "follows_plan": counts.follows_plan,
             "num_ops": counts.num_ops,
-            "recorder_s": counts.num_ops * recording_cost_s(),
+            "is_recorded": state.is_recorded,
+            "recorder_s": counts.num_ops * recording_cost_s() if state.is_recorded else 0.0,
             "num_saved": counts.num_saved,
             "saved_bytes": counts.saved_bytes,
             "num_kept": counts.num_saved - counts.num_dropped,
@@ -252,8 +273,8 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "dropped_bytes": counts.dropped_bytes,
             "ledger_peak_bytes": counts.peak_bytes,
             "num_replays": counts.num_replays,
-            "num_replayed_ops": counts.num_replayed_ops,
-            "estimated_replay_s": counts.replayed_s,
+            "num_replayed_ops": counts.num_replayed_ops + counts.num_replays * counts.ops_of_region,
+            "estimated_replay_s": counts.replayed_s + counts.num_replays * counts.region_s,
             "measured_replay_s": counts.replayed.total_s(),
             **(counts.figures_of_copies() if counts.moved_out.num_copies else {}),
         }

@@ -91,11 +91,14 @@ class SavedTensorStats:
     """What would help, if anything is known to."""
 
     num_deviations: int = _of_remat()
-    """Forwards that have left the trace whose plan they followed, since the tag was new or reset."""
+    """Forwards that went another way than was planned, since the tag was new or reset."""
     budget_bytes: int | None = _of_remat(None)
     """The budget in bytes; None if there is no bound."""
     follows_plan: bool = _of_remat(False)
     """Whether the iteration has followed a plan to its end, or was carried by the score."""
+    is_recorded: bool = _of_remat(False)
+    """Whether the ops of the iteration were recorded. Where they are not, since nothing is dropped or calls of modules are
+    recomputed as a whole, what is said of saves, drops, ops and peaks is what the recorded ones and the plan say."""
     num_ops: int = _of_remat()
     """Ops that were seen in the forward."""
     recorder_s: float = _of_remat(0.0)
@@ -111,7 +114,7 @@ class SavedTensorStats:
     ledger_peak_bytes: int = _of_remat()
     """The most bytes of saved values and temporaries of replays that were on the device at once."""
     num_replays: int = _of_remat()
-    """Requests of the backward that ran ops again."""
+    """Requests of the backward that ran ops again, or a module as a whole."""
     num_replayed_ops: int = _of_remat()
     estimated_replay_s: float = _of_remat(0.0)
     """What these ops took in the forward, or were thought to take."""

@@ -64,14 +64,17 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def checkpointed_each(modules: Sequence[nn.Module]) -> Iterator[None]:
     """The same for modules of one's choice."""
-    originals = [module.forward for module in modules]
-    for module, forward in zip(modules, originals, strict=True):
-        module.forward = partial(checkpoint, forward, use_reentrant=False)
+    own = [module.__dict__.get("forward") for module in modules]  # a compiled one, for instance
+    for module in modules:
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     try:
         yield
     finally:
-        for module in modules:
-            del module.forward
+        for module, forward in zip(modules, own, strict=True):
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
 
 
 def checkpointing(model: nn.Module) -> dict[str, Engine]:

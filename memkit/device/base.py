@@ -8,10 +8,14 @@ it says so.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from memkit.storages import byte_view, tensor_over
 
 
 class MemoryCounter(ABC):
@@ -69,6 +73,87 @@ class Event(ABC):
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of pinned host memory, and where in the storages of a `CopyBatch` their like are."""
+
+    index: int
+    """Which of the storages."""
+    start: int
+    """The first byte there."""
+    host: Tensor
+    """One-dimensional, of dtype uint8; `Device.pin` has seen it, in one piece."""
+    address: int
+    num_bytes: int
+
+
+class CopyBatch:
+    """Copies between host memory and storages that are made ahead, and put on a stream together, again in each step.
+
+    What `started`, `done` and `waited` are is replaced each time; a time between them can be asked for until then.
+
+    Args:
+        device: that of the storages.
+        stream: what the copies are put on.
+        pieces: all that is copied. No two of them overlap.
+        is_out: whether to the host.
+    """
+
+    started: Event
+    """Recorded on the stream that was current when the copies were put on theirs: these wait for it."""
+    done: Event
+    """Recorded behind the copies."""
+    waited: Event | None = None
+    """Recorded on the stream that waits for the copies, ahead of that; None if none has since they were put on theirs."""
+
+    def __init__(self, device: Device, stream: Stream, pieces: Sequence[Piece], *, is_out: bool) -> None:
+        self.device = device
+        self.stream = stream
+        self.pieces = pieces
+        self.is_out = is_out
+        self.num_bytes = sum(piece.num_bytes for piece in pieces)
+        self.num_storages = len({piece.index for piece in pieces})
+
+    def start(self, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
+        """Put the copies on their stream, behind all work that the current stream has, and behind those of another batch.
+
+        As for `Device.copy`, the storages must stay alive until `done` was waited for.
+        """
+        device, stream = self.device, self.stream
+        self.waited = None
+        self.started = device.record_event()
+        device.wait_event(stream, self.started)
+        if behind is not None:
+            device.wait_event(stream, behind.done)
+        for piece in self.pieces:
+            part = byte_view(storages[piece.index]).narrow(0, piece.start, piece.num_bytes)
+            destination, source = (piece.host, part) if self.is_out else (part, piece.host)
+            device.copy(destination, source, stream)
+        self.done = device.record_event(stream)
+
+    def wait(self) -> None:
+        """Let all work that the current stream is given from now on start only when the copies are done."""
+        self.waited = self.device.record_event()
+        self.device.wait_event(self.device.current_stream(), self.done)
+
+    def stall_s(self) -> float:
+        """Return how long the stream that waited for the copies last had nothing else to do; 0 where that is not over."""
+        waited = self.waited
+        if waited is None or not (waited.is_reached() and self.done.is_reached()):
+            return 0.0
+        return max(0.0, waited.elapsed_s(self.done))
+
+
+def busy_s_of(batches: Sequence[CopyBatch]) -> float:
+    """Return for how long a stream has copied, from batches in the order in which they were put on it, all of them done."""
+    total_s, before = 0.0, None
+    for batch in batches:
+        own_s = batch.started.elapsed_s(batch.done)
+        total_s += own_s if before is None else min(own_s, before.done.elapsed_s(batch.done))
+        before = batch
+    return max(0.0, total_s)
+
+
 class Device(ABC):
     """One place where tensors live and kernels run."""
 
@@ -87,6 +172,10 @@ class Device(ABC):
     @abstractmethod
     def current_stream(self) -> Stream:
         """Return the stream that PyTorch puts this thread's work on now."""
+
+    def stream_number(self) -> int:
+        """Return what tells the current stream from others of the device that are alive, without an object for it."""
+        return hash(self.current_stream())
 
     @abstractmethod
     def new_stream(self, name: str) -> Stream:
@@ -126,6 +215,11 @@ class Device(ABC):
             torch.OutOfMemoryError: the device has no room.
         """
 
+    def allocate_tensor(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor over a new storage that it fills from its first byte to its last, as `allocate` makes it."""
+        num_elements = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        return tensor_over(self.allocate(num_elements * dtype.itemsize), dtype, offset=0, size=size, stride=stride)
+
     @abstractmethod
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         """Put a copy of bytes on `stream`; does not wait for it.
@@ -141,6 +235,10 @@ class Device(ABC):
     def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         """Copy bytes as `copy` does, where the one in host memory was not pinned. The host waits until it is done, and so for
         all that the stream waits for."""
+
+    def copy_batch(self, stream: Stream, pieces: Sequence[Piece], *, is_out: bool) -> CopyBatch:
+        """Make copies ahead that are put on a stream together, any number of times: see `CopyBatch`."""
+        return CopyBatch(self, stream, pieces, is_out=is_out)
 
     @abstractmethod
     def pin(self, host: Tensor) -> None:
@@ -169,6 +267,9 @@ class Device(ABC):
         """Tell whether the work of the current stream is being captured into a graph instead of run."""
 
     # What a device cannot see by itself, and `ReferenceDevice` checks. Real devices have nothing to do here.
+
+    takes_notes = False
+    """Whether it is worth telling."""
 
     def note_written(self, storage: torch.UntypedStorage, version: int) -> None:  # noqa: B027
         """Say that work on the current stream has made `storage`, or written to it if the version is another than last time."""

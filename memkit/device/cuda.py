@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memkit.device.base import Device, Event, MemoryCounter, Stream
+from memkit import torch_private
+from memkit.device.base import CopyBatch, Device, Event, MemoryCounter, Piece, Stream
 from memkit.errors import DeviceUnavailableError, HostMemoryError
 
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, whichever made it
@@ -61,6 +64,126 @@ class CudaEvent(Event):
 
     def is_reached(self) -> bool:
         return bool(self.event.query())
+
+
+@functools.cache
+def _bindings() -> Any:
+    """Return CUDA's runtime as Python calls it directly, at a fraction of what torch's objects cost the host; None where
+    `cuda.bindings`, which torch's CUDA builds bring along, is missing."""
+    try:
+        from cuda.bindings import runtime  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    return runtime
+
+
+class CudaCopyBatch(CopyBatch):
+    """Copies by `cudaMemcpyAsync`; several by one `cudaMemcpyBatchAsync`, where the driver has that.
+
+    While a dispatch mode is on, as CUDA's stream sanitizer is, all goes through torch, so that the mode hears of it. So it does
+    while another device is the current one: to CUDA the default stream is then that device's.
+    """
+
+    _takes_batches = True
+
+    def __init__(self, device: CudaDevice, stream: Stream, pieces: Sequence[Piece], *, is_out: bool) -> None:
+        super().__init__(device, stream, pieces, is_out=is_out)
+        runtime = self._runtime = _bindings()
+        kinds = runtime.cudaMemcpyKind
+        self._kind = kinds.cudaMemcpyDeviceToHost if is_out else kinds.cudaMemcpyHostToDevice
+        self._lane = runtime.cudaStream_t(_of(stream).cuda_stream)
+        self._raw_stream = device.raw_stream
+        self._events: tuple[CudaEvent, CudaEvent, CudaEvent] | None = None
+        """Made with the first copies: what `started`, `done` and `waited` are each time."""
+        self._hosts = [piece.address for piece in pieces]
+        self._sizes_bytes = [piece.num_bytes for piece in pieces]
+        self._is_one = len(pieces) == 1
+
+    def _is_current(self) -> bool:
+        return _is_alone() or torch.cuda.current_device() == self.device.torch_device.index
+
+    def _make_events(self) -> None:
+        events = CudaEvent(), CudaEvent(), CudaEvent()
+        handle_of = self._runtime.cudaEvent_t
+        for event in events:
+            event.event.record(_of(self.stream))  # CUDA makes it now
+        self._on_started, self._on_done, self._on_waited = (handle_of(event.event.cuda_event) for event in events)
+        self._events = events
+
+    def start(self, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
+        if torch_private.num_dispatch_modes() or not self._is_current():
+            self._events = None
+            super().start(storages, behind)
+            return
+        if self._events is None:
+            self._make_events()
+            self.started, self.done, _ = self._events  # type: ignore[misc]  # made
+        self.waited = None
+        runtime, lane, on_started = self._runtime, self._lane, self._on_started
+        runtime.cudaEventRecord(on_started, self._raw_stream())
+        runtime.cudaStreamWaitEvent(lane, on_started, 0)
+        if behind is not None:
+            runtime.cudaStreamWaitEvent(lane, behind.done.event.cuda_event, 0)  # type: ignore[attr-defined]  # a CudaEvent
+        if self._is_one:
+            address = storages[0].data_ptr() + self.pieces[0].start
+            destination, source = (self._hosts[0], address) if self.is_out else (address, self._hosts[0])
+            error = runtime.cudaMemcpyAsync(destination, source, self._sizes_bytes[0], self._kind, lane)[0]
+        else:
+            error = self._copy_all([storages[piece.index].data_ptr() + piece.start for piece in self.pieces])
+        if error:
+            raise RuntimeError(f"CUDA did not copy {sum(self._sizes_bytes)} bytes: {error!r}")
+        runtime.cudaEventRecord(self._on_done, lane)
+
+    def _copy_all(self, addresses: list[int]) -> Any:
+        """Copy all pieces; return CUDA's error."""
+        runtime, lane, sizes_bytes = self._runtime, self._lane, self._sizes_bytes
+        destinations, sources = (self._hosts, addresses) if self.is_out else (addresses, self._hosts)
+        if CudaCopyBatch._takes_batches and (attributes := _batch_attributes()) is not None:
+            error = runtime.cudaMemcpyBatchAsync(
+                destinations, sources, sizes_bytes, len(sizes_bytes), [attributes], [0], 1, lane
+            )[0]
+            if error not in _unsupported():
+                return error
+            CudaCopyBatch._takes_batches = False
+            runtime.cudaGetLastError()  # which the next kernel's launch check would else raise as its own
+        for destination, source, num_bytes in zip(destinations, sources, sizes_bytes, strict=True):
+            error = runtime.cudaMemcpyAsync(destination, source, num_bytes, self._kind, lane)[0]
+            if error:
+                return error
+        return 0
+
+    def wait(self) -> None:
+        if self._events is None or torch_private.num_dispatch_modes() or not self._is_current():
+            super().wait()
+            return
+        runtime, stream = self._runtime, self._raw_stream()
+        self.waited = self._events[2]
+        runtime.cudaEventRecord(self._on_waited, stream)
+        runtime.cudaStreamWaitEvent(stream, self._on_done, 0)
+
+
+@functools.cache
+def _is_alone() -> bool:
+    """Tell whether there is no other device."""
+    return torch.cuda.device_count() == 1
+
+
+@functools.cache
+def _batch_attributes() -> Any:
+    """Return how the copies of a batch go: each reads its source in the order of the stream. None where CUDA has none."""
+    runtime = _bindings()
+    if not hasattr(runtime, "cudaMemcpyBatchAsync"):
+        return None
+    attributes = runtime.cudaMemcpyAttributes()
+    attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    return attributes
+
+
+@functools.cache
+def _unsupported() -> tuple[Any, ...]:
+    """Return what CUDA says where the driver copies no batches."""
+    errors = _bindings().cudaError_t
+    return errors.cudaErrorNotSupported, errors.cudaErrorCallRequiresNewerDriver, errors.cudaErrorStubLibrary
 
 
 class CudaMemoryCounter(MemoryCounter):
@@ -120,6 +243,7 @@ class CudaDevice(Device):
             )
         self.torch_device = torch.device("cuda", index)
         self._spare_events: list[CudaEvent] = []
+        self._raw_stream: tuple[int | None, Any] = (None, None)
         self._runtime: Any = torch.cuda.cudart()  # a module made in C++: torch has no types for it
 
     def __eq__(self, other: object) -> bool:
@@ -137,6 +261,16 @@ class CudaDevice(Device):
 
     def current_stream(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self.torch_device))
+
+    def stream_number(self) -> int:
+        return torch_private.raw_stream(self.torch_device.index)
+
+    def raw_stream(self) -> Any:
+        """Return the current stream as `cuda.bindings` takes it."""
+        number, found = torch_private.raw_stream(self.torch_device.index), self._raw_stream
+        if number != found[0]:
+            found = self._raw_stream = (number, _bindings().cudaStream_t(number))
+        return found[1]
 
     def new_stream(self, name: str) -> CudaStream:
         return CudaStream(torch.cuda.Stream(self.torch_device))
@@ -172,10 +306,19 @@ class CudaDevice(Device):
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         return torch.UntypedStorage(num_bytes, device=self.torch_device)
 
+    def allocate_tensor(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if torch_private.num_dispatch_modes():  # which is not to take this for an op of the user's
+            return super().allocate_tensor(size, stride, dtype)
+        return torch.empty_strided(size, stride, dtype=dtype, device=self.torch_device)
+
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         """Put an asynchronous copy on the stream: the host's side is pinned."""
         with torch.cuda.stream(_of(stream)):
             destination.copy_(source, non_blocking=True)
+
+    def copy_batch(self, stream: Stream, pieces: Sequence[Piece], *, is_out: bool) -> CopyBatch:
+        made = CopyBatch if _bindings() is None else CudaCopyBatch
+        return made(self, stream, pieces, is_out=is_out)
 
     def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         _of(stream).synchronize()  # else CUDA would wait itself, and might have other threads wait as well

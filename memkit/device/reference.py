@@ -30,7 +30,7 @@ from memkit import torch_private
 from memkit.device.base import Device, Event, MemoryCounter, Stream
 from memkit.device.clocks import Accesses, Copy, Place, ReferenceEvent, ReferenceStream, Stamp, own
 from memkit.errors import RaceError
-from memkit.storages import byte_view, storage_key
+from memkit.storages import byte_view
 
 POISON = 0xFF
 
@@ -108,6 +108,8 @@ class ReferenceDevice(Device):
         >>> host.tolist()
         [1, 1, 1, 1]
     """
+
+    takes_notes = True
 
     def __init__(self, *, seed: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
@@ -244,7 +246,7 @@ class ReferenceDevice(Device):
             lane = own(stream)
             stamp = lane.tick()
             for tensor, is_write in ((source, False), (destination, True)):
-                if storage_key(tensor.untyped_storage()) in self._storages:  # the other is any memory
+                if torch_private.storage_address(tensor.untyped_storage()) in self._storages:  # the other is any memory
                     self._access(tensor, stamp, is_write=is_write)
             self._land(lane, lane.num_enqueued)
             destination.copy_(source)
@@ -271,7 +273,7 @@ class ReferenceDevice(Device):
     def note_written(self, storage: torch.UntypedStorage, version: int) -> None:
         """Raise where the current stream has not waited for all that touched the storage before."""
         with self._lock:
-            known, stream = self._storages.get(storage_key(storage)), self.current_stream()
+            known, stream = self._storages.get(torch_private.storage_address(storage)), self.current_stream()
             if known is None:
                 known = self._know(storage)
             elif known.version != version:
@@ -282,7 +284,7 @@ class ReferenceDevice(Device):
     def note_read(self, storage: torch.UntypedStorage) -> None:
         """Raise where the current stream has not waited for the last write."""
         with self._lock:
-            known = self._storages.get(storage_key(storage))
+            known = self._storages.get(torch_private.storage_address(storage))
             if known is not None:
                 stream = self.current_stream()
                 known.accesses.check(stream, is_write=False, what="a storage")
@@ -327,7 +329,7 @@ class ReferenceDevice(Device):
 
     def _know(self, storage: torch.UntypedStorage) -> _Storage:
         """Keep book of a storage until it dies: it was handed to, or made by, work on the current stream."""
-        home, key = self.current_stream(), storage_key(storage)
+        home, key = self.current_stream(), torch_private.storage_address(storage)
         known = self._storages[key] = _Storage(home, storage.nbytes(), Accesses(home.tick()))
         self._allocated_bytes += storage.nbytes()
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
@@ -372,9 +374,9 @@ class ReferenceDevice(Device):
             self._access_host(tensor, stamp, is_write=is_write)
             return
         storage = tensor.untyped_storage()
-        if storage_key(storage) not in self._storages:
+        if torch_private.storage_address(storage) not in self._storages:
             self._know(storage)
-        known = self._storages[storage_key(storage)]
+        known = self._storages[torch_private.storage_address(storage)]
         known.accesses.check(stamp.stream, is_write=is_write, what="a storage")
         known.accesses.note(stamp, is_write=is_write)
 

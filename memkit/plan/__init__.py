@@ -1,6 +1,7 @@
 """Decide: pure functions from sizes and times to plans. No tensor is touched here."""
 
-from memkit.plan.actions import Action, Plan, PlannedSave, limit_of, tell_kept
+from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, limit_of, tell_kept
+from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes, timed_saves
 from memkit.plan.drop_order import drop_order
 from memkit.plan.eviction import DTRScore, ValueStore, Walk
@@ -8,6 +9,8 @@ from memkit.plan.forecast import Forecast
 from memkit.plan.lineage import NO_OP, GrowingLineage, Lineage, Step, ends_of
 from memkit.plan.planner import RematPlanner
 from memkit.plan.ratio import RatioSoFar, check_ratio, plan_ratio
+from memkit.plan.region_step import HostCosts, ModuleCall, RegionChoice
+from memkit.plan.regions import RegionPlanner
 from memkit.plan.residency import (
     LayerResidency,
     PlannedLayer,
@@ -27,19 +30,24 @@ from memkit.plan.timeline import Lane, Levels, Timeline
 __all__ = [
     "NO_OP",
     "Action",
+    "CopySchedule",
     "DTRScore",
     "Forecast",
     "GrowingLineage",
+    "HostCosts",
     "Lane",
     "LayerCosts",
     "LayerResidency",
     "Levels",
     "Lineage",
+    "ModuleCall",
     "Outcome",
     "Plan",
     "PlannedLayer",
     "PlannedSave",
     "RatioSoFar",
+    "RegionChoice",
+    "RegionPlanner",
     "RematPlanner",
     "ResidencyPlan",
     "Step",
@@ -54,6 +62,7 @@ __all__ = [
     "check_ratio",
     "drop_order",
     "ends_of",
+    "infeasible",
     "limit_of",
     "plan_again",
     "plan_auto",
@@ -63,6 +72,7 @@ __all__ = [
     "plan_streamed_ratio",
     "predict_step",
     "roofline_s",
+    "schedule_copies",
     "simulate",
     "simulate_lanes",
     "slot_size_of",

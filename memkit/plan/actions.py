@@ -8,6 +8,7 @@ from enum import Enum
 
 from tabulate import tabulate
 
+from memkit.errors import BudgetInfeasible
 from memkit.sizes import format_bytes, format_mib
 
 
@@ -206,3 +207,16 @@ def tell_kept(kept_bytes: Mapping[str, int]) -> str:
     """Return the end of a sentence about a budget that is not kept to: what stays whatever the plan, in bytes by reason."""
     told = sorted(kept_bytes, key=lambda why: -kept_bytes[why])[:_MOST_TOLD]
     return "".join(f"; {format_bytes(kept_bytes[why])} stay, since {why}" for why in told)
+
+
+def infeasible(budget_bytes: int, smallest_bytes: int, kept: str = "") -> BudgetInfeasible:
+    """Return what to raise where no plan keeps to a budget.
+
+    Args:
+        smallest_bytes: the least that was found.
+        kept: what stays whatever the plan, as `tell_kept` says it.
+    """
+    return BudgetInfeasible(
+        f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest is {format_bytes(smallest_bytes)}{kept}",
+        smallest_bytes,
+    )

@@ -15,14 +15,12 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain, combinations, islice
 
-from memkit.errors import BudgetInfeasible
-from memkit.plan.actions import Action, Plan, PlannedSave, tell_kept
+from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, tell_kept
 from memkit.plan.drop_order import drop_order
 from memkit.plan.eviction import DTRScore
 from memkit.plan.lineage import NO_OP, Step
 from memkit.plan.segments import Segments
 from memkit.plan.simulation import MOST_REPLAYS, Outcome, simulate
-from memkit.sizes import format_bytes
 
 _STEP_DOWN = 0.75
 _SMALL = 100
@@ -238,11 +236,7 @@ class RematPlanner:
         found = self.best(budget_bytes) if outcome is None else outcome
         if found is None:
             smallest = self.smallest().peak_bytes
-            raise BudgetInfeasible(
-                f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest is {format_bytes(smallest)}"
-                f"{tell_kept(self._kept_bytes())}",
-                smallest,
-            )
+            raise infeasible(budget_bytes, smallest, tell_kept(self._kept_bytes()))
         lineage, traced = self.step.lineage, set[int]()
         roots = {root for value in found.dropped for root in lineage.roots_of(value, traced)}
         kept = found.anchors.union(self.step.saves) - found.dropped

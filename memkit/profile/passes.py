@@ -63,7 +63,7 @@ def save_times_pass(step: Step, tree: ModuleTree, device: Device) -> SaveTimes:
     """Run the step with an event at each save and use of a saved tensor, and nothing else."""
     device.synchronize()
     times = SaveTimes(device)
-    packing = SavedTensorHooks(times.pack, times.unpack, compiled=tree.has_compiled)
+    packing = SavedTensorHooks(times.pack, times.unpack)
     step.run(CallStack(tree, NoGauge()), packing=packing, forward_done=times.start_backward)
     device.synchronize()
     return times
@@ -81,7 +81,7 @@ def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
     # The operations of compiled code cannot be watched: under a dispatch mode it would run eagerly.
     below = nullcontext() if tree.has_compiled else OpWatch(*live, *watch.observers)
     with below:
-        found = watch.run(packing=SavedTensorHooks(watch.saves.pack, watch.saves.unpack, compiled=tree.has_compiled))
+        found = watch.run(packing=SavedTensorHooks(watch.saves.pack, watch.saves.unpack))
     device.synchronize()
     return found
 

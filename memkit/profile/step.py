@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.errors import ProfileError, note_on
-from memkit.hooks import HookSet, Profiled, SavedTensorHooks, end_left, name_of_hooks_around
+from memkit.hooks import HookSet, SavedTensorHooks, end_left, name_of_hooks_around
 from memkit.owners import NOTHING_STREAMED, StreamedWeights
 from memkit.profile.calls import BackwardGraph, CallStack
 from memkit.profile.restore import grads_set_aside
 from memkit.profile.tree import ROOT
+from memkit.profiled import Profiled
 from memkit.storages import unique_storages
 
 

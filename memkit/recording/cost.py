@@ -10,10 +10,13 @@ import torch
 
 from memkit import torch_private
 from memkit.device import CpuDevice, default_generator
+from memkit.plan import HostCosts
 from memkit.recording.ops import op_kinds
 from memkit.recording.recording import Recording
 
 _NUM_MEASURED = 100
+_OP, _SAVED, _REPLAYED, _REGION = 2.5, 4.0, 3.0, 10.0
+"""Over recording an op: an op with its module and its launch, a save, an op run again from the record, a region."""
 
 
 @functools.cache
@@ -35,3 +38,17 @@ def recording_cost_s() -> float:
                     x.sin()
                 taken_s.append(time.perf_counter() - start_s - plain_s)
     return max(0.0, median(taken_s) / _NUM_MEASURED)
+
+
+def host_costs(torch_device: torch.device) -> HostCosts:
+    """Return what the host spends on ops and on regions, where a device computes: multiples of what it takes to
+    record an op, as they were counted, for all of it is Python."""
+    recorded_s = recording_cost_s()
+    return HostCosts(
+        op_s=_OP * recorded_s,
+        recorded_s=recorded_s,
+        saved_s=_SAVED * recorded_s,
+        replayed_s=_REPLAYED * recorded_s,
+        region_s=_REGION * recorded_s,
+        is_device=torch_device.type == "cpu",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memkit import torch_private
+from memkit.compiled import note_asked
 from memkit.modes import Mode
 from memkit.torch_state import in_higher_order_op, leave_untraced
 
@@ -13,11 +14,18 @@ _IS_ASKED_OF_MODES = bool(torch_private.known("asks_modes_on_stack"))
 set when a mode was entered."""
 
 
+def _may_compile() -> bool:
+    may = in_higher_order_op()
+    if not may:
+        note_asked()
+    return may
+
+
 class _OutsideOfHigherOrderOps:
     """Stands for a flag of the process that would be read too early."""
 
     def __bool__(self) -> bool:
-        return not in_higher_order_op()
+        return not _may_compile()
 
 
 class QuietMode(Mode):
@@ -38,7 +46,7 @@ class QuietMode(Mode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Tell Dynamo whether it may compile as if the mode were not there."""
-        return in_higher_order_op()
+        return _may_compile()
 
     def __enter__(self) -> Any:
         is_in_other = torch_private.shows_to_compiler()

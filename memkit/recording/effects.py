@@ -25,6 +25,7 @@ def run_unknown(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...]
     there than before.
     """
     kind, recording = recorder.kind_of(func), recorder.recording
+    recording.note_effect()
     targets = written_by(kind, args, kwargs)
     are_inside = [recording.before_write_to(target) for target in targets]
     given = {_address_of(_get_storage(tensor)): tensor for tensor in tensors_in(torch_private.tree_leaves((args, kwargs)))}
@@ -53,6 +54,7 @@ def record_in_place(recorder: Recorder, func: Any, types: Any, args: tuple[Any, 
         storage = _get_storage(target)
         value = recording.find(storage)
         if value is None:
+            recording.note_effect(target)
             return func(*args)  # nothing here was made from it: a counter, a buffer
         kept = [recorder.take(key, argument, sources) for key, argument in enumerate(args)]
     except RuntimeError:  # an argument is no range of bytes
@@ -120,6 +122,8 @@ def run_on_strangers(
     recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]
 ) -> Any:
     """Run an op that writes to what nothing here was made from: counters, buffers."""
+    for target in targets:
+        recorder.recording.note_effect(target)
     results = recorder.run(func, args, kwargs)
     if results is not args[0]:
         written = {_address_of(_get_storage(target)) for target in targets}
@@ -141,8 +145,10 @@ def record_batch_norm(recorder: Recorder, func: Any, types: Any, args: tuple[Any
         for position, argument in enumerate(args):
             if position not in kind.statistics:
                 kept.append(recorder.take(position, argument, sources) if isinstance(argument, Tensor) else argument)
-            elif argument is not None and recording.is_known(argument):
-                known.append(argument)
+            elif argument is not None:
+                recording.note_effect(argument)
+                if recording.is_known(argument):
+                    known.append(argument)
     except RuntimeError:  # an argument is no range of bytes
         return recorder.run_opaque(func, types, args, kwargs)
     if kind.replayed_by is None:

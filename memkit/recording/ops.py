@@ -43,6 +43,15 @@ _UNTRUSTED = """
 
 _NOT_REPLAYED = frozenset(f"aten::{name}" for name in (_FACTORIES + _UNTRUSTED).split())
 
+_HIDING_STATE = """
+    _cudnn_rnn miopen_rnn mkldnn_rnn_layer _cudnn_init_dropout_state record_stream resize_ resize_as_ set_ _resize_output_
+    from_file _batch_norm_with_update batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats
+    _fused_moving_avg_obs_fq_helper
+"""
+"""Of these, what hides a state or changes what a storage is. What the others do may be done again by the Python around them."""
+
+_HIDING = frozenset(f"aten::{name}" for name in _HIDING_STATE.split())
+
 _OVERWRITERS = frozenset(
     {"aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::random_"}
     | {"aten::exponential_", "aten::geometric_", "aten::cauchy_", "aten::log_normal_"}
@@ -102,7 +111,8 @@ class OpKinds:
         if why_kept:
             return OpKind(OpClass.UNKNOWN, tuple(written), why_kept=why_kept)
         if _cannot_run_again(func):
-            return OpKind(OpClass.OPAQUE, tuple(written))
+            hides_state = torch_private.schema_of(func).name in _HIDING
+            return OpKind(OpClass.OPAQUE, tuple(written), hides_state=hides_state)
         # Who writes an op seldom says that it draws random numbers.
         is_random = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _KNOWN_NAMESPACES
         may_cross = schema.name in _CROSSING

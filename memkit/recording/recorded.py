@@ -70,6 +70,8 @@ class OpKind:
     """Whether it may copy from one device to another: such copies are not made again."""
     why_kept: str = ""
     """Why its values are roots, where a user may wonder."""
+    hides_state: bool = False
+    """Whether it reads or changes what its arguments do not show, so that not even its Python may run again."""
 
     @property
     def is_plain(self) -> bool:

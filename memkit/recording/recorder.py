@@ -77,6 +77,7 @@ class Recorder(QuietMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if _is_in_backward() != -1:
+            self.recording.note_effect()
             return func(*args, **kwargs) if kwargs else func(*args)
         recording = self.recording
         if recording.unversioned:
@@ -191,6 +192,8 @@ class Recorder(QuietMode):
         generator = state = None
         if kind.is_random:
             generator = self._generator(args, kwargs)
+            if generator is not self._generator_of(generator.device):
+                self.recording.note_effect()  # a region puts back the state of the default one
             state = generator.get_state()
         if kind.written:
             return run_writer(self, func, kind, kept, kept_kwargs, sources, args, kwargs, targets, generator, state)
@@ -304,6 +307,8 @@ class Recorder(QuietMode):
         kind = self.kind_of(func)
         if kind.op_class is OpClass.UNKNOWN:
             return run_unknown(self, func, types, args, kwargs)
+        if types or kind.hides_state:
+            self.recording.note_effect()
         if not kind.written:
             results = func(*args, **kwargs) if kwargs else func(*args)
             self.recording.add_roots(results)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class Recording:
         self.is_timed = is_timed
         self.times: list[tuple[int, CostKey, Event, Event]] = []
         """When ops have begun and ended: the number of the op, and what it has in common with others."""
+        self.call_times: list[tuple[int, Event, Event]] = []
+        """When compiled modules have begun and ended: the place of the call among those that are noted."""
         self.seconds: dict[int, float] = {}
         """What ops are thought to take, where `known_s` does not tell."""
         self.originals: dict[int, Tensor] | None = {} if is_verified else None
@@ -80,6 +83,13 @@ class Recording:
         """Storages that were seen and are not in `current`, since they may have another's bytes when they are met again."""
         self.lineage = GrowingLineage()
         """The ops and values, in numbers, as of the last `sync`."""
+        self.saved: list[int] = []
+        """The value of each save that counts."""
+        self.saved_at: list[tuple[int, int]] = []
+        """For each, how many ops to repeat, and how many of any kind, were before it."""
+        self.effects: list[tuple[int, int, int]] = []
+        """What ops did beside making new values: the number of the op among `funcs`, counted from 1; the storage written to, by
+        its address; and the value that was there, -1 if it is not known. An address of 0 stands for anything at all."""
         self.modules: dict[int, str] = {}
         """The module in which an op ran, where that was watched."""
 
@@ -262,6 +272,7 @@ class Recording:
         """Note that an op is about to write to a tensor; tell whether its storage was made here."""
         value = self.value_of(target)
         root = self.roots.get(value)
+        self.note_effect(target, value)
         self.before_write(value)
         return root is None or root.is_inside
 
@@ -271,6 +282,11 @@ class Recording:
             value = self.add_root(target, target.untyped_storage(), is_inside=is_inside, is_written=True)
             if why_kept:
                 self.why_kept[value] = why_kept
+
+    def note_effect(self, target: Tensor | None = None, value: int = -1) -> None:
+        """Note that an op writes to a tensor, or that it may do anything."""
+        address = 0 if target is None else torch_private.storage_address(target.untyped_storage())
+        self.effects.append((len(self.funcs), address, value))
 
     def before_write(self, value: int) -> None:
         """An op is about to write over a value. If something is to be made from that, copy it first."""
@@ -332,25 +348,38 @@ class Recording:
         return max((*made, *(root.num_bytes for root in self.roots.values() if root.is_inside)), default=0)
 
     def read_times(self) -> dict[CostKey, float]:
-        """Enter what the ops took, if they were timed, and return it; makes the host wait for them."""
+        """Enter what the ops took, if they were timed, and return it; makes the host wait for them.
+
+        Of ops that are alike it is the median: now and then one waits for something else.
+        """
         found: dict[CostKey, float] = {}
         if self.times:
             self.device.synchronize()
             self.sync()
-            seconds = self.lineage.seconds
-            for op, key, start, end in self.times:
-                found[key] = start.elapsed_s(end)
+            seconds, alike = self.lineage.seconds, dict[CostKey, list[float]]()
+            for _, key, start, end in self.times:
+                alike.setdefault(key, []).append(start.elapsed_s(end))
+            found = {key: median(taken_s) for key, taken_s in alike.items()}
+            for op, key, _, _ in self.times:
                 if op < len(seconds):
                     seconds[op] = found[key]
         self.times.clear()
         self.is_timed = False
         return found
 
+    def read_call_times(self) -> dict[int, float]:
+        """Return what compiled modules took, by the places of their calls; makes the host wait for them."""
+        if self.call_times:
+            self.device.synchronize()
+        found = {place: start.elapsed_s(end) for place, start, end in self.call_times}
+        self.call_times.clear()
+        return found
+
     def times_alone(self) -> Recording:
         """Return a recording that has the times of this one, and holds none of its values."""
         self.sync()
         recording = Recording(self.device, is_timed=True)
-        recording.lineage, recording.times = self.lineage, self.times
+        recording.lineage, recording.times, recording.call_times = self.lineage, self.times, self.call_times
         return recording
 
     def close(self) -> None:

@@ -5,19 +5,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from memkit import torch_private
 
+Setting = tuple[Callable[[], Any], Callable[[Any], None]]
+"""What reads it, which is asked often and so is no Python, and what sets it."""
 
-def _of(place: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    return lambda: getattr(place, name), lambda setting: setattr(place, name, setting)
+
+def _fp32_precision(backend: str, op: str, place: Any) -> Setting:
+    return partial(torch_private.fp32_precision_of, backend, op), partial(setattr, place, "fp32_precision")
+
+
+_REDUCTION = "_reduced_precision_reduction"
 
 
 @functools.cache
-def _settings() -> tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...]:
+def _settings() -> tuple[Setting, ...]:
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
     return (
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
@@ -25,20 +35,36 @@ def _settings() -> tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...]:
         (torch_private.get_cudnn_enabled, torch_private.set_cudnn_enabled),
         (torch_private.get_cudnn_benchmark, torch_private.set_cudnn_benchmark),
         (torch_private.get_cudnn_deterministic, torch_private.set_cudnn_deterministic),
-        _of(torch.backends.cuda.matmul, "fp32_precision"),
-        _of(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-        _of(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
-        *((_of(part, "fp32_precision")) for part in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn)),  # type: ignore[attr-defined]
-        *((_of(part, "fp32_precision")) for part in (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)),  # type: ignore[attr-defined]
+        (
+            torch_private.get_cublas_allow_fp16_reduced_precision_reduction,
+            partial(setattr, matmul, "allow_fp16_reduced_precision_reduction"),
+        ),
+        (
+            torch_private.get_cublas_allow_bf16_reduced_precision_reduction,
+            partial(setattr, matmul, "allow_bf16_reduced_precision_reduction"),
+        ),
+        _fp32_precision("cuda", "matmul", matmul),
+        *(_fp32_precision("cuda", op, getattr(cudnn, op)) for op in ("conv", "rnn")),
+        *(_fp32_precision("mkldnn", op, getattr(mkldnn, op)) for op in ("matmul", "conv")),
+        (torch_private.get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+        (torch_private.get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+        (torch_private.get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+        (torch_private.get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     )
 
 
 Settings = tuple[Any, ...]
 
 
+@functools.cache
+def setting_getters() -> tuple[partial[Any], ...]:
+    """Return what reads each setting."""
+    return tuple(partial(get) for get, _ in _settings())
+
+
 def current_settings() -> Settings:
     """Return what is set now."""
-    return tuple([get() for get, _ in _settings()])
+    return tuple(map(partial.__call__, setting_getters()))
 
 
 @contextmanager
@@ -47,15 +73,16 @@ def with_settings(wanted: Settings) -> Iterator[None]:
     found = current_settings()
     try:
         try:
-            _change(found, wanted)
+            change_settings(found, wanted)
             yield
         finally:
-            _change(wanted, found)
+            change_settings(wanted, found)
     finally:
-        _change(current_settings(), found)  # again, where an interrupt came in between
+        change_settings(current_settings(), found)  # again, where an interrupt came in between
 
 
-def _change(found: Settings, wanted: Settings) -> None:
+def change_settings(found: Settings, wanted: Settings) -> None:
+    """Set what was wanted, where that is not what was found; may be called again."""
     for (_, change), before, after in zip(_settings(), found, wanted, strict=True):
         if before != after:
             change(after)

@@ -30,6 +30,10 @@ class Transfer:
 class Prefetcher(Protocol):
     """Who brings bytes to the device ahead of their use in a backward."""
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it may have something to bring."""
+
     def bring_until(self, tick: int) -> bool:
         """Put on the lane whatever the backward needs sooner than what the forward has left at `tick`.
 
@@ -53,8 +57,8 @@ class Lanes:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._out = device.new_stream("D2H")
-        self._back = device.new_stream("H2D")
+        self.out = device.new_stream("D2H")
+        self.back = device.new_stream("H2D")
         self.tick: Callable[[], int] = itertools.count(1).__next__
         """Returns when in the forward something was used last: more than anything before."""
         self._prefetchers = weakref.WeakSet[Prefetcher]()
@@ -62,6 +66,10 @@ class Lanes:
     def join(self, prefetcher: Prefetcher) -> None:
         """Have a prefetcher be asked from now on, for as long as it lives, what it is still to bring."""
         self._prefetchers.add(prefetcher)
+
+    def are_shared(self, prefetcher: Prefetcher) -> bool:
+        """Tell whether others may bring anything by these."""
+        return any(other is not prefetcher and other.is_active for other in tuple(self._prefetchers))
 
     def is_turn_of(self, prefetcher: Prefetcher, tick: int) -> bool:
         """Tell whether a prefetcher may bring what was left at `tick`: see [Note: one queue for all]."""
@@ -72,11 +80,11 @@ class Lanes:
 
         The storage may be larger than the span: its first bytes are copied.
         """
-        return self._copy(self._out, storage, span, is_out=True, after=(after, *span.free_events))
+        return self._copy(self.out, storage, span, is_out=True, after=(after, *span.free_events))
 
     def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event]) -> Transfer:
         """Copy a span into a storage, or to the start of a larger one, once the events are reached."""
-        return self._copy(self._back, storage, span, is_out=False, after=after)
+        return self._copy(self.back, storage, span, is_out=False, after=after)
 
     def _copy(
         self, lane: Stream, storage: torch.UntypedStorage, span: Span, *, is_out: bool, after: Iterable[Event]

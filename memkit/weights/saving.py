@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.hooks import SavedTensorHooks
 from memkit.kept import FlattenedHandle, ForwardedHandle, KeptHandle
-from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
+from memkit.torch_state import has_own_dispatch
 from memkit.wrappers import parts_of
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -39,8 +37,7 @@ class WeightHooks:
         self._slot_at = slot_at
         self._handle_of = handle_of
         self._hands_on_weights = hands_on_weights
-        pack, unpack = _functions(dynamo_is_loaded())
-        self._hooks = SavedTensorHooks(partial(pack, self), unpack, owner=self, hands_on=True)
+        self._hooks = SavedTensorHooks(partial(WeightHooks.pack, self), _unpack, owner=self, hands_on=True)
 
     def begin(self) -> None:
         self._hooks.__enter__()
@@ -72,11 +69,3 @@ class WeightHooks:
 
 def _unpack(packed: KeptHandle) -> Tensor:
     return packed.unpack()
-
-
-@functools.cache
-def _functions(beside_dynamo: bool) -> tuple[Callable[[WeightHooks, Tensor], Any], Callable[[Any], Tensor]]:
-    """Return what packs and unpacks. Compiled code calls both, and Dynamo would try to compile them."""
-    if beside_dynamo:
-        return torch.compiler.disable(WeightHooks.pack), torch.compiler.disable(_unpack)
-    return WeightHooks.pack, _unpack

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from memkit import torch_private
 from memkit.errors import LayerOffloadError
 from memkit.plan import slot_sizes
+from memkit.torch_state import is_dtensor, is_sharded_by_fsdp
 from memkit.weights.chunks import LayerChunk
 from memkit.wrappers import parts_of
 
@@ -267,14 +268,14 @@ def refuse_wrapped(model: nn.Module) -> None:
         ValueError: the model is wrapped by FSDP, or its parameters are sharded.
     """
     for name, module in model.named_modules():
-        if torch_private.is_sharded_by_fsdp(module):
+        if is_sharded_by_fsdp(module):
             kind = type(module).__name__
             raise ValueError(
                 f'LayerOffload: "{name or kind}" is wrapped by FSDP ({kind}), which moves its parameters itself. Use one of '
                 "the two: FSDP2 has torch.distributed.fsdp.CPUOffloadPolicy"
             )
     for name, parameter in model.named_parameters():
-        if torch_private.is_dtensor(parameter.data):
+        if is_dtensor(parameter.data):
             raise ValueError(f'LayerOffload: "{name}" is a DTensor, whose shards another library moves. Use one of the two')
 
 

@@ -214,6 +214,10 @@ class Streamer:
         self._fetch(chunk, slot)
         return slot
 
+    @property
+    def is_active(self) -> bool:
+        return True
+
     def bring_until(self, tick: int) -> bool:
         """Fetch the layers that are needed sooner than what was left at `tick`: see `memkit.transfer.lanes.Prefetcher`."""
         is_free = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
+from memkit.activations.recomputing import region_plan
 from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits
@@ -47,14 +48,38 @@ class Model(nn.Module):
         return torch.relu_(self.norm(x)).sin()
 
 
+class Blocks(nn.Module):
+    """Blocks of which calls are recomputed as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16), nn.Tanh()) for _ in range(4)
+        )
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def compiled_blocks() -> nn.Module:
+    model = Blocks()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
 class Loop:
     """A training loop on a device of its own. All its steps begin alike, so that all must end alike."""
 
-    def __init__(self, contexts: Contexts, *, device: str = "late") -> None:
+    def __init__(self, contexts: Contexts, *, device: str = "late", make: Callable[[], nn.Module] = Model) -> None:
+        self.make = make
         self.device_name = device
         self.device = open_test_device(device)
         torch.manual_seed(0)
-        self.model = Model().to(self.device.torch_device)
+        self.model = make().to(self.device.torch_device)
         self._weights = {name: value.clone() for name, value in self.model.state_dict().items()}
         self._x = torch.randn(8, 16).to(self.device.torch_device)
         self._contexts = contexts
@@ -123,8 +148,8 @@ FEATURES: dict[str, Contexts] = {
 }
 
 
-def _plain(device: str = "late") -> list[Tensor]:
-    return Loop(lambda _: [], device=device).step()
+def _plain(device: str = "late", make: Callable[[], nn.Module] = Model) -> list[Tensor]:
+    return Loop(lambda _: [], device=device, make=make).step()
 
 
 def _locks() -> list[Any]:
@@ -145,7 +170,7 @@ def _check(
     Args:
         repeats: whether they also do what the step has done that came last before.
     """
-    plain, hooks = _plain(loop.device_name), hooks_around(loop.model)
+    plain, hooks = _plain(loop.device_name, loop.make), hooks_around(loop.model)
     before = FIGURES(memkit.stats(TAG)) if repeats else None
     for place in interrupts(loop.step, count, prepare=prepare, within=within):
         if loop.generator_state is not None:
@@ -179,6 +204,59 @@ def test_steps_after_an_interrupt_of_the_first_step_are_exact(feature: str, coun
     loop = Loop(FEATURES[feature])
 
     _check(loop, count, prepare=loop.begin)
+
+
+OF_DYNAMO = "ignore:.*script_method:DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
+"""It imports code that warns, and looks at what warns."""
+REGIONS: dict[str, tuple[Callable[[], nn.Module], Contexts]] = {
+    "regions": (Blocks, _remat(0.6)),
+    "regions in an offload": (Blocks, lambda device: [*_offload()(device), *_remat(0.6)(device)]),
+    "compiled blocks": (compiled_blocks, _remat(0.6)),
+}
+
+
+@pytest.fixture
+def ops_are_dear(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have regions chosen wherever they fit, and leave nothing that was compiled."""
+    monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("within", [None, "_before", "_after", "_keep", "begin", "take_off", "recompute", "run", "_put_back"])
+@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.filterwarnings(*OF_DYNAMO)
+@pytest.mark.usefixtures("ops_are_dear")
+def test_steps_after_an_interrupt_of_a_step_with_regions_are_exact(name: str, within: str | None) -> None:
+    make, contexts = REGIONS[name]
+    loop = Loop(contexts, make=make)
+    for _ in range(5):
+        loop.step()
+    before, settled = loop.held_bytes(), remat_states[TAG].settled
+    assert settled is not None
+    assert settled.regions is not None
+
+    _check(loop, NUM_LINES, within=within, repeats=True)
+
+    assert loop.held_bytes() == before
+    assert remat_states[TAG].settled is not None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("within", [None, "_run", "_timed", "_note", "_stand_around"])
+@pytest.mark.filterwarnings(*OF_DYNAMO)
+@pytest.mark.usefixtures("ops_are_dear")
+def test_steps_after_an_interrupt_of_a_step_with_compiled_blocks_are_exact(within: str | None) -> None:
+    """Each is the second of its tag: recorded, and timed."""
+    loop = Loop(_remat(0.6), make=compiled_blocks)
+    loop.step()
+
+    def begin() -> None:
+        loop.begin()
+        loop.step()
+
+    _check(loop, NUM_LINES, within=within, prepare=begin)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
@@ -222,10 +300,27 @@ def test_steps_of_an_attached_model_after_an_interrupt_are_exact(count: int) -> 
 @pytest.mark.parametrize("function", ["leave", "fetch", "_release", "hand_out", "close", "_copy"])
 def test_what_a_copy_touches_is_held_before_the_copy_is_issued(function: str, count: int) -> None:
     loop = Loop(FEATURES["offload all"])
+
+    _check(loop, count, within=function, prepare=loop.begin)
+
+
+@pytest.mark.parametrize("count", MANY_LINES)
+@pytest.mark.parametrize(
+    "function",
+    [
+        *("follow_schedule", "take", "place", "_pack", "_hold", "keep_up", "start", "_release_next", "end_forward"),
+        *("_unpack", "_turn", "_note_request", "_fetch_next", "_await", "_serve_last", "end_backward", "settle", "close"),
+    ],
+)
+@pytest.mark.parametrize("feature", ["offload all", "offload half in a window"])
+def test_what_a_schedule_copies_is_held_before_the_copy_is_issued(feature: str, function: str, count: int) -> None:
+    loop = Loop(FEATURES[feature])
     for _ in range(3):
         loop.step()
     before = loop.held_bytes()
 
+    if not count_lines(loop.step, function):
+        pytest.skip(f"nothing is done in {function} here")
     _check(loop, count, within=function, repeats=True)
 
     assert loop.held_bytes() == before
@@ -238,7 +333,7 @@ def test_host_memory_whose_taker_an_interrupt_kept_from_hearing_of_it_is_given_b
     before = loop.held_bytes()
     (window,) = offload_states[TAG].windows()
     with monkeypatch.context() as patch:
-        patch.setattr(window.arena, "take", interrupted_after(window.arena.take, num_calls=2))
+        patch.setattr(window.arena, "take", interrupted_after(window.arena.take))
         with pytest.raises(KeyboardInterrupt):
             loop.step()
 

@@ -44,11 +44,13 @@ def test_script_says_what_it_does_not_measure_without_a_gpu() -> None:
 
 @pytest.mark.parametrize("model", ["resnet50", "llama"])
 def test_host_script_tells_what_each_engine_takes_beyond_plain(model: str) -> None:
-    lines = _script("--steps", "1", "--only", model, name="bench_host.py")
+    *lines, stays = _script("--steps", "1", "--only", model, name="bench_host.py")
 
     assert [line["engine"] for line in lines] == ["offload 0.0", "offload 0.1", "offload 1.0", "remat 1.0", "remat 0.5"]
     assert [bool(line["num_moved"]) for line in lines] == [False, True, True, False, False]
     assert [bool(line["num_dropped"]) for line in lines] == [False, False, False, False, True]
+    assert stays["bench"] == "host_stays"
+    assert stays["num_stay"] == lines[1]["num_saves"] - lines[1]["num_moved"]
 
 
 @pytest.mark.parametrize(

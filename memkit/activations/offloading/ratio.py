@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
+from memkit.activations.saved.seen import SeenSave
 from memkit.activations.saved.traces import STRANGER, Follower, Trace, Traces
-from memkit.plan import Action, Forecast, RatioSoFar
+from memkit.plan import Action, Forecast, Plan, RatioSoFar
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ class RatioDecider(RatioSoFar):
         self.follower = Follower(traces)
         self._traces = traces
         self._held = set[int]()
+        self._is_partial = False
+        """Whether another has seen to the first values."""
         self._filed: Trace | None = None
         self._take_plan()
 
@@ -49,6 +53,16 @@ class RatioDecider(RatioSoFar):
             self._held.add(index)
             return None
         return self.decide(storage.nbytes(), None if place is STRANGER else place, asked)
+
+    def resume(self, trace: Trace, num_values: int, leaving: Collection[int]) -> None:
+        """Go on behind the first values of a trace, which another has seen to: some of them are leaving."""
+        self._is_partial = True
+        for value, key in enumerate(trace.keys[:num_values]):
+            place = self.follower.note(key)
+            if value in trace.held:
+                self._held.add(value)
+            else:
+                self.decide(key.num_bytes, place, Action.OFFLOAD if value in leaving else Action.KEEP)
 
     def _take_plan(self) -> None:
         follower = self.follower
@@ -94,18 +108,38 @@ class RatioDecider(RatioSoFar):
     def forecast(self) -> Forecast | None:
         """Return how full the device will be in the backward; None unless one like it was seen."""
         trace = self.trace
-        if trace is None or trace.order is None or not trace.working_bytes or len(trace.keys) != len(self.follower.keys):
+        if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
             return None
-        return Forecast(
-            [trace.keys[index].num_bytes for index in trace.order],
-            trace.working_bytes,
-            [self._plan is not None and self._plan.saves[index].action is Action.KEEP for index in trace.order],
-            limit_bytes=self.limit_bytes,
-            slack_bytes=self.window_bytes // 8,
-        )
+        return forecast_of(trace, self._plan, limit_bytes=self.limit_bytes, window_bytes=self.window_bytes)
 
-    def learn(self, order: tuple[int, ...], working_bytes: tuple[int, ...]) -> None:
-        """Take note of a whole backward: the saves in the order of their first uses, and what else was allocated then."""
+    def learn(self, order: tuple[int, ...], working_bytes: tuple[int, ...], requests: tuple[int, ...]) -> None:
+        """Take note of a whole backward: the saves in the order of their first uses, what else was allocated then, and all
+        uses."""
         trace = self.trace
-        if trace is not None and len(trace.keys) == len(self.follower.keys):
-            trace.order, trace.working_bytes = order, working_bytes
+        if trace is not None and len(trace.keys) == len(self.follower.keys) and not self._is_partial:
+            if trace.order != order or trace.requests != requests:
+                trace.schedule = None
+            trace.order, trace.working_bytes, trace.requests = order, working_bytes, requests
+
+    def file_seen(self, seen: tuple[SeenSave, ...], paused: tuple[int, ...], under: object) -> None:
+        """Take note of all that the hooks were given: see `Trace`."""
+        trace, follower = self._filed, self.follower
+        if trace is None or trace is not follower.trace or not follower.is_whole or self._is_partial:
+            return  # a forward that is new is looked at again
+        if seen and seen[-1].num_values == len(follower.keys):
+            if trace.seen != seen or trace.paused != paused:
+                trace.schedule = None
+            trace.seen, trace.paused, trace.seen_under = seen, paused, under
+
+
+def forecast_of(trace: Trace, plan: Plan | None, *, limit_bytes: int, window_bytes: int) -> Forecast | None:
+    """Return how full the device will be in the backward of a trace; None unless one like it was seen."""
+    if trace.order is None or not trace.working_bytes:
+        return None
+    return Forecast(
+        [trace.keys[index].num_bytes for index in trace.order],
+        trace.working_bytes,
+        [plan is not None and plan.saves[index].action is Action.KEEP for index in trace.order],
+        limit_bytes=limit_bytes,
+        slack_bytes=window_bytes // 8,
+    )

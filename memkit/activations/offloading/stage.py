@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.offloading.ratio import RatioDecider
+from memkit.activations.offloading.steady import follow_schedule
 from memkit.activations.offloading.window import OffloadWindow
+from memkit.activations.saved.capture import Capture
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Stage
 from memkit.activations.saved.forward import Forward
+from memkit.activations.saved.seen import NO_VALUE
 from memkit.activations.saved.small import all_too_small
 from memkit.activations.saved.state import OffloadState
 from memkit.device import CpuDevice, Device, open_device
@@ -24,6 +28,9 @@ from memkit.kept import FlattenedHandle, KeptHandle
 from memkit.plan import Action
 from memkit.storages import is_range_of_bytes, storage_key
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
+
+if TYPE_CHECKING:
+    from memkit.activations.offloading.scheduled import ScheduledForward
 
 _MANY_SAVES, _MOST = 9, 0.75
 """No operator saves so many tensors by itself; and how much of all is too much to be saved at once."""
@@ -72,11 +79,72 @@ class MovingStage(Stage):
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
         """Bytes of what could be moved but for its size, by storage, as long as nothing larger is known."""
         self._may_be_compiled = dynamo_is_loaded()
+        self._capture: Capture | None = None if paused.are_any() else Capture()
+        """Notes all that the hooks are given, as long as that may be of use."""
+        self._scheduled: ScheduledForward | None = None
+        self._is_alone = True
+        """Whether no one but autograd has said what is saved, and what is to become of it."""
+        self.is_idle = False
+        """Whether nothing is saved to it: there is nothing to do."""
         self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
         """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
 
+    @property
+    def _asked(self) -> tuple[Hashable, ...]:
+        """What was asked for, on which it depends what is seen of a forward."""
+        return self._options.min_bytes, self._options.host_limit_bytes, bool(self._resident)
+
+    def note_pause(self) -> None:
+        """A region of `no_offload` begins here, or ends."""
+        if self._capture is not None:
+            self._capture.paused.append(len(self._capture.saves))
+        if self._scheduled is not None and not self._scheduled.note_pause():
+            self._scheduled.stop()
+
+    def follow_schedule(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any] | None:
+        """Return what takes the tensors of a forward that goes as the last one did; None where that is not known.
+
+        Args:
+            take: takes them from the first one on that is another.
+        """
+        state, options, windows = self._state, self._options, self._state.windows()
+        if len(windows) != 1 or options.device not in (None, windows[0].device) or windows[0].traces.has_report():
+            return None
+        window = windows[0]
+        if paused.are_any():
+            return None
+        with state.lock:
+            try:
+                window.arena.limit_bytes = options.host_limit_bytes
+                saves = follow_schedule(window, self._asked, self.counts.ratio, options.window_bytes, self.counts, take)
+            except BaseException:  # as `mended` does
+                window.is_broken = True
+                raise
+        if saves is None:
+            return None
+        self._scheduled = saves.forward
+        self._devices[window.device.torch_device] = window.device
+        self._capture = None
+        return saves.pack
+
+    @property
+    def take_own(self) -> Callable[[Tensor], KeptHandle]:
+        return self._take_noting
+
+    def _take_noting(self, tensor: Tensor) -> KeptHandle:
+        capture, counts = self._capture, self.counts
+        if capture is None:
+            return self._take_any(tensor)
+        before = counts.seen_bytes
+        packed = self._take_any(tensor)
+        num_values = sum(len(forward.share.follower.keys) for _, forward in self._forwards.values())
+        capture.note(tensor, packed, num_values, counts.seen_bytes - before)
+        return packed
+
     def begin(self) -> None:
         asked = self._options.device
+        if self._scheduled is not None or self.is_idle:
+            return
         if asked is None:
             for window in self._state.windows():
                 self._forward_on(window.device)
@@ -87,10 +155,15 @@ class MovingStage(Stage):
         pass
 
     def end(self, *, has_failed: bool) -> None:
-        saw_device = bool(self._forwards)
+        saw_device = bool(self._forwards) or self._scheduled is not None
+        if self._scheduled is not None:
+            self._end_scheduled(self._scheduled, has_failed=has_failed)
+        if not has_failed and saw_device:
+            self._state.idles_with = self._options if self.counts.ratio == 0 and self._is_alone else None
         for window, forward in self._forwards.values():
-            end_forward = torch.compiler.disable(window.end_forward) if self._may_be_compiled else window.end_forward
-            end_forward(forward, learn=not has_failed)
+            window.end_forward(forward, learn=not has_failed)
+            if self._capture is not None and self._is_captured(self._capture, forward) and not has_failed:
+                forward.share.file_seen(tuple(self._capture.saves), tuple(self._capture.paused), self._asked)
         self._warn_of_whole_model()
         if not has_failed:
             self._warn_of_small()
@@ -101,6 +174,26 @@ class MovingStage(Stage):
                 "it saw only tensors on the CPU, where there is nothing to move: it does nothing. Move the model to a GPU, or "
                 "pass device=memkit.device.ReferenceDevice() to try it out.",
             )
+
+    def _is_captured(self, capture: Capture, forward: Forward) -> bool:
+        """Tell whether all that a forward has saved was noted, and nothing else."""
+        values = {save.value for save in capture.saves}
+        is_all = values - {NO_VALUE} == set(forward.by_number)
+        return is_all and capture.is_whole and len(self._forwards) == 1 and not (forward.marks or forward.is_broken)
+
+    def _end_scheduled(self, scheduled: ScheduledForward, *, has_failed: bool) -> None:
+        scheduled.end_forward()
+        if not (scheduled.is_complete or has_failed or self._forwards):
+            self._forward_on(scheduled.device)  # a shorter one
+        if scheduled.num_pauses < len(scheduled.trace.paused):
+            scheduled.trace.seen_under = None
+        if scheduled.is_complete:
+            totals, counts = scheduled.schedule.totals, self.counts
+            counts.seen_bytes += totals.seen_bytes
+            counts.unique_bytes += totals.unique_bytes
+            counts.kept_bytes += totals.kept_bytes
+            counts.window_bytes = max(counts.window_bytes, totals.window_bytes)
+        self._scheduled = None
 
     def _warn_of_whole_model(self) -> None:
         """A model that is compiled as one graph is one node, which saves its tensors when all of them have been made."""
@@ -125,12 +218,23 @@ class MovingStage(Stage):
     # Saving
 
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
+        if self._is_alone:
+            self._stop_schedule()
+        return self._take_any(tensor, action)
+
+    def _stop_schedule(self) -> None:
+        """Another says what comes, or what is to become of it: a schedule does not know."""
+        self._is_alone, self._capture, self._state.idles_with = False, None, None
+        if self._scheduled is not None:
+            self._scheduled.stop()
+
+    def _take_any(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         kind = type(tensor)
         if isinstance(tensor, nn.Parameter) or (paused.blocks and paused.are_any()):
             return KeptHandle(tensor)
         if kind is not Tensor and has_own_dispatch(tensor):
             if torch_private.is_wrapper(tensor) and not is_from_leaf(tensor):
-                return FlattenedHandle(tensor, self.take, _leaves_with)
+                return FlattenedHandle(tensor, self._take_any, _leaves_with)
             return KeptHandle(tensor)
         state = self._state
         with state.lock:
@@ -199,13 +303,33 @@ class MovingStage(Stage):
             window = self._state.planned_window(device, options.min_bytes)
             window.arena.limit_bytes = options.host_limit_bytes
             share = RatioDecider(window.traces, self.counts.ratio, options.window_bytes)
+            if found is None and self._scheduled is not None and self._scheduled.task == -1:
+                self._resume(share, self._scheduled)
+            elif found is not None:
+                self._capture = None
             forward = Forward(share, self.counts)
             window.open_forward(forward)
             found = self._forwards[device] = (window, forward)
         return found
 
+    def _resume(self, share: RatioDecider, scheduled: ScheduledForward) -> None:
+        """Go on as it goes behind what has followed a schedule."""
+        scheduled.stop()
+        trace = scheduled.trace
+        trace.seen_under = None
+        leaving = scheduled.leaving
+        share.resume(trace, scheduled.num_values, leaving)
+        counts = self.counts
+        for save in (trace.seen or ())[: scheduled.num_saves]:
+            counts.seen_bytes += save.seen_bytes
+        for value in range(scheduled.num_values):
+            num_bytes = scheduled.schedule.sizes_bytes.get(value, 0)
+            counts.unique_bytes += num_bytes
+            counts.kept_bytes += 0 if value in leaving else num_bytes
+
     def mark(self, tensor: Tensor, action: Action) -> None:
         """Do this with what is in a tensor now. What is to be made again is so from the next forward on, which is recorded."""
+        self._stop_schedule()
         if action is Action.RECOMPUTE:
             self._state.is_recorded = True
             return

@@ -7,25 +7,29 @@ the backward, whatever falls free is filled with what is needed next.
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.activations.saved.forward import Contents, Forward, LiveForwards
+from memkit.activations.offloading.changes import change
+from memkit.activations.saved.forward import Forward, LiveForwards
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.mending import mend
 from memkit.activations.saved.records import Handle, Record, Residency
 from memkit.activations.saved.traces import Traces
 from memkit.device.base import Device
-from memkit.errors import HostMemoryError, note_on, warn_user
+from memkit.errors import HostMemoryError, note_no_room, warn_user
 from memkit.interrupts import mended
 from memkit.plan import Action
 from memkit.sizes import format_mib
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
+
+if TYPE_CHECKING:
+    from memkit.activations.offloading.scheduled import ScheduledForward
 
 _PASSED_OVER = 8
 """A fetched record that so many others have overtaken is given back: the backward goes another way."""
@@ -38,13 +42,15 @@ class OffloadWindow:
         self.device = device
         self.arena = Arena(device)
         self.traces = Traces()
-        self._name = f'{name} (tag "{tag}")'
+        self.name = f'{name} (tag "{tag}")'
         self.tag = tag
         self.lock = lock
-        self._lanes = lanes_of(device)
-        self.ledger = Ledger(device, self._lanes, self.arena)
+        self.lanes = lanes_of(device)
+        self.ledger = Ledger(device, self.lanes, self.arena)
         """The records."""
         self.forwards = LiveForwards()
+        self.scheduled: ScheduledForward | None = None
+        """The forward that follows a schedule, if there is one that a graph may still ask for."""
         self._counter = device.memory_counter()
         self._most_forwards = 1
         self._needed_bytes = 0
@@ -59,7 +65,8 @@ class OffloadWindow:
         """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
         for forward in self.forwards.live():
             forward.break_off()
-        mend(self.ledger)
+        spans = [] if self.scheduled is None else self.scheduled.mend()
+        mend(self.ledger, spans)
         self._is_asking = self.is_broken = False
 
     @mended
@@ -67,16 +74,25 @@ class OffloadWindow:
         """Begin a forward: free what is done with, and pin ahead what its plan will need."""
         self.ledger.sweep()
         self.ledger.release_dead(wait=False)
-        self._lanes.join(self)
+        if self.scheduled is not None:
+            self.scheduled.push_out()
+        self.lanes.join(self)
         self.forwards.add(forward)
         self._most_forwards = max(self._most_forwards, len(self.forwards.live()))
         needed_bytes = forward.share.most_offload_bytes
-        if not needed_bytes and forward.share.ratio > 0:
-            return  # nothing is known yet
+        if needed_bytes or forward.share.ratio == 0:  # else nothing is known yet
+            self.fit_arena(needed_bytes)
+
+    def fit_arena(self, needed_bytes: int) -> None:
+        """Pin ahead what plans need, and give back what none does. The caller holds the lock."""
         if needed_bytes != self._needed_bytes and self.arena.in_use_bytes == 0:
             self._needed_bytes = needed_bytes
             self.arena.trim(needed_bytes * self._most_forwards)
         self.arena.reserve(needed_bytes)
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.ledger.records)
 
     # Saving: the caller holds the lock, and has mended what was broken off
 
@@ -101,23 +117,17 @@ class OffloadWindow:
             return None
         handle = ledger.open(tensor, storage, self, node, forward, len(share.follower.keys) - 1)
         record = handle.record
-        self._note_record(forward, record, contents, root)
+        forward.note_record(record, contents, root, self.lanes.tick())
         counts.unique_bytes += record.num_bytes
         if action is Action.KEEP:
             counts.kept_bytes += record.num_bytes
         elif tensor.requires_grad:
-            self._leave(forward, record, storage)
+            self.leave(forward, record, storage)
         else:
             forward.unwritten.append((record, node))
         if ledger.backlog:
-            self._make_room(forward)
+            self.make_room(forward)
         return handle
-
-    def _note_record(self, forward: Forward, record: Record, contents: Contents, root: Tensor) -> None:
-        """A value of a forward has a record from now on."""
-        record.tick = self._lanes.tick()
-        forward.by_number[record.index] = reference = weakref.ref(record)
-        forward.known[contents] = weakref.ref(root), reference
 
     @mended
     def adopt(self, forward: Forward, record: Record, tensor: Tensor, storage: torch.UntypedStorage) -> None:
@@ -126,30 +136,11 @@ class OffloadWindow:
             contents, root, _ = forward.look_up(storage, tensor)
             forward.share.action(tensor, storage, Action.OFFLOAD)
             self.ledger.adopt(record, forward, len(forward.share.follower.keys) - 1)
-            self._note_record(forward, record, contents, root)
+            forward.note_record(record, contents, root, self.lanes.tick())
 
     @mended
     def change(self, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
-        """Do something else with a record, whose bytes are also in a storage of the user's."""
-        ledger, forward = self.ledger, record.owner
-        ledger.sweep()
-        if action is Action.RECOMPUTE:
-            ledger.drop(record)
-            return
-        if record.residency is Residency.DROPPED or (action is Action.KEEP and record.residency is Residency.HOST):
-            ledger.restore(record, storage)
-        if forward is None:
-            return
-        is_waiting = any(waiting is record for waiting, _ in forward.unwritten)
-        if action is Action.KEEP and (is_waiting or record.left is not None):  # it was to leave
-            forward.unwritten = [waiting for waiting in forward.unwritten if waiting[0] is not record]
-            forward.share.stays_after_all(record.num_bytes)
-            if record.residency is Residency.LEAVING:
-                ledger.stay(record)
-        elif action is Action.OFFLOAD and record.left is None and not is_waiting:
-            forward.share.stays_after_all(-record.num_bytes)
-            self._leave(forward, record, storage)
-            self._make_room(forward)
+        change(self, record, storage, action)
 
     def _send_written(self, forward: Forward, *, but_for: int | None = None) -> None:
         """Let go what waited for the op that saved it, but what the node `but_for` saves.
@@ -165,9 +156,9 @@ class OffloadWindow:
             if node == but_for:
                 forward.unwritten.append((record, node))
             elif record.num_handles > 0 and record.residency is Residency.DEVICE and storage is not None:
-                self._leave(forward, record, storage)
+                self.leave(forward, record, storage)
 
-    def _leave(self, forward: Forward, record: Record, storage: torch.UntypedStorage) -> None:
+    def leave(self, forward: Forward, record: Record, storage: torch.UntypedStorage) -> None:
         try:
             self.ledger.leave(record, storage)
         except HostMemoryError as error:
@@ -175,9 +166,9 @@ class OffloadWindow:
             forward.counts.kept_bytes += record.num_bytes
             if not self._has_warned:
                 self._has_warned = True
-                warn_user(f"{self._name} leaves {format_mib(record.num_bytes)} on the device: {error}")
+                warn_user(f"{self.name} leaves {format_mib(record.num_bytes)} on the device: {error}")
 
-    def _make_room(self, forward: Forward) -> None:
+    def make_room(self, forward: Forward) -> None:
         """Let go of what leaves, the oldest copy first, until the limit is kept to."""
         ledger, limit_bytes = self.ledger, self._limit_with(forward)
         while ledger.moving_bytes > limit_bytes and ledger.backlog:
@@ -191,7 +182,7 @@ class OffloadWindow:
     def end_forward(self, forward: Forward, *, learn: bool) -> None:
         """The context has been left, or the backward has begun: no more saves belong to it."""
         self._send_written(forward)
-        self._make_room(forward)
+        self.make_room(forward)
         if forward.is_forward and forward.finish_forward(learn=learn):
             warn_user(
                 f'the report under the tag "{self.tag}" is of another model, or of other shapes: what was saved does not '
@@ -278,7 +269,10 @@ class OffloadWindow:
 
     def _note_request(self, forward: Forward, record: Record) -> None:
         """Notice which backward asks for a record, and note when it first does."""
-        if not self._follow_backward(forward) or record.index in forward.used:
+        if not self._follow_backward(forward):
+            return
+        forward.requests.append(record.index)
+        if record.index in forward.used:
             return
         ledger, counter = self.ledger, self._counter
         forward.used[record.index] = 0 if counter is None else counter.allocated_bytes() - ledger.moving_bytes
@@ -304,11 +298,7 @@ class OffloadWindow:
             try:
                 ledger.fetch(record)
             except torch.OutOfMemoryError as error:
-                note_on(
-                    error,
-                    f"memkit: no room on the device for {format_mib(record.num_bytes)} that {self._name} "
-                    "had moved to the host, also after all that was fetched ahead was dropped. Use a higher offload_ratio.",
-                )
+                note_no_room(error, format_mib(record.num_bytes), self.name)
                 raise
 
     def _take_back(self, forward: Forward, *, until: int | None) -> None:
@@ -340,7 +330,7 @@ class OffloadWindow:
 
     def _is_turn_of(self, record: Record) -> bool:
         self._is_asking = True
-        is_turn = self._lanes.is_turn_of(self, record.tick)
+        is_turn = self.lanes.is_turn_of(self, record.tick)
         self._is_asking = False
         return is_turn
 
@@ -388,6 +378,9 @@ class OffloadWindow:
     def settle(self, *, wait: bool = False) -> None:
         """Take up what has died, and free what waited for copies that are done, or for any: then the streams wait."""
         self.ledger.sweep()
+        if self.scheduled is not None and self.scheduled.is_over:
+            self.scheduled.close()
+            self.scheduled = None
         self.ledger.release_dead(wait=wait)
         if wait:
             self.ledger.settle(wait=True)

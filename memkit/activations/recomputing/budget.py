@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Follower, SaveKey, Trace, Traces
 from memkit.device import Device
 from memkit.errors import BudgetInfeasible
-from memkit.plan import Action, DTRScore, Plan, tell_kept
+from memkit.plan import Action, DTRScore, Plan, infeasible, tell_kept
 from memkit.recording.ops import OpKinds, op_kinds
 from memkit.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from memkit.activations.saved.settled import SizesSeen
+    from memkit.activations.saved.state import RematState
 
 NO_BUDGET = sys.maxsize
 """What is held to no budget: only what the user asks for is dropped."""
@@ -30,14 +35,30 @@ class RematOptions:
     min_bytes: int
     strict: bool
     verify: bool
-    device: Device | None
+    device: Device | None = field(compare=False)
     kinds: OpKinds
     """What is known of ops, the user's word included."""
+
+    def is_like(self, other: RematOptions) -> bool:
+        """Tell whether the same was asked for, of the same device."""
+        here, there = self.device, other.device
+        is_there = here is there or (here is not None and there is not None and here.torch_device == there.torch_device)
+        return is_there and self == other and self.keeps_all == other.keeps_all
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all stays: the whole share, and not one byte."""
+        return isinstance(self.budget, float) and self.budget == 1
+
+    @property
+    def may_settle(self) -> bool:
+        """Whether ops need not be recorded for ever, once a plan is known."""
+        return self.policy == "plan" and self.plan is None and not self.verify and self.budget != NO_BUDGET
 
     @property
     def may_drop(self) -> bool:
         """Whether anything may be dropped without a word of the user's."""
-        return self.budget not in (1.0, NO_BUDGET)
+        return not self.keeps_all and self.budget != NO_BUDGET
 
 
 def marks_alone(min_bytes: int, device: Device | None) -> RematOptions:
@@ -65,6 +86,8 @@ class BudgetDecider:
         last: what the last forward under the tag has counted.
         warn: tells the user once: of what, and how.
         raises: whether to raise instead where the budget cannot be kept to.
+        with_regions: returns what later steps need where plans of single ops do not keep to it, by a trace and the least that
+            those need: see `Settling`. If that fits, nobody is told of the steps until then. By default there is no such step.
 
     Raises:
         BudgetInfeasible: so it is.
@@ -79,6 +102,7 @@ class BudgetDecider:
         warn: Callable[[str, str], None],
         *,
         raises: bool,
+        with_regions: Callable[[Trace, Plan], int | None] | None = None,
     ) -> None:
         self.follower = Follower(traces if options.policy == "plan" else Traces())
         self.plan: Plan | None = None
@@ -89,8 +113,9 @@ class BudgetDecider:
         self._options = options
         self._counts = counts
         self._warn = warn
+        self._with_regions = with_regions
         trace = self.follower.trace
-        plan = self._plan_of(trace, raises=raises)
+        plan = self._plan_of(trace, raises=raises, is_entry=True)
         if trace is None or trace is not traces.latest:
             self._judge(last, raises=raises)  # ahead of what is noted in the counts: they may be the same
         self._follow(plan)
@@ -105,6 +130,12 @@ class BudgetDecider:
     def retained(self) -> frozenset[int]:
         """Values that autograd does not save, and that the plan needs."""
         return frozenset() if self.plan is None else self.plan.retained
+
+    @property
+    def num_seen(self) -> int:
+        """How many forwards were like the one that is followed."""
+        trace = self.follower.trace
+        return 0 if trace is None or trace.ops is None else trace.ops.num_seen
 
     def note(self, key: SaveKey, funcs: list[object]) -> bool:
         """Take note of a save; tell whether that has changed the plan."""
@@ -152,7 +183,7 @@ class BudgetDecider:
         self._actions = {} if plan is None else {save.value: save.action for save in plan.saves}
         self._set_limit()
 
-    def _plan_of(self, trace: Trace | None, *, raises: bool) -> Plan | None:
+    def _plan_of(self, trace: Trace | None, *, raises: bool, is_entry: bool = False) -> Plan | None:
         options = self._options
         if trace is None or trace.ops is None:
             return None
@@ -169,11 +200,20 @@ class BudgetDecider:
         try:
             return trace.ops.plan(budget_bytes, options.score)
         except BudgetInfeasible as error:
-            if raises:
-                raise
-            self._warn_of_budget(str(error))
             planner = trace.ops.planner(options.score)
-            return planner.plan(budget_bytes, planner.least_found())
+            least = planner.plan(budget_bytes, planner.least_found())
+            if self._with_regions is not None:
+                if not is_entry:
+                    return least  # the next entry follows the same trace, and tells
+                smallest = self._with_regions(trace, least)
+                if smallest is not None and smallest <= budget_bytes:
+                    return least
+                if smallest is not None and smallest < error.smallest_bytes:
+                    error = infeasible(budget_bytes, smallest)
+            if raises:
+                raise error from None
+            self._warn_of_budget(str(error))
+            return least
 
     def _judge(self, last: Counts, *, raises: bool) -> None:
         """Tell if the score alone has not kept to the budget in the last iteration. What is planned by now is not judged."""
@@ -191,3 +231,28 @@ class BudgetDecider:
 
     def _warn_of_budget(self, message: str) -> None:
         self._warn(f"budget {self._options.budget}", f"{message}. It is exceeded by as little as can be.")
+
+
+class Settling(Protocol):
+    """Sees when steps need not be recorded any more."""
+
+    def settle(
+        self, state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None, is_timed: bool
+    ) -> None:
+        """Note what the next steps are to do, now that one was recorded to its end.
+
+        Args:
+            state: what is known under the tag; its counts are those of the step.
+            options: what was asked for.
+            decider: what has said what to drop.
+            sizes: what was saved, if that was added up.
+            is_timed: whether its ops were timed, each by itself, which takes time.
+        """
+
+    def with_regions(self, state: RematState, options: RematOptions, trace: Trace, least: Plan) -> int | None:
+        """Return how many bytes steps like a trace take once calls of modules are recomputed as a whole, as far as is known by
+        now; None if they are not to be.
+
+        Args:
+            least: the plan of single ops that takes the fewest bytes.
+        """

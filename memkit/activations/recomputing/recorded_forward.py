@@ -20,6 +20,7 @@ from memkit.activations.saved.forward import Contents, Forward, SavedValues, con
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.records import Handle, Record, Residency
 from memkit.activations.saved.traces import OpTrace
+from memkit.device import CpuDevice
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
 from memkit.kept import KeptHandle
@@ -52,7 +53,7 @@ class RecordedForward(SavedValues):
         self.trace: OpTrace | None = None
         """What is known of forwards like this one."""
         self.window = window
-        self.saves: list[int] = []
+        self.saves = recording.saved
         """The value of each save that counts."""
         self.uses: list[int] = []
         """The value of each request of the first backward."""
@@ -97,6 +98,7 @@ class RecordedForward(SavedValues):
         self.walk.clock += 1
         self._saved_at[value] = len(self.saves)
         self.saves.append(value)
+        self.recording.saved_at.append((len(self.recording.calls), len(self.recording.funcs)))
         self.save_nodes.append(node)
 
     def note_offer(self, value: int, tensor: Tensor) -> bool:
@@ -126,6 +128,16 @@ class RecordedForward(SavedValues):
             self.window.open_forward(self.moving)
         return self.moving
 
+    def change(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action) -> None:
+        """Do something else with a value that is saved already, and that is in a storage of the user's."""
+        if action is Action.RECOMPUTE:
+            self.walk.drop(record.value)
+            return
+        self.walk.evictable.pop(record.value, None)
+        if action is Action.OFFLOAD and not isinstance(self.window.device, CpuDevice):
+            self.window.adopt(self.open_moving(), record, tensor, storage)
+        self.window.change(record, storage, action)
+
     def moved_values(self) -> frozenset[int]:
         """Return the values that have left for host memory by the context outside."""
         handles = ((value, reference()) for value, reference in self.others.items())
@@ -136,6 +148,8 @@ class RecordedForward(SavedValues):
     def _begin_backward(self, task: int) -> None:
         """A backward begins to ask, in an order that is known or guessed as the reverse of the saves."""
         is_first, self.task = self.task == -1, task
+        if self.counts.trial is not None:
+            self.counts.trial.begin_backward()
         backwards.on_end(functools.partial(_end_backward, self.window, weakref.ref(self), is_first))
         order = self.trace.step.uses if self.trace is not None and self.trace.has_order else None
         self._replay.compare_settings()

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
+from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, Settling
+from memkit.activations.recomputing.compiled_calls import CompiledCalls
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, Stage, is_within
-from memkit.activations.saved.records import Handle, Record
+from memkit.activations.saved.records import Handle
+from memkit.activations.saved.settled import SizesSeen
 from memkit.activations.saved.small import all_too_small
 from memkit.activations.saved.state import RematState, remat_states
-from memkit.activations.saved.traces import SaveKey, trace_of_ops
+from memkit.activations.saved.traces import SaveKey
 from memkit.device import CpuDevice, default_generator, open_device
 from memkit.hooks import SavedTensorHooks
 from memkit.kept import ForwardedHandle, KeptHandle
@@ -25,13 +27,13 @@ from memkit.plan import Action
 from memkit.recording.recording import Recording
 from memkit.recording.trail import ModuleTrail
 from memkit.storages import is_range_of_bytes
-from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, in_compiled_function, is_traced, leave_mode
+from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, is_traced, leave_mode
 
 _LOGGER = logging.getLogger(__name__)
-_NUM_WATCHED = 4
-"""In so many first iterations it is noted which module each op is in: that takes the host some time."""
-_PLAIN_TYPES = (Tensor, nn.Parameter)
-_get_storage = Tensor.untyped_storage
+_NUM_WATCHED, _NUM_NOTED = 4, 2
+"""In so many first iterations it is noted which module each op is in, in so many that are alike which modules are called: in
+the first of them these may prepare what they use later."""
+_PLAIN_TYPES, _get_storage = (Tensor, nn.Parameter), Tensor.untyped_storage
 
 
 class RecordingStage(Stage):
@@ -42,6 +44,7 @@ class RecordingStage(Stage):
         options: what was asked for.
         moving: the stage that comes next, of this context or of the one outside: what is not dropped may leave there.
         outer: other hooks outside, which are given what is not dropped where there is no such stage.
+        settling: sees what the next steps are to do; by default they are recorded as well.
     """
 
     moves = False
@@ -53,6 +56,7 @@ class RecordingStage(Stage):
         *,
         moving: Stage | None = None,
         outer: SavedTensorHooks | None = None,
+        settling: Settling | None = None,
     ) -> None:
         from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
@@ -64,26 +68,32 @@ class RecordingStage(Stage):
         self._torch_device = None if self._device is None else self._device.torch_device
         self._moving, self._outer = moving, outer
         self._has_outer = moving is not None or outer is not None
-        self._may_be_compiled = dynamo_is_loaded()
+        self._settling = settling
+        self._sizes = SizesSeen(options.min_bytes) if options.may_settle and not options.keeps_all else None
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
-        self.counts = Counts()
+        self.counts = Counts(trial=state.trial)
         state.know(options.kinds)
         self._forward = self._open_forward(raises=options.strict)
         self.recorder = Recorder(self._forward.recording, options.kinds, default_generator, state.costs.estimate_s)
-        self._trail = ModuleTrail(self._forward.recording)
-        self._watches_modules = options.verify or (self._decider.follower.trace is None and state.num_iterations < _NUM_WATCHED)
+        trace, number = self._decider.follower.trace, state.num_iterations
+        notes_calls = self._sizes is not None and (trace is None or trace.num_noted < _NUM_NOTED)
+        self._trail = ModuleTrail(self._forward.recording, notes_calls=notes_calls)
+        self._watches_modules = options.verify or notes_calls or (trace is None and number < _NUM_WATCHED)
+        self._compiled = CompiledCalls(state.tag, self.recorder, self._trail)
         self._is_over = False
 
     def begin(self) -> None:
         if self._watches_modules:
             self._trail.__enter__()
+        self._compiled.begin(self.model)
         self.recorder.__enter__()
 
     def take_off(self) -> None:
         if self._is_over:
             return
         leave_mode(self.recorder)
+        self._compiled.end()
         self._trail.__exit__()
 
     def end(self, *, has_failed: bool) -> None:
@@ -91,6 +101,9 @@ class RecordingStage(Stage):
             return
         with self._lock:
             self._end_forward(learn=not has_failed)
+            if not has_failed and self._settling is not None:
+                is_timed = self._forward.recording.is_timed
+                self._settling.settle(self._state, self._options, self._decider, self._sizes, is_timed)
         self._is_over = True
         del self._forward, self._decider, self.recorder  # they hold the recording, and this
 
@@ -101,8 +114,9 @@ class RecordingStage(Stage):
         state, options = self._state, self._options
         state.sweep()
         state.read_times()
+        with_regions = None if self._settling is None else functools.partial(self._settling.with_regions, state, options)
         self._decider = decider = BudgetDecider(
-            options, state.traces, self.counts, state.counts, state.warn_once, raises=raises
+            options, state.traces, self.counts, state.counts, state.warn_once, raises=raises, with_regions=with_regions
         )
         self._note_plan()
         trace, device = decider.follower.trace, self._device or CpuDevice()
@@ -139,35 +153,22 @@ class RecordingStage(Stage):
         if counts.is_to_be_judged:
             counts.largest_bytes = max(counts.largest_bytes, recording.largest_bytes)
         if learn and follower.keys and self._options.policy == "plan":
-            trace = follower.ended_as(recording.funcs)
-            if trace is None:
-                is_first = not len(state.traces)
-                trace = trace_of_ops(recording, follower.keys, forward.saves, forward.save_nodes, is_first=is_first)
-            elif trace.ops is not None:
-                trace.ops.num_seen += 1
-                trace.is_worth_a_plan = True
-            state.traces.add(trace)
-            forward.trace = trace.ops
+            saves, nodes = forward.saves, forward.save_nodes
+            forward.trace = state.traces.learn(follower, recording, saves, nodes, self._trail.calls).ops
         if recording.is_timed:
             state.note_timed(forward.trace, recording.times_alone())
         recording.close()
         if learn and self._small_bytes is not None:
-            message = self._too_small(self._small_bytes)
-            if message:
-                self._state.warn_once("small", message)
-            state.looks_for_large = not message and not counts.num_saved
+            budget, sizes_bytes = self._options.budget, self._small_bytes.values()
+            if exceeds := not counts.num_saved and sum(sizes_bytes) > (budget if isinstance(budget, int) else 0):
+                state.warn_once("small", all_too_small(sizes_bytes, self._min_bytes, done="dropped"))
+            state.looks_for_large = not exceeds and not counts.num_saved
             self._small_bytes = {} if state.looks_for_large else None
-
-    def _too_small(self, small_bytes: Mapping[int, int]) -> str:
-        """Return what to say if the forward has saved more than the budget, and nothing large enough to be dropped."""
-        is_share = isinstance(self._options.budget, float)
-        if self.counts.num_saved or sum(small_bytes.values()) <= (0 if is_share else self._options.budget):
-            return ""
-        return all_too_small(small_bytes.values(), self._min_bytes, done="dropped")
 
     def _turn(self) -> RecordedForward:
         """A backward has begun since the last save: what comes now is another forward."""
         self._end_forward(learn=True)
+        self._settling = self._settling if self._sizes is None else None  # a plan is one of a single forward
         self._forward = self._open_forward(raises=self._options.strict)
         self.recorder.follow(self._forward.recording)
         self._trail.follow(self._forward.recording)
@@ -178,12 +179,8 @@ class RecordingStage(Stage):
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         if is_traced():
             return KeptHandle(tensor)
-        if (self._may_be_compiled or dynamo_is_loaded()) and in_compiled_function():
-            raise RuntimeError(
-                f'Rematerialize (tag "{self._state.tag}"): a compiled function was called in the context. To be recorded it '
-                "runs op by op, as if it were not compiled. Leave out torch.compile, or leave out the context and set "
-                "torch._functorch.config.activation_memory_budget, which recomputes inside of what is compiled"
-            )
+        if self._compiled.is_on or dynamo_is_loaded():
+            self._compiled.check_save()
         if type(tensor) not in _PLAIN_TYPES:
             return self._take_of_class(tensor)
         with torch_private.without_python_dispatch():  # what is done here is no part of the forward
@@ -213,10 +210,14 @@ class RecordingStage(Stage):
         if not forward.is_forward or forward.task != -1:
             forward = self._turn()
         storage = _get_storage(tensor)
+        if self._sizes is not None:
+            self._sizes.note(tensor, storage)
         recording = forward.recording
         found = recording.current.get(torch_private.storage_address(storage))
         if found is None or found[0]() is not storage:
-            return self._hand_on(tensor)  # it was there before
+            if not self._compiled.has_made(storage):
+                return self._hand_on(tensor)  # it was there before
+            found = (weakref.ref(storage), self._compiled.add_made(tensor, storage))
         value, num_bytes = found[1], storage.nbytes()
         root = recording.roots.get(value)
         if root is not None and not root.is_inside:
@@ -356,42 +357,36 @@ class RecordingStage(Stage):
             forward.marks[value] = action
             record, handle = forward.record_of(value), forward.other(value)
             if record is not None:
-                self._change(forward, record, tensor, storage, action)
+                forward.change(record, tensor, storage, action)
             elif isinstance(handle, Handle) and (action is not Action.RECOMPUTE or forward.secure(value)):
                 if action is Action.RECOMPUTE:
                     handle.record.maker, handle.record.value = forward, value
                     forward.note_record(value, handle.record)
                 handle.unpacker.change(handle.record, storage, action)
 
-    def _change(
-        self, forward: RecordedForward, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action
-    ) -> None:
-        """Do something else with a value that is saved already, and that is in a storage of the user's."""
-        if action is Action.RECOMPUTE:
-            forward.walk.drop(record.value)
-            return
-        forward.walk.evictable.pop(record.value, None)
-        if action is Action.OFFLOAD and not isinstance(forward.window.device, CpuDevice):
-            forward.window.adopt(forward.open_moving(), record, tensor, storage)
-        forward.window.change(record, storage, action)
-
 
 def open_recording(
-    tag: str, options: RematOptions, *, moving: Stage | None = None, outer: SavedTensorHooks | None = None
+    tag: str,
+    options: RematOptions,
+    *,
+    moving: Stage | None = None,
+    outer: SavedTensorHooks | None = None,
+    settling: Settling | None = None,
 ) -> RecordingStage:
     """Return the stage of a context that is about to be entered.
 
     Args:
         moving: the stage of the same context that moves, if it has one.
         outer: else the hooks that are on top.
+        settling: see `RecordingStage`.
     """
     is_inner = moving is not None or is_within(tag)
     if moving is None and outer is not None and isinstance(outer.owner, Entry):
         moving = outer.owner.moving
     state = remat_states.open(tag)
     with state.lock:
-        stage = RecordingStage(state, options, moving=moving, outer=outer)
+        stage = RecordingStage(state, options, moving=moving, outer=outer, settling=settling)
         state.num_iterations += 1
         state.num_inner += is_inner
-        state.counts = stage.counts
+        state.counts, state.is_recorded, state.settled = stage.counts, True, None
         return stage

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memkit.device.base import Event
+from memkit.device.base import CopyBatch, Event, busy_s_of
 from memkit.transfer.lanes import Transfer
+
+if TYPE_CHECKING:
+    from memkit.activations.saved.trial import Trial
 
 
 class EventPairs(deque[tuple[Event, Event]]):
@@ -16,12 +19,17 @@ class EventPairs(deque[tuple[Event, Event]]):
 
     _total_s = 0.0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[CopyBatch] = []
+        """Copies made ahead that were waited for."""
+
     def total_s(self) -> float:
         """Return the sum over the pairs that are reached. Does not wait for the others."""
         while self and self[0][1].is_reached():
             start, end = self.popleft()
             self._total_s += start.elapsed_s(end)
-        return self._total_s
+        return self._total_s + sum(batch.stall_s() for batch in self.batches)
 
 
 class Transfers(deque[Transfer]):
@@ -30,15 +38,20 @@ class Transfers(deque[Transfer]):
     _done_bytes = _num_done = 0
     _busy_s = 0.0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[CopyBatch] = []
+        """Those made ahead."""
+
     @property
     def num_bytes(self) -> int:
         """What was copied, or is about to be."""
-        return self._done_bytes + sum(transfer.num_bytes for transfer in self)
+        return self._done_bytes + sum(transfer.num_bytes for transfer in self) + sum(batch.num_bytes for batch in self.batches)
 
     @property
     def num_copies(self) -> int:
-        """How many copies there were."""
-        return self._num_done + len(self)
+        """How many storages were copied."""
+        return self._num_done + len(self) + sum(batch.num_storages for batch in self.batches)
 
     def rate(self) -> float | None:
         """Return bytes per second over the copies, None unless all of them are done and took any time."""
@@ -47,7 +60,10 @@ class Transfers(deque[Transfer]):
             self._num_done += 1
             self._done_bytes += transfer.num_bytes
             self._busy_s += transfer.started.elapsed_s(transfer.done)
-        return self._done_bytes / self._busy_s if self._busy_s > 0 and not self else None
+        if self or not all(batch.done.is_reached() for batch in self.batches):
+            return None
+        busy_s = self._busy_s + busy_s_of(self.batches)
+        return self.num_bytes / busy_s if busy_s > 0 else None
 
 
 @dataclass(slots=True, eq=False)
@@ -82,9 +98,14 @@ class Counts:
     """The most that one op has made in forwards without a plan."""
     is_to_be_judged: bool = False
     """Whether the next forward is still to look at whether it kept to the budget."""
+    trial: Trial | None = None
+    """What is told when the backward begins to make anything again."""
     num_replays: int = 0
     num_replayed_ops: int = 0
     replayed_s: float = 0.0
+    ops_of_region: int = 0
+    """Where calls of modules are run again as a whole: how many ops one of them has on average."""
+    region_s: float = 0.0
     replayed: EventPairs = field(default_factory=EventPairs)
 
     def note_opless(self, why: str | None, num_bytes: int) -> None:

@@ -7,17 +7,22 @@ outside come behind those of the one inside, if both are memkit's: the inner con
 
 from __future__ import annotations
 
+import operator
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.hooks import SavedTensorHooks, stacked_owners
+from memkit.hooks import HookPair, SavedTensorHooks, stacked_owners
 from memkit.interrupts import Block
-from memkit.kept import KeptHandle
+from memkit.kept import KeptHandle, ScheduledHandle, modified_error
 from memkit.plan import Action
+
+NO_PAIR: HookPair = (KeptHandle, KeptHandle.unpack)
+"""Stands for no hooks at all."""
 
 
 class Stage(ABC):
@@ -25,6 +30,13 @@ class Stage(ABC):
 
     moves: ClassVar[bool]
     """Whether it moves to host memory."""
+    model: nn.Module | None = None
+    """Around whose forward the context is, if that is known."""
+
+    @property
+    def take_own(self) -> Callable[[Tensor], KeptHandle]:
+        """What takes the tensors that come to the context itself, and not from a stage before."""
+        return self.take
 
     @abstractmethod
     def begin(self) -> None:
@@ -58,35 +70,45 @@ class Entry:
     Args:
         name: what the user calls the context.
         tag: that of the context.
-        is_last: whether no other context may be entered inside.
-        compiled: whether compiled code may run inside, which calls the hooks.
+        is_last: whether no other context may be entered inside, which would hide tensors from this one. What it keeps it offers
+            to those outside.
         block: tells whether the user is still in the context.
     """
 
-    def __init__(self, name: str, tag: str, *, is_last: bool, compiled: bool, block: Block | None) -> None:
+    def __init__(self, name: str, tag: str, *, is_last: bool, block: Block | None) -> None:
         self.tag = tag
+        self.is_last = is_last
+        self.block = block
         self.recording: Stage | None = None
         """The stage that records ops, and drops."""
         self.moving: Stage | None = None
         """The stage that moves to host memory."""
         self._take: Callable[[Tensor], KeptHandle] = KeptHandle
-        self._hooks: SavedTensorHooks | None = SavedTensorHooks(
-            self.pack, _unpack, owner=self, name=f'{name} (tag "{tag}")', compiled=compiled, is_last=is_last, block=block
-        )
+        self._hooks: SavedTensorHooks | None = None
+        self._name = f'{name} (tag "{tag}")'
 
     @property
     def stages(self) -> list[Stage]:
         """The stages, the one that a tensor comes to first ahead."""
         return [stage for stage in (self.recording, self.moving) if stage is not None]
 
-    def begin(self) -> None:
-        """Take the tensors that are saved from now on."""
-        assert self._hooks is not None
+    def begin(self, pair: HookPair | None = None) -> None:
+        """Take the tensors that are saved from now on.
+
+        Args:
+            pair: the hooks, by default its own, which give each tensor to the first stage. With `NO_PAIR` there are none: what
+                is saved never comes here.
+        """
         try:
-            self._hooks.__enter__()
+            if pair is NO_PAIR:
+                _bare.entries.append((len(stacked_owners()), self))
+            else:
+                pack, unpack_ = pair or (self.pack, unpack)
+                self._hooks = SavedTensorHooks(pack, unpack_, owner=self, name=self._name, block=self.block)
+                self._hooks.__enter__()
             for stage in reversed(self.stages):
                 stage.begin()
-                self._take = stage.take
+                self._take = stage.take_own
         except BaseException:
             self._take_off()
             raise
@@ -108,20 +130,42 @@ class Entry:
             stage.take_off()
         if self._hooks is not None:
             self._hooks.__exit__()  # last: for as long as they are on, `end_left` will see to the others as well
+        else:
+            _bare.entries[:] = [found for found in _bare.entries if found[1] is not self]
 
     def stop_recording(self) -> None:
         """Leave the ops to a context inside, where this one has recorded them only to heed the user's marks."""
         recording = self.recording
         if recording is not None and self.moving is not None:
-            self._take = self.moving.take
+            self._take = self.moving.take_own
             recording.take_off()
             self.recording = None  # ahead of its end, from which on nothing may be asked of it
             recording.end(has_failed=False)
 
 
+class _Bare(threading.local):
+    """The entries without hooks that a thread is in, the innermost last, each with how many pairs of hooks it is in."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, Entry]] = []
+
+
+_bare = _Bare()
+
+
 def entries_around() -> list[Entry]:
     """Return the entries of the contexts that this thread is in, the innermost first."""
-    return [owner for owner in reversed(stacked_owners()) if isinstance(owner, Entry)]
+    for _, entry in _bare.entries[::-1]:
+        if entry.block is not None and entry.block() is None:
+            entry.end(has_failed=True)  # an interrupt has kept it from hearing that it was left
+    owners = list(enumerate(stacked_owners(), start=1))
+    around = sorted([*owners, *_bare.entries], key=operator.itemgetter(0)) if _bare.entries else owners
+    return [owner for _, owner in reversed(around) if isinstance(owner, Entry)]
+
+
+def is_in_last() -> bool:
+    """Tell whether this thread is in a context inside of which there may be no other."""
+    return any(entry.is_last for entry in entries_around())
 
 
 def stop_recording() -> None:
@@ -135,5 +179,14 @@ def is_within(tag: str) -> bool:
     return any(entry.tag == tag for entry in entries_around())
 
 
-def _unpack(packed: KeptHandle) -> Tensor:
-    return packed.unpack()
+def unpack(packed: Any) -> Tensor:
+    """Return the tensor that autograd holds something else of. This is a saved-tensor hook, of all entries."""
+    kind = type(packed)
+    if kind is tuple:
+        alias, version = packed
+        if torch_private.version_of(alias) != version:
+            raise modified_error(alias, version)
+        return alias  # type: ignore[no-any-return]  # a tensor that stays
+    if kind is ScheduledHandle:
+        return packed[0].forward.unpack(packed)  # type: ignore[no-any-return]
+    return packed.unpack()  # type: ignore[no-any-return]

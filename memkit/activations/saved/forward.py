@@ -80,6 +80,8 @@ class Forward(SavedValues):
         self.marks: dict[Contents, tuple[weakref.ref[Tensor], Action]] = {}
         self._order: tuple[int, ...] = ()
         self._places: dict[int, int] = {}
+        self.requests: list[int] = []
+        """The record of each request of this backward."""
         self.used: dict[int, int] = {}
         """What this backward has asked for, in the order of first requests, and what was allocated beside the records then."""
         self.cursor = 0
@@ -96,6 +98,12 @@ class Forward(SavedValues):
         record = found[1]() if found is not None and found[0]() is root else None
         is_here = record is not None and record.original() is storage and record.num_handles > 0
         return contents, root, record if is_here else None
+
+    def note_record(self, record: Record, contents: Contents, root: Tensor, tick: int) -> None:
+        """A value has a record from now on."""
+        record.tick = tick
+        self.by_number[record.index] = reference = weakref.ref(record)
+        self.known[contents] = weakref.ref(root), reference
 
     def mark(self, storage: torch.UntypedStorage, tensor: Tensor, action: Action) -> None:
         """Do this with what is in a tensor now, should it be saved."""
@@ -135,7 +143,7 @@ class Forward(SavedValues):
         self.task = task
         self._order = () if self.is_broken else self.share.order()
         self._places = {value: place for place, value in enumerate(self._order)}
-        self.used = {}
+        self.used, self.requests = {}, []
         self.cursor = 0
         self.forecast = None if self.is_broken else self.share.forecast()
 
@@ -159,7 +167,7 @@ class Forward(SavedValues):
     def end_backward(self) -> None:
         """Learn the order of a whole backward."""
         if not self.is_broken and self.used and next(self.records(), None) is None:
-            self.share.learn(tuple(self.used), tuple(self.used.values()))
+            self.share.learn(tuple(self.used), tuple(self.used.values()), tuple(self.requests))
 
 
 class LiveForwards:

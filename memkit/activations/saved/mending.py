@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memkit.activations.saved.records import ON_DEVICE, Record, Residency
+from memkit.transfer.spans import Span
 
 if TYPE_CHECKING:
     from memkit.activations.saved.ledger import Ledger
 
 
-def mend(ledger: Ledger) -> None:
-    """Put right what was broken off: see [Note: interrupts]. Makes the host wait for all that the device has to do."""
+def mend(ledger: Ledger, others: Sequence[Span] = ()) -> None:
+    """Put right what was broken off: see [Note: interrupts]. Makes the host wait for all that the device has to do.
+
+    Args:
+        others: host memory of the ledger's arena that is held elsewhere.
+    """
     ledger.arena.drain()
     ledger.device.synchronize()
     for record in tuple(ledger.records):
@@ -30,7 +36,7 @@ def mend(ledger: Ledger) -> None:
     ledger.backlog.clear()
     ledger.coming.clear()
     ledger.orphans.clear()
-    ledger.arena.give_all(but_for=[record.span for record in ledger.records if record.span is not None])
+    ledger.arena.give_all(but_for=[*others, *(record.span for record in ledger.records if record.span is not None)])
 
 
 def _put_down(ledger: Ledger, record: Record) -> None:

@@ -11,7 +11,9 @@ from typing import TypeVar
 
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.settled import Settled
 from memkit.activations.saved.traces import OpTrace, Traces, trace_of
+from memkit.activations.saved.trial import Trial
 from memkit.device import Device
 from memkit.errors import warn_user
 from memkit.interrupts import mended
@@ -94,6 +96,8 @@ class OffloadState(TagState):
         """What was asked for when the ratio was looked for that hides its copies, and the ratio."""
         self.is_recorded = False
         """Whether forwards are recorded, since something of them was to be made again."""
+        self.idles_with: object = None
+        """What was asked for where the last forward under a ratio of 0 has shown that there is nothing to do; else None."""
 
     def planned_window(self, device: Device, min_bytes: int) -> OffloadWindow:
         """Return the window of a device, planned by the report if there is one."""
@@ -114,6 +118,16 @@ class RematState(TagState):
         self.num_inner = 0
         """How many iterations were in a `CPUOffload` under the same tag."""
         self.num_deviations = 0
+        self.is_recorded = True
+        """Whether the last iteration was recorded."""
+        self.num_recorded = 0
+        """How many iterations were recorded to their end."""
+        self.num_left = 0
+        """How many iterations had other regions than were planned."""
+        self.trial: Trial | None = None
+        """What times whole steps, if anything does."""
+        self.settled: Settled | None = None
+        """What need not be recorded any more; None where the next step is."""
         self.traces = Traces()
         self.plan: Plan | None = None
         """The one that was followed last."""
@@ -130,6 +144,13 @@ class RematState(TagState):
         if kinds is not self._kinds:
             self._kinds, self.traces = kinds, Traces()
 
+    def unsettle(self) -> None:
+        """Something was not as before: the next step is recorded."""
+        if self.settled is not None:
+            self.num_left += self.settled.regions is not None
+            self.settled = None
+            self.num_deviations += 1
+
     def are_measured(self) -> bool:
         """Tell whether it is known what each op takes in all that may come again. Which one a forward is shows too late."""
         return all(trace.ops.is_measured for trace in self.traces if trace.ops is not None and trace.is_worth_a_plan)
@@ -142,8 +163,11 @@ class RematState(TagState):
         """Take up what the ops of the last iteration took."""
         for trace, recording in self._timed:
             self.costs.learn(recording.read_times())
+            call_times = recording.read_call_times()
             if trace is None or trace.is_measured:
                 continue
+            if call_times:
+                trace.learn_calls(call_times)
             lineage, seconds = trace.step.lineage, recording.lineage.seconds
             if len(seconds) == len(lineage.seconds):
                 trace.learn(replace(trace.step, lineage=lineage.with_seconds(seconds)))

@@ -8,19 +8,26 @@ alike (`Follower`), and goes by its plan.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from memkit.plan import NO_OP, Action, DTRScore, Plan, RematPlanner, Step, ends_of, plan_ratio
+from memkit.activations.saved.seen import SeenSave
+from memkit.plan import NO_OP, Action, DTRScore, ModuleCall, Plan, RematPlanner, Step, ends_of, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
+from memkit.recording.module_calls import NotedCall
 from memkit.recording.recording import Recording
 
 _MAX_TRACES = 16
 _MAX_STRANGERS = 8
+_Planned = TypeVar("_Planned")
+_DIGITS = re.compile(r"\d+")
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 STRANGER = -1
 """The place of a save that a report has not foretold, and that is let pass."""
@@ -54,11 +61,31 @@ class Trace:
     """In which order the backward asks for them first; None until a whole backward was seen."""
     working_bytes: tuple[int, ...] = ()
     """For each place in that order, what else was allocated on the device at that moment."""
+    requests: tuple[int, ...] | None = None
+    """The value of each request of that backward, perhaps again."""
+    seen: tuple[SeenSave, ...] | None = None
+    """All that the hooks were given, where that is known: later forwards may follow a schedule."""
+    seen_under: object = None
+    """What was asked for then, on which that depends; None where it is to be looked at again."""
+    paused: tuple[int, ...] = ()
+    """Before which of these saves a region of `no_offload` began, or ended."""
+    schedule: tuple[object, Any] | None = None
+    """What it was made for, and that."""
     is_report: bool = False
     """Made from a report, which does not know all that a context sees (large buffers, frozen casts): strangers are let pass."""
     is_worth_a_plan: bool = True
     """Whether it may come again: a model that takes another path each time is not planned each time."""
     _plan: tuple[tuple[float, int | None, int], Plan] | None = None
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the user has asked for anything to be done with what is saved."""
+        return any(key.mark is not None for key in self.keys)
+
+    @property
+    def num_noted(self) -> int:
+        """In how many forwards the calls of modules were noted."""
+        return 0 if self.ops is None else self.ops.num_noted
 
     def plan(self, ratio: float, window_bytes: int | None) -> Plan:
         """Return what to keep and what to move. A window of None is twice the largest storage."""
@@ -78,12 +105,20 @@ class OpTrace:
     step: Step
     names: dict[int, tuple[str, str]]
     """For each saved value that ops make, the op and the module."""
+    calls: tuple[ModuleCall, ...] = ()
+    """The calls of modules, as the last forward had them in which they were noted."""
+    modules: tuple[weakref.ref[nn.Module], ...] = ()
+    """For each of them, which module is called."""
+    num_noted: int = 0
+    """In how many forwards they were noted."""
     num_seen: int = 1
     is_measured: bool = False
     """Whether it is known what each op takes, and not only guessed."""
     has_order: bool = False
     """Whether a whole backward was seen."""
     _planner: RematPlanner | None = None
+    _regions: dict[tuple[int | None, int], Any] = field(default_factory=dict)
+    """By budget, and by the bytes that its plan by ops takes."""
     _plans: dict[tuple[int, DTRScore], Plan] = field(default_factory=dict)
 
     def planner(self, score: DTRScore) -> RematPlanner:
@@ -103,10 +138,45 @@ class OpTrace:
             self._plans[key] = self.planner(score).plan(budget_bytes)
         return self._plans[key]
 
+    def regions(self, of_ops: Plan, plan: Callable[[], _Planned]) -> _Planned:
+        """Return what `plan` has returned, which is called once for a plan by ops."""
+        key = of_ops.budget_bytes, of_ops.predicted_peak_bytes
+        if key not in self._regions:
+            self._regions[key] = plan()
+        found: _Planned = self._regions[key]
+        return found
+
+    def note_calls(self, noted: Sequence[NotedCall], recording: Recording) -> None:
+        """Take up which modules were called, in a forward that is over."""
+        known_s = {(call.name, call.number): call.device_s for call in self.calls}
+        calls = (call.as_planned(recording) for call in noted)
+        self.calls = tuple(replace(call, device_s=known_s.get((call.name, call.number), 0.0)) for call in calls)
+        self.modules = tuple(call.module for call in noted)
+        self.num_noted += 1
+        self._regions.clear()
+
+    def learn_calls(self, taken_s: Mapping[int, float]) -> None:
+        """It is known what compiled calls took, by their places: those that are alike take the median, whether timed or not."""
+        alike = dict[Any, list[float]]()
+        kinds = [_kind_of(call, module()) for call, module in zip(self.calls, self.modules, strict=True)]
+        for place, seconds in taken_s.items():
+            alike.setdefault(kinds[place], []).append(seconds)
+        medians_s = {kind: median(found) for kind, found in alike.items()}
+        self.calls = tuple(
+            replace(call, device_s=medians_s.get(kind, call.device_s)) for call, kind in zip(self.calls, kinds, strict=True)
+        )
+        self._regions.clear()
+
     def learn(self, step: Step) -> None:
         """More is known of the step: plans are made anew."""
         self._plans.clear()
+        self._regions.clear()
         self.step, self._planner = step, None
+
+
+def _kind_of(call: ModuleCall, module: nn.Module | None) -> tuple[object, ...]:
+    """Return what calls have in common that take as long: those of the blocks of a model."""
+    return type(module), _DIGITS.sub("*", call.name), call.shapes, call.saves[1] - call.saves[0]
 
 
 def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
@@ -185,6 +255,32 @@ class Traces:
             self._known.remove(trace)
         self._known.insert(0, trace)
         del self._known[_MAX_TRACES:]
+
+    def learn(
+        self,
+        follower: Follower,
+        recording: Recording,
+        saves: Sequence[int],
+        nodes: Sequence[int],
+        calls: Sequence[NotedCall],
+    ) -> Trace:
+        """Return the trace of a recorded forward that is over, which is put first.
+
+        Args:
+            follower: how it went along those that were known.
+            recording, saves, nodes: see `trace_of_ops`.
+            calls: the calls of modules, if they were noted.
+        """
+        trace = follower.ended_as(recording.funcs)
+        if trace is None:
+            trace = trace_of_ops(recording, follower.keys, saves, nodes, is_first=not len(self))
+        elif trace.ops is not None:
+            trace.ops.num_seen += 1
+            trace.is_worth_a_plan = True
+        self.add(trace)
+        if trace.ops is not None and calls:
+            trace.ops.note_calls(calls, recording)
+        return trace
 
     def drop_report(self) -> None:
         """Forget what was only foretold."""

@@ -1,0 +1,366 @@
+"""A forward that goes as an earlier one did, and its backwards: each save and each request follows arrays made ahead.
+
+Nothing is looked for here. A save that is not the one that is due, or a request, is told so to who decides as it goes: the
+forward goes on there, and what was taken by then is served from here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memkit import backwards, torch_private
+from memkit.activations.offloading.scheduled_sends import ScheduledSends, wait_for
+from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.traces import Trace
+from memkit.device.base import CopyBatch, Device
+from memkit.errors import note_no_room
+from memkit.interrupts import mended
+from memkit.kept import KeptHandle, modified_error
+from memkit.labels import label
+from memkit.sizes import format_mib
+from memkit.transfer.arena import Arena
+from memkit.transfer.spans import Span
+
+if TYPE_CHECKING:
+    from memkit.activations.offloading.schedule import Schedule, ScheduledSave
+
+_NO_BACKWARD = -1
+
+
+class ScheduledForward(ScheduledSends):
+    """One forward that follows a schedule, and its backwards.
+
+    Args:
+        schedule: what to do; it is this forward's until `close`.
+        trace: what it was made from.
+        device: where the tensors are.
+        arena: where they are in between.
+        span: the host memory for all that leaves; None where nothing does.
+        lock: held for all that is done here.
+        counts: what is done is counted there.
+        name: what the user calls the context.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        trace: Trace,
+        device: Device,
+        arena: Arena,
+        span: Span | None,
+        lock: AbstractContextManager[object],
+        counts: Counts,
+        name: str,
+    ) -> None:
+        super().__init__(schedule, trace, device, lock, counts)
+        self.name = name
+        self.task = _NO_BACKWARD
+        """Autograd's number of the backward that asks; -1 before the first."""
+        self._arena, self._span = arena, span
+        num_values = schedule.num_values
+        self._has_left = False
+        """Whether a backward has gone another way than the schedule has it."""
+        self._cursor = self._num_fetched = 0
+        """The request that comes next, and how many of the batches that come back are on the lane."""
+        self._asked = bytearray(num_values)
+        self._awaiting = list(schedule.num_requests)
+        """For each value how often the backward is yet to ask for it."""
+        self._fetched = bytearray(num_values)
+        """Whether what is held was fetched."""
+        self._coming: dict[int, int] = {}
+        """For each value that is being fetched, and that the stream has not waited for, its batch."""
+        self._ready: list[Tensor | None] = [None] * num_values
+        """For each value that is being fetched for one request alone, the tensor."""
+        self._behind = -1
+        """The last batch of those that leave that the lane back has waited for."""
+        self._lent: dict[int, list[KeptHandle]] = {}
+        """For values that are asked for again, what was handed out over what was fetched."""
+        self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
+        """What is held for a copy alone, which may be under way."""
+
+    def unpack(self, handle: tuple[Any, ScheduledSave, Tensor, int]) -> Tensor:
+        """Return a saved tensor, for work on the current stream, and fetch what is due."""
+        with self.lock:
+            if self.is_broken:
+                self.mend()
+            try:
+                return self._unpack(*handle)
+            except BaseException:
+                self.is_broken = True
+                raise
+
+    def _unpack(self, _: object, save: ScheduledSave, alias: Tensor, version: int) -> Tensor:
+        now = torch_private.version_of(alias)
+        if now != version:
+            shape = save.shape
+            raise modified_error(alias, version, lambda: shape or torch.Size())
+        task, value = torch_private.backward_task(), save.value
+        if task != _NO_BACKWARD:
+            if task != self.task:
+                self._turn(task)
+            if not self._asked[value]:
+                self._note_request(value)
+        if not save.is_moved:
+            return alias
+        if self._leaving and self._leaving[0][1].done.is_reached():
+            self._let_go_of_served(wait=False)
+        ready = self._ready[value]
+        if ready is not None and task != _NO_BACKWARD and self.device.stream_number() == self.stream:
+            return self._give_ready(value, ready)
+        storage = self._storage_of(value)
+        if storage is not self.originals[value]():
+            self.device.note_read(storage)
+            tensor = self._over(storage, save)
+            if self._awaiting[value] > 1 or value in self._lent:
+                lent = KeptHandle(tensor)
+                lent.alias.data = save.nothing  # type: ignore[assignment]  # of one that leaves
+                self._lent.setdefault(value, []).append(lent)
+        else:  # writes to it count as writes to what was saved
+            tensor = alias.detach()
+            tensor.data = self._over(storage, save)
+        if task != _NO_BACKWARD:
+            self._awaiting[value] -= 1
+            if self._awaiting[value] <= 0:
+                self._serve_last(value, storage)
+        return tensor
+
+    def _give_ready(self, value: int, tensor: Tensor) -> Tensor:
+        """Return what was fetched for one request, and hold it no more."""
+        number = self._coming.get(value)
+        if number is not None:
+            self._await(number)
+        self.device.note_read(tensor.untyped_storage())
+        self._awaiting[value] -= 1
+        self._ready[value] = self.held[value] = None
+        self._fetched[value] = 0
+        return tensor
+
+    def _over(self, storage: torch.UntypedStorage, save: ScheduledSave) -> Tensor:
+        if torch_private.num_dispatch_modes() or save.is_conj or save.is_neg:
+            assert save.geometry is not None
+            return save.geometry.over(storage)
+        made = torch.empty(0, dtype=save.dtype, device=storage.device)
+        return made.set_(storage, save.offset, save.shape, save.stride)  # type: ignore[arg-type]  # known of one that leaves
+
+    def _turn(self, task: int) -> None:
+        """Another backward asks than before, or the first one."""
+        if self.task == _NO_BACKWARD:
+            self.end_forward()
+        else:
+            self._has_left = True
+            self._awaiting = list(self.schedule.num_requests)
+            self._asked = bytearray(len(self._asked))
+        self.task = task
+        me = weakref.ref(self)
+        backwards.on_end(lambda has_failed: _end_backward(me, task))
+
+    def _note_request(self, value: int) -> None:
+        """Fetch what is due when a value is asked for first."""
+        self._asked[value] = 1
+        if self._has_left or self.was_stopped:
+            return
+        copies, cursor = self.schedule.copies, self._cursor
+        if cursor == len(copies.requests) or copies.requests[cursor] != value:
+            self._has_left = True
+            self.trace.requests = None  # the next forward decides as it goes, and its backward is learned
+            return
+        self._cursor = cursor + 1
+        while self._num_fetched < copies.num_fetched[cursor]:
+            if not self._fetch_next():
+                return
+
+    def _fetch_next(self) -> bool:
+        """Put the next batch that comes back on its lane; tell whether there was room."""
+        if self.device.stream_number() != self.stream:  # each request gets its own there
+            self._has_left = True
+            return False
+        schedule, number = self.schedule, self._num_fetched
+        values = schedule.copies.back[number]
+        device, held, storages, made = self.device, self.held, [], []
+        for value in values:
+            if held[value] is not None or self._awaiting[value] <= 0:
+                self._has_left = True
+                return False
+            whole, tensor = schedule.whole[value], None
+            try:
+                if whole is None:
+                    storage = device.allocate(schedule.sizes_bytes[value])
+                else:
+                    tensor = device.allocate_tensor(*whole)
+                    storage = tensor.untyped_storage()
+            except torch.OutOfMemoryError:
+                self._has_left = True  # it may be needed less soon than what took the room
+                return False
+            storages.append(storage)
+            made.append(tensor)
+        batch, behind = schedule.back[number], schedule.behind[number]
+        for value, storage in zip(values, storages, strict=True):
+            held[value] = storage
+        after = schedule.out[behind] if behind > self._behind else None
+        if torch_private.profiler_is_on():
+            with label("fetch"):
+                batch.start(storages, after)
+        else:
+            batch.start(storages, after)
+        if after is not None:
+            self._behind = behind
+        for value, tensor in zip(values, made, strict=True):
+            self._coming[value] = number
+            self._fetched[value] = 1
+            self._ready[value] = tensor  # last: it is given as it is
+        self._num_fetched = number + 1
+        self.counts.moved_in.batches.append(batch)
+        return True
+
+    def _storage_of(self, value: int) -> torch.UntypedStorage:
+        """Return the storage with the bytes of a value, for work on the current stream."""
+        storage = self.held[value]
+        if storage is not None and self._fetched[value]:
+            if self.device.stream_number() != self.stream:
+                return self._fetch_one(value)
+            if value in self._coming:
+                self._await(self._coming[value])
+            if value in self._lent and not all(lent.is_unchanged() for lent in self._lent[value]):
+                del self._lent[value]
+                storage = None
+        if storage is None:
+            original = self.originals[value]()
+            if original is not None:
+                return original  # type: ignore[no-any-return]
+            storage = self._fetch_one(value)
+        return storage
+
+    def _await(self, number: int) -> None:
+        """Have the current stream wait for a batch that comes back: once, for all of it."""
+        wait_for(self.schedule.back[number])
+        self.counts.stall_in.batches.append(self.schedule.back[number])
+        for value in self.schedule.copies.back[number]:
+            self._coming.pop(value, None)
+
+    def _fetch_one(self, value: int) -> torch.UntypedStorage:
+        """Bring back a value that is needed now."""
+        schedule, batch = self.schedule, self.schedule.copy_alone(value, is_out=False)
+        storage = self._allocate_now(schedule.sizes_bytes[value])
+        if self.device.stream_number() == self.stream:
+            self.held[value], self._fetched[value] = storage, 1
+        else:  # it is for this request alone
+            self._leaving.append((storage, batch))
+        with label("fetch"):
+            batch.start([storage], self.alone.get(value) or schedule.out[schedule.batch_of[value]])
+            batch.wait()
+        self.counts.moved_in.batches.append(batch)
+        self.counts.stall_in.batches.append(batch)
+        return storage
+
+    def _allocate_now(self, num_bytes: int) -> torch.UntypedStorage:
+        """Return a storage for what cannot wait: what was fetched ahead makes room for it."""
+        try:
+            return self.device.allocate(num_bytes)
+        except torch.OutOfMemoryError:
+            self._has_left = True
+            self._let_go_of_served(wait=True)
+            self._give_up_fetched()
+        try:
+            return self.device.allocate(num_bytes)
+        except torch.OutOfMemoryError as error:
+            note_no_room(error, format_mib(num_bytes), self.name)
+            raise
+
+    def _serve_last(self, value: int, storage: torch.UntypedStorage) -> None:
+        """The last tensor of a value was given back: it is held no more, unless it is nowhere else."""
+        if self._fetched[value]:
+            self.held[value] = self._ready[value] = None
+            self._fetched[value] = 0
+            self._lent.pop(value, None)
+            return
+        number = self.schedule.batch_of[value]
+        if self.held[value] is None or number >= self.num_sent:
+            return  # it was not copied
+        self.held[value] = None
+        if number >= self.num_released:
+            self._leaving.append((storage, self.schedule.out[number]))
+            self.counts.served_bytes += storage.nbytes()
+
+    def _let_go_of_served(self, *, wait: bool) -> None:
+        """Let go of what was served while it left, once its copy is done; or have the stream wait for that."""
+        device = self.device
+        while self._leaving and (wait or self._leaving[0][1].done.is_reached()):
+            device.wait_event(self.home, self._leaving[0][1].done)
+            self._leaving.popleft()
+
+    @mended
+    def end_backward(self, task: int) -> None:
+        """A backward is over: give up what was fetched and not asked for."""
+        if self.task == task:
+            self._let_go_of_served(wait=True)
+            self._give_up_fetched()
+            if self.is_over:
+                self.close()
+
+    def _give_up_fetched(self) -> None:
+        for number in dict.fromkeys(self._coming.values()):
+            self.device.wait_event(self.home, self.schedule.back[number].done)
+        self._coming.clear()
+        for value, is_fetched in enumerate(self._fetched):
+            if is_fetched:
+                self.held[value] = self._ready[value] = None
+        self._fetched = bytearray(len(self._fetched))
+        self._lent.clear()
+
+    # The end
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no graph can ask for anything any more."""
+        return self.life() is None
+
+    @mended
+    def close(self) -> None:
+        """Give back the host memory. No graph may ask for anything any more."""
+        if self._span is None:
+            return
+        self.let_go_of_sent()
+        self._let_go_of_served(wait=True)
+        self._give_up_fetched()
+        self.held = [None] * len(self.held)
+        # by now it has waited for all copies, also for those that left by themselves
+        last = self.device.record_event(self.home, timed=False) if self.num_sent or self.alone else None
+        if self._arena.has(self._span):  # else an interrupt came when it had just been given back
+            self._arena.give(self._span, last)
+        self._span = None
+
+    @mended
+    def push_out(self) -> None:
+        """Another forward begins: let go of all that was copied."""
+        self.let_go_of_sent()
+
+    def mend(self) -> list[Span]:
+        """Put right what was broken off (see [Note: interrupts] in `memkit.interrupts`); return the host memory it holds."""
+        self.device.synchronize()
+        self.was_stopped = self.was_stopped or self.is_forward
+        self.is_forward, self._has_left = False, True
+        for value in self.leaving:
+            self.held[value] = None
+        self.num_released = self.num_sent
+        for value, is_fetched in enumerate(self._fetched):
+            if is_fetched:
+                self.held[value] = None
+        self._ready = [None] * len(self._ready)
+        self._fetched = bytearray(len(self._fetched))
+        self._coming.clear()
+        self._lent.clear()
+        self._leaving.clear()
+        self.is_broken = False
+        return [] if self._span is None else [self._span]
+
+
+def _end_backward(forward: weakref.ref[ScheduledForward], task: int) -> None:
+    found = forward()
+    if found is not None:
+        found.end_backward(task)

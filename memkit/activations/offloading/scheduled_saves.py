@@ -1,0 +1,143 @@
+"""The saves of a forward that goes as an earlier one did: what each becomes is known ahead, and nothing is looked for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.kept import KeptHandle, ScheduledHandle
+
+if TYPE_CHECKING:
+    from memkit.activations.offloading.schedule import ScheduledSave
+    from memkit.activations.offloading.scheduled import ScheduledForward
+
+_Parameter = nn.Parameter
+
+
+class ScheduledSaves:
+    """Takes what autograd saves, for as long as it is what the schedule has. Its handles hold it: it dies with the last.
+
+    Args:
+        forward: whose saves they are.
+        take: takes them from the first one on that is another.
+    """
+
+    def __init__(self, forward: ScheduledForward, take: Callable[[Tensor], Any]) -> None:
+        self.forward = forward
+        forward.life = weakref.ref(self)
+        self._take = take
+        self._device = forward.device
+        self._torch_device = forward.device.torch_device
+        self._notes = forward.device.takes_notes
+        self._stream = forward.device.stream_number()
+        self._saves, self._num_saves = forward.schedule.saves, len(forward.schedule.saves)
+        self._addresses: dict[int, int] = {}
+        """For the address of a storage, the last value that it was held for."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Take a tensor that autograd saves: a saved-tensor hook."""
+        forward = self.forward
+        place = forward.num_saves
+        if place < self._num_saves and forward.is_forward:
+            save, kind = self._saves[place], type(tensor)
+            try:
+                is_due = (
+                    (kind is Tensor or kind is _Parameter)
+                    and tensor.shape == save.shape
+                    and tensor.dtype is save.dtype
+                    and torch_private.backward_task() == -1
+                )
+            except RuntimeError:  # it has no shape
+                is_due = False
+            if is_due:
+                if self._notes and save.value >= 0 and self._is_here(tensor):
+                    self._device.note_written(tensor.untyped_storage(), torch_private.version_of(tensor))
+                if save.stays and save.num_sent == forward.num_sent and save.num_released == forward.num_released:
+                    forward.num_saves = place + 1
+                    return tensor.detach(), torch_private.version_of(tensor)
+                packed = self._pack(save, tensor)
+                if packed is not None:
+                    return packed
+            elif save.shape is None:
+                forward.num_saves = place + 1
+                return KeptHandle(tensor)
+        if forward.is_forward:
+            forward.stop()
+        return self._take(tensor)
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is made of bytes on the device."""
+        return tensor.device == self._torch_device and tensor.layout is torch.strided
+
+    def _pack(self, save: ScheduledSave, tensor: Tensor) -> Any:
+        """Return the handle of a save with which, or at which, something is to be done; None if it is not the one due."""
+        forward = self.forward
+        with forward.lock:
+            if forward.is_broken:
+                forward.mend()
+                return None
+            try:
+                if save.num_pauses >= 0 and save.num_pauses != forward.num_pauses:
+                    return None  # no region of `no_offload` begins or ends here
+                version = torch_private.version_of(tensor)
+                if save.is_moved:
+                    if not self._hold(save, tensor, version):
+                        return None
+                    alias = tensor.detach()
+                    alias.data = save.nothing  # type: ignore[assignment]  # of one that leaves
+                else:
+                    alias = tensor.detach()
+                forward.num_saves += 1
+                if save.num_sent > forward.num_sent or save.num_released > forward.num_released:
+                    if save.is_moved:  # on the stream that it is held for
+                        forward.keep_up(save.num_sent, save.num_released)
+                    else:
+                        with forward.at_home():
+                            forward.keep_up(save.num_sent, save.num_released)
+                if save.is_kept:
+                    return alias, version
+                return tuple.__new__(ScheduledHandle, (self, save, alias, version))
+            except BaseException:
+                forward.is_broken = True
+                raise
+
+    def _hold(self, save: ScheduledSave, tensor: Tensor, version: int) -> bool:
+        """Hold the storage of a value that leaves; tell whether it is the one that is due."""
+        if tensor.device != self._torch_device or tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        if (
+            tensor.stride() != save.stride
+            or tensor.storage_offset() != save.offset
+            or storage.nbytes() != save.num_bytes
+            or type(tensor) is not Tensor
+            or tensor.requires_grad != save.is_written
+            or tensor.is_conj() != save.is_conj
+            or tensor.is_neg() != save.is_neg
+            or torch_private.is_zero_tensor(tensor)
+            or self._device.stream_number() != self._stream
+        ):
+            return False
+        forward, value, address = self.forward, save.value, torch_private.storage_address(storage)
+        base = torch_private.base_of(tensor)
+        if not save.is_first:
+            counter, was = forward.counters[value]
+            is_same = forward.originals[value]() is storage and counter() is (tensor if base is None else base)
+            return is_same and bool(was == version)
+        known = self._addresses.get(address)
+        if known is not None and forward.originals[known]() is not storage:
+            known = None  # another one had that address
+        if known != save.before:
+            return False
+        forward.originals[value] = weakref.ref(storage)
+        forward.counters[value] = (weakref.ref(tensor if base is None else base), version)
+        self._addresses[address] = value
+        if not save.is_written:
+            forward.nodes[value] = torch_private.node_number()
+        forward.held[value] = storage
+        return True

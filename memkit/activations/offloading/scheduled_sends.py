@@ -1,0 +1,177 @@
+"""What a forward that follows a schedule holds on the device, and what of it leaves, and when."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memkit import torch_private
+from memkit.device.base import CopyBatch, Device
+from memkit.labels import label
+
+if TYPE_CHECKING:
+    from memkit.activations.offloading.schedule import Schedule
+    from memkit.activations.saved.counts import Counts
+    from memkit.activations.saved.traces import Trace
+
+_NO_CONTEXT = nullcontext()
+
+
+class ScheduledSends:
+    """The forward's half of a `ScheduledForward`: `ScheduledSaves` notes the saves, and here they leave.
+
+    Args:
+        schedule: what to do.
+        trace: what it was made from.
+        device: where the tensors are.
+        lock: held for all that is done here.
+        counts: what is done is counted there.
+    """
+
+    life: weakref.ref[object]
+    """To what all handles hold."""
+
+    def __init__(
+        self, schedule: Schedule, trace: Trace, device: Device, lock: AbstractContextManager[object], counts: Counts
+    ) -> None:
+        self.schedule = schedule
+        self.trace = trace
+        self.device = device
+        self.lock = lock
+        self.counts = counts
+        self.is_broken = False
+        self.is_forward = True
+        """Whether it takes saves."""
+        self.was_stopped = False
+        """Whether a save, or another, has said that it goes another way."""
+        self.num_saves = 0
+        """How many saves have followed the schedule."""
+        self.num_pauses = 0
+        """How many times a region of `no_offload` has begun, or ended."""
+        self.num_sent = self.num_released = 0
+        """How many of the batches that leave are on the lane, and were let go of."""
+        num_values = schedule.num_values
+        self.held: list[torch.UntypedStorage | None] = [None] * num_values
+        """For each value what is held of it on the device: what it was saved in, or what was fetched."""
+        self.originals: list[Any] = [None] * num_values
+        """For each value that leaves a weak reference to what it was saved in."""
+        self.counters: list[Any] = [None] * num_values
+        """For each of them a weak reference to what counts the writes to it, and the count."""
+        self.nodes: dict[int, int] = {}
+        """For values that were saved before they are written, the node."""
+        self.alone: dict[int, CopyBatch] = {}
+        """Values that have left by themselves, with their copies."""
+        self.stream, self.home = device.stream_number(), device.current_stream()
+        """What all that is held belongs to."""
+
+    def at_home(self) -> AbstractContextManager[object]:
+        """Return a context in which the current stream is the one that all that is held belongs to: what leaves waits for the
+        work there, and goes back to it."""
+        return _NO_CONTEXT if self.device.stream_number() == self.stream else self.device.on_stream(self.home)
+
+    def keep_up(self, num_sent: int, num_released: int) -> None:
+        """Put copies on the lane, and let go of what was copied, up to these batches."""
+        schedule = self.schedule
+        while self.num_sent < num_sent:
+            values, batch = schedule.copies.out[self.num_sent], schedule.out[self.num_sent]
+            if self.nodes and not self._are_written(values):
+                break
+            held: list[Any] = [self.held[value] for value in values]
+            if torch_private.profiler_is_on():
+                with label("evict"):
+                    batch.start(held)
+            else:
+                batch.start(held)
+            self.num_sent += 1
+            self.counts.moved_out.batches.append(batch)
+        while self.num_released < min(num_released, self.num_sent):
+            self._release_next()
+
+    def _are_written(self, values: tuple[int, ...]) -> bool:
+        node, nodes = torch_private.node_number(), self.nodes
+        return node not in map(nodes.get, values)
+
+    def _release_next(self) -> None:
+        schedule, number = self.schedule, self.num_released
+        batch = schedule.out[number]
+        wait_for(batch)
+        self.counts.stall_out.batches.append(batch)
+        for value in schedule.copies.out[number]:
+            self.held[value] = None
+        self.num_released = number + 1
+
+    def stop(self) -> None:
+        """Follow the schedule no further: what comes is another's. What was copied is let go."""
+        with self.lock, self.at_home():
+            if self.is_forward:
+                self.is_forward, self.was_stopped = False, True
+                for value, storage in enumerate(self.held):
+                    if storage is not None and self.nodes.get(value) != torch_private.node_number():
+                        self._send_alone(value, storage)
+                self.let_go_of_sent()
+
+    def _send_alone(self, value: int, storage: torch.UntypedStorage) -> None:
+        """Let a value leave that was to do so together with others, which do not come, and let go of it."""
+        number = self.schedule.batch_of[value]
+        if number >= self.num_sent and value not in self.alone:
+            batch = self.schedule.copy_alone(value, is_out=True)
+            batch.start([storage])
+            self.counts.moved_out.batches.append(batch)
+            self.alone[value] = batch
+            batch.wait()
+            self.held[value] = None
+
+    def let_go_of_sent(self) -> None:
+        with self.at_home():
+            while self.num_released < self.num_sent:
+                self._release_next()
+
+    def note_pause(self) -> bool:
+        """A region of `no_offload` begins, or ends; tell whether one did so here as well."""
+        paused, number = self.trace.paused, self.num_pauses
+        self.num_pauses = number + 1
+        return number < len(paused) and paused[number] == self.num_saves
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all saves of the schedule have come, and no others."""
+        return self.num_saves == len(self.schedule.saves) and not self.was_stopped
+
+    @property
+    def leaving(self) -> set[int]:
+        """The values that have left, or are about to."""
+        return {value for batch in self.schedule.copies.out[: self.num_sent] for value in batch} | set(self.alone)
+
+    @property
+    def num_values(self) -> int:
+        """How many values the saves by now are of."""
+        return self.schedule.saves[self.num_saves - 1].num_values if self.num_saves else 0
+
+    def end_forward(self) -> None:
+        """No more saves belong to the forward."""
+        with self.lock, self.at_home():
+            if self.num_saves < len(self.schedule.saves):
+                self.stop()
+            elif self.is_forward:
+                copies = self.schedule.copies
+                self.is_forward = False
+                self.nodes = {}
+                self.keep_up(copies.num_sent[-1], copies.num_released[-1])
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the values that it holds on the device."""
+        sizes_bytes = self.schedule.sizes_bytes
+        return sum(sizes_bytes[value] for value, storage in enumerate(self.held) if storage is not None)
+
+
+def wait_for(batch: CopyBatch) -> None:
+    """Have the current stream wait for copies."""
+    if torch_private.profiler_is_on():
+        with label("wait"):
+            batch.wait()
+    else:
+        batch.wait()

@@ -1,0 +1,221 @@
+"""Compiled modules in a forward that is recorded: each runs compiled, as one step that is not recorded and not made again.
+
+Dynamo compiles nothing while a dispatch mode is on, and what it has compiled before hides what it writes from one. So the
+recorder and its hooks are off while a compiled module runs. What that saves, and what it returns, are roots of the recording.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.compiled import (
+    Code,
+    around_compiled,
+    compiled_in,
+    is_compiled,
+    is_seen_by_global_hooks,
+    minds_global_hooks,
+    runs_as_it_is,
+)
+from memkit.hooks import HookSet
+from memkit.recording.trail import ModuleTrail
+from memkit.torch_state import dynamo_is_loaded, is_saved_by_compiled_code, leave_mode, leave_untraced, num_compiled
+
+if TYPE_CHECKING:
+    from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
+
+_COMPILED = "a compiled module"
+"""What is in the sequence of the ops of a forward where one runs."""
+_WHY_KEPT = "it was saved by a compiled module, inside of which nothing is seen"
+
+
+class CompiledCalls:
+    """Finds the compiled modules that a thread runs, and has the recorder off while each of them runs.
+
+    They are found in the modules that are called first, from outside of all others: by a global hook, which is off as long as
+    one of these runs.
+
+    Args:
+        tag: that of the context.
+        recorder, trail: what must be off.
+    """
+
+    def __init__(self, tag: str, recorder: Recorder, trail: ModuleTrail) -> None:
+        self._tag = tag
+        self._recorder, self._trail = recorder, trail
+        self._thread = threading.get_ident()
+        self._finding, self._outermost, self._around = HookSet(), HookSet(), HookSet()
+        self._found = set[nn.Module]()
+        self._given: set[int] | None = None
+        """While a compiled module runs: storages that were there before, by their keys."""
+        self.is_on = False
+
+    def begin(self, model: nn.Module | None) -> None:
+        """Look for them, if there may be any.
+
+        Args:
+            model: in which they are, if that is known.
+
+        Raises:
+            RuntimeError: the model is compiled as a whole.
+        """
+        if not dynamo_is_loaded():
+            return
+        self.is_on = True
+        if model is None:
+            self._find()
+        else:
+            self._stand_around(model)
+
+    def _find(self) -> None:
+        self._finding.around_all_forwards(before=self._before, after=_nothing)
+
+    def end(self) -> None:
+        """Take all hooks off; may be called again."""
+        self.is_on = False
+        self._finding.remove()
+        self._outermost.remove()
+        self._around.remove()
+        self._found.clear()
+
+    # Which there are
+
+    def _before(self, module: nn.Module, *_: Any) -> None:
+        """A module is called from outside of all others."""
+        if threading.get_ident() != self._thread or isinstance(module, torch.jit.ScriptModule):
+            return
+        self._stand_around(module)
+        self._finding.remove()
+        self._outermost.around_forward(module, before=_nothing, after=self._after)
+
+    def _stand_around(self, model: nn.Module) -> None:
+        """Run the compiled modules in a model from now on."""
+        if is_compiled(model):
+            raise RuntimeError(self._refusal(f"{type(model).__name__}, which is compiled as a whole, was called"))
+        found = list(compiled_in(model))
+        for part in found:
+            if part not in self._found:
+                around_compiled(self._around, part, self._run)
+                self._found.add(part)
+        if any(map(minds_global_hooks, found)):
+            self._trail.pause()
+
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        if threading.get_ident() != self._thread or not self.is_on:
+            return
+        self._outermost.remove()
+        self._trail.go_on(module)
+        self._find()
+
+    # One call
+
+    def _run(self, module: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a compiled module."""
+        is_alone = torch_private.num_dispatch_modes() == 1  # else nothing would be compiled, as in the plain run
+        if threading.get_ident() != self._thread or not self.is_on or self._given is not None or not is_alone:
+            return code(*args, **kwargs)
+        given = _by_storage([*torch_private.tree_leaves((args, kwargs)), *module.parameters(), *module.buffers()])
+        versions = {key: torch_private.version_of(tensor) for key, tensor in given.items() if not tensor.is_inference()}
+        trail, trail_is_on = self._trail, self._trail.is_on
+        trail_sees = trail_is_on and is_seen_by_global_hooks(module)
+        if not trail_sees:
+            trail.note_begin(module)
+        self._given = set(given)
+        try:
+            leave_mode(self._recorder)
+            trail.pause()
+            results = self._timed(trail.place, code, args, kwargs)
+        finally:
+            self._given = None
+            if trail_is_on:
+                trail.go_on()
+            if self.is_on and self._recorder not in torch_private.dispatch_modes():  # an interrupt may have left it on
+                self._recorder.__enter__()
+        self._note(
+            [given[key] for key, version in versions.items() if torch_private.version_of(given[key]) != version], results
+        )
+        if not trail_sees:
+            trail.note_end(module, args, kwargs, results)
+        return results
+
+    def _timed(self, place: int, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what runs a compiled module, and note how long that takes if ops are timed: unless it is compiled meanwhile.
+
+        Args:
+            place: of the call among those that are noted.
+        """
+        recording = self._recorder.recording
+        if not recording.is_timed or place < 0:
+            return code(*args, **kwargs)
+        device, num_before = recording.device, num_compiled()
+        start = device.record_event()
+        results = code(*args, **kwargs)
+        end = device.record_event()
+        if num_before is not None and num_compiled() == num_before and recording.device is device:
+            recording.call_times.append((place, start, end))
+        return results
+
+    def _note(self, written: list[Tensor], results: Any) -> None:
+        """Note what a compiled module has written to, too late to copy what was there, and what it has returned."""
+        recording = self._recorder.recording
+        recording.funcs.append(_COMPILED)
+        for tensor in written:
+            value = recording.find(tensor.untyped_storage())
+            recording.note_effect(tensor, -1 if value is None else value)
+            if value is not None:
+                root = recording.roots.get(value)
+                recording.lose(value)
+                recording.add_written([tensor], [root is None or root.is_inside], _WHY_KEPT)
+        recording.add_roots([tensor for tensor in torch_private.tree_leaves(results) if _is_plain(tensor)])
+
+    # What it saves
+
+    def has_made(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether a storage that is saved, and that was not seen before, was made by a compiled module that runs."""
+        return self._given is not None and torch_private.storage_address(storage) not in self._given
+
+    def add_made(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
+        """Return the value of one that was."""
+        recording = self._recorder.recording
+        value = recording.add_root(tensor, storage, is_inside=True)
+        recording.why_kept[value] = _WHY_KEPT
+        return value
+
+    def check_save(self) -> None:
+        """See that what is saved is not saved by compiled code that was not found. To be called from within a pack hook.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        if self._given is None and (runs_as_it_is() or is_saved_by_compiled_code()):
+            raise RuntimeError(self._refusal("a compiled function was called"))
+
+    def _refusal(self, found: str) -> str:
+        return (
+            f'Rematerialize (tag "{self._tag}") needs a model that is not compiled itself, though modules in it may be; found '
+            f"that {found} in the context. Compile each block of the model by itself (block.compile()) and call the model, "
+            "which calls the blocks; or leave out torch.compile; or leave out the context and set "
+            "torch._functorch.config.activation_memory_budget, which recomputes inside of what is compiled"
+        )
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _is_plain(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout is torch.strided
+
+
+def _by_storage(found: list[Any]) -> dict[int, Tensor]:
+    """Return tensors by the keys of their storages; those that are no range of bytes are left out."""
+    return {torch_private.storage_address(tensor.untyped_storage()): tensor for tensor in found if _is_plain(tensor)}
+
+
+for _hook in (CompiledCalls._before, CompiledCalls._after, _nothing):
+    leave_untraced(_hook)

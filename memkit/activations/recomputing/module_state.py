@@ -1,0 +1,169 @@
+"""What a module's forward reads and writes of its own: parameters, buffers, whether it trains. A recompute must see what the
+forward saw, and leave all as it is.
+
+Nothing is written to a buffer that the module has: others are put in their places while the forward is run again.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+
+_UPDATED_UNREAD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""What trains updates its buffers, and makes the same whatever is in them."""
+
+_NORMS = (*_UPDATED_UNREAD, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+"""What updates its buffers, perhaps unnoticed by their version counters."""
+
+training_flag = attrgetter("training")
+
+
+class Noted:
+    """What one forward has found, and what it has written."""
+
+    __slots__ = ("buffers", "clones", "flags", "is_known", "lost", "versions", "versions_of_parameters", "written")
+
+    flags: tuple[bool, ...]
+    """Which parts train."""
+    versions_of_parameters: int
+    """How often the parameters were written to."""
+    buffers: tuple[Tensor | None, ...]
+    versions: tuple[int, ...]
+    clones: dict[int, Tensor]
+    """Of buffers that the forward may write to: what was in them."""
+    is_known: bool
+    """Whether it was known which these are."""
+    written: frozenset[int]
+    """Which buffers it has written to or replaced."""
+    lost: int
+    """A buffer that it has written to, and of which there is no clone; -1 if none."""
+
+
+class ModuleState:
+    """The parts of a module, its parameters and its buffers, as they are when this is made.
+
+    Args:
+        module: the one. Parts that are added later are not seen.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parts = tuple(module.modules())
+        self.parameters = tuple(module.parameters())
+        self._updated = tuple(
+            (index, torch_private.buffers_of(part))
+            for index, part in enumerate(self.parts)
+            if type(part) in _UPDATED_UNREAD and part.running_mean is not None
+        )
+        updated = {id(buffers) for _, buffers in self._updated}
+        owned = [torch_private.buffers_of(part) for part in self.parts]
+        self.places = tuple((buffers, name) for buffers in owned if id(buffers) not in updated for name in buffers)
+        self._norms = tuple(
+            (index, frozenset(place for place, (buffers, _) in enumerate(self.places) if buffers is owned[index]))
+            for index, part in enumerate(self.parts)
+            if isinstance(part, _NORMS) and index not in {index for index, _ in self._updated}
+        )
+        """What else updates its buffers where it trains: the part, and its places."""
+        self.has_others = bool(self._updated or self.places)
+        """Whether a recompute may have to see other buffers than there are."""
+        self._scratch: dict[tuple[int, str], Tensor] = {}
+        """What takes the updates of a recompute."""
+        self._written: dict[tuple[bool, ...], frozenset[int]] = {}
+        """Which places a forward writes to, by which parts train."""
+
+    # Around the forward
+
+    def note_buffers(self, noted: Noted) -> None:
+        """The forward is about to run, and there are buffers."""
+        noted.buffers = tuple([buffers.get(name) for buffers, name in self.places])
+        noted.versions = _versions_of(noted.buffers)
+        noted.is_known = noted.flags in self._written
+        may_write = self._may_write(noted.flags) if noted.is_known else range(len(self.places))
+        noted.written, noted.lost = frozenset(), -1
+        with torch.no_grad(), torch_private.without_python_dispatch():
+            noted.clones = {
+                place: buffer.clone() for place, buffer in enumerate(noted.buffers) if buffer is not None and place in may_write
+            }
+
+    def _may_write(self, flags: tuple[bool, ...]) -> frozenset[int]:
+        """Return which places a forward writes to, as far as it is known."""
+        return self._written.get(flags, frozenset()).union(*[places for part, places in self._norms if flags[part]])
+
+    def note_written(self, noted: Noted) -> None:
+        """The forward has run, and there are buffers: see what it has written to."""
+        now, found = tuple([buffers.get(name) for buffers, name in self.places]), _versions_of(noted.buffers)
+        if noted.is_known and not noted.clones and found == noted.versions and all(map(is_, now, noted.buffers)):
+            return
+        written = {
+            place
+            for place, (before, after) in enumerate(zip(noted.versions, found, strict=True))
+            if before != after or now[place] is not noted.buffers[place]
+        }
+        if not noted.is_known:  # some ops write without counting that
+            with torch_private.without_python_dispatch():
+                written |= {place for place, clone in noted.clones.items() if not _are_same(clone, noted.buffers[place])}
+        written |= self._may_write(noted.flags)
+        noted.lost = next(
+            (place for place in written if found[place] != noted.versions[place] and place not in noted.clones), -1
+        )
+        noted.clones = {place: clone for place, clone in noted.clones.items() if place in written}
+        noted.versions = _versions_of(now)
+        noted.written = self._written[noted.flags] = frozenset(written)
+
+    # Around a recompute
+
+    def what_has_changed(self, noted: Noted) -> str:
+        """Return which buffer a recompute would find other than the forward did; empty if none."""
+        if noted.lost >= 0:
+            return f'the buffer "{self.places[noted.lost][1]}", which it writes to and did not before'
+        for place, ((buffers, name), buffer, version) in enumerate(
+            zip(self.places, noted.buffers, noted.versions, strict=True)
+        ):
+            is_same = buffers.get(name) is buffer and (buffer is None or torch_private.version_of(buffer) == version)
+            if not is_same and place not in noted.written:
+                return f'the buffer "{name}", that was written to'
+        return ""
+
+    def others(self, noted: Noted) -> list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]]:
+        """Return, for each buffer that a recompute is not to see, where it is, itself, and what to put there."""
+        found: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]] = []
+        for index, buffers in self._updated:
+            if noted.flags[index]:
+                found += [(buffers, name, buffer, self._scratch_for(buffers, name, buffer)) for name, buffer in buffers.items()]
+        if self.places and noted.written:
+            with torch.no_grad():
+                for place in noted.written:
+                    buffers, name = self.places[place]
+                    clone = noted.clones.get(place)
+                    before = noted.buffers[place] if clone is None else clone.clone()
+                    found.append((buffers, name, buffers.get(name), before))
+        return found
+
+    def _scratch_for(self, buffers: dict[str, Tensor | None], name: str, buffer: Tensor | None) -> Tensor | None:
+        if buffer is None:
+            return None
+        key = id(buffers), name
+        scratch = self._scratch.get(key)
+        if scratch is None or scratch.device != buffer.device or scratch.dtype is not buffer.dtype:
+            scratch = self._scratch[key] = buffer.detach().clone()
+        return scratch
+
+    def set_flags(self, flags: tuple[bool, ...]) -> None:
+        """Have the parts train, or not."""
+        for part, flag in zip(self.parts, flags, strict=True):
+            part.training = flag
+
+
+def _versions_of(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    return tuple([-1 if tensor is None else torch_private.version_of(tensor) for tensor in tensors])
+
+
+def _are_same(clone: Tensor, buffer: Any) -> bool:
+    """Tell whether a buffer has the bits of a clone of it."""
+    return clone.shape == buffer.shape and torch.equal(
+        clone.contiguous().flatten().view(torch.uint8), buffer.contiguous().flatten().view(torch.uint8)
+    )

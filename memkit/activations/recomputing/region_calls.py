@@ -1,0 +1,395 @@
+"""One call of a region: a module's forward of which autograd keeps nothing, and that is run again in the backward.
+
+What autograd saves in the forward is numbered. It holds a *placeholder* in the place of each, with its shape and dtype, and the
+call. That has the module's inputs. The first placeholder that is asked for has the forward run again; that hands to each
+placeholder that autograd still holds what was saved under its number, and stops behind the last of these. A placeholder lets go
+what it hands out. Asked once more, by a second backward or by a node that reads what it has saved twice, it has the forward run
+once more.
+
+Nothing here refers to what refers to it: a graph that is dropped takes its placeholders, calls and inputs along.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.activations.recomputing.module_state import ModuleState, Noted, training_flag
+from memkit.activations.recomputing.region_inputs import Inputs
+from memkit.activations.recomputing.surroundings import (
+    GeneratorState,
+    Surroundings,
+    current_surroundings,
+    set_generators,
+    set_surroundings,
+    states_of,
+    states_on,
+)
+from memkit.activations.saved.counts import Counts
+from memkit.compiled import code_of
+from memkit.errors import ReplayMismatchError, note_on
+from memkit.hooks import HookSet
+from memkit.kept import ForwardedHandle, KeptHandle, modified_error
+from memkit.labels import label
+from memkit.torch_state import leave_untraced
+
+
+class Placeholder:
+    """What autograd holds in the place of a tensor that a region saves."""
+
+    __slots__ = ("__weakref__", "call", "dtype", "shape", "tensor", "version")
+
+    call: RegionCall
+    shape: torch.Size
+    dtype: torch.dtype
+    tensor: Tensor | None
+    """Once the forward was run again, and until a backward has asked for it."""
+    version: int
+    """How often that was written to before it was saved."""
+
+
+class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all that is needed
+    """Raised where autograd saves the last tensor that a backward needs."""
+
+
+class Nesting(ABC):
+    """Has the regions inside of one be regions when that is recomputed."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """It is about to be recomputed."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """It was recomputed; may be called again."""
+
+
+class Recomputed:
+    """A module that is recomputed as a whole, and what is known of it ahead."""
+
+    def __init__(self, module: nn.Module, counts: Counts | None) -> None:
+        self.module = module
+        self.code = code_of(module)
+        """What runs it where it is compiled: that saves other tensors than its forward does."""
+        self.state = ModuleState(module)
+        self.counts = counts
+
+    def watch(self, hooks: HookSet) -> None:
+        """See the calls of the module."""
+
+    def end_left(self, call: RegionCall) -> None:
+        """End a call of it that an interrupt has left, and those within."""
+
+    def nesting(self, call: RegionCall) -> Nesting | None:
+        """Return what has the regions inside be regions in a recompute as well, if there are any."""
+        return None
+
+    def error(self, need: str, found: str, do: str) -> ReplayMismatchError:
+        """Return what to raise where a recompute cannot be exact."""
+        return ReplayMismatchError(
+            f"a {type(self.module).__name__} that is recomputed as a whole needs {need}; found {found}. {do}"
+        )
+
+
+class RegionCall:
+    """One call of a region. It is itself the hook that autograd gives what it saves in the forward.
+
+    Args:
+        region: the module that is called.
+        frame: where it is called from.
+        inputs: what it is called with.
+        devices: CUDA devices that the module draws on.
+        args: the tensors among these are on others.
+    """
+
+    __slots__ = (
+        "before",
+        "below",
+        "device",
+        "drawn",
+        "frame",
+        "inner",
+        "inputs",
+        "is_broken",
+        "lock",
+        "noted",
+        "places",
+        "region",
+        "surroundings",
+    )
+
+    def __init__(
+        self, region: Recomputed, frame: FrameType, inputs: Inputs, devices: Sequence[torch.device], args: Sequence[Any]
+    ) -> None:
+        self.region = region
+        self.frame: FrameType | None = frame
+        """While it is going on. Once that is off the stack, an interrupt has ended it."""
+        self.inputs = inputs
+        self.places: list[weakref.ref[Placeholder]] = []
+        self.is_broken = False
+        self.lock = threading.RLock()
+        self.surroundings: Surroundings = current_surroundings()
+        self.drawn: tuple[GeneratorState, ...] = ()
+        """Generators that the forward has drawn from, and where they were before."""
+        state = region.state
+        self.noted = noted = Noted()
+        noted.flags = tuple(map(training_flag, state.parts))
+        noted.versions_of_parameters = sum(map(torch_private.version_of, state.parameters))
+        if state.places:
+            state.note_buffers(noted)
+        cpu = torch.default_generator
+        self.before: tuple[GeneratorState, ...] = ((cpu, cpu.get_state()),)
+        """Where all generators were, while it is going on."""
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.is_cuda and arg.device not in devices:
+                devices = [*devices, arg.device]
+        if devices:
+            self.before += states_on(devices)
+        self.device = torch.get_default_device() if torch_private.num_function_modes() else None
+        """Where tensors are made by default, if something says so."""
+        self.below: object = None
+        """The pack hook below, where it is within the context."""
+        self.inner: dict[Recomputed, int] = {}
+        """Regions of which calls were within it, and the number of the first."""
+
+    def __call__(self, tensor: Tensor) -> Placeholder | KeptHandle:
+        above: FrameType | None = sys._getframe()
+        while above is not self.frame and above is not None:
+            above = above.f_back
+        if above is None and torch_private.backward_task() == -1:  # a backward in the forward may have a thread of its own
+            return self._hand_on(tensor)
+        place = Placeholder()
+        place.call, place.tensor = self, None
+        place.shape, place.dtype = tensor.shape, tensor.dtype
+        self.places.append(weakref.ref(place))
+        return place
+
+    def _hand_on(self, tensor: Tensor) -> KeptHandle:
+        """An interrupt has ended the call, and has left its hooks on: take them off, and give those outside what they are to
+        have had."""
+        self.region.end_left(self)
+        take_off(self)
+        outer = torch_private.top_saved_tensor_hooks(True)
+        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, *outer, is_checked=True)
+
+    def recompute(self) -> None:
+        """Run the forward again, and hand out what it saves. The lock is held.
+
+        Raises:
+            RuntimeError: an input or a parameter was written to since.
+            ReplayMismatchError: it has saved something else.
+        """
+        region = self.region
+        if self.is_broken or (self.frame is not None and not is_going_on(self.frame)):
+            raise region.error("a forward that has come to its end", "one that was interrupted", "Run the forward again")
+        state = region.state
+        if sum(map(torch_private.version_of, state.parameters)) != self.noted.versions_of_parameters:
+            raise region.error(_AS_IT_WAS, "a parameter that was written to", _WRITE_LATER)
+        if state.places and (changed := state.what_has_changed(self.noted)):
+            raise region.error(_AS_IT_WAS, changed, _WRITE_LATER)
+        try:
+            args, kwargs = self.inputs.rebuild()
+        except RuntimeError as error:
+            note_on(error, f"It is an input of a {type(region.module).__name__} whose forward is run again in the backward.")
+            raise
+        recompute = Recompute(self)
+        try:
+            if torch_private.profiler_is_on():
+                with label("recompute"):
+                    is_whole = recompute.run(args, kwargs)
+            else:
+                is_whole = recompute.run(args, kwargs)
+            if not is_whole:
+                num_saved = f"{recompute.num_saved}"
+                raise region.error(f"its forward to save {len(self.places)} tensors whenever it is run", num_saved, _ADVICE)
+        except BaseException:
+            recompute.forget()
+            raise
+        if region.counts is not None:
+            region.counts.num_replays += 1
+            if region.counts.trial is not None:
+                region.counts.trial.begin_backward()
+
+
+class Recompute:
+    """One recompute of a call. It is itself the hook that is given what is saved meanwhile, for the placeholders that autograd
+    still holds. It knows what was set before."""
+
+    __slots__ = (
+        "_before",
+        "_buffers",
+        "_call",
+        "_drawn",
+        "_flags",
+        "_grad",
+        "_last",
+        "_nesting",
+        "_places",
+        "num_saved",
+    )
+
+    def __init__(self, call: RegionCall) -> None:
+        state = call.region.state
+        self._call = call
+        self._places: list[Placeholder | None] = list(map(weakref.ref.__call__, call.places))
+        last = len(self._places) - 1
+        while self._places[last] is None:
+            last -= 1
+        self._last = last
+        self.num_saved = 0
+        self._grad = torch.is_grad_enabled()
+        self._before = current_surroundings()
+        self._drawn = states_of(call.drawn) if call.drawn else ()
+        self._buffers = state.others(call.noted) if state.has_others else ()
+        self._flags = tuple(map(training_flag, state.parts))
+        self._nesting = call.region.nesting(call) if call.inner else None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        number = self.num_saved
+        self.num_saved = number + 1
+        if number > self._last:
+            return tensor.detach()  # of a backward in the forward
+        place = self._places[number]
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if place is not None:
+            if tensor.shape != place.shape or tensor.dtype is not place.dtype:
+                raise self._call.region.error(
+                    f"its forward to save {_described(place.shape, place.dtype)} as number {number} whenever it is run",
+                    _described(tensor.shape, tensor.dtype),
+                    _ADVICE,
+                )
+            place.tensor, place.version = tensor, torch_private.version_of(tensor)
+        if number == self._last:
+            raise _Stop
+        return tensor
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Run the forward, with what was set when it ran first, and tell whether all that is needed was made."""
+        call, is_back = self._call, False
+        try:
+            try:
+                if self._nesting is not None:
+                    self._nesting.begin()
+                torch_private.push_saved_tensor_hooks(self, unpack_recomputed)
+                if not self._grad:
+                    torch.set_grad_enabled(True)
+                if self._before != call.surroundings:
+                    set_surroundings(call.surroundings)
+                if call.drawn:
+                    set_generators(call.drawn)
+                for buffers, name, _, other in self._buffers:
+                    buffers[name] = other
+                if self._flags != call.noted.flags:
+                    call.region.state.set_flags(call.noted.flags)
+                if call.device is None and not torch_private.num_function_modes():
+                    (call.region.code or call.region.module.forward)(*args, **kwargs)
+                else:
+                    with call.device or torch.device("cpu"):
+                        (call.region.code or call.region.module.forward)(*args, **kwargs)
+            except _Stop:
+                if self.num_saved <= self._last:
+                    raise  # it is another's
+            finally:
+                self._put_back()
+                is_back = True
+        finally:
+            if not is_back:  # an interrupt came in between
+                self._put_back()
+        return self.num_saved > self._last
+
+    def _put_back(self) -> None:
+        """Set what was set before; may be called again."""
+        if self._nesting is not None:
+            self._nesting.end()
+        top = torch_private.top_saved_tensor_hooks(True)
+        if top is not None and top[0] is self:
+            torch_private.pop_saved_tensor_hooks()
+        else:
+            take_off(self)
+        if not self._grad:
+            torch.set_grad_enabled(False)
+        if self._before != self._call.surroundings:
+            set_surroundings(self._before)
+        if self._drawn:
+            set_generators(self._drawn)
+        for buffers, name, buffer, _ in self._buffers:
+            buffers[name] = buffer
+        if self._flags != self._call.noted.flags:
+            self._call.region.state.set_flags(self._flags)
+
+    def forget(self) -> None:
+        """Let go what was made: the rest is missing."""
+        for place in self._places:
+            if place is not None:
+                place.tensor = None
+
+
+_AS_IT_WAS = "what it reads to be in the backward as it was in the forward"
+_WRITE_LATER = "Write to it after the backward"
+_ADVICE = "Is it deterministic, and is what it reads the same in the backward?"
+
+
+def _described(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} of {dtype}"
+
+
+def unpack(place: Placeholder | KeptHandle) -> Tensor:
+    """Return what a placeholder stands for: the other half of the hooks of a `RegionCall`."""
+    if isinstance(place, KeptHandle):
+        return place.unpack()
+    tensor = place.tensor
+    while tensor is None:  # another thread may take what is made
+        with place.call.lock:
+            if place.tensor is None:
+                place.call.recompute()
+            tensor = place.tensor
+    place.tensor = None
+    if torch_private.version_of(tensor) != place.version:
+        raise modified_error(tensor, place.version)
+    return tensor
+
+
+def unpack_recomputed(tensor: Tensor) -> Tensor:
+    """Return what was saved when a forward was run again: a backward may be part of it."""
+    return tensor
+
+
+def take_off(pack: Callable[[Tensor], object]) -> bool:
+    """Take the hooks off that a tensor is packed by, from below others as well, and tell whether they were on."""
+    top = torch_private.top_saved_tensor_hooks(True)
+    above = []
+    while top is not None and top[0] is not pack:
+        above.append(top)
+        torch_private.pop_saved_tensor_hooks()
+        top = torch_private.top_saved_tensor_hooks(True)
+    if top is not None:
+        torch_private.pop_saved_tensor_hooks()
+    for pair in reversed(above):
+        torch_private.push_saved_tensor_hooks(*pair)
+    return top is not None
+
+
+def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
+    """Tell whether a frame is one of those that have called another, or that itself."""
+    while start is not None and start is not frame:
+        start = start.f_back
+    return start is not None
+
+
+def is_going_on(frame: FrameType) -> bool:
+    """Tell whether a frame is on the stack of any thread."""
+    return any(is_on_stack(frame, start) for start in sys._current_frames().values())
+
+
+for _hook in (RegionCall.__call__, Recompute.__call__, unpack, unpack_recomputed):
+    leave_untraced(_hook)

@@ -1,0 +1,149 @@
+"""From a recorded step to the calls of modules that are recomputed as a whole in the next ones, if that takes less time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from memkit.activations.recomputing.region_reasons import why_not_region
+from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.traces import OpTrace
+from memkit.activations.saved.trial import Trial
+from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionPlanner
+from memkit.recording.cost import host_costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionPlan:
+    """Which calls are regions, and what a step takes then."""
+
+    calls: Mapping[weakref.ref[nn.Module], frozenset[int]]
+    """For each module of which calls are regions, their numbers."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the tensors that regions are given, one after the other."""
+    num_regions: int
+    num_ops: int
+    """How many ops a step has."""
+    num_dropped: int
+    """How many of its saved values are dropped."""
+    plan: Plan
+    """The same, by saved values, to be shown."""
+    trial: Trial
+    """Whether that is faster than single ops."""
+
+    def counts(self, budget: int | float, budget_bytes: float) -> Counts:
+        """Return what a step does, but for its replays, which are counted as they come."""
+        plan = self.plan
+        return Counts(
+            budget=budget,
+            budget_bytes=budget_bytes,
+            follows_plan=True,
+            num_ops=self.num_ops,
+            num_saved=len(plan.saves),
+            saved_bytes=plan.saved_bytes,
+            num_dropped=self.num_dropped,
+            dropped_bytes=plan.recompute_bytes,
+            peak_bytes=plan.predicted_peak_bytes,
+            ops_of_region=round(plan.num_replayed_ops / self.num_regions),
+            region_s=plan.predicted_replay_s / self.num_regions,
+        )
+
+
+def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch.device) -> RegionPlan | None:
+    """Return the regions of a step; None if they do not fit the budget, or if it is certain that ops take less time: where the
+    host itself computes. Else a trial shows that.
+
+    Args:
+        trace: what is known of the step.
+        num_ops: how many ops it has.
+        of_ops: its plan by ops.
+        torch_device: where it runs.
+    """
+    calls = _checked(trace)
+    if all(call.why_not for call in calls):
+        return None
+    costs = host_costs(torch_device)
+    planner = RegionPlanner(trace.step, calls, costs, num_ops=num_ops)
+    budget_bytes = of_ops.budget_bytes or 0
+    choice = planner.best(budget_bytes)
+    if choice is None and of_ops.predicted_peak_bytes > budget_bytes:
+        choice = planner.least()  # neither fits: as little as can be
+        if choice.peak_bytes > of_ops.predicted_peak_bytes:
+            return None
+    if choice is None or not choice.chosen:
+        return None
+    is_open = of_ops.predicted_peak_bytes <= max(budget_bytes, choice.peak_bytes)  # else ops need more
+    if is_open and costs.is_device and planner.seconds(choice) > _seconds_of_ops(planner, costs, num_ops, of_ops):
+        return None
+    chosen: dict[weakref.ref[nn.Module], frozenset[int]] = {}
+    for index in choice.chosen:
+        module = trace.modules[index]
+        chosen[module] = chosen.get(module, frozenset()) | {calls[index].number}
+    shapes = tuple(shape for index in choice.chosen for shape in calls[index].shapes)
+    plan = _plan_of(planner, choice, trace, budget_bytes)
+    return RegionPlan(
+        calls=chosen,
+        shapes=shapes,
+        num_regions=len(choice.chosen),
+        num_ops=num_ops,
+        num_dropped=len(plan.dropped),
+        plan=plan,
+        trial=Trial(is_open=is_open),
+    )
+
+
+def _checked(trace: OpTrace) -> list[ModuleCall]:
+    """Return the calls of a step, each saying why it cannot be a region if its module alone tells."""
+    found, why_not = list[ModuleCall](), dict[nn.Module, str]()
+    for call, reference in zip(trace.calls, trace.modules, strict=True):
+        module = reference()
+        if module is not None and not call.why_not and module not in why_not:
+            why_not[module] = why_not_region(module)
+        why = call.why_not or ("it is gone" if module is None else why_not[module])
+        found.append(replace(call, why_not=why))
+    return found
+
+
+def _seconds_of_ops(planner: RegionPlanner, costs: HostCosts, num_ops: int, plan: Plan) -> float:
+    """Return what a step takes that is recorded, and makes single values again."""
+    num_saves = len(planner.step.saves)
+    recorded_s = num_ops * costs.recorded_s + num_saves * costs.saved_s + plan.num_replayed_ops * costs.replayed_s
+    return costs.step_s(planner.plain_device_s + plan.predicted_replay_s, planner.plain_host_s + recorded_s)
+
+
+def _plan_of(planner: RegionPlanner, choice: RegionChoice, trace: OpTrace, budget_bytes: int) -> Plan:
+    """Return a choice of regions as what happens to each saved value."""
+    step, dropped = planner.step, planner.dropped(choice)
+    lineage, inside = step.lineage, dict[int, str]()
+    for index in choice.chosen:
+        call = planner.calls[index]
+        inside |= dict.fromkeys(step.saves[slice(*call.saves)], call.name)
+    saves = []
+    for index, value in enumerate(dict.fromkeys(step.saves)):
+        op, module = trace.names.get(value, ("", ""))
+        drops = value in dropped
+        reason = f"{inside[value]} runs again" if drops else step.why_kept.get(value, "fits the budget")
+        saves.append(
+            PlannedSave(
+                index=index,
+                value=value,
+                num_bytes=lineage.num_bytes[value],
+                action=Action.RECOMPUTE if drops else Action.KEEP,
+                op=op,
+                module=module,
+                cost_s=0.0 if lineage.maker[value] == NO_OP else lineage.seconds[lineage.maker[value]],
+                reason=reason,
+            )
+        )
+    return Plan(
+        saves=tuple(saves),
+        budget_bytes=budget_bytes,
+        limit_bytes=float(max(budget_bytes, choice.peak_bytes)),
+        predicted_peak_bytes=choice.peak_bytes,
+        predicted_replay_s=choice.device_s,
+        num_replayed_ops=sum(planner.calls[index].num_ops for index in choice.chosen),
+    )

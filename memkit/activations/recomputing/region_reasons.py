@@ -1,0 +1,63 @@
+"""Why a module cannot be recomputed as a whole, as far as that shows without a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memkit import torch_private
+from memkit.torch_state import is_sharded_by_fsdp
+
+_OWN = ("memkit.activations.recomputing.regions", "memkit.recording.trail")
+"""Where hooks are defined that a recompute may run again, or not."""
+
+
+def why_not_region(module: nn.Module) -> str:
+    """Return why no call of a module can be a region, as far as the module shows it; empty if it may be one.
+
+    What only a call shows is not seen: a forward that writes to its inputs (`nn.ReLU(inplace=True)` itself), that counts in
+    plain attributes, or that draws from Python's generator.
+    """
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        return f"a {type(module).__name__} has no forward"
+    for name in torch_private.MODULE_HOOKS:
+        if not _are_own(vars(nn.modules.module)[f"_global{name}"]):
+            return "hooks of all modules are set (torch.nn.modules.module.register_module_forward_hook), which would run twice"
+    for part in module.modules():
+        why = _why_not_inside(part)
+        if why:
+            return why if part is module else f"a {type(part).__name__} in it: {why}"
+    return ""
+
+
+def _why_not_inside(part: nn.Module) -> str:
+    """Return why a module that this one is a part of cannot be a region."""
+    if isinstance(part, nn.modules.lazy.LazyModuleMixin) and part.has_uninitialized_params():
+        return "its parameters are made by its first call"
+    if isinstance(part, torch.jit.ScriptModule):
+        return "it is scripted, and what that saves depends on how often it has run"
+    if is_sharded_by_fsdp(part) or isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "its forward talks to other processes or devices"
+    if isinstance(part, nn.SyncBatchNorm) and part.training:
+        return "its forward talks to other processes"
+    if "_hf_hook" in vars(part):
+        return "accelerate moves its weights in its forward"
+    for name in torch_private.MODULE_HOOKS:
+        if not _are_own(getattr(part, name)):
+            is_streamed = any(_home_of(hook).startswith("memkit.weights") for hook in getattr(part, name).values())
+            return "LayerOffload streams its weights" if is_streamed else "it has hooks, which would run twice, or not at all"
+    return ""
+
+
+def _are_own(hooks: Mapping[int, object]) -> bool:
+    """Tell whether hooks are such that a recompute may run them again, or not."""
+    return all(_home_of(hook) in _OWN for hook in hooks.values())
+
+
+def _home_of(hook: Any) -> str:
+    """Return the module that a hook is defined in."""
+    hook = getattr(hook, "_hook", hook)
+    return getattr(getattr(hook, "func", hook), "__module__", None) or ""

@@ -1,0 +1,262 @@
+"""Regions: modules whose calls are recomputed as a whole. What autograd would save in them is not kept; the module's forward is
+run again when a backward needs it.
+
+The semantics are those of `torch.utils.checkpoint` without reentrant autograd: random state, autocast, an early stop, nesting.
+Which modules are regions is decided elsewhere. Source: `torch.utils.checkpoint._checkpoint_without_reentrant_generator`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.activations.recomputing.region_calls import (
+    Nesting,
+    Recompute,
+    Recomputed,
+    RegionCall,
+    is_on_stack,
+    take_off,
+    unpack,
+)
+from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
+from memkit.activations.recomputing.surroundings import drawn_from
+from memkit.activations.saved.counts import Counts
+from memkit.compiled import Code, around_compiled
+from memkit.hooks import HookPair, HookSet
+from memkit.interrupts import Exclusive
+from memkit.kept import ForwardedHandle, KeptHandle
+from memkit.torch_state import is_traced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionSpec:
+    """Which calls of a module are regions."""
+
+    calls: frozenset[int] | None = None
+    """Their numbers in one time in the context, from 0 on; None for all. Counted are those with grad mode on that are within no
+    `torch.utils.checkpoint`."""
+
+
+class _Thread(threading.local):
+    """What a thread does with the regions of a context."""
+
+    def __init__(self) -> None:
+        self.is_in = False
+        """Whether calls in this thread are regions."""
+        self.outer: object = None
+        """The pack hook that was on top when the context was entered."""
+        self.numbers: dict[Recomputed, int] = {}
+        """How many calls of each region there were."""
+        self.calls: list[RegionCall] = []
+        """Those that are going on, the innermost last, perhaps with some that an interrupt has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What the regions of a context share."""
+
+    thread: _Thread
+    keep: Callable[[Tensor], KeptHandle]
+    counts: Counts | None
+    not_taken: dict[nn.Module, str]
+
+
+class Regions(Exclusive):
+    """A context in which calls of some modules are regions: for the thread that enters it, and what it has recomputed.
+
+    Made once, it may be entered any number of times. The backwards may come after.
+
+    Args:
+        chosen: the modules.
+        keep: holds an input of a region until the backward; called with grad mode off. By default it stays where it is.
+        counts: where it is noted what was recomputed.
+    """
+
+    def __init__(
+        self,
+        chosen: Mapping[nn.Module, RegionSpec],
+        *,
+        keep: Callable[[Tensor], KeptHandle] = KeptHandle,
+        counts: Counts | None = None,
+    ) -> None:
+        torch_private.require(torch_private.Feature.REMAT)
+        self._common = _Common(_Thread(), keep, counts, {})
+        self._regions = [RegionModule(module, spec, self._common) for module, spec in chosen.items()]
+        self._hooks = HookSet()
+
+    @property
+    def not_taken(self) -> dict[nn.Module, str]:
+        """The modules of which a call was no region, and why."""
+        return self._common.not_taken
+
+    def __enter__(self) -> Regions:
+        self.claim("these regions are watched already: make a Regions for each context and each thread")
+        self.is_entered = True
+        thread = self._common.thread
+        try:
+            top = torch_private.top_saved_tensor_hooks(True)
+            thread.outer, thread.is_in = None if top is None else top[0], True
+            for region in self._regions:
+                region.watch(self._hooks)
+        except BaseException:
+            self.leave(has_failed=True)
+            raise
+        return self
+
+    def end_block(self, *, has_failed: bool) -> None:
+        thread = self._common.thread
+        self._hooks.remove()
+        _end_after(thread.calls, 0)
+        thread.is_in, thread.outer, thread.numbers = False, None, {}
+
+
+class RegionModule(Recomputed):
+    """A module whose calls are regions."""
+
+    def __init__(self, module: nn.Module, spec: RegionSpec, common: _Common) -> None:
+        super().__init__(module, common.counts)
+        self._calls = spec.calls
+        self._common = common
+        self._devices = sorted({part.device for part in module.parameters() if part.is_cuda}, key=str)
+
+    def watch(self, hooks: HookSet) -> None:
+        """See the calls of the module."""
+        if self.code is None:
+            hooks.around_forward(self.module, before=self._before, after=self._after, with_kwargs=True)
+        else:
+            around_compiled(hooks, self.module, self._run)
+
+    def _run(self, module: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module, which is compiled, is called: see [Note: calls of compiled modules]."""
+        self._before(module, args, kwargs)
+        try:
+            return code(*args, **kwargs)
+        finally:
+            self._after(module, args)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module's forward is about to run."""
+        thread = self._common.thread
+        if not thread.is_in or not torch.is_grad_enabled():
+            return
+        top = torch_private.top_saved_tensor_hooks(True)
+        is_own = top is not None and type(top[0]) in _OWN
+        if not is_own:
+            if top is not None and getattr(top[0], "__module__", "") == torch_private.CHECKPOINT_HOOKS:
+                return  # it makes again what is inside
+            if torch_private.backward_task() != -1:
+                return  # this is a recompute of another's
+        frame, calls = sys._getframe(3), thread.calls  # that of `Module._call_impl`
+        while calls and not is_on_stack(calls[-1].frame, frame):
+            _end_left(calls)  # which an interrupt has left
+        if calls and calls[-1].frame is frame:
+            return  # hooked twice
+        number = thread.numbers.get(self, 0)
+        thread.numbers[self] = number + 1
+        for call in calls:
+            call.inner.setdefault(self, number)
+        if self._calls is not None and number not in self._calls:
+            return
+        if torch_private.functorch_stack() is not None:
+            return  # what is saved is of no use outside of a transform
+        has_modes = torch_private.num_dispatch_modes() > 0
+        if has_modes and is_traced():
+            return
+        keep = self._common.keep
+        try:
+            if top is None or top[0] is thread.outer:
+                top = None
+            if top is None and keep is KeptHandle and not has_modes:
+                inputs = Inputs(args, kwargs, KeptHandle)
+            else:  # as autograd calls a hook, and as what is no part of the forward
+                with torch.no_grad(), torch_private.without_dispatch_modes() if has_modes else nullcontext():
+                    inputs = Inputs(args, kwargs, keep if top is None else _handing_to(top))
+            call = RegionCall(self, frame, inputs, self._devices, args)
+        except NoRegion as why:
+            self._common.not_taken[self.module] = str(why)
+            return
+        call.below = None if top is None else top[0]
+        calls.append(call)
+        torch_private.push_saved_tensor_hooks(call, unpack)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
+        """It has returned or raised."""
+        calls = self._common.thread.calls
+        if not calls or calls[-1].region is not self:
+            return
+        call, frame = calls[-1], sys._getframe(2)
+        if frame is call.frame or frame.f_back is call.frame:
+            call.drawn, call.before = drawn_from(call.before), ()
+            if self.state.places:
+                self.state.note_written(call.noted)
+            top = torch_private.top_saved_tensor_hooks(True)
+            if top is not None and top[0] is call:
+                torch_private.pop_saved_tensor_hooks()
+            else:
+                take_off(call)
+            call.frame = None
+            calls.pop()
+            if self.counts is not None and torch_private.backward_task() == -1:
+                self.counts.num_dropped += len(call.places)
+
+    def end_left(self, call: RegionCall) -> None:
+        calls = self._common.thread.calls
+        if call in calls:
+            _end_after(calls, calls.index(call))
+
+    def nesting(self, call: RegionCall) -> Nesting | None:
+        return _Nesting(self._common.thread, call) if call.inner else None
+
+
+class _Nesting(Nesting):
+    """Has the calls in a recompute be regions, as they were in the forward, also where the context was left since."""
+
+    def __init__(self, thread: _Thread, call: RegionCall) -> None:
+        self._thread, self._call = thread, call
+        self._hooks = HookSet()
+        self._before = self._thread.is_in, self._thread.numbers, len(self._thread.calls)
+
+    def begin(self) -> None:
+        self._thread.is_in, self._thread.numbers = True, dict(self._call.inner)
+        for region in self._call.inner:
+            region.watch(self._hooks)
+
+    def end(self) -> None:
+        self._hooks.remove()
+        self._thread.is_in, self._thread.numbers, num_calls = self._before
+        _end_after(self._thread.calls, num_calls)
+
+
+_OWN = (RegionCall, Recompute)
+"""The hooks of a region that is called, and of one that is recomputed."""
+
+
+def _handing_to(hooks: HookPair) -> Callable[[Tensor], KeptHandle]:
+    """Return what holds inputs by hooks that are within the context: they are given them as what is saved."""
+    return lambda tensor: ForwardedHandle(tensor, *hooks, is_checked=True)
+
+
+def _end_after(calls: list[RegionCall], num_calls: int) -> None:
+    """End the calls but the first ones, which an interrupt has left."""
+    while len(calls) > num_calls:
+        _end_left(calls)
+
+
+def _end_left(calls: list[RegionCall]) -> None:
+    """End the innermost call, which an interrupt has left; may be done again."""
+    call = calls[-1]
+    if not take_off(call) and call.below is not None:
+        top = torch_private.top_saved_tensor_hooks(True)
+        if top is not None and top[0] is call.below:  # whose exit has taken off those of the call, and left its own
+            torch_private.pop_saved_tensor_hooks()
+    call.is_broken, call.frame = True, None
+    calls.pop()

@@ -1,0 +1,86 @@
+"""When a step need not be recorded any more, and whether calls of modules can keep to a budget that single ops cannot."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, Settling
+from memkit.activations.recomputing.region_plan import RegionPlan, plan_regions
+from memkit.activations.saved.settled import Settled, SizesSeen
+from memkit.activations.saved.traces import Trace
+from memkit.activations.saved.trial import Trial, Way
+from memkit.plan import Plan
+
+if TYPE_CHECKING:
+    from memkit.activations.saved.state import RematState
+
+_NUM_RECORDED = 3
+"""So many steps are recorded at least: by the third it is known what each op takes."""
+_MOST_DEVIATIONS = 3
+"""A model of which so many steps had other regions than were planned is recorded from then on."""
+
+
+class NextSteps(Settling):
+    """Sees that a step drops nothing, or has regions."""
+
+    def settle(
+        self, state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None, is_timed: bool
+    ) -> None:
+        state.num_recorded += 1
+        state.settled = None
+        if not options.may_settle or state.num_recorded < _NUM_RECORDED or _has_wishes(state):
+            return
+        budget_bytes = state.counts.budget_bytes
+        if sizes is None:
+            state.settled = Settled(options=options, sizes=SizesSeen(options.min_bytes), budget_bytes=budget_bytes)
+            return
+        trace, plan = decider.follower.trace, decider.plan
+        if plan is None or trace is None or trace.ops is None or trace.ops.num_seen < _NUM_RECORDED:
+            return
+        keeps = plan.predicted_peak_bytes <= (plan.budget_bytes or 0)
+        if options.strict and keeps:
+            return  # what is only noticed once it is over comes too late
+        if not state.counts.num_dropped and keeps:
+            state.settled = Settled(options=options, sizes=sizes, budget_bytes=budget_bytes)
+        elif trace.ops.is_measured:
+            regions = _regions_of(state, trace, plan)
+            if regions is not None and not _lacks_ops(state, regions.trial, is_timed=is_timed):
+                state.settled = Settled(options=options, sizes=sizes, budget_bytes=budget_bytes, regions=regions)
+
+    def with_regions(self, state: RematState, options: RematOptions, trace: Trace, least: Plan) -> int | None:
+        if not options.may_settle or _has_wishes(state):
+            return None
+        regions = _regions_of(state, trace, least)
+        return None if regions is None else regions.plan.predicted_peak_bytes
+
+
+NEXT_STEPS = NextSteps()
+
+
+def _regions_of(state: RematState, trace: Trace, of_ops: Plan) -> RegionPlan | None:
+    """Return which regions a step may have instead of a plan by ops; None if it is to have none."""
+    if trace.ops is None or trace.has_marks or state.num_left >= _MOST_DEVIATIONS:
+        return None
+    device = state.costs.device
+    torch_device = torch.device("cpu") if device is None else device.torch_device
+    return trace.ops.regions(of_ops, functools.partial(plan_regions, trace.ops, len(trace.funcs), of_ops, torch_device))
+
+
+def _lacks_ops(state: RematState, trial: Trial, *, is_timed: bool) -> bool:
+    """Tell whether the next step is to run single ops again: another one is to be timed, or they are faster."""
+    device = state.costs.device
+    if device is None or device.torch_device.type == "cpu":
+        return False  # it is certain by itself
+    state.trial = trial
+    if not is_timed:
+        trial.end_forward(Way.OPS)
+    return trial.lacks_ops or trial.prefers_ops()
+
+
+def _has_wishes(state: RematState) -> bool:
+    """Tell whether the user has asked to drop or to move something, which may come again."""
+    steps = [trace.ops.step for trace in state.traces if trace.ops is not None]
+    return any(step.dropped or step.moved for step in steps)

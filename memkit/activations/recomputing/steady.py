@@ -1,0 +1,206 @@
+"""What `Rematerialize` does once it is known that nothing of a step is dropped: as good as nothing, until a step is another."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.activations.recomputing.budget import RematOptions
+from memkit.activations.recomputing.regions import Regions, RegionSpec
+from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, is_within, unpack
+from memkit.activations.saved.settled import Settled, SizesSeen
+from memkit.activations.saved.state import RematState, remat_states
+from memkit.activations.saved.trial import Way
+from memkit.device import CpuDevice
+from memkit.hooks import HookPair, SavedTensorHooks
+from memkit.kept import ForwardedHandle, KeptHandle
+from memkit.plan import Action
+
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+_storage_of = Tensor.untyped_storage
+_Packed = tuple[Tensor, int]
+
+
+class IdleStage(Stage):
+    """What is done where nothing is dropped, whatever is saved: nothing. The user's word is heeded from the next step on.
+
+    Args:
+        state: what is known under the tag.
+        moving: the stage of the context outside that moves, if there is one.
+    """
+
+    moves = False
+
+    def __init__(self, state: RematState, moving: Stage | None) -> None:
+        self._state = state
+        self._moving = moving
+
+    @property
+    def pair(self) -> HookPair:
+        """The hooks that it needs."""
+        return NO_PAIR
+
+    def begin(self) -> None:
+        pass
+
+    def take_off(self) -> None:
+        pass
+
+    def end(self, *, has_failed: bool) -> None:
+        pass
+
+    def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
+        return KeptHandle(tensor)
+
+    def mark(self, tensor: Tensor, action: Action) -> None:
+        if self._moving is not None and action is not Action.RECOMPUTE:
+            self._moving.mark(tensor, action)
+        elif action is Action.RECOMPUTE or (action is Action.OFFLOAD and not isinstance(self._state.device, CpuDevice)):
+            self._state.unsettle()
+
+
+class WatchStage(IdleStage):
+    """The same, but what is saved is added up: a step that saves more than fits the budget is noticed, and the next recorded.
+
+    It takes one call of a Python function for a save and one for its request.
+
+    Args:
+        state: what is known under the tag.
+        moving, outer: see `RecordingStage`.
+        settled: what is known of the steps that drop nothing.
+    """
+
+    def __init__(
+        self, state: RematState, moving: Stage | None, outer: SavedTensorHooks | None, settled: Settled, budget_bytes: int
+    ) -> None:
+        super().__init__(state, moving)
+        self._settled, self._budget_bytes = settled, budget_bytes
+        self._sizes = SizesSeen(settled.options.min_bytes)
+        self._seen, self._note = self._sizes.seen, self._sizes.note
+        self._outer = outer
+        self._has_outer = moving is not None or outer is not None
+
+    @property
+    def pair(self) -> HookPair:
+        return self.pack, unpack
+
+    def pack(self, tensor: Tensor) -> _Packed | KeptHandle:
+        """Take a tensor that autograd saves."""
+        if type(tensor) not in _PLAIN_TYPES:
+            return self._hand_on(tensor)
+        try:
+            storage = _storage_of(tensor)
+        except RuntimeError:  # it is no range of bytes
+            return self._hand_on(tensor)
+        if torch_private.storage_address(storage) not in self._seen and torch_private.backward_task() == -1:
+            self._note(tensor, storage)
+        if self._has_outer:
+            return self._hand_on(tensor)
+        return tensor.detach(), torch_private.version_of(tensor)
+
+    def _hand_on(self, tensor: Tensor) -> KeptHandle:
+        if self._moving is not None:
+            return self._moving.take(tensor)
+        outer = self._outer
+        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=True)
+
+    def end(self, *, has_failed: bool) -> None:
+        if self._sizes.exceed(self._budget_bytes, self._settled.sizes):
+            self._state.unsettle()
+
+
+class RegionStage(IdleStage):
+    """The same, but some calls of modules are recomputed as a whole.
+
+    Args:
+        state: what is known under the tag.
+        moving, outer: see `RecordingStage`: they are given what regions are given.
+        settled: which calls.
+        modules: their modules, with the numbers of the calls.
+    """
+
+    def __init__(
+        self,
+        state: RematState,
+        moving: Stage | None,
+        outer: SavedTensorHooks | None,
+        settled: Settled,
+        modules: dict[nn.Module, frozenset[int]],
+    ) -> None:
+        super().__init__(state, moving)
+        assert settled.regions is not None
+        self._outer, self._settled = outer, settled
+        self._shapes, self._place = settled.regions.shapes, 0
+        self._is_other = False
+        self.counts = settled.regions.counts(settled.options.budget, settled.budget_bytes)
+        self.counts.trial = settled.regions.trial
+        specs = {module: RegionSpec(calls=calls) for module, calls in modules.items()}
+        self._regions = Regions(specs, keep=self._keep, counts=self.counts)
+
+    def begin(self) -> None:
+        self._regions.__enter__()
+
+    def take_off(self) -> None:
+        self._regions.__exit__(None, None, None)
+
+    def end(self, *, has_failed: bool) -> None:
+        assert self._settled.regions is not None
+        self.counts.num_dropped = self._settled.regions.num_dropped  # of those that count
+        if self._is_other or (not has_failed and self._place != len(self._shapes)):
+            self._state.unsettle()
+        elif not has_failed:
+            self._settled.regions.trial.end_forward(Way.REGIONS)
+
+    def mark(self, tensor: Tensor, action: Action) -> None:
+        if self._moving is not None and action is not Action.RECOMPUTE:
+            self._moving.mark(tensor, action)
+        self._state.unsettle()
+
+    def _keep(self, tensor: Tensor) -> KeptHandle:
+        """Return the handle of a tensor that a region is given."""
+        place = self._place
+        self._place = place + 1
+        if place >= len(self._shapes) or tensor.shape != self._shapes[place]:
+            self._is_other = True
+        if self._moving is not None:
+            return self._moving.take(tensor)
+        outer = self._outer
+        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=True)
+
+
+def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None) -> IdleStage | None:
+    """Return the stage of a context that is about to be entered and need not record; None if it is to.
+
+    Args:
+        outer: the hooks that are on top, if a context of memkit has set them.
+    """
+    state = remat_states.get(tag)
+    if state is not None and state.trial is not None and state.costs.device is not None:
+        state.trial.begin_step(state.costs.device)
+    settled = None if state is None else state.settled
+    if state is None or settled is None or not settled.options.is_like(options):
+        return None
+    if settled.regions is not None and settled.regions.trial.prefers_ops():
+        state.settled = None
+        return None
+    modules = dict[nn.Module, frozenset[int]]()
+    for reference, calls in () if settled.regions is None else settled.regions.calls.items():
+        module = reference()
+        if module is None:
+            state.unsettle()
+            return None
+        modules[module] = calls
+    moving = outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
+    with state.lock:
+        state.num_iterations += 1
+        state.num_inner += is_within(tag)
+        state.is_recorded = False
+        if settled.regions is not None:
+            stage = RegionStage(state, moving, outer, settled, modules)
+            state.counts = stage.counts
+            state.plan = settled.regions.plan
+            return stage
+        if options.keeps_all:
+            return IdleStage(state, moving)
+        budget_bytes = options.budget if isinstance(options.budget, int) else 0
+        return WatchStage(state, moving, outer, settled, budget_bytes)

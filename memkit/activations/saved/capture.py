@@ -1,0 +1,62 @@
+"""What a whole forward has given the hooks, save by save: what later forwards are held against that follow a schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.activations.saved.records import Handle, Record
+from memkit.activations.saved.seen import NO_VALUE, SeenSave
+from memkit.kept import KeptHandle
+from memkit.storages import Geometry
+
+
+class Capture:
+    """Notes what the hooks of one entry are given, and what becomes of it."""
+
+    def __init__(self) -> None:
+        self.saves: list[SeenSave] = []
+        self.paused: list[int] = []
+        """Before which saves a region of `no_offload` began, or ended."""
+        self._first_node = 0
+        self._numbers = set[int]()
+        """The values that were saved."""
+        self._values: dict[int, tuple[int, Any]] = {}
+        """By address, the last value that a storage was saved as, and a weak reference to that."""
+        self.is_whole = True
+        """Whether all was noted that may leave, and all of it may be told from other things."""
+
+    def note(self, tensor: Tensor, packed: KeptHandle, num_values: int, seen_bytes: int) -> None:
+        """Note one save.
+
+        Args:
+            packed: what autograd holds for it.
+            num_values: how many values the forward has noted by now.
+            seen_bytes: what the save has added to the bytes that could leave.
+        """
+        kind, value, geometry, num_bytes, before = type(packed), NO_VALUE, None, 0, NO_VALUE
+        if kind is Handle and isinstance(packed, Handle):
+            value, geometry, num_bytes = packed.record.index, Geometry.of(tensor), packed.record.num_bytes
+            before = self._before(packed.record, value)
+        is_plain = (type(tensor) is Tensor or type(tensor) is nn.Parameter) and not tensor.is_nested
+        if kind is not KeptHandle and not (value != NO_VALUE and is_plain):
+            self.is_whole = False
+        shape, dtype, is_written = (tensor.shape, tensor.dtype, tensor.requires_grad) if is_plain else (None, None, True)
+        number = torch_private.node_number()
+        if not self.saves:
+            self._first_node = number
+        node = number - self._first_node
+        self.saves.append(SeenSave(shape, dtype, value, geometry, num_bytes, is_written, node, num_values, before, seen_bytes))
+
+    def _before(self, record: Record, value: int) -> int:
+        """Return the value that the storage of a new record was saved as before; `NO_VALUE` if there is none."""
+        storage = record.original()
+        if storage is None or value in self._numbers:
+            return NO_VALUE
+        self._numbers.add(value)
+        address = torch_private.storage_address(storage)
+        before, original = self._values.get(address, (NO_VALUE, None))
+        self._values[address] = value, record.original
+        return before if original is not None and original() is storage else NO_VALUE

@@ -1,0 +1,176 @@
+"""Modules that `torch.compile` runs: which are, and a place around their calls that is outside of what is compiled.
+
+[Note: calls of compiled modules] There are three ways to compile a module by itself. Of hooks, Dynamo compiles some, and calls
+others as they are, by where they are set (seen with torch 2.10 and 2.15):
+
+| | `module.compile()` | `torch.compile(module)` | `module.forward = torch.compile(...)` |
+|---|---|---|---|
+| begins ahead of | the module's hooks | those of the module inside | `forward` |
+| a hook on the module | compiled by itself, when called | as it is, on the one around | as it is |
+| a hook on a child, set later | never called | never called | never called |
+| a global hook, set later | compiled by itself | twice: as it is, and compiled | as it is |
+| a global hook, set ahead | also in the graph, see below | same | same |
+| hooks of saved tensors | as they are, but see below | same | same |
+| a dispatch mode | runs op by op, nothing is compiled | same | same |
+
+Global hooks that are set when a graph is made are in it, for the modules inside: it is made again when what they read
+changes, and broken where they are marked. Hooks of saved tensors are compiled by themselves where a frame was left
+uncompiled, and its ops save one by one. What is compiled by itself is compiled again when it reads something else, up to
+Dynamo's limit. A hook with a mark (`_Untraced` in `hooks.py`), or of whose code Dynamo was told so (`leave_untraced`), is
+called as it is.
+
+In each of the three, and where `forward` is decorated, there is one attribute of the module that the compiled code is called
+by. A function in its place is called ahead of that code and of the hooks that it calls, returns behind them, runs as plain
+Python, and no code is compiled again because of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from memkit import torch_private
+from memkit.hooks import HookSet
+from memkit.torch_state import in_compiled_function, leave_untraced
+
+Code = Callable[..., Any]
+"""What runs a compiled module's forward: called with its arguments."""
+Run = Callable[[nn.Module, Code, tuple[Any, ...], dict[str, Any]], Any]
+"""Is given a module, what runs it, and the arguments of a call; returns what the call is to return."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether calling a module runs code that `torch.compile` has made, or makes now, of the whole module."""
+    return _place_of_code(module) is not None
+
+
+def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in a module, or this one itself, that are compiled, and not within others that are."""
+    seen = set[nn.Module]()
+    waiting = [module]
+    while waiting:
+        found = waiting.pop()
+        if found in seen:
+            continue
+        seen.add(found)
+        if is_compiled(found):
+            yield found
+        else:
+            waiting += reversed(list(found.children()))
+
+
+def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
+    """Call `run` in place of a compiled module's code, until the hooks are removed: see [Note: calls of compiled modules].
+
+    It is outside of that code, and of nothing else: what it does is not compiled. A copy of the module is without it.
+
+    Raises:
+        ValueError: the module is not compiled.
+    """
+    place = _place_of_code(module)
+    if place is None:
+        raise ValueError(f"around_compiled needs a module that torch.compile runs; found {type(module).__name__}")
+    around = _Around(module, place, run)
+    hooks.add(around)  # ahead: to remove what is not there yet does nothing
+    around.put()
+
+
+def code_of(module: nn.Module) -> Code | None:
+    """Return what runs a compiled module's forward, whatever stands around it; None if it is not compiled."""
+    place = _place_of_code(module)
+    code = None if place is None else getattr(module, place)
+    while type(code) is _Around:
+        code = code.code
+    return code
+
+
+def is_seen_by_global_hooks(module: nn.Module) -> bool:
+    """Tell whether global hooks on a call of a compiled module are called outside of `around_compiled`."""
+    return _place_of_code(module) != torch_private.COMPILED_CALL
+
+
+def minds_global_hooks(module: nn.Module) -> bool:
+    """Tell whether calling a module warns of global hooks, as what `torch.compile(module)` returns does."""
+    return type(module).__call__ is not nn.Module.__call__
+
+
+class _Asked(threading.local):
+    """Whether Dynamo was asked in a thread to compile something while a mode of memkit was on, and has left it as it is."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+
+
+_asked = _Asked()
+
+
+def note_asked() -> None:
+    """Dynamo was asked to compile something, and leaves it as it is because of a mode."""
+    _asked.was_asked = True
+
+
+def runs_as_it_is() -> bool:
+    """Tell whether the caller runs inside a function that was to be compiled, and runs op by op because of a mode.
+
+    Cheap where Dynamo was not asked to compile anything since the last answer."""
+    if not _asked.was_asked:
+        return False
+    _asked.was_asked = in_compiled_function()
+    return _asked.was_asked
+
+
+def _place_of_code(module: nn.Module) -> str | None:
+    """Return the attribute that a compiled module's code is called by, None if it is not compiled."""
+    own = vars(module)
+    code = own.get(torch_private.COMPILED_CALL)
+    if code is not None:
+        return torch_private.COMPILED_CALL if _is_code(code) else None
+    return "forward" if _is_code(own.get("forward") or type(module).forward) else None
+
+
+def _is_code(function: Any) -> bool:
+    if type(function) is _Around:
+        return True
+    is_marked = hasattr(function, torch_private.COMPILED_FUNCTION_MARK)
+    return is_marked and not any(getattr(function, mark, None) for mark in torch_private.UNTRACED_MARKS)
+
+
+class _Around:
+    """Stands where a module's compiled code is called, in the attribute `place`."""
+
+    def __init__(self, module: nn.Module, place: str, run: Run) -> None:
+        self._module, self._place = module, place
+        self.code: Code = getattr(module, place)
+        self._is_own = place in vars(module)
+        """Whether the module itself has that attribute, and not its class."""
+        self._run: Run | None = run
+        """None once it was removed: another may stand in front of it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        return self.code(*args, **kwargs) if run is None else run(self._module, self.code, args, kwargs)
+
+    vars(__call__).update(torch_private.UNTRACED_MARKS)  # where its caller is traced
+
+    def put(self) -> None:
+        vars(self._module)[self._place] = self
+
+    def remove(self) -> None:
+        """Put back what was there, once nothing stands in front; may be called again."""
+        self._run = None
+        own, place = vars(self._module), self._place
+        while type(last := own.get(place)) is _Around and last._run is None:
+            if last._is_own:
+                own[place] = last.code
+            else:
+                del own[place]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.code, memo)
+
+
+leave_untraced(_Around.__call__)

@@ -1,0 +1,210 @@
+"""When each copy of a step is put on its lane, and when what it has copied is let go: worked out once, for steps that go as an
+earlier one did.
+
+The rules are those of the byte window (`memkit.activations.offloading.window`): what leaves is copied, and stays for as long as
+there is room; the oldest goes first. In the backward, what falls free is filled with what is needed next. Copies of small
+storages that are due one soon after the other are put on the lane together.
+
+[Note: spread over the forward] Whatever else is copied to the host, as by `item()`, waits behind the copies that the device's
+copy engine has been given: 2 GiB of them take 39 ms on a link of 55 GB/s. So where a part of a forward leaves, and has been
+saved long before the end, its copies are not put on the lane at once, but over the whole forward, somewhat ahead of an even
+pace.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from memkit.plan.forecast import Forecast
+
+BATCH_BYTES = 2**20
+"""Copies smaller than this are put together, up to as much: on its own such a copy does not fill the link."""
+_MOST_COPIES = 64
+_MOST_WAIT = 8
+"""For so many saves the first of a batch waits for the others."""
+_AHEAD = 1.25
+"""By how much copies are ahead of an even pace: see [Note: spread over the forward]."""
+_LEAD = 16
+"""So many requests ahead of the first need of it, a batch is fetched at the latest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopySchedule:
+    """What is due at each save, and at each request of the backward. All that leaves goes, and comes back, in the order of its
+    batches, so that numbers of batches say which."""
+
+    out: tuple[tuple[int, ...], ...]
+    """The batches that leave: numbers of values."""
+    num_sent: tuple[int, ...]
+    """For each save, how many of these are on the lane when it has been noted; and at last at the end of the forward."""
+    num_released: tuple[int, ...]
+    """For each save, how many of these the device has let go of by then; and at last at the end of the forward."""
+    back: tuple[tuple[int, ...], ...]
+    """The batches that come back."""
+    requests: tuple[int, ...]
+    """The values that the backward asks for, in the order of first requests: those that leave, and those others whose request
+    is a moment at which something is fetched."""
+    num_fetched: tuple[int, ...]
+    """For each request, how many of the batches that come back are on the lane before it is served."""
+    peak_bytes: int
+    """The most bytes of these values on the device in the forward."""
+
+
+def schedule_copies(
+    sizes_bytes: Mapping[int, int],
+    leaving: Collection[int],
+    *,
+    saves: Sequence[int],
+    ready: Mapping[int, int],
+    requests: Sequence[int],
+    limit_bytes: int,
+    window_bytes: int,
+    forecast: Forecast | None,
+) -> CopySchedule:
+    """Return when the copies of a step are due.
+
+    Args:
+        sizes_bytes: bytes of each saved value, by its number.
+        leaving: those that leave.
+        saves: the value that each save is of, perhaps again; -1 for what does not count.
+        ready: for each that leaves, the save from which on it may be copied: `len(saves)` for the end of the forward.
+        requests: the value of each request of the backward, perhaps again.
+        limit_bytes: what of these values the device may hold.
+        window_bytes: by how much more in the backward, where the forecast allows it.
+        forecast: how full the device is at the first request of each value; None if that is not known.
+    """
+    out, num_sent, num_released, peak_bytes = _forward(sizes_bytes, leaving, saves, ready, limit_bytes)
+    gone = {value for batch in out[: num_released[-1]] for value in batch}
+    order, back, num_fetched = _backward(sizes_bytes, gone, saves, requests, limit_bytes, window_bytes, forecast)
+    before = 0
+    asked, fetched = [], []
+    for value, num in zip(order, num_fetched, strict=True):
+        if value in leaving or num != before:
+            asked.append(value)
+            fetched.append(num)
+        before = num
+    return CopySchedule(
+        out=tuple(out),
+        num_sent=tuple(num_sent),
+        num_released=tuple(num_released),
+        back=tuple(back),
+        requests=tuple(asked),
+        num_fetched=tuple(fetched),
+        peak_bytes=peak_bytes,
+    )
+
+
+class _Batches:
+    """Values that are gathered for copies that are put on a lane together."""
+
+    def __init__(self, sizes_bytes: Mapping[int, int]) -> None:
+        self.closed: list[tuple[int, ...]] = []
+        self.open: list[int] = []
+        self._sizes_bytes = sizes_bytes
+        self._open_bytes = 0
+
+    def add(self, value: int) -> None:
+        num_bytes = self._sizes_bytes[value]
+        if num_bytes >= BATCH_BYTES:
+            self.close()
+        self.open.append(value)
+        self._open_bytes += num_bytes
+        if self._open_bytes >= BATCH_BYTES or len(self.open) == _MOST_COPIES:
+            self.close()
+
+    def close(self) -> None:
+        if self.open:
+            self.closed.append(tuple(self.open))
+            self.open, self._open_bytes = [], 0
+
+
+def _forward(
+    sizes_bytes: Mapping[int, int], leaving: Collection[int], saves: Sequence[int], ready: Mapping[int, int], limit_bytes: int
+) -> tuple[list[tuple[int, ...]], list[int], list[int], int]:
+    """Return the batches that leave, how many are sent and let go by each save and the end, and the most bytes at once."""
+    batches, seen, due = _Batches(sizes_bytes), set[int](), deque[int]()
+    leaving_bytes, all_bytes = sum(sizes_bytes[value] for value in leaving), sum(sizes_bytes.values())
+    first_bytes = 2 * max((sizes_bytes[value] for value in leaving), default=0)
+    saved_bytes = copied_bytes = 0
+    num_sent, num_released = [], []
+    live_bytes = peak_bytes = released = opened_at = 0
+    waiting: dict[int, list[int]] = {}
+    for place in range(len(saves) + 1):
+        value = saves[place] if place < len(saves) else -1
+        if value >= 0 and value not in seen:
+            seen.add(value)
+            live_bytes += sizes_bytes[value]
+            saved_bytes += sizes_bytes[value]
+            if value in leaving:
+                waiting.setdefault(max(place, ready.get(value, place)), []).append(value)
+        peak_bytes = max(peak_bytes, live_bytes)
+        due.extend(waiting.pop(place, ()))
+        is_end = place == len(saves)
+        most_bytes = first_bytes + _AHEAD * leaving_bytes * saved_bytes / max(1, all_bytes)
+        while due and (is_end or copied_bytes + sizes_bytes[due[0]] <= most_bytes):
+            if not batches.open:
+                opened_at = place
+            copied_bytes += sizes_bytes[due[0]]
+            batches.add(due.popleft())
+        if is_end or place - opened_at >= _MOST_WAIT:
+            batches.close()
+        while live_bytes > limit_bytes and (released < len(batches.closed) or batches.open or due):
+            if released == len(batches.closed):
+                if not batches.open:
+                    copied_bytes += sizes_bytes[due[0]]
+                    batches.add(due.popleft())
+                batches.close()
+            live_bytes -= sum(sizes_bytes[value] for value in batches.closed[released])
+            released += 1
+        num_sent.append(len(batches.closed))
+        num_released.append(released)
+    return batches.closed, num_sent, num_released, peak_bytes
+
+
+def _backward(
+    sizes_bytes: Mapping[int, int],
+    gone: Collection[int],
+    saves: Sequence[int],
+    requests: Sequence[int],
+    limit_bytes: int,
+    window_bytes: int,
+    forecast: Forecast | None,
+) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
+    """Return the order of first requests, the batches that come back, and how many are fetched by each of these requests."""
+    places: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for value in requests:
+        places.setdefault(value, len(places))
+        last[value] = len(places) - 1
+    order = list(places)
+    dying: dict[int, int] = {}
+    for value, place in last.items():
+        dying[place + 1] = dying.get(place + 1, 0) + sizes_bytes[value]
+    to_come = [value for value in order if value in gone]
+    live_bytes = sum(sizes_bytes[value] for value in set(saves) if value >= 0 and value not in gone)
+    batches, num_fetched, cursor = _Batches(sizes_bytes), [], 0
+    for place, asked in enumerate(order):
+        live_bytes -= dying.get(place, 0)
+        while cursor < len(to_come):
+            value = to_come[cursor]
+            after_bytes = live_bytes + sizes_bytes[value]
+            if value != asked and not _has_room(forecast, place, places[value], after_bytes, limit_bytes, window_bytes):
+                break
+            live_bytes = after_bytes
+            batches.add(value)
+            cursor += 1
+        if batches.open and (places[batches.open[0]] - place <= _LEAD):
+            batches.close()
+        num_fetched.append(len(batches.closed))
+    return order, batches.closed, num_fetched
+
+
+def _has_room(forecast: Forecast | None, now: int, until: int, live_bytes: int, limit_bytes: int, window_bytes: int) -> bool:
+    """Tell whether so many bytes may be on the device from a request on until a later one, with what is fetched for that."""
+    if forecast is None:
+        return live_bytes <= limit_bytes
+    if live_bytes > limit_bytes + window_bytes:
+        return False
+    return forecast.level_bytes(now, until, live_bytes) <= forecast.peak_bytes

@@ -1,0 +1,196 @@
+"""The calls of modules in a recorded forward, and whether each could run a second time without anybody noticing."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.plan import ModuleCall
+from memkit.recording.recording import Recording
+from memkit.storages import is_range_of_bytes
+
+_NUMBERS = (int, float, complex, bool, str, bytes, type(None))
+_CONSTANTS = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice, range, type(...))
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
+_MOST_NESTED = 4
+
+
+class NotedCall:
+    """A call of a module, as far as it has come.
+
+    Args:
+        module: which is called.
+        name: as the outermost calls it.
+        number: how many calls of it were before in the context.
+        parent: the call that it is in, by its place, -1 if it is in none.
+        recording: what records its ops.
+    """
+
+    __slots__ = ("_drawn", "_first", "_state", "inputs", "module", "name", "number", "parent", "shapes", "stop", "why_not")
+
+    def __init__(self, module: nn.Module, name: str, number: int, parent: int, recording: Recording) -> None:
+        self.module = weakref.ref(module)
+        self.name, self.number, self.parent = name, number, parent
+        self._first = (len(recording.saved), len(recording.calls), len(recording.funcs), recording.num_values)
+        self._state: list[Any] | None = list(_state_of(module))
+        self._drawn = _python_generators()
+        self.stop: tuple[int, int] | None = None
+        """The first save, and the first op, after it; None while it runs, and where it failed."""
+        self.inputs: tuple[int, ...] = ()
+        self.shapes: tuple[tuple[int, ...], ...] = ()
+        self.why_not = ""
+        if not torch.is_grad_enabled():
+            self.why_not = "gradients are off"
+        elif any(_is_made_here(tensor, recording) for tensor in self._state if isinstance(tensor, Tensor)):
+            self.why_not = "an attribute of it was computed in this step"
+
+    def end(self, module: nn.Module, given: tuple[Any, Any], output: Any, recording: Recording) -> None:
+        """The call has returned."""
+        self.stop = len(recording.saved), len(recording.calls)
+        before, self._state = self._state, None
+        if self.why_not:
+            self._drawn = ()
+            return
+        self.inputs = tuple(sorted(self._read(given, recording)))
+        tensors = {id(leaf): leaf for leaf in torch_private.tree_leaves(given) if isinstance(leaf, Tensor)}
+        self.shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
+        if not _are_same(before or (), list(_state_of(module))):
+            self.why_not = "its forward changes an attribute"
+        elif self._drawn != _python_generators():
+            self.why_not = "it draws random numbers of Python's or NumPy's"
+        elif not all(map(_is_plain, given)):
+            self.why_not = "it is given an object that it may change"
+        elif not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in torch_private.tree_leaves(output)):
+            self.why_not = "it returns no tensor that requires grad"
+        else:
+            self.why_not = self._effect(module, recording)
+        self._drawn = ()
+
+    def _read(self, given: tuple[Any, Any], recording: Recording) -> set[int]:
+        """Return the values that it was given, or has read, and that were made before it."""
+        recording.sync()
+        _, op, _, first = self._first
+        lineage = recording.lineage
+        found = {value for ins in lineage.ins[op:] for value in ins if value < first and _is_own(value, recording)}
+        for leaf in torch_private.tree_leaves(given):
+            storage = _storage_of(leaf) if isinstance(leaf, Tensor) and is_range_of_bytes(leaf) else None
+            value = None if storage is None else recording.find(storage)
+            if value is not None and value < first and _is_own(value, recording):
+                found.add(value)
+        return found
+
+    def _effect(self, module: nn.Module, recording: Recording) -> str:
+        """Return what it has done beside making new values, "" if that is nothing of which a region does not know."""
+        _, _, func, first = self._first
+        own: set[int] | None = None
+        for after, address, value in reversed(recording.effects):
+            if after <= func:
+                break
+            if address == 0:
+                return "an op in it cannot run twice"
+            if value >= first and _is_own(value, recording):
+                continue
+            if own is None:
+                own = {torch_private.storage_address(buffer.untyped_storage()) for buffer in module.buffers()}
+            if address not in own:
+                return "an op in it writes to what was there before"
+        return ""
+
+    def as_planned(self, recording: Recording) -> ModuleCall:
+        """Return it, now that the forward is over."""
+        save, op, func, _ = self._first
+        last_save, _ = self.stop or (save, op)
+        ops, funcs = recording.saved_at[last_save - 1] if last_save > save else (op, func)
+        why_not = self.why_not or ("" if self.stop is not None else "it failed")
+        if not why_not and not recording.overwritten.isdisjoint(self.inputs):
+            why_not = "what it is given is written to later"
+        return ModuleCall(
+            name=self.name,
+            number=self.number,
+            parent=self.parent,
+            saves=(save, last_save),
+            ops=(op, max(op, ops)),
+            num_ops=max(0, funcs - func),
+            inputs=self.inputs,
+            shapes=self.shapes,
+            why_not=why_not,
+        )
+
+
+def _is_own(value: int, recording: Recording) -> bool:
+    """Tell whether a value was made in the forward."""
+    root = recording.roots.get(value)
+    return root is None or root.is_inside
+
+
+def _is_made_here(tensor: Tensor, recording: Recording) -> bool:
+    if not is_range_of_bytes(tensor):
+        return True
+    storage = _storage_of(tensor)
+    value = None if storage is None else recording.find(storage)
+    return value is not None and _is_own(value, recording)
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor; None if it shows none, as where `torch.func.vmap` maps over it."""
+    try:
+        return tensor.untyped_storage()
+    except RuntimeError:
+        return None
+
+
+def _python_generators() -> tuple[Any, ...]:
+    """Return where the generators are that torch knows nothing of."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    _, keys, place, *others = numpy.random.get_state()
+    return random.getstate(), keys.tobytes(), place, *others
+
+
+def _state_of(module: nn.Module) -> Iterator[Any]:
+    """Yield all that a module's attributes hold, and those of the modules in it, as far as can be seen."""
+    for part in module.modules():
+        for name, attribute in list(vars(part).items()):
+            yield name
+            yield from _parts_of(attribute, _MOST_NESTED)
+
+
+def _parts_of(attribute: Any, most_nested: int) -> Iterator[Any]:
+    yield attribute
+    if isinstance(attribute, (*_CONSTANTS, *_FUNCTIONS, Tensor, nn.Module)) or most_nested == 0:
+        return
+    if isinstance(attribute, dict):
+        for key, part in list(attribute.items()):
+            yield key
+            yield from _parts_of(part, most_nested - 1)
+    elif isinstance(attribute, list | tuple | set | frozenset):
+        for part in list(attribute):
+            yield from _parts_of(part, most_nested - 1)
+    elif hasattr(attribute, "__dict__"):
+        yield from _parts_of(vars(attribute), most_nested - 1)
+
+
+def _are_same(before: Iterable[Any], after: list[Any]) -> bool:
+    before = list(before)
+    return len(before) == len(after) and all(
+        one is other or (type(one) is type(other) and isinstance(one, _NUMBERS) and one == other)
+        for one, other in zip(before, after, strict=True)
+    )
+
+
+def _is_plain(given: Any) -> bool:
+    """Tell whether what a module is given is tensors and constants, and lists of them: nothing that remembers."""
+    if isinstance(given, (*_CONSTANTS, *_FUNCTIONS, Tensor)):
+        return True
+    if type(given) is dict:
+        return all(map(_is_plain, given.values()))
+    return isinstance(given, list | tuple) and all(map(_is_plain, given))

@@ -1,0 +1,504 @@
+"""Once a step is known, calls of modules are recomputed as a whole where that takes less time than single values do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memkit
+from memkit.activations.recomputing import region_plan, settling
+from memkit.activations.saved.state import remat_states
+from memkit.device import CpuDevice, Device
+from memkit.plan import Action
+from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
+from tests.activations.remat.test_steady import blocks, num_calls, train
+from tests.contracts.contexts import Around
+
+Context = Callable[[], AbstractContextManager[object]]
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+
+
+@pytest.fixture(autouse=True)
+def _ops_are_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have regions chosen wherever they fit, whatever this machine takes for an op, and for a step."""
+    monkeypatch.setattr(settling, "_lacks_ops", lambda *_, **__: False)
+    monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)
+
+
+class Residual(nn.Module):
+    """Adds what some layers make."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.layers(x)
+
+
+def with_dropout() -> nn.Module:
+    parts = (Residual(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32)) for _ in range(8))
+    return nn.Sequential(nn.Linear(32, 32), *parts)
+
+
+def with_batch_norm() -> nn.Module:
+    parts = (
+        Residual(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Tanh())
+        for _ in range(8)
+    )
+    return nn.Sequential(nn.Linear(32, 32), *parts)
+
+
+def with_recurrence() -> nn.Module:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = Residual(nn.Linear(32, 32), nn.Sigmoid(), nn.Linear(32, 32), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(8):
+                x = self.cell(x, scale=0.5)
+            return x
+
+    return Recurrent()
+
+
+def with_attention() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.2, batch_first=True, norm_first=True)
+    return nn.Sequential(*(copy.deepcopy(layer) for _ in range(6)))
+
+
+MODELS = {
+    "dropout": with_dropout,
+    "batch norm": with_batch_norm,
+    "recurrence": with_recurrence,
+    "attention": with_attention,
+    "blocks": blocks,
+}
+
+
+def run(
+    make: Callable[[], nn.Module], device: Device, context: Context, num_steps: int, *, size: int = 8
+) -> Iterator[list[Tensor]]:
+    """Yield the bits of each step, and the state of the random number generator behind it."""
+    torch.manual_seed(0)
+    model = make().to(device.torch_device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(num_steps):
+        torch.manual_seed(number)
+        random.seed(number)
+        numpy.random.seed(number)
+        x = torch.randn(size, 4, 32, device=device.torch_device)
+        x = x if make is with_attention else x.flatten(0, 1)
+        yield [*train(model, x, context), torch.get_rng_state()]
+        optimizer.step()
+
+
+@pytest.mark.parametrize("budget", [0.7, 0.4, 0.2])
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_are_those_of_the_plain_run(name: str, budget: float, device: Device, remat_on: Remat) -> None:
+    plain = run(MODELS[name], device, nullcontext, 7)
+    found = run(MODELS[name], device, lambda: remat_on(budget, "bits"), 7)
+
+    for wanted, step in zip(plain, found, strict=True):
+        assert_same_bits(step, wanted)
+    assert memkit.stats("bits").live_records == 0
+
+
+def test_steady_step_has_regions_and_takes_few_calls(device: Device, remat_on: Remat) -> None:
+    model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
+    plain = train(model, x, nullcontext)
+    recorded = []
+    for _ in range(6):
+        assert_same_bits(train(model, x, lambda: remat_on(0.5, "steady", min_bytes=1)), plain)
+        recorded.append(memkit.stats("steady").is_recorded)
+    stats = memkit.stats("steady")
+
+    assert recorded == [True, True, True, False, False, False]
+    assert num_calls(lambda: train(model, x, lambda: remat_on(0.5, "steady", min_bytes=1))) <= 12 * stats.num_ops
+    assert stats.follows_plan
+    assert stats.num_deviations == 0
+    assert stats.ledger_peak_bytes <= stats.budget_bytes
+    assert stats.dropped_bytes > 0.45 * stats.saved_bytes
+    assert 15 <= stats.num_replays <= 30
+    assert stats.num_replayed_ops > 3 * stats.num_replays
+
+    plan = remat_on(0.5, "steady").plan
+    dropped = [save for save in plan.saves if save.action is Action.RECOMPUTE]
+    assert (len(dropped), sum(save.num_bytes for save in dropped)) == (stats.num_dropped, stats.dropped_bytes)
+    assert all(save.reason.endswith("runs again") for save in dropped)
+
+
+class Watch(TorchDispatchMode):
+    """Knows which storages ops have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple) else (results,):
+            if isinstance(result, Tensor):
+                self.storages.append(weakref.ref(result.untyped_storage()))
+        return results
+
+    def live_bytes(self, model: nn.Module) -> int:
+        """Return the bytes of those that are alive, without parameters, of which ops make views."""
+        own = {param.untyped_storage()._cdata for param in model.parameters()}
+        live = {found._cdata: found.nbytes() for ref in self.storages if (found := ref()) is not None}
+        return sum(num_bytes for address, num_bytes in live.items() if address not in own)
+
+
+def test_what_a_region_saves_is_not_held_between_forward_and_backward(remat_on: Remat, device: Device) -> None:
+    model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
+    for _ in range(5):
+        train(model, x, lambda: remat_on(0.5, "freed", min_bytes=1))
+    gc.collect()
+    with Watch() as watch, remat_on(0.5, "freed", min_bytes=1):
+        loss = model(x).sum()
+    stats = memkit.stats("freed")
+
+    assert not stats.is_recorded
+    assert watch.live_bytes(model) <= stats.ledger_peak_bytes + 2048  # and the loss, and what it is the sum of
+    loss.backward()
+
+
+def test_smaller_batch_is_a_deviation_with_the_same_bits(device: Device, remat_on: Remat) -> None:
+    model, plain_model = (with_dropout().to(device.torch_device) for _ in range(2))
+    plain_model.load_state_dict(model.state_dict())
+    recorded = []
+    for number, size in enumerate((16, 16, 16, 16, 16, 6, 16, 16, 16)):
+        x = torch.randn(size, 32, device=device.torch_device)
+        torch.manual_seed(number)
+        wanted = train(plain_model, x, nullcontext)
+        torch.manual_seed(number)
+        assert_same_bits(train(model, x, lambda: remat_on(0.4, "smaller")), wanted)
+        recorded.append(memkit.stats("smaller").is_recorded)
+
+    assert recorded == [True, True, True, False, False, False, True, False, False]
+    assert memkit.stats("smaller").num_deviations == 1
+
+
+def test_model_that_changes_in_each_step_is_recorded_in_the_end(device: Device, remat_on: Remat) -> None:
+    model = with_dropout().to(device.torch_device)
+    recorded = []
+    for number in range(24):
+        torch.manual_seed(number)
+        size = 16 if number < 4 or number % 2 else 6
+        x = torch.randn(size, 32, device=device.torch_device)
+        wanted = train(model, x, nullcontext)
+        torch.manual_seed(number)
+        torch.randn(size, 32, device=device.torch_device)
+        assert_same_bits(train(model, x, lambda: remat_on(0.4, "changes")), wanted)
+        recorded.append(memkit.stats("changes").is_recorded)
+
+    assert all(recorded[-8:])
+
+
+@pytest.mark.filterwarnings("ignore:.*saw only tensors on the CPU")
+def test_offload_outside_is_given_what_stays(device: Device, remat_on: Remat) -> None:
+    moved = []
+    plain = run(with_dropout, device, nullcontext, 6)
+
+    def context() -> Around:
+        offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
+        return Around(offload, remat_on(0.4, "inside"))
+
+    for wanted, step in zip(plain, run(with_dropout, device, context, 6), strict=True):
+        assert_same_bits(step, wanted)
+        moved.append(memkit.stats("outside").moved_out_bytes)
+    stats = memkit.stats("inside")
+
+    assert not stats.is_recorded
+    assert stats.num_replays > 0
+    if not isinstance(device, CpuDevice):
+        assert moved[-1] >= stats.saved_bytes - stats.dropped_bytes
+
+
+@pytest.mark.parametrize("word", [memkit.keep, memkit.recompute])
+def test_word_of_the_users_has_the_next_steps_recorded(
+    word: Callable[[Tensor], Tensor], device: Device, remat_on: Remat
+) -> None:
+    model, x = with_dropout().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    recorded = []
+    for number in range(9):
+        torch.manual_seed(number)
+        wanted = train(model, x, nullcontext)
+        torch.manual_seed(number)
+        model.zero_grad()
+        with remat_on(0.4, "word"):
+            y = model[:4](x)
+            loss = model[4:](word(y) if number >= 5 else y).sum()
+        loss.backward()
+        assert_same_bits([loss.detach(), *(param.grad for param in model.parameters())], wanted)
+        recorded.append(memkit.stats("word").is_recorded)
+
+    assert recorded == [True] * 3 + [False] * 3 + [True] * 3
+
+
+def test_verify_and_dtr_and_given_plans_are_recorded(device: Device, remat_on: Remat) -> None:
+    model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
+    for _ in range(2):
+        train(model, x, lambda: remat_on(0.5, "given"))
+    plan = remat_on(0.5, "given").plan
+    for options in ({"verify": True}, {"policy": "dtr"}, {"plan": plan}, {"strict": True}):
+        for _ in range(5):
+            train(model, x, lambda: remat_on(0.5, "recorded", **options))  # noqa: B023
+        assert memkit.stats("recorded").is_recorded
+
+
+# What is no region
+
+
+class Counts(Residual):
+    """Counts its calls, in an attribute."""
+
+    num_calls = 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x, scale)
+
+
+class Remembers(Residual):
+    """Appends to a list in an attribute."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.seen.append(x.detach().sum().item())
+        return super().forward(x, scale)
+
+
+class Draws(Residual):
+    """Draws from Python's generator."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, scale=random.random())
+
+
+class DrawsFromNumpy(Residual):
+    """Draws from NumPy's generator."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, scale=float(numpy.random.rand()))
+
+
+class WritesToItsInput(Residual):
+    """Writes to what it is given."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y = self.layers(x * 2)
+        x.detach().mul_(0.5)
+        return y + 1
+
+
+class Cached(Residual):
+    """Adds to an object that it is given, as attention does to a cache."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.cache: Any = None
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.inner(x, cache := Cache()) + len(cache.found)
+
+    def inner(self, x: Tensor, cache: Cache) -> Tensor:
+        return self.layers[1](Adds()(self.layers[0](x), cache))
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+
+class Adds(nn.Module):
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.found.append(x.detach())
+        return x.sin().exp() * len(cache.found)
+
+
+@pytest.mark.parametrize("kind", [Counts, Remembers, Draws, DrawsFromNumpy, WritesToItsInput, Cached])
+def test_module_with_an_effect_of_its_own_is_none(kind: type[Residual], device: Device, remat_on: Remat) -> None:
+    def make() -> nn.Module:
+        parts = (kind(nn.Linear(32, 64), nn.Sequential(nn.GELU(), nn.Linear(64, 32), nn.Tanh())) for _ in range(6))
+        return nn.Sequential(nn.Linear(32, 32), *parts)
+
+    models: list[nn.Module] = []
+
+    def made() -> nn.Module:
+        models.append(make())
+        return models[-1]
+
+    plain = run(made, device, nullcontext, 6)
+    found = run(made, device, lambda: remat_on(0.3, "effect"), 6)
+    for wanted, step in zip(plain, found, strict=True):
+        assert_same_bits(step, wanted)
+
+    for one, other in zip(models[0].modules(), models[1].modules(), strict=True):
+        assert getattr(one, "num_calls", 0) == getattr(other, "num_calls", 0)
+        assert getattr(one, "seen", []) == getattr(other, "seen", [])
+    (trace,) = remat_states["effect"].traces
+    whys = {call.why_not for call, module in zip(trace.ops.calls, trace.ops.modules, strict=True) if type(module()) is kind}
+    assert "" not in whys or kind is Cached
+
+
+class Doubles(nn.Module):
+    """Saves nothing of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x * 2)
+
+
+class WritesAfterwards(nn.Module):
+    """Writes to what it has given to a part, once that has returned: nothing of it was saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(32, 32), Doubles()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + 1
+        y = self.part(x)
+        return x.mul_(0.5) + y
+
+
+def test_module_whose_input_is_written_to_later_is_none(device: Device, remat_on: Remat) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*(WritesAfterwards() for _ in range(6)))
+
+    plain, found = run(make, device, nullcontext, 6), run(make, device, lambda: remat_on(0.3, "later"), 6)
+    for wanted, step in zip(plain, found, strict=True):
+        assert_same_bits(step, wanted)
+
+    (trace,) = remat_states["later"].traces
+    whys = {call.why_not for call, module in zip(trace.ops.calls, trace.ops.modules, strict=True) if type(module()) is Doubles}
+    assert whys == {"what it is given is written to later"}
+
+
+def test_module_with_a_hook_in_it_is_none(device: Device, remat_on: Remat) -> None:
+    model, x = with_dropout().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    seen: list[Tensor] = []
+    model[3].layers[1].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    for number in range(6):
+        torch.manual_seed(number)
+        wanted = train(model, x, nullcontext)
+        torch.manual_seed(number)
+        seen.clear()
+        assert_same_bits(train(model, x, lambda: remat_on(0.3, "hook")), wanted)
+        assert len(seen) == 1
+
+
+def test_step_that_raises_leaves_no_hook(device: Device, remat_on: Remat) -> None:
+    model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
+    plain = train(model, x, nullcontext)
+    for _ in range(4):
+        train(model, x, lambda: remat_on(0.5, "raises", min_bytes=1))
+    with pytest.raises(RuntimeError, match="shape"), remat_on(0.5, "raises", min_bytes=1):
+        model(torch.randn(8, 31, device=device.torch_device))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+    for _ in range(2):
+        assert_same_bits(train(model, x, lambda: remat_on(0.5, "raises", min_bytes=1)), plain)
+
+
+def test_two_forwards_before_their_backwards(device: Device, remat_on: Remat) -> None:
+    model = with_dropout().to(device.torch_device)
+    xs = [torch.randn(16, 32, device=device.torch_device) for _ in range(2)]
+
+    def both(context: Context) -> list[Tensor]:
+        model.zero_grad()
+        losses = []
+        for x in xs:
+            with context():
+                losses.append(model(x).sum())
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return [param.grad.clone() for param in model.parameters()]
+
+    for number in range(6):
+        torch.manual_seed(number)
+        wanted = both(nullcontext)
+        torch.manual_seed(number)
+        assert_same_bits(both(lambda: remat_on(0.4, "two")), wanted)
+    assert not memkit.stats("two").is_recorded
+
+
+def test_context_around_several_steps_is_recorded(device: Device, remat_on: Remat) -> None:
+    model, x = with_dropout().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+
+    def both(context: Context) -> list[Tensor]:
+        model.zero_grad()
+        with context():
+            for _ in range(2):
+                model(x).sum().backward()
+        return [param.grad.clone() for param in model.parameters()]
+
+    for number in range(6):
+        torch.manual_seed(number)
+        wanted = both(nullcontext)
+        torch.manual_seed(number)
+        assert_same_bits(both(lambda: remat_on(0.4, "several")), wanted)
+        assert memkit.stats("several").is_recorded
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.4])
+def test_context_that_was_never_left_is_ended_by_the_next(budget: float, device: Device, remat_on: Remat) -> None:
+    model, x = with_dropout().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    for _ in range(4):
+        train(model, x, lambda: remat_on(budget, "left"))
+    lost = remat_on(budget, "left")
+    lost.__enter__()
+    model(x)
+    del lost
+
+    torch.manual_seed(0)
+    wanted = train(model, x, nullcontext)
+    torch.manual_seed(0)
+    assert_same_bits(train(model, x, lambda: remat_on(budget, "left")), wanted)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert memkit.stats("left").num_iterations == 6
+
+
+def test_what_is_known_of_a_step_holds_no_module(device: Device, remat_on: Remat) -> None:
+    model, x = with_dropout().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    for _ in range(5):
+        train(model, x, lambda: remat_on(0.4, "holds"))
+    parts = [weakref.ref(module) for module in model.modules()]
+    assert not memkit.stats("holds").is_recorded
+    del model
+    gc.collect()
+
+    assert [part() for part in parts] == [None] * len(parts)
+
+
+def test_models_of_one_tag_take_turns(device: Device, remat_on: Remat) -> None:
+    models = [with_dropout().to(device.torch_device) for _ in range(2)]
+    x = torch.randn(16, 32, device=device.torch_device)
+    for number in range(12):
+        model = models[number % 2 if number > 4 else 0]
+        torch.manual_seed(number)
+        wanted = train(model, x, nullcontext)
+        torch.manual_seed(number)
+        assert_same_bits(train(model, x, lambda: remat_on(0.4, "turns")), wanted)
+    assert memkit.stats("turns").num_deviations > 0

@@ -1,0 +1,201 @@
+"""Once it is known that nothing of a step is dropped, it is run as if there were no context, until it is another."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import Device
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import UNIT_BYTES, leaf_on, step
+from tests.activations.remat.conftest import Remat
+from tests.contracts.contexts import Around
+
+UNITS = [1] * 10
+Context = Callable[[], AbstractContextManager[object]]
+
+
+def blocks() -> nn.Module:
+    """Return forty blocks of four layers."""
+    layers = (nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(40))
+    return nn.Sequential(*layers)
+
+
+def num_calls(run: Callable[[], object]) -> int:
+    """Return how many functions of memkit's are called, those of devices left out."""
+    root, count = os.path.dirname(memkit.__file__), 0
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        name = frame.f_code.co_filename
+        count += event == "call" and name.startswith(root) and f"{os.sep}device{os.sep}" not in name
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def train(model: nn.Module, x: Tensor, context: Context) -> list[Tensor]:
+    """Run one step; return its bits."""
+    model.zero_grad()
+    with context():
+        loss = model(x).sum()
+    loss.backward()
+    return [loss.detach(), *(param.grad.clone() for param in model.parameters()), *(buf.clone() for buf in model.buffers())]
+
+
+def test_step_that_drops_nothing_costs_a_handful_of_calls(device: Device, remat_on: Remat) -> None:
+    model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
+    plain = train(model, x, nullcontext)
+    for _ in range(4):
+        assert_same_bits(train(model, x, lambda: remat_on(1.0, "all")), plain)
+    num_ops = memkit.stats("all").num_ops
+
+    assert num_ops > 200
+    assert num_calls(lambda: train(model, x, lambda: remat_on(1.0, "all"))) <= 70
+    assert not memkit.stats("all").is_recorded
+
+
+def test_step_that_fits_its_bytes_costs_a_call_for_each_save_and_request(device: Device, remat_on: Remat) -> None:
+    model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
+    plain = train(model, x, nullcontext)
+    for _ in range(4):
+        assert_same_bits(train(model, x, lambda: remat_on("1GiB", "fits")), plain)
+    saves: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saves.append(tensor) or tensor.detach(), lambda held: held):
+        model(x).sum()
+
+    assert num_calls(lambda: train(model, x, lambda: remat_on("1GiB", "fits"))) <= 3 * len(saves) + 80
+
+
+@pytest.mark.parametrize("budget", [1.0, "1GiB"])
+def test_what_is_shown_is_what_the_last_recorded_step_had(budget: float | str, device: Device, remat_on: Remat) -> None:
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
+    recorded = []
+    for number in range(6):
+        assert_same_bits(step(x, UNITS, lambda: remat_on(budget, "shown")), plain)
+        stats = memkit.stats("shown")
+        recorded.append(stats.is_recorded)
+        assert stats.num_iterations == number + 1
+        assert (stats.num_saved, stats.num_dropped, stats.num_replays) == (len(UNITS), 0, 0)
+        assert stats.saved_bytes == sum(UNITS) * UNIT_BYTES
+
+    assert recorded == [True, True, True, False, False, False]
+    assert (stats.num_deviations, stats.recorder_s) == (0, 0)
+    plan = memkit.Rematerialize(budget, "shown").plan
+    assert plan is not None
+    assert set(plan.actions) == {memkit.plan.Action.KEEP}
+
+
+def test_larger_step_is_noticed_and_the_next_is_held_to_the_budget(device: Device, remat_on: Remat) -> None:
+    x = leaf_on(device.torch_device)
+    large = [1] * 30
+    plain = [step(leaf_on(device.torch_device), units) for units in (UNITS, large)]
+    for _ in range(5):
+        assert_same_bits(step(x, UNITS, lambda: remat_on(15 * UNIT_BYTES, "larger")), plain[0])
+    found = []
+    for _ in range(4):
+        assert_same_bits(step(x, large, lambda: remat_on(15 * UNIT_BYTES, "larger")), plain[1])
+        stats = memkit.stats("larger")
+        found.append((stats.is_recorded, stats.num_dropped > 0))
+
+    assert found == [(False, False), (True, True), (True, True), (True, True)]
+    assert stats.num_deviations >= 1
+
+
+def test_smaller_budget_is_kept_to_at_once(device: Device, remat_on: Remat) -> None:
+    x = leaf_on(device.torch_device)
+    for _ in range(5):
+        step(x, UNITS, lambda: remat_on(1.0, "other"))
+    step(x, UNITS, lambda: remat_on(0.4, "other"))
+
+    assert memkit.stats("other").is_recorded
+    assert memkit.stats("other").num_dropped > 0
+
+
+@pytest.mark.parametrize("budget", [1.0, "1GiB"])
+def test_word_that_comes_late_counts_from_the_next_step_on(budget: float | str, device: Device, remat_on: Remat) -> None:
+    def run(word: Callable[[Tensor], Tensor], context: Context) -> list[Tensor]:
+        x = leaf_on(device.torch_device)
+        with context():
+            y = word(x.sin().clone()).sin().exp()
+        y.sum().backward()
+        return [y.detach(), x.grad]
+
+    plain = run(lambda tensor: tensor, nullcontext)
+    dropped = []
+    for number in range(9):
+        word = memkit.recompute if number >= 5 else memkit.keep
+        assert_same_bits(run(word, lambda: remat_on(budget, "late")), plain)
+        dropped.append(memkit.stats("late").num_dropped)
+
+    assert dropped == [0] * 6 + [1] * 3
+
+
+@pytest.mark.parametrize("budget", [1.0, "1GiB"])
+def test_refuses_the_same_contexts_inside(budget: float | str, device: Device, remat_on: Remat) -> None:
+    x = leaf_on(device.torch_device)
+    for _ in range(5):
+        step(x, UNITS, lambda: remat_on(budget, "outer"))
+    with remat_on(budget, "outer") as context:
+        with pytest.raises(ValueError, match="was entered inside another Rematerialize"):
+            remat_on(0.5, "inner").__enter__()
+        with pytest.raises(ValueError, match="was entered inside a Rematerialize"):
+            memkit.CPUOffload(1.0, "inner", device=device).__enter__()
+        with pytest.raises(ValueError, match="is entered already"):
+            context.__enter__()
+    memkit.CPUOffload(1.0, "after", device=device).__enter__().__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("budget", [1.0, "1GiB"])
+def test_write_to_what_was_saved_is_an_error(budget: float | str, device: Device, remat_on: Remat) -> None:
+    def run(*, writes: bool) -> None:
+        x = leaf_on(device.torch_device)
+        with remat_on(budget, "written"):
+            y = x.clone()
+            z = y.sin().exp()
+        if writes:
+            y.add_(1)
+        z.sum().backward()
+
+    for _ in range(4):
+        run(writes=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(writes=True)
+    run(writes=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*saw only tensors on the CPU")
+@pytest.mark.parametrize("budget", [1.0, "1GiB"])
+def test_offload_outside_has_what_is_saved(budget: float | str, device: Device, remat_on: Remat) -> None:
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
+    moved = []
+    for _ in range(6):
+        offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
+        assert_same_bits(step(x, UNITS, lambda: Around(offload, remat_on(budget, "inside"))), plain)  # noqa: B023
+        moved.append(memkit.stats("outside").moved_out_bytes)
+
+    assert moved == [moved[0]] * 6
+
+
+def test_model_that_was_attached_to(device: Device, remat_on: Remat) -> None:
+    model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
+    plain = train(model, x, nullcontext)
+    with_context = memkit.attach(model, remat_on(1.0, "attached"))
+    for _ in range(4):
+        assert_same_bits(train(model, x, nullcontext), plain)
+
+    assert num_calls(lambda: train(model, x, nullcontext)) <= 90
+    assert with_context.stats().num_iterations == 5

@@ -1,0 +1,762 @@
+"""What regions do beyond one forward and one backward: the order of backwards, lifetimes, threads, errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import memkit
+from memkit.activations.recomputing.regions import Regions, RegionSpec
+from memkit.activations.saved.counts import Counts
+from memkit.errors import ReplayMismatchError
+from memkit.kept import KeptHandle
+from tests.activations.cases import SavesTwice, assert_same_bits
+
+ALL = RegionSpec()
+PACKAGE = str(Path(memkit.__file__).parent)
+
+
+class Run(nn.Module):
+    """A computation as a module, which counts how often it runs."""
+
+    def __init__(self, computation: Callable[..., Any]) -> None:
+        super().__init__()
+        self.computation = computation
+        self.num_runs = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_runs += 1
+        return self.computation(*args, **kwargs)
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(shape or (4, 4), generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def sines(x: Tensor) -> Tensor:
+    return (x.sin() * x).exp().cos()
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# How often the forward runs
+
+
+def test_keeps_nothing_and_runs_again_once() -> None:
+    counts, made = Counts(), []
+
+    def computation(x: Tensor) -> Tensor:
+        y = x.sin()
+        made.append(weakref.ref(y.untyped_storage()))
+        return (y * x).exp()
+
+    region, x = Run(computation), leaf()
+    with without_collector(), Regions({region: ALL}, counts=counts):
+        loss = (region(x) * 2).sum()
+
+        assert made[0]() is None
+    loss.backward()
+
+    assert region.num_runs == 2
+    assert (counts.num_replays, counts.num_dropped) == (1, 4)
+
+
+def test_stops_behind_the_last_tensor_that_is_needed() -> None:
+    reached = []
+
+    def computation(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        reached.append("saved")
+        y = y + 1
+        reached.append("end")
+        return y
+
+    region = Run(computation)
+    with Regions({region: ALL}):
+        loss = region(leaf()).sum()
+    loss.backward()
+
+    assert reached == ["saved", "end"]
+
+
+def test_stops_before_tensors_of_a_graph_that_is_gone() -> None:
+    reached = []
+
+    def computation(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        reached.append("first")
+        return y, y.detach().exp().requires_grad_().cos().exp()
+
+    region = Run(computation)
+    with Regions({region: ALL}):
+        first, second = region(leaf())
+    del second
+    first.sum().backward()
+
+    assert reached == ["first"]
+
+
+@pytest.mark.parametrize(("calls", "num_runs"), [(None, 6), (frozenset({1}), 4), (frozenset[int](), 3)])
+def test_only_the_chosen_calls_are_recomputed(calls: frozenset[int] | None, num_runs: int) -> None:
+    region, x = Run(sines), leaf()
+    regions = Regions({region: RegionSpec(calls=calls)})
+    for _ in range(2):
+        region.num_runs = 0
+        with regions:
+            loss = region(region(region(x))).sum()
+        loss.backward()
+
+        assert region.num_runs == num_runs
+
+
+def test_chosen_calls_within_a_region_are_the_same_when_it_is_recomputed() -> None:
+    inner = Run(sines)
+    outer = Run(lambda x: inner(inner(inner(x))).sin())
+    region, x = Run(lambda x: outer(inner(x))), leaf()
+    counts = Counts()
+    with Regions({outer: ALL, inner: RegionSpec(calls=frozenset({2}))}, counts=counts):
+        loss = region(x).sum()
+    wanted = torch.autograd.grad(sines(sines(sines(sines(x)))).sin().sum(), x)
+
+    assert_same_bits(torch.autograd.grad(loss, x), wanted)
+    assert counts.num_replays == 2
+
+
+def test_is_no_region_without_grad_or_in_another_thread_or_outside_of_the_context() -> None:
+    region, x = Run(sines), leaf()
+    regions = Regions({region: ALL})
+    losses = []
+    with regions:
+        with torch.no_grad():
+            region(x)
+        thread = threading.Thread(target=lambda: losses.append(region(x).sum()))
+        thread.start()
+        thread.join()
+    losses.append(region(x).sum())
+    for loss in losses:
+        loss.backward()
+
+    assert region.num_runs == 3
+
+
+def test_leaves_no_hook() -> None:
+    region = Run(sines)
+    regions = Regions({region: ALL})
+    with regions:
+        assert region._forward_hooks
+    with pytest.raises(ZeroDivisionError), regions:
+        raise ZeroDivisionError
+
+    assert not region._forward_hooks
+    assert not region._forward_pre_hooks
+
+
+def test_refuses_to_be_entered_twice() -> None:
+    regions = Regions({Run(sines): ALL})
+    with regions, pytest.raises(ValueError, match="make a Regions for each"):
+        regions.__enter__()
+
+
+# Backwards in any order
+
+
+def test_second_backward_has_the_bits_of_the_first() -> None:
+    region, x = Run(sines), leaf()
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+    first = torch.autograd.grad(loss, x, retain_graph=True)
+    second = torch.autograd.grad(loss, x)
+
+    assert_same_bits(second, first)
+    assert_same_bits(first, torch.autograd.grad(sines(x).sum(), x))
+    assert region.num_runs == 3
+
+
+def test_lets_go_what_it_has_handed_out_when_the_graph_is_retained() -> None:
+    made = []
+
+    def computation(x: Tensor) -> Tensor:
+        y = x.sin()
+        made.append(weakref.ref(y.untyped_storage()))
+        return (y * x).exp()
+
+    region, x = Run(computation), leaf()
+    with without_collector(), Regions({region: ALL}):
+        loss = region(x).sum()
+        torch.autograd.grad(loss, x, retain_graph=True)
+
+        assert [storage() for storage in made] == [None, None]
+
+
+def test_backward_of_a_part_and_then_of_the_rest() -> None:
+    region, x, w = Run(lambda x, w: (x @ w).sin() @ w), leaf(), leaf(4, 4)
+
+    def gradients(y: Tensor) -> list[Tensor]:
+        return [
+            *torch.autograd.grad(y.sum(), w, retain_graph=True),
+            *torch.autograd.grad(y.sum(), x, retain_graph=True),
+            *torch.autograd.grad(y.sum(), (x, w)),
+        ]
+
+    with Regions({region: ALL}):
+        y = region(x, w)
+
+    assert_same_bits(gradients(y), gradients(region(x, w)))
+
+
+def test_double_backward() -> None:
+    region, x = Run(sines), leaf()
+
+    def gradients(y: Tensor) -> list[Tensor]:
+        (once,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return [once.detach(), *torch.autograd.grad(once.square().sum(), x)]
+
+    with Regions({region: ALL}):
+        y = region(x)
+
+    assert_same_bits(gradients(y), gradients(region(x)))
+
+
+def test_double_backward_within_the_context() -> None:
+    region, x = Run(sines), leaf()
+
+    def gradients() -> list[Tensor]:
+        (once,) = torch.autograd.grad(region(x).sum(), x, create_graph=True)
+        return [once.detach(), *torch.autograd.grad(once.square().sum(), x)]
+
+    wanted = gradients()
+    with Regions({region: ALL}):
+        found = gradients()
+
+    assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_backward_in_the_forward(retain: bool) -> None:
+    def computation(x: Tensor) -> Tensor:
+        y = x.sin()
+        (grad,) = torch.autograd.grad(y.cos().sum(), x, retain_graph=retain)
+        return x.cos() * grad * (y.exp() if retain else 1)
+
+    region, x = Run(computation), leaf()
+    wanted = torch.autograd.grad(region(x).sum(), x)
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+
+    assert_same_bits(torch.autograd.grad(loss, x), wanted)
+
+
+def test_double_backward_in_the_forward() -> None:
+    def computation(x: Tensor) -> Tensor:
+        y = x.sin()
+        (grad,) = torch.autograd.grad(y.exp().sum(), x, create_graph=True)
+        return grad.square() * y
+
+    region, x = Run(computation), leaf()
+    wanted = torch.autograd.grad(region(x).sum(), x)
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+
+    assert_same_bits(torch.autograd.grad(loss, x), wanted)
+
+
+def test_saved_tensors_are_read_twice() -> None:
+    region, x = Run(lambda x: SavesTwice.apply(x.sin()) * 3), leaf()
+    wanted = torch.autograd.grad(region(x).sum(), x)
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+
+    assert_same_bits(torch.autograd.grad(loss, x), wanted)
+
+
+def test_saved_tensors_are_read_outside_of_a_backward() -> None:
+    region, x = Run(torch.sin), leaf()
+    with Regions({region: ALL}):
+        y = region(x)
+
+    assert torch.equal(y.grad_fn._saved_self, x)
+    assert torch.equal(y.grad_fn._saved_self, x)
+
+
+def test_backwards_in_several_threads() -> None:
+    region, x = Run(lambda x: sines(functional.dropout(x))), leaf(64, 64)
+    torch.manual_seed(3)
+    wanted = torch.autograd.grad(region(x).sum(), x)
+    torch.manual_seed(3)
+    found: list[Tensor] = []
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+    threads = [threading.Thread(target=lambda: found.extend(torch.autograd.grad(loss, x, retain_graph=True))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    for one in found:
+        assert_same_bits([one], wanted)
+    assert len(found) == 4
+
+
+def test_two_threads_with_regions_of_one_module() -> None:
+    region, found = Run(sines), list[Tensor]()
+    barrier = threading.Barrier(2)
+
+    def train() -> None:
+        for _ in range(20):
+            x = leaf()
+            with Regions({region: ALL}):
+                barrier.wait()
+                loss = region(x).sum()
+                barrier.wait()
+            found.extend(torch.autograd.grad(loss, x))
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    x = leaf()
+    wanted = torch.autograd.grad(sines(x).sum(), x)
+
+    assert len(found) == 40
+    for one in found:
+        assert_same_bits([one], wanted)
+    assert region.num_runs == 80
+
+
+# Inputs
+
+
+def test_arguments_of_all_kinds() -> None:
+    def computation(x: Tensor, pair: tuple[Tensor, Tensor], *, scale: float, by: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        by["x"].append(x)  # a list of the caller's
+        return {"y": (x.sin() * pair[0] * pair[1].exp() * scale).cos() * by["x"][0], "z": by["x"][-1].exp()}
+
+    region = Run(computation)
+
+    def gradients() -> list[Tensor]:
+        x, y, z, plain = leaf(), leaf(), leaf(), torch.ones(4, 4)
+        inputs = {"x": [y.exp()]}
+        out = region(x * 2, (y * 2, plain), scale=2.0, by=inputs)
+        assert len(inputs["x"]) == 2
+        loss = (out["y"] + out["z"] * z).sum()
+        return [loss.detach(), *torch.autograd.grad(loss, (x, y, z))]
+
+    wanted = gradients()
+    with Regions({region: ALL}):
+        found = gradients()
+
+    assert_same_bits(found, wanted)
+    assert region.num_runs == 3
+
+
+def test_tensor_that_is_passed_twice_is_one_in_the_recompute() -> None:
+    attention, x = nn.MultiheadAttention(8, 2), leaf(3, 2, 8)  # which asks whether the query is the key
+    wanted = torch.autograd.grad(attention(x, x, x)[0].sum(), x)
+    with Regions({attention: ALL}):
+        loss = attention(x, x, value=x)[0].sum()
+
+    assert_same_bits(torch.autograd.grad(loss, x), wanted)
+
+
+class Cache:
+    """What a forward may change."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+
+def test_call_with_what_the_forward_may_change_is_not_taken() -> None:
+    def computation(x: Tensor, cache: Cache) -> Tensor:
+        cache.seen.append(x.sin())
+        return cache.seen[-1].exp()
+
+    region, cache = Run(computation), Cache()
+    regions = Regions({region: ALL})
+    with regions:
+        loss = region(leaf(), cache).sum()
+    loss.backward()
+
+    assert len(cache.seen) == 1
+    assert regions.not_taken == {region: "it is called with a Cache, which its forward may change"}
+
+
+def test_inputs_are_kept_by_what_is_asked_for() -> None:
+    kept = []
+
+    class Kept(KeptHandle):
+        __slots__ = ()
+
+        def __init__(self, tensor: Tensor) -> None:
+            assert not torch.is_grad_enabled()
+            super().__init__(tensor)
+            kept.append(self)
+
+    region, x = Run(sines), leaf()
+    with Regions({region: ALL}, keep=Kept):
+        loss = region(x * 2).sum()
+    loss.backward()
+
+    assert len(kept) == 1
+
+
+def test_inputs_go_to_hooks_of_the_user_within_the_context() -> None:
+    region, x = Run(sines), leaf()
+    wanted = torch.autograd.grad(sines(x * 2).sum(), x)
+    packed = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.clone())
+        return packed[-1]
+
+    with Regions({region: ALL}), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = region(x * 2).sum()
+
+    assert_same_bits(torch.autograd.grad(loss, x), wanted)
+    assert len(packed) == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_within_a_checkpoint_a_call_is_no_region(use_reentrant: bool) -> None:
+    region, x = Run(lambda x: sines(functional.dropout(x))), leaf()
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(0)
+        loss = checkpoint(lambda x: region(x.sin()), x, use_reentrant=use_reentrant).sum()
+        return [*torch.autograd.grad(loss, x)] if not use_reentrant else [loss.detach()]
+
+    wanted = gradients()
+    counts = Counts()
+    with Regions({region: ALL}, counts=counts):
+        found = gradients()
+
+    assert_same_bits(found, wanted)
+    assert counts.num_replays == 0
+
+
+def test_a_mode_sees_the_ops_of_the_forward_and_no_others() -> None:
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[object] = []
+    region, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), leaf()
+    with Seeing():
+        region(x)
+    plain, seen = seen, []
+    with Regions({region: ALL, region[1]: ALL}), Seeing():
+        region(x)
+
+    assert seen == plain
+
+
+# What the forward runs under
+
+
+@pytest.mark.parametrize("backward_too", [False, True])
+def test_autocast(backward_too: bool) -> None:
+    linear = nn.Linear(8, 8)
+    region = Run(lambda x: functional.gelu(linear(linear(x))))
+
+    def gradients() -> list[Tensor]:
+        x = leaf(4, 8)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = region(x).float().sum()
+            if backward_too:
+                return [loss.detach(), *torch.autograd.grad(loss, (x, linear.weight))]
+        return [loss.detach(), *torch.autograd.grad(loss, (x, linear.weight))]
+
+    wanted = gradients()
+    with Regions({region: ALL}):
+        found = gradients()
+
+    assert_same_bits(found, wanted)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_that_is_on_in_the_backward_alone() -> None:
+    linear = nn.Linear(8, 8)
+    region, x = Run(lambda x: functional.gelu(linear(x))), leaf(4, 8)
+
+    def gradients() -> list[Tensor]:
+        loss = region(x).sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.autograd.grad(loss, x)
+            assert torch.is_autocast_enabled("cpu")
+        return [loss.detach(), *found]
+
+    wanted = gradients()
+    with Regions({region: ALL}):
+        found = gradients()
+
+    assert_same_bits(found, wanted)
+
+
+def test_random_state_is_that_of_the_forward_and_then_of_the_backward() -> None:
+    region, x = Run(lambda x: functional.dropout(x.sin()) * torch.rand(4, 4)), leaf()
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(0)
+        loss = region(x).sum()
+        torch.rand(7)
+        return [loss.detach(), *torch.autograd.grad(loss, x), torch.rand(3), torch.get_rng_state()]
+
+    wanted = gradients()
+    with Regions({region: ALL}):
+        found = gradients()
+
+    assert_same_bits(found, wanted)
+
+
+def test_recompute_trains_as_the_forward_did() -> None:
+    region = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.GELU())
+    x = leaf()
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(0)
+        loss = region(x).sum()
+        region.eval()
+        found = [loss.detach(), *torch.autograd.grad(loss, x)]
+        assert not any(part.training for part in region.modules())
+        region.train()
+        region[2].eval()
+        return found
+
+    wanted = gradients()
+    with Regions({region: ALL}):
+        found = gradients()
+
+    assert_same_bits(found, wanted)
+
+
+def test_settings_of_the_process_are_those_of_the_forward() -> None:
+    region, x = Run(lambda x: x * torch.ones(4, 4).sin() + torch.rand(4, 4)), leaf()
+    with Regions({region: ALL}):
+        torch.set_default_dtype(torch.float64)
+        try:
+            y = region(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    y.sum().backward()
+
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_default_device_is_that_of_the_forward() -> None:
+    region, x = Run(lambda x: x * torch.ones(4, 4).sin() * x), leaf()
+    with Regions({region: ALL}), torch.device("cpu"):
+        loss = region(x).sum()
+    with torch.device("meta"):
+        loss.backward()
+        assert torch.ones(1).is_meta
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+    with torch.device("meta"):
+        loss.backward()
+
+    assert region.num_runs == 4
+
+
+# Lifetimes
+
+
+@pytest.mark.parametrize("ending", ["backward", "dropped", "error"])
+def test_nothing_is_left_without_the_garbage_collector(ending: str) -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
+    with without_collector():
+        regions = Regions({block: ALL, block[1]: ALL})
+        x = leaf() * 2
+        seen = [weakref.ref(x.untyped_storage())]
+        try:
+            with regions:
+                y = block(x)
+                seen.append(weakref.ref(y.untyped_storage()))
+                if ending == "error":
+                    block(torch.ones(4, 5))
+        except RuntimeError:
+            pass
+        if ending == "backward":
+            y.sum().backward(retain_graph=True)
+        del x, y
+
+        assert [storage() for storage in seen] == [None, None]
+
+
+def test_region_itself_is_left_by_what_it_has_watched() -> None:
+    with without_collector():
+        block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+        regions = Regions({block: ALL, block[1]: ALL})
+        with regions:
+            loss = block(leaf()).sum()
+        loss.backward()
+        seen = [weakref.ref(block), weakref.ref(regions)]
+        del block, regions, loss
+
+        assert [one() for one in seen] == [None, None]
+
+
+# Errors
+
+
+def test_input_that_was_written_to_raises_autograds_error() -> None:
+    region, x = Run(sines), leaf() * 2
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+    x.add_(1)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        loss.backward()
+    assert "an input of a Run whose forward is run again" in "".join(getattr(caught.value, "__notes__", []))
+
+
+def test_saved_tensor_that_the_forward_writes_to_raises_autograds_error() -> None:
+    def computation(x: Tensor) -> Tensor:
+        y = x.exp()
+        y.add_(1)
+        return y.sin()
+
+    region = Run(computation)
+    with Regions({region: ALL}):
+        loss = region(leaf()).sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parameter_that_was_written_to_raises() -> None:
+    region = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    with Regions({region: ALL}):
+        loss = region(leaf()).sum()
+    with torch.no_grad():
+        region[0].bias.add_(1)
+
+    with pytest.raises(ReplayMismatchError, match=r"a Sequential that is recomputed .* found a parameter that was written to"):
+        loss.backward()
+
+
+def test_buffer_that_was_written_to_raises() -> None:
+    region = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    region.register_buffer("steps", torch.zeros(()))
+    with Regions({region: ALL}):
+        loss = region(leaf()).sum()
+    region.steps.add_(1)
+
+    with pytest.raises(ReplayMismatchError, match='found the buffer "steps", that was written to'):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (lambda x: x.sin(), r"its forward to save 3 tensors whenever it is run; found 1\."),
+        (lambda x: x[:2].sin() * 1, r"to save \[4, 4\] of torch.float32 as number 0 .* found \[2, 4\] of torch.float32\."),
+        (lambda x: x.double().sin(), r"found \[4, 4\] of torch.float64\."),
+    ],
+)
+def test_recompute_that_saves_something_else_raises(second: Callable[[Tensor], Tensor], message: str) -> None:
+    region, x = Run(lambda x: (x.sin() * x).exp()), leaf()
+    region.computation = lambda x: (x.sin() * x.detach().requires_grad_()) if region.num_runs == 1 else second(x)
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+
+    with pytest.raises(ReplayMismatchError, match=message):
+        loss.backward()
+
+
+def test_error_of_the_recompute_reaches_the_user_and_the_backward_can_be_run_again() -> None:
+    def computation(x: Tensor) -> Tensor:
+        y = x.sin()
+        if region.num_runs == 2:
+            raise torch.OutOfMemoryError
+        return (y * x).exp()
+
+    region, x = Run(computation), leaf()
+    wanted = torch.autograd.grad((x.sin() * x).exp().sum(), x)
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.autograd.grad(loss, x, retain_graph=True)
+
+    assert_same_bits(torch.autograd.grad(loss, x), wanted)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_error_in_the_forward_ends_the_region() -> None:
+    def computation(x: Tensor) -> Tensor:
+        x.sin()
+        raise ZeroDivisionError
+
+    failing, region, x = Run(computation), Run(sines), leaf()
+    wanted = torch.autograd.grad(sines(x).sum(), x)
+    with Regions({failing: ALL, region: ALL}):
+        with pytest.raises(ZeroDivisionError):
+            failing(x)
+        loss = region(x).sum()
+
+    assert_same_bits(torch.autograd.grad(loss, x), wanted)
+
+
+def test_transform_is_no_region() -> None:
+    region, x = Run(sines), leaf(3, 4)
+    wanted = torch.func.vmap(torch.func.grad(lambda x: sines(x).sum()))(x.detach())
+    with Regions({region: ALL}):
+        found = torch.func.vmap(torch.func.grad(lambda x: region(x).sum()))(x.detach())
+        loss = torch.func.vmap(region)(x).sum()
+
+    assert_same_bits([found], [wanted])
+    assert_same_bits(torch.autograd.grad(loss, x), torch.autograd.grad(sines(x).sum(), x))
+
+
+# What it costs the host
+
+
+TWO_OPS = [
+    nn.Sequential(nn.LayerNorm(8), nn.GELU()),
+    nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)),
+    Run(lambda x: x.sin().exp()),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("region", TWO_OPS)
+def test_takes_few_calls_of_python(region: nn.Module, device: str) -> None:
+    region, num_calls = copy.deepcopy(region).to(device), 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    x = leaf(4, 8).to(device)
+    with Regions({region: ALL}):
+        region(x).sum().backward()
+        sys.setprofile(count)
+        try:
+            region(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+
+    assert num_calls <= 35

@@ -1,0 +1,87 @@
+"""Random programs as steps: several alike, which follow a schedule from the third on, then others, then the first again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import memkit
+from memkit.device import ReferenceDevice
+from memkit.plan import copies
+from tests.activations.cases import assert_same_bits
+from tests.contracts.test_context_random_graphs import Step, _outcome, steps
+
+TAG = "random steps"
+Program = tuple[list[Step], list[int]]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[Program]:
+    """Draw the steps of a training: a program, and others that differ from it a little or wholly."""
+    parts = st.lists(st.integers(0, 99), min_size=1, max_size=3)
+    first = draw(steps), draw(parts)
+    graph = list(first[0])
+    place = draw(st.integers(0, len(graph) - 1))
+    change = draw(st.sampled_from(["one step", "shorter", "longer", "other parts", "all"]))
+    other = {
+        "one step": lambda: ([*graph[:place], *draw(steps)[:1], *graph[place + 1 :]], first[1]),
+        "shorter": lambda: (graph[: max(1, place)], first[1]),
+        "longer": lambda: ([*graph, *draw(steps)], first[1]),
+        "other parts": lambda: (graph, draw(parts)),
+        "all": lambda: (draw(steps), draw(parts)),
+    }[change]()
+    return [first] * 3 + [other] + [first] * draw(st.integers(1, 3)) + [other] * draw(st.integers(0, 3)) + [first]
+
+
+def _compare(taken: list[Program], ratio: float, window_bytes: int | None, seed: int | None) -> None:
+    device = ReferenceDevice(seed=seed)
+    for graph, parts in taken:
+        wanted, wanted_errors = _outcome(graph, parts, nullcontext())
+        context = memkit.CPUOffload(ratio, TAG, min_bytes=0, window_bytes=window_bytes, device=device)
+        found, errors = _outcome(graph, parts, context)
+        assert errors == wanted_errors
+        assert_same_bits(found, wanted)
+    device.synchronize()
+    gc.collect()  # where something is to be made again, a record may die with a cycle
+    stats = memkit.stats(TAG)
+    assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
+    memkit.reset(TAG)
+
+
+def _drawn(max_examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        drawn = given(
+            taken=programs(),
+            ratio=st.sampled_from([1.0, 1.0, 0.5, 0.3]),
+            window_bytes=st.sampled_from([0, 64, 200, None]),
+            seed=st.sampled_from([None, 0, 1]),
+            batch_bytes=st.sampled_from([1, 130, copies.BATCH_BYTES]),
+        )
+        return settings(max_examples=max_examples, deadline=None)(drawn(test))
+
+    return decorate
+
+
+def _check(batch_bytes: int, taken: list[Program], ratio: float, window_bytes: int | None, seed: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "BATCH_BYTES", batch_bytes)
+        _compare(taken, ratio, window_bytes, seed)
+
+
+@_drawn(25)
+def test_random_steps(batch_bytes: int, taken: list[Program], ratio: float, window_bytes: int | None, seed: int | None) -> None:
+    _check(batch_bytes, taken, ratio, window_bytes, seed)
+
+
+@pytest.mark.full
+@_drawn(400)
+def test_many_random_steps(
+    batch_bytes: int, taken: list[Program], ratio: float, window_bytes: int | None, seed: int | None
+) -> None:
+    _check(batch_bytes, taken, ratio, window_bytes, seed)

@@ -1,0 +1,68 @@
+"""What tests with compiled modules share: the ways to compile one, a backend that counts, and what Dynamo has looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import memkit
+
+
+class Backend:
+    """A backend that counts the graphs it is given.
+
+    Args:
+        name: that of torch's own which compiles them.
+    """
+
+    def __init__(self, name: str = "aot_eager") -> None:
+        self.name = name
+        self.num_graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.registry import lookup_backend
+
+        self.num_graphs += 1
+        return lookup_backend(self.name)(graph, inputs)
+
+
+def _compile_call(module: nn.Module, backend: Backend) -> nn.Module:
+    module.compile(backend=backend)
+    return module
+
+
+def _compile_module(module: nn.Module, backend: Backend) -> nn.Module:
+    return torch.compile(module, backend=backend)  # type: ignore[no-any-return]
+
+
+def _compile_forward(module: nn.Module, backend: Backend) -> nn.Module:
+    module.forward = torch.compile(module.forward, backend=backend)
+    return module
+
+
+FORMS: dict[str, Callable[[nn.Module, Backend], nn.Module]] = {
+    "call": _compile_call,
+    "module": _compile_module,
+    "forward": _compile_forward,
+}
+"""The ways to compile a module by itself: each takes one, and returns the one to call."""
+
+
+def in_form(form: str, module: nn.Module, backend: Backend) -> nn.Module:
+    return FORMS[form](module, backend)
+
+
+def frames_of_memkit() -> list[str]:
+    """Return the functions of memkit that Dynamo was asked to compile since it was reset: "file:function".
+
+    Those of the reference device count for nothing: it is told of each storage that dies, whoever runs.
+    """
+    codes = [reference() for reference in torch._dynamo.convert_frame.input_codes.seen]
+    package = Path(memkit.__file__).parent
+    found = [code for code in codes if code is not None and Path(code.co_filename).is_relative_to(package)]
+    names = [f"{Path(code.co_filename).relative_to(package)}:{code.co_name}" for code in found]
+    return [name for name in names if not name.startswith("device/")]

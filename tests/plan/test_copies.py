@@ -1,0 +1,303 @@
+"""`memkit.plan.copies`: when each copy of a step is due."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memkit.plan import CopySchedule, Forecast, schedule_copies
+from memkit.plan.copies import BATCH_BYTES
+
+SIZES = st.sampled_from([1, 512, 4096, BATCH_BYTES // 3, BATCH_BYTES - 1, BATCH_BYTES, 5 * BATCH_BYTES])
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known of a step, and what it may have on the device."""
+
+    sizes_bytes: dict[int, int]
+    leaving: frozenset[int]
+    saves: list[int]
+    ready: dict[int, int]
+    requests: list[int]
+    limit_bytes: int
+    window_bytes: int
+
+    def schedule(self, forecast: Forecast | None = None) -> CopySchedule:
+        return schedule_copies(
+            self.sizes_bytes,
+            self.leaving,
+            saves=self.saves,
+            ready=self.ready,
+            requests=self.requests,
+            limit_bytes=self.limit_bytes,
+            window_bytes=self.window_bytes,
+            forecast=forecast,
+        )
+
+    def ready_at(self, value: int) -> int:
+        return max(self.saves.index(value), self.ready.get(value, 0))
+
+    @property
+    def order(self) -> list[int]:
+        return list(dict.fromkeys(self.requests))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Draw saves, some again and some that do not count, and requests in about any order, some missing, some again."""
+    num_values = draw(st.integers(0, 30))
+    saves = [*range(num_values)]
+    for place, value in draw(st.lists(st.tuples(st.integers(0, 60), st.integers(-1, num_values - 1)), max_size=20)):
+        saves.insert(place, value)
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(value for value in saves if value >= 0))}
+    saves = [numbers.get(value, -1) for value in saves]  # as they are numbered: by their first saves
+    sizes_bytes = {value: draw(SIZES) for value in range(num_values)}
+    leaving = frozenset(value for value in range(num_values) if draw(st.integers(0, 3)))
+    ready = {
+        value: draw(st.integers(saves.index(value) + 1, len(saves)))
+        for value in range(num_values)
+        if draw(st.integers(0, 4)) == 0
+    }
+    kind = draw(st.sampled_from(["reverse", "any"]))
+    requests = saves[::-1] if kind == "reverse" else draw(st.lists(st.sampled_from(saves or [-1]), max_size=60))
+    return Step(
+        sizes_bytes,
+        leaving,
+        saves,
+        ready,
+        [value for value in requests if value >= 0],
+        draw(st.integers(0, 8) | st.integers(0, 40 * BATCH_BYTES)),
+        draw(st.sampled_from([0, 1024, BATCH_BYTES, 4 * BATCH_BYTES])),
+    )
+
+
+def _live_bytes(step: Step, copies: CopySchedule, place: int) -> int:
+    """Return what of the values is on the device once a save was seen to, counted anew."""
+    gone = {value for batch in copies.out[: copies.num_released[place]] for value in batch}
+    return sum(step.sizes_bytes[value] for value in {value for value in step.saves[: place + 1] if value >= 0} - gone)
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_each_value_that_leaves_is_in_one_batch(step: Step) -> None:
+    copies = step.schedule()
+
+    assert sorted(value for batch in copies.out for value in batch) == sorted(step.leaving)
+    assert all(copies.out)
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_what_is_let_go_was_sent_and_counts_never_fall(step: Step) -> None:
+    copies = step.schedule()
+
+    assert len(copies.num_sent) == len(copies.num_released) == len(step.saves) + 1
+    assert len(copies.num_fetched) == len(copies.requests)
+    assert all(released <= sent for released, sent in zip(copies.num_released, copies.num_sent, strict=True))
+    for counts in (copies.num_sent, copies.num_released, copies.num_fetched):
+        assert all(before <= after for before, after in pairwise(counts))
+    assert copies.num_sent[-1] == len(copies.out)
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_nothing_is_sent_before_it_is_there_and_written(step: Step) -> None:
+    copies = step.schedule()
+
+    for number, batch in enumerate(copies.out):
+        sent_at = next(place for place, num_sent in enumerate(copies.num_sent) if num_sent > number)
+        assert all(step.ready_at(value) <= sent_at for value in batch)
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_what_leaves_is_sent_before_many_more_saves(step: Step) -> None:
+    copies = step.schedule()
+
+    for number, batch in enumerate(copies.out):
+        sent_at = next(place for place, num_sent in enumerate(copies.num_sent) if num_sent > number)
+        assert sent_at - min(step.ready_at(value) for value in batch) <= 8
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_small_copies_share_a_batch_and_a_large_one_never_waits(step: Step) -> None:
+    copies = step.schedule()
+
+    for batch in copies.out:
+        sizes = [step.sizes_bytes[value] for value in batch]
+        assert len(batch) <= 64
+        assert sum(sizes[:-1]) < BATCH_BYTES
+        assert len(batch) == 1 or max(sizes) < BATCH_BYTES
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_forward_keeps_to_the_limit_where_what_has_gone_can(step: Step) -> None:
+    copies = step.schedule()
+
+    for place in range(len(step.saves) + 1):
+        live_bytes = _live_bytes(step, copies, place)
+        may_go = [value for value in step.leaving if step.ready_at(value) <= place]
+        if live_bytes > step.limit_bytes:  # then nothing more can go
+            gone = {value for batch in copies.out[: copies.num_released[place]] for value in batch}
+            assert set(may_go) <= gone
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_forward_lets_go_of_no_more_than_it_must(step: Step) -> None:
+    copies = step.schedule()
+
+    for place in range(len(step.saves) + 1):
+        before = copies.num_released[place - 1] if place else 0
+        if copies.num_released[place] > before:
+            last = sum(step.sizes_bytes[value] for value in copies.out[copies.num_released[place] - 1])
+            assert _live_bytes(step, copies, place) + last > step.limit_bytes
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_peak_is_that_of_a_forward_that_is_carried_out(step: Step) -> None:
+    copies = step.schedule()
+
+    on_device, peak_bytes, released = set[int](), 0, 0
+    for place in range(len(step.saves) + 1):
+        if place < len(step.saves) and step.saves[place] >= 0 and step.saves[place] not in step.saves[:place]:
+            on_device.add(step.saves[place])
+        peak_bytes = max(peak_bytes, sum(step.sizes_bytes[value] for value in on_device))
+        while released < copies.num_released[place]:
+            on_device -= set(copies.out[released])
+            released += 1
+
+    assert copies.peak_bytes == peak_bytes
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_peak_exceeds_the_limit_by_the_largest_and_what_stays_or_waits(step: Step) -> None:
+    copies = step.schedule()
+
+    largest = max(step.sizes_bytes.values(), default=0)
+    stays = sum(size for value, size in step.sizes_bytes.items() if value not in step.leaving)
+    unwritten = sum(step.sizes_bytes[value] for value in step.leaving if value in step.ready)
+    assert copies.peak_bytes <= max(step.limit_bytes, stays + unwritten) + largest
+
+
+# The backward
+
+
+def _gone(copies: CopySchedule) -> set[int]:
+    return {value for batch in copies.out[: copies.num_released[-1]] for value in batch}
+
+
+def _forecast_of(step: Step, working_bytes: int) -> Forecast | None:
+    order = step.order
+    if not order:
+        return None
+    return Forecast(
+        [step.sizes_bytes[value] for value in order],
+        [working_bytes * (1 + place % 3) for place in range(len(order))],
+        [value not in step.leaving for value in order],
+        limit_bytes=step.limit_bytes,
+        slack_bytes=step.window_bytes // 8,
+    )
+
+
+@settings(max_examples=40)
+@given(steps(), st.sampled_from([None, 0, 1000, BATCH_BYTES]))
+def test_all_that_is_gone_and_asked_for_comes_back_once_and_in_time(step: Step, working_bytes: int | None) -> None:
+    forecast = None if working_bytes is None else _forecast_of(step, working_bytes)
+    copies = step.schedule(forecast)
+
+    wanted = [value for value in step.order if value in _gone(copies)]
+    assert [value for batch in copies.back for value in batch] == wanted
+    for number, batch in enumerate(copies.back):
+        fetched_at = next(place for place, num_fetched in enumerate(copies.num_fetched) if num_fetched > number)
+        assert all(fetched_at <= copies.requests.index(value) for value in batch)
+
+
+@settings(max_examples=40)
+@given(steps(), st.sampled_from([None, 0, 1000, BATCH_BYTES]))
+def test_requests_are_what_leaves_and_what_something_is_fetched_at(step: Step, working_bytes: int | None) -> None:
+    forecast = None if working_bytes is None else _forecast_of(step, working_bytes)
+    copies = step.schedule(forecast)
+
+    assert list(copies.requests) == [value for value in step.order if value in set(copies.requests)]
+    assert set(step.order) & step.leaving <= set(copies.requests)
+    before = 0
+    for value, num_fetched in zip(copies.requests, copies.num_fetched, strict=True):
+        assert value in step.leaving or num_fetched > before
+        before = num_fetched
+
+
+def _backward_levels(step: Step, copies: CopySchedule) -> list[tuple[int, bool]]:
+    """Carry the backward out; return for each first request the bytes on the device, and whether it has fetched what is needed
+    later."""
+    order, gone = step.order, _gone(copies)
+    on_device = set(step.sizes_bytes) - gone
+    last = {value: max(place for place, asked in enumerate(step.requests) if asked == value) for value in order}
+    first = {value: step.requests.index(value) for value in order}
+    due = dict(zip(copies.requests, copies.num_fetched, strict=True))
+    levels, fetched = [], 0
+    for value in order:
+        now, is_ahead = first[value], False
+        on_device -= {other for other in order if last[other] < now}
+        while fetched < due.get(value, 0):
+            is_ahead = is_ahead or any(other != value for other in copies.back[fetched])
+            on_device |= set(copies.back[fetched])
+            fetched += 1
+        levels.append((sum(step.sizes_bytes[other] for other in on_device), is_ahead))
+    return levels
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_backward_fetches_ahead_only_within_the_limit(step: Step) -> None:
+    copies = step.schedule()
+
+    for live_bytes, is_ahead in _backward_levels(step, copies):
+        # a batch may have been gathered for earlier requests, which were served by then: its own room was there
+        assert not is_ahead or live_bytes <= step.limit_bytes + _batch_overhang(step, copies)
+
+
+def _batch_overhang(step: Step, copies: CopySchedule) -> int:
+    """Return the most by which what cannot wait, and comes with others, exceeds the limit."""
+    return max((sum(step.sizes_bytes[value] for value in batch) for batch in copies.back), default=0)
+
+
+@settings(max_examples=40)
+@given(steps(), st.sampled_from([0, 1000, BATCH_BYTES]))
+def test_backward_under_a_forecast_keeps_to_the_peak_that_it_allows(step: Step, working_bytes: int) -> None:
+    forecast = _forecast_of(step, working_bytes)
+    copies = step.schedule(forecast)
+
+    for live_bytes, is_ahead in _backward_levels(step, copies):
+        assert not is_ahead or live_bytes <= step.limit_bytes + step.window_bytes + _batch_overhang(step, copies)
+
+
+def test_chain_leaves_and_comes_back_in_reverse() -> None:
+    size = BATCH_BYTES
+    step = Step(dict.fromkeys(range(6), size), frozenset(range(6)), [*range(6)], {}, [*range(6)][::-1], 2 * size, 0)
+
+    copies = step.schedule()
+
+    assert copies.out == tuple((value,) for value in range(6))
+    assert copies.num_sent == (1, 2, 3, 4, 5, 6, 6)
+    assert copies.num_released == (0, 0, 1, 2, 3, 4, 4)
+    assert copies.back == ((3,), (2,), (1,), (0,))
+    assert copies.requests == (5, 4, 3, 2, 1, 0)
+    assert copies.num_fetched == (0, 1, 2, 3, 4, 4)
+    assert copies.peak_bytes == 3 * size
+
+
+def test_nothing_leaves_and_nothing_is_asked_for() -> None:
+    copies = Step({0: 8, 1: 8}, frozenset(), [0, 1, -1, 0], {}, [1, 0], 0, 0).schedule()
+
+    assert copies == CopySchedule(
+        out=(), num_sent=(0,) * 5, num_released=(0,) * 5, back=(), requests=(), num_fetched=(), peak_bytes=16
+    )
