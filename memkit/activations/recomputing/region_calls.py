@@ -95,6 +95,8 @@ class Recomputed:
 
     def error(self, need: str, found: str, do: str) -> ReplayMismatchError:
         """Return what to raise where a recompute cannot be exact."""
+        if self.counts is not None:
+            self.counts.has_mismatch = True
         return ReplayMismatchError(
             f"a {type(self.module).__name__} that is recomputed as a whole needs {need}; found {found}. {do}"
         )

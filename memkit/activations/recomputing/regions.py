@@ -98,6 +98,11 @@ class Regions(Exclusive):
         """The modules of which a call was no region, and why."""
         return self._common.not_taken
 
+    @property
+    def num_calls(self) -> dict[nn.Module, int]:
+        """How often each of the modules was called by now, of those that were."""
+        return {region.module: count for region, count in self._common.thread.numbers.items()}
+
     def __enter__(self) -> Regions:
         self.claim("these regions are watched already: make a Regions for each context and each thread")
         self.is_entered = True
