@@ -117,3 +117,15 @@ def test_a_region_that_is_not_the_same_again_is_the_last() -> None:
     for _ in range(6):
         assert_same_bits(_step(model, _remat), _step(model, nullcontext))
         assert memkit.stats(TAG).is_recorded
+
+
+def test_single_ops_alone_are_run_again_where_that_is_asked_for() -> None:
+    model = _model()
+    plain = _step(model, nullcontext)
+    for _ in range(6):
+        found = _step(model, lambda: memkit.Rematerialize(0.4, TAG, min_bytes=0, policy="ops"))
+        assert_same_bits(found, plain)
+        stats = memkit.stats(TAG)
+        assert stats.is_recorded
+    assert stats.follows_plan
+    assert stats.num_dropped > 0
