@@ -108,8 +108,8 @@ class Rematerialize(ForwardContext):
             raise TypeError(f"tag is a string; found {type(tag).__name__}")
         if policy not in _POLICIES:
             raise ValueError(
-                f'Rematerialize needs policy="plan", "ops" or "dtr"; found {policy!r}. Omit it to follow a plan from the second '
-                'step on, pass "ops" to run single ops again alone, or "dtr" to let the score decide in every step'
+                f'Rematerialize needs policy="plan", "ops" or "dtr"; found {policy!r}. Omit it to follow a plan from the '
+                'second step on, pass "ops" to run again single ops alone, or "dtr" to let the score decide in every step'
             )
         if plan is not None and not isinstance(plan, Plan):
             raise TypeError(f"plan is a memkit.plan.Plan, as Rematerialize.plan is; found {type(plan).__name__}")
