@@ -107,8 +107,7 @@ class RegionCall:
         region: the module that is called.
         frame: where it is called from.
         inputs: what it is called with.
-        devices: CUDA devices that the module draws on.
-        args: the tensors among these are on others.
+        devices: CUDA devices that the module draws on, apart from those of its inputs.
     """
 
     __slots__ = (
@@ -127,9 +126,7 @@ class RegionCall:
         "surroundings",
     )
 
-    def __init__(
-        self, region: Recomputed, frame: FrameType, inputs: Inputs, devices: Sequence[torch.device], args: Sequence[Any]
-    ) -> None:
+    def __init__(self, region: Recomputed, frame: FrameType, inputs: Inputs, devices: frozenset[torch.device]) -> None:
         self.region = region
         self.frame: FrameType | None = frame
         """While it is going on. Once that is off the stack, an interrupt has ended it."""
@@ -149,11 +146,10 @@ class RegionCall:
         cpu = torch.default_generator
         self.before: tuple[GeneratorState, ...] = ((cpu, cpu.get_state()),)
         """Where all generators were, while it is going on."""
-        for arg in args:
-            if isinstance(arg, Tensor) and arg.is_cuda and arg.device not in devices:
-                devices = [*devices, arg.device]
+        if inputs.devices:
+            devices = devices.union(inputs.devices)
         if devices:
-            self.before += states_on(devices)
+            self.before += states_on(sorted(devices, key=str))
         self.device = torch.get_default_device() if torch_private.num_function_modes() else None
         """Where tensors are made by default, if something says so."""
         self.below: object = None
