@@ -6,6 +6,8 @@ Nothing is written to a buffer that the module has: others are put in their plac
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -26,12 +28,24 @@ training_flag = attrgetter("training")
 class Noted:
     """What one forward has found, and what it has written."""
 
-    __slots__ = ("buffers", "clones", "flags", "is_known", "lost", "versions", "versions_of_parameters", "written")
+    __slots__ = (
+        "buffers",
+        "clones",
+        "flags",
+        "is_known",
+        "lost",
+        "parameters",
+        "storages",
+        "versions",
+        "written",
+    )
 
     flags: tuple[bool, ...]
     """Which parts train."""
-    versions_of_parameters: int
-    """How often the parameters were written to."""
+    parameters: tuple[int, ...]
+    """What `ModuleState.parameter_facts` said of the parameters."""
+    storages: tuple[torch.UntypedStorage, ...]
+    """Those of the parameters, held so that no others may begin where they do."""
     buffers: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
     clones: dict[int, Tensor]
@@ -54,6 +68,16 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self.parts = tuple(module.modules())
         self.parameters = tuple(module.parameters())
+        self.with_data = tuple(own for own in self.parameters if _has_data(own))
+        self.of_parts = tuple(map(torch_private.parameters_of, self.parts))
+        self.ids = tuple(map(id, chain.from_iterable(map(dict.values, self.of_parts))))
+        """Which parameters the parts have. Whoever asks again does it in the same words: a call of Python costs more."""
+        self.parameter_facts: tuple[partial[Any], ...] = (
+            partial(map, torch_private.version_of, self.parameters),
+            partial(map, Tensor.data_ptr, self.with_data),
+            partial(map, attrgetter("requires_grad"), self.parameters),
+        )
+        """What reads what must stay the same of each."""
         self._updated = tuple(
             (index, torch_private.buffers_of(part))
             for index, part in enumerate(self.parts)
@@ -116,6 +140,17 @@ class ModuleState:
 
     # Around a recompute
 
+    def what_parameter_has_changed(self, noted: Noted) -> str:
+        """Return how the parameters are other than the forward found them, where they are."""
+        now, num = tuple(chain.from_iterable(map(partial.__call__, self.parameter_facts))), len(self.parameters)
+        if now[:num] != noted.parameters[:num]:
+            return "a parameter that was written to"
+        if now[num:-num] != noted.parameters[num:-num]:
+            return "a parameter that was given other data"
+        if now != noted.parameters:
+            return "a parameter of which requires_grad was set"
+        return "a parameter that was replaced by another"
+
     def what_has_changed(self, noted: Noted) -> str:
         """Return which buffer a recompute would find other than the forward did; empty if none."""
         if noted.lost >= 0:
@@ -156,6 +191,11 @@ class ModuleState:
         """Have the parts train, or not."""
         for part, flag in zip(self.parts, flags, strict=True):
             part.training = flag
+
+
+def _has_data(parameter: nn.Parameter) -> bool:
+    """Tell whether where the data of a parameter begins says which it is: not where it is made up of other tensors."""
+    return parameter.layout is torch.strided and not hasattr(parameter, "__tensor_flatten__")
 
 
 def _versions_of(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:

@@ -16,6 +16,8 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.recomputing.module_state import ModuleState, Noted, training_flag
-from memkit.activations.recomputing.region_inputs import Inputs
+from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
 from memkit.activations.recomputing.surroundings import (
     GeneratorState,
     Surroundings,
@@ -109,8 +111,7 @@ class RegionCall:
         region: the module that is called.
         frame: where it is called from.
         inputs: what it is called with.
-        devices: CUDA devices that the module draws on.
-        args: the tensors among these are on others.
+        devices: CUDA devices that the module draws on, apart from those of its inputs.
     """
 
     __slots__ = (
@@ -129,9 +130,7 @@ class RegionCall:
         "surroundings",
     )
 
-    def __init__(
-        self, region: Recomputed, frame: FrameType, inputs: Inputs, devices: Sequence[torch.device], args: Sequence[Any]
-    ) -> None:
+    def __init__(self, region: Recomputed, frame: FrameType, inputs: Inputs, devices: frozenset[torch.device]) -> None:
         self.region = region
         self.frame: FrameType | None = frame
         """While it is going on. Once that is off the stack, an interrupt has ended it."""
@@ -145,17 +144,19 @@ class RegionCall:
         state = region.state
         self.noted = noted = Noted()
         noted.flags = tuple(map(training_flag, state.parts))
-        noted.versions_of_parameters = sum(map(torch_private.version_of, state.parameters))
+        if tuple(map(id, chain.from_iterable(map(dict.values, state.of_parts)))) != state.ids:
+            raise NoRegion("it is called with other parameters than it had (torch.func.functional_call, perhaps)")
+        noted.parameters = tuple(chain.from_iterable(map(partial.__call__, state.parameter_facts)))
+        noted.storages = tuple(map(Tensor.untyped_storage, state.with_data))
         if state.places:
             state.note_buffers(noted)
         cpu = torch.default_generator
         self.before: tuple[GeneratorState, ...] = ((cpu, cpu.get_state()),)
         """Where all generators were, while it is going on."""
-        for arg in args:
-            if isinstance(arg, Tensor) and arg.is_cuda and arg.device not in devices:
-                devices = [*devices, arg.device]
+        if inputs.devices:
+            devices = devices.union(inputs.devices)
         if devices:
-            self.before += states_on(devices)
+            self.before += states_on(sorted(devices, key=str))
         self.device = torch.get_default_device() if torch_private.num_function_modes() else None
         """Where tensors are made by default, if something says so."""
         self.below: object = None
@@ -187,17 +188,20 @@ class RegionCall:
         """Run the forward again, and hand out what it saves. The lock is held.
 
         Raises:
-            RuntimeError: an input or a parameter was written to since.
-            ReplayMismatchError: it has saved something else.
+            RuntimeError: an input was written to since.
+            ReplayMismatchError: a parameter or a buffer was changed since, or it has saved something else.
         """
         region = self.region
         if self.is_broken or (self.frame is not None and not is_going_on(self.frame)):
             raise region.error("a forward that has come to its end", "one that was interrupted", "Run the forward again")
         state = region.state
-        if sum(map(torch_private.version_of, state.parameters)) != self.noted.versions_of_parameters:
-            raise region.error(_AS_IT_WAS, "a parameter that was written to", _WRITE_LATER)
+        if (
+            tuple(chain.from_iterable(map(partial.__call__, state.parameter_facts))) != self.noted.parameters
+            or tuple(map(id, chain.from_iterable(map(dict.values, state.of_parts)))) != state.ids
+        ):
+            raise region.error(_AS_IT_WAS, state.what_parameter_has_changed(self.noted), _CHANGE_LATER)
         if state.places and (changed := state.what_has_changed(self.noted)):
-            raise region.error(_AS_IT_WAS, changed, _WRITE_LATER)
+            raise region.error(_AS_IT_WAS, changed, _CHANGE_LATER)
         try:
             args, kwargs = self.inputs.rebuild()
         except RuntimeError as error:
@@ -337,7 +341,7 @@ class Recompute:
 
 
 _AS_IT_WAS = "what it reads to be in the backward as it was in the forward"
-_WRITE_LATER = "Write to it after the backward"
+_CHANGE_LATER = "Change it after the backward"
 _ADVICE = "Is it deterministic, and is what it reads the same in the backward?"
 
 

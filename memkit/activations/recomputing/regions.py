@@ -131,7 +131,7 @@ class RegionModule(Recomputed):
         super().__init__(module, common.counts)
         self._calls = spec.calls
         self._common = common
-        self._devices = sorted({part.device for part in module.parameters() if part.is_cuda}, key=str)
+        self._devices = frozenset(own.device for own in (*module.parameters(), *module.buffers()) if own.is_cuda)
 
     def watch(self, hooks: HookSet) -> None:
         """See the calls of the module."""
@@ -185,7 +185,7 @@ class RegionModule(Recomputed):
             else:  # as autograd calls a hook, and as what is no part of the forward
                 with torch.no_grad(), torch_private.without_dispatch_modes() if has_modes else nullcontext():
                     inputs = Inputs(args, kwargs, keep if top is None else _handing_to(top))
-            call = RegionCall(self, frame, inputs, self._devices, args)
+            call = RegionCall(self, frame, inputs, self._devices)
         except NoRegion as why:
             self._common.not_taken[self.module] = str(why)
             return
