@@ -59,7 +59,8 @@ class NotedCall:
         if self.why_not:
             self._drawn = ()
             return
-        self.inputs = tuple(sorted(self._read(given, recording)))
+        read, known = self._read(recording), self._values_in(given, recording)
+        self.inputs = tuple(sorted(read | known))
         tensors = {id(leaf): leaf for leaf in torch_private.tree_leaves(given) if isinstance(leaf, Tensor)}
         self.shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
         if not _are_same(before or (), list(_state_of(module))):
@@ -71,21 +72,18 @@ class NotedCall:
         elif not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in torch_private.tree_leaves(output)):
             self.why_not = "it returns no tensor that requires grad"
         else:
-            self.why_not = self._effect(module, recording)
+            self.why_not = self._effect(module, recording) or ("" if read <= known else "it reads what it was not given")
         self._drawn = ()
 
-    def _read(self, given: tuple[Any, Any], recording: Recording) -> set[int]:
-        """Return the values that it was given, or has read, and that were made before it."""
+    def _read(self, recording: Recording) -> set[int]:
+        """Return the values that its ops have read, and that were made before it."""
         recording.sync()
         _, op, _, first = self._first
-        lineage = recording.lineage
-        found = {value for ins in lineage.ins[op:] for value in ins if value < first and _is_own(value, recording)}
-        for leaf in torch_private.tree_leaves(given):
-            storage = _storage_of(leaf) if isinstance(leaf, Tensor) and is_range_of_bytes(leaf) else None
-            value = None if storage is None else recording.find(storage)
-            if value is not None and value < first and _is_own(value, recording):
-                found.add(value)
-        return found
+        return {value for ins in recording.lineage.ins[op:] for value in ins if value < first and _is_own(value, recording)}
+
+    def _values_in(self, given: Any, recording: Recording) -> set[int]:
+        """Return the values of the tensors in what it was given, those that were made before it."""
+        return {value for value in _values_of(given, recording) if value < self._first[-1]}
 
     def _effect(self, module: nn.Module, recording: Recording) -> str:
         """Return what it has done beside making new values, "" if that is nothing of which a region does not know."""
@@ -123,6 +121,17 @@ class NotedCall:
             shapes=self.shapes,
             why_not=why_not,
         )
+
+
+def _values_of(tensors: Any, recording: Recording) -> set[int]:
+    """Return the values that were made in the forward and are in these tensors now."""
+    found = set[int]()
+    for leaf in torch_private.tree_leaves(tensors):
+        storage = _storage_of(leaf) if isinstance(leaf, Tensor) and is_range_of_bytes(leaf) else None
+        value = None if storage is None else recording.find(storage)
+        if value is not None and _is_own(value, recording):
+            found.add(value)
+    return found
 
 
 def _is_own(value: int, recording: Recording) -> bool:
