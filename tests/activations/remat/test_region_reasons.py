@@ -110,3 +110,49 @@ def test_call_that_is_given_what_it_reads_may_be_one(device: Device, remat_on: R
     assert reasons("plain") == {""}
     assert remat_states["plain"].settled.regions.num_regions > 0
     del model
+
+
+class Tells(Block):
+    """Leaves what it makes in a global list."""
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        GATES.append(hidden.square().mean())
+        return hidden
+
+
+class Sums(Model):
+    """Adds what was left there."""
+
+    def before(self, x: Tensor) -> None:
+        GATES.clear()
+
+    def behind(self, x: Tensor) -> Tensor:
+        total = x + torch.stack(GATES).sum()
+        GATES.clear()
+        return total
+
+
+class Passes(nn.Module):
+    """Passes on what it finds in a global list."""
+
+    def forward(self, x: Tensor, gates: list[Tensor]) -> Tensor:
+        return x
+
+
+class Gives(Sums):
+    """Gives what was left there to another module, and nothing reads it."""
+
+    def behind(self, x: Tensor) -> Tensor:
+        x = Passes()(x, GATES)
+        GATES.clear()
+        return x
+
+
+@pytest.mark.parametrize("kind", [Sums, Gives])
+def test_call_of_which_something_is_used_that_it_does_not_return_is_none(
+    kind: Callable[[Callable[[], nn.Module]], Model], device: Device, remat_on: Remat
+) -> None:
+    model = assert_bits_of_plain_run(lambda: kind(Tells), device, lambda: remat_on(0.4, "tells", min_bytes=1))
+    assert reasons("tells") == {"what it makes is used elsewhere"}
+    assert reasons("tells", nn.Linear) == {""}
+    del model
