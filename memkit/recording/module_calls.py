@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.plan import ModuleCall
+from memkit.recording.aftermath import Aftermath
 from memkit.recording.recording import Recording
 from memkit.storages import is_range_of_bytes
 
@@ -34,7 +35,21 @@ class NotedCall:
         recording: what records its ops.
     """
 
-    __slots__ = ("_drawn", "_first", "_state", "inputs", "module", "name", "number", "parent", "shapes", "stop", "why_not")
+    __slots__ = (
+        "_drawn",
+        "_first",
+        "_given",
+        "_made",
+        "_state",
+        "inputs",
+        "module",
+        "name",
+        "number",
+        "parent",
+        "shapes",
+        "stop",
+        "why_not",
+    )
 
     def __init__(self, module: nn.Module, name: str, number: int, parent: int, recording: Recording) -> None:
         self.module = weakref.ref(module)
@@ -42,6 +57,9 @@ class NotedCall:
         self._first = (len(recording.saved), len(recording.calls), len(recording.funcs), recording.num_values)
         self._state: list[Any] | None = list(_state_of(module))
         self._drawn = _python_generators()
+        self._given = frozenset[int]()
+        self._made: tuple[int, frozenset[int]] = (0, frozenset())
+        """The first value after it, and those that it has returned."""
         self.stop: tuple[int, int] | None = None
         """The first save, and the first op, after it; None while it runs, and where it failed."""
         self.inputs: tuple[int, ...] = ()
@@ -56,10 +74,13 @@ class NotedCall:
         """The call has returned."""
         self.stop = len(recording.saved), len(recording.calls)
         before, self._state = self._state, None
+        self._given = frozenset(self._values_in(given, recording))
         if self.why_not:
             self._drawn = ()
             return
-        self.inputs = tuple(sorted(self._read(given, recording)))
+        self._made = recording.num_values, frozenset(_values_of(output, recording))
+        read = self._read(recording)
+        self.inputs = tuple(sorted(read | self._given))
         tensors = {id(leaf): leaf for leaf in torch_private.tree_leaves(given) if isinstance(leaf, Tensor)}
         self.shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
         if not _are_same(before or (), list(_state_of(module))):
@@ -71,21 +92,18 @@ class NotedCall:
         elif not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in torch_private.tree_leaves(output)):
             self.why_not = "it returns no tensor that requires grad"
         else:
-            self.why_not = self._effect(module, recording)
+            self.why_not = self._effect(module, recording) or ("" if read <= self._given else "it reads what it was not given")
         self._drawn = ()
 
-    def _read(self, given: tuple[Any, Any], recording: Recording) -> set[int]:
-        """Return the values that it was given, or has read, and that were made before it."""
+    def _read(self, recording: Recording) -> set[int]:
+        """Return the values that its ops have read, and that were made before it."""
         recording.sync()
         _, op, _, first = self._first
-        lineage = recording.lineage
-        found = {value for ins in lineage.ins[op:] for value in ins if value < first and _is_own(value, recording)}
-        for leaf in torch_private.tree_leaves(given):
-            storage = _storage_of(leaf) if isinstance(leaf, Tensor) and is_range_of_bytes(leaf) else None
-            value = None if storage is None else recording.find(storage)
-            if value is not None and value < first and _is_own(value, recording):
-                found.add(value)
-        return found
+        return {value for ins in recording.lineage.ins[op:] for value in ins if value < first and _is_own(value, recording)}
+
+    def _values_in(self, given: Any, recording: Recording) -> set[int]:
+        """Return the values of the tensors in what it was given, those that were made before it."""
+        return {value for value in _values_of(given, recording) if value < self._first[-1]}
 
     def _effect(self, module: nn.Module, recording: Recording) -> str:
         """Return what it has done beside making new values, "" if that is nothing of which a region does not know."""
@@ -104,7 +122,18 @@ class NotedCall:
                 return "an op in it writes to what was there before"
         return ""
 
-    def as_planned(self, recording: Recording) -> ModuleCall:
+    @property
+    def given(self) -> tuple[int, frozenset[int]]:
+        """How many ops were before it, and the values made until then that it was given."""
+        return self._first[1], self._given
+
+    def _hides(self, recording: Recording, aftermath: Aftermath) -> bool:
+        """Tell whether something reads what it has made and has not returned."""
+        first, (last, returned) = self._first[-1], self._made
+        hidden = (value for value in range(first, last) if value not in returned and _is_own(value, recording))
+        return self.stop is not None and aftermath.reads(hidden, self.stop[1])
+
+    def as_planned(self, recording: Recording, aftermath: Aftermath) -> ModuleCall:
         """Return it, now that the forward is over."""
         save, op, func, _ = self._first
         last_save, _ = self.stop or (save, op)
@@ -112,6 +141,8 @@ class NotedCall:
         why_not = self.why_not or ("" if self.stop is not None else "it failed")
         if not why_not and not recording.overwritten.isdisjoint(self.inputs):
             why_not = "what it is given is written to later"
+        if not why_not and self._hides(recording, aftermath):
+            why_not = "what it makes is used elsewhere"
         return ModuleCall(
             name=self.name,
             number=self.number,
@@ -123,6 +154,17 @@ class NotedCall:
             shapes=self.shapes,
             why_not=why_not,
         )
+
+
+def _values_of(tensors: Any, recording: Recording) -> set[int]:
+    """Return the values that were made in the forward and are in these tensors now."""
+    found = set[int]()
+    for leaf in torch_private.tree_leaves(tensors):
+        storage = _storage_of(leaf) if isinstance(leaf, Tensor) and is_range_of_bytes(leaf) else None
+        value = None if storage is None else recording.find(storage)
+        if value is not None and _is_own(value, recording):
+            found.add(value)
+    return found
 
 
 def _is_own(value: int, recording: Recording) -> bool:
