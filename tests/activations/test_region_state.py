@@ -153,3 +153,37 @@ def test_requires_grad_is_that_of_the_call() -> None:
         loss = region(x).sum()
 
     assert_same_bits(torch.autograd.grad(loss, x), torch.autograd.grad(region(x).sum(), x))
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)])
+def test_call_that_reads_statistics_is_no_region(norm: nn.Module) -> None:
+    region, x = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Tanh(), norm, nn.Tanh()), leaf(3, 4, 5)
+
+    def gradients() -> list[Tensor]:
+        norm.reset_running_stats()
+        region.eval()
+        loss = region(x).sum()
+        region.train()
+        region(x * 3 + 1)
+        return [loss.detach(), *torch.autograd.grad(loss, x)]
+
+    wanted = gradients()
+    regions = Regions({region: ALL})
+    with regions:
+        found = gradients()
+
+    assert_same_bits(found, wanted)
+    assert f"reads the statistics of a {type(norm).__name__}" in regions.not_taken[region]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False).eval()])
+def test_call_that_reads_no_statistics_is_a_region(norm: nn.Module) -> None:
+    region = nn.Sequential(norm, nn.Tanh())
+    regions = Regions({region: ALL})
+    with regions:
+        region(leaf()).sum().backward()
+
+    assert not regions.not_taken

@@ -92,6 +92,10 @@ class ModuleState:
             if isinstance(part, _NORMS) and index not in {index for index, _ in self._updated}
         )
         """What else updates its buffers where it trains: the part, and its places."""
+        self.tracking = tuple(
+            index for index, part in enumerate(self.parts) if isinstance(part, _NORMS) and part.running_mean is not None
+        )
+        """Parts that read their statistics where they do not train, and update them where they do."""
         self.has_others = bool(self._updated or self.places)
         """Whether a recompute may have to see other buffers than there are."""
         self._scratch: dict[tuple[int, str], Tensor] = {}

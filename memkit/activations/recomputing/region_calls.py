@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from types import FrameType
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.recomputing.module_state import ModuleState, Noted, training_flag
 from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
+from memkit.activations.recomputing.stacks import is_going_on, take_off
 from memkit.activations.recomputing.surroundings import (
     GeneratorState,
     Surroundings,
@@ -142,6 +143,9 @@ class RegionCall:
         state = region.state
         self.noted = noted = Noted()
         noted.flags = tuple(map(training_flag, state.parts))
+        for index in state.tracking:
+            if not noted.flags[index]:
+                raise NoRegion(f"it reads the statistics of a {type(state.parts[index]).__name__}, which may be updated unseen")
         if tuple(map(id, chain.from_iterable(map(dict.values, state.of_parts)))) != state.ids:
             raise NoRegion("it is called with other parameters than it had (torch.func.functional_call, perhaps)")
         noted.parameters = tuple(chain.from_iterable(map(partial.__call__, state.parameter_facts)))
@@ -366,33 +370,6 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
 def unpack_recomputed(tensor: Tensor) -> Tensor:
     """Return what was saved when a forward was run again: a backward may be part of it."""
     return tensor
-
-
-def take_off(pack: Callable[[Tensor], object]) -> bool:
-    """Take the hooks off that a tensor is packed by, from below others as well, and tell whether they were on."""
-    top = torch_private.top_saved_tensor_hooks(True)
-    above = []
-    while top is not None and top[0] is not pack:
-        above.append(top)
-        torch_private.pop_saved_tensor_hooks()
-        top = torch_private.top_saved_tensor_hooks(True)
-    if top is not None:
-        torch_private.pop_saved_tensor_hooks()
-    for pair in reversed(above):
-        torch_private.push_saved_tensor_hooks(*pair)
-    return top is not None
-
-
-def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
-    """Tell whether a frame is one of those that have called another, or that itself."""
-    while start is not None and start is not frame:
-        start = start.f_back
-    return start is not None
-
-
-def is_going_on(frame: FrameType) -> bool:
-    """Tell whether a frame is on the stack of any thread."""
-    return any(is_on_stack(frame, start) for start in sys._current_frames().values())
 
 
 for _hook in (RegionCall.__call__, Recompute.__call__, unpack, unpack_recomputed):
