@@ -187,3 +187,46 @@ def test_call_that_reads_no_statistics_is_a_region(norm: nn.Module) -> None:
         region(leaf()).sum().backward()
 
     assert not regions.not_taken
+
+
+# Attributes
+
+
+class Scaled(nn.Module):
+    """What reads a plain attribute, counts in one, and leaves what it has made in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.num_calls = 0
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.last = (x.sin() * self.scale).exp()
+        return self.last * self.num_calls
+
+
+def test_plain_attributes_are_those_of_the_call_and_are_put_back() -> None:
+    region, x = nn.Sequential(Scaled(), nn.Tanh()), leaf()
+
+    def gradients() -> list[Tensor]:
+        region[0].num_calls, losses = 0, []
+        for scale in (1.0, 0.5):
+            region[0].scale = scale
+            losses.append(region(x).sum())
+        last = region[0].last
+        region[0].scale = 0.25
+        found = torch.autograd.grad(losses[0] + losses[1], x)
+        assert (region[0].scale, region[0].num_calls) == (0.25, 2)
+        assert region[0].last is last
+        return [*losses, *found]
+
+    wanted = gradients()
+    region[0].last = None
+    regions = Regions({region: ALL})
+    with regions:
+        found = gradients()
+
+    assert_same_bits(found, wanted)
+    assert not regions.not_taken

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from operator import is_, itemgetter
 from types import FrameType
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.module_state import ModuleState, Noted, training_flag
+from memkit.activations.recomputing.module_state import NOT_PLAIN, PLAIN, ModuleState, Noted, training_flag
 from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
 from memkit.activations.recomputing.stacks import is_going_on, take_off
 from memkit.activations.recomputing.surroundings import (
@@ -150,6 +151,13 @@ class RegionCall:
             raise NoRegion("it is called with other parameters than it had (torch.func.functional_call, perhaps)")
         noted.parameters = tuple(chain.from_iterable(map(partial.__call__, state.parameter_facts)))
         noted.storages = tuple(map(Tensor.untyped_storage, state.with_data))
+        try:
+            attributes = tuple(chain.from_iterable(map(itemgetter.__call__, state.attribute_getters, state.attribute_dicts)))
+        except KeyError as error:
+            raise NoRegion(f"its attribute {error} was deleted") from None
+        if not PLAIN.issuperset(map(type, attributes)):  # what a forward has left there may hold a graph
+            attributes = tuple([value if type(value) in PLAIN else NOT_PLAIN for value in attributes])
+        noted.attributes = attributes
         if state.places:
             state.note_buffers(noted)
         cpu = torch.default_generator
@@ -233,6 +241,7 @@ class Recompute:
     still holds. It knows what was set before."""
 
     __slots__ = (
+        "_attributes",
         "_before",
         "_buffers",
         "_call",
@@ -259,6 +268,12 @@ class Recompute:
         self._drawn = states_of(call.drawn) if call.drawn else ()
         self._buffers = state.others(call.noted) if state.has_others else ()
         self._flags = tuple(map(training_flag, state.parts))
+        try:
+            self._attributes = tuple(
+                chain.from_iterable(map(itemgetter.__call__, state.attribute_getters, state.attribute_dicts))
+            )
+        except KeyError as error:
+            raise call.region.error(_AS_IT_WAS, f"that its attribute {error} was deleted", _CHANGE_LATER) from None
         self._nesting = call.region.nesting(call) if call.inner else None
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -297,6 +312,8 @@ class Recompute:
                     set_generators(call.drawn)
                 for buffers, name, _, other in self._buffers:
                     buffers[name] = other
+                if not all(map(is_, self._attributes, call.noted.attributes)):
+                    call.region.state.set_attributes(call.noted.attributes)
                 if self._flags != call.noted.flags:
                     call.region.state.set_flags(call.noted.flags)
                 if call.device is None and not torch_private.num_function_modes():
@@ -332,6 +349,8 @@ class Recompute:
             set_generators(self._drawn)
         for buffers, name, buffer, _ in self._buffers:
             buffers[name] = buffer
+        if self._attributes:
+            self._call.region.state.set_attributes(self._attributes)
         if self._flags != self._call.noted.flags:
             self._call.region.state.set_flags(self._flags)
 
