@@ -153,3 +153,80 @@ def test_requires_grad_is_that_of_the_call() -> None:
         loss = region(x).sum()
 
     assert_same_bits(torch.autograd.grad(loss, x), torch.autograd.grad(region(x).sum(), x))
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)])
+def test_call_that_reads_statistics_is_no_region(norm: nn.Module) -> None:
+    region, x = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Tanh(), norm, nn.Tanh()), leaf(3, 4, 5)
+
+    def gradients() -> list[Tensor]:
+        norm.reset_running_stats()
+        region.eval()
+        loss = region(x).sum()
+        region.train()
+        region(x * 3 + 1)
+        return [loss.detach(), *torch.autograd.grad(loss, x)]
+
+    wanted = gradients()
+    regions = Regions({region: ALL})
+    with regions:
+        found = gradients()
+
+    assert_same_bits(found, wanted)
+    assert f"reads the statistics of a {type(norm).__name__}" in regions.not_taken[region]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False).eval()])
+def test_call_that_reads_no_statistics_is_a_region(norm: nn.Module) -> None:
+    region = nn.Sequential(norm, nn.Tanh())
+    regions = Regions({region: ALL})
+    with regions:
+        region(leaf()).sum().backward()
+
+    assert not regions.not_taken
+
+
+# Attributes
+
+
+class Scaled(nn.Module):
+    """What reads a plain attribute, counts in one, and leaves what it has made in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.num_calls = 0
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.last = (x.sin() * self.scale).exp()
+        return self.last * self.num_calls
+
+
+def test_plain_attributes_are_those_of_the_call_and_are_put_back() -> None:
+    region, x = nn.Sequential(Scaled(), nn.Tanh()), leaf()
+
+    def gradients() -> list[Tensor]:
+        region[0].num_calls, losses = 0, []
+        for scale in (1.0, 0.5):
+            region[0].scale = scale
+            losses.append(region(x).sum())
+        last = region[0].last
+        region[0].scale = 0.25
+        found = torch.autograd.grad(losses[0] + losses[1], x)
+        assert (region[0].scale, region[0].num_calls) == (0.25, 2)
+        assert region[0].last is last
+        return [*losses, *found]
+
+    wanted = gradients()
+    region[0].last = None
+    regions = Regions({region: ALL})
+    with regions:
+        found = gradients()
+
+    assert_same_bits(found, wanted)
+    assert not regions.not_taken

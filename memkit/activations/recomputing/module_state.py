@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -25,10 +25,18 @@ _NORMS = (*_UPDATED_UNREAD, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm
 training_flag = attrgetter("training")
 
 
+PLAIN = frozenset({int, float, bool, str, type(None)})
+"""The types of attributes that are noted."""
+NOT_PLAIN = object()
+_OF_ALL = frozenset(vars(nn.Module()))
+"""What every module has."""
+
+
 class Noted:
     """What one forward has found, and what it has written."""
 
     __slots__ = (
+        "attributes",
         "buffers",
         "clones",
         "flags",
@@ -40,6 +48,8 @@ class Noted:
         "written",
     )
 
+    attributes: tuple[Any, ...]
+    """The plain attributes of the parts; `NOT_PLAIN` for what is something else by now."""
     flags: tuple[bool, ...]
     """Which parts train."""
     parameters: tuple[int, ...]
@@ -92,6 +102,22 @@ class ModuleState:
             if isinstance(part, _NORMS) and index not in {index for index, _ in self._updated}
         )
         """What else updates its buffers where it trains: the part, and its places."""
+        self.attributes: list[tuple[dict[str, Any], str]] = []
+        """The plain attributes that parts have: where each is, and its name."""
+        self.attribute_dicts: list[dict[str, Any]] = []
+        self.attribute_getters: list[itemgetter[Any]] = []
+        """What reads them, from each of those."""
+        for own in map(vars, self.parts):
+            names = [name for name, value in own.items() if type(value) in PLAIN and name not in _OF_ALL]
+            if names:
+                names *= 1 + (len(names) == 1)  # of one name, a getter returns no tuple
+                self.attributes += [(own, name) for name in names]
+                self.attribute_dicts.append(own)
+                self.attribute_getters.append(itemgetter(*names))
+        self.tracking = tuple(
+            index for index, part in enumerate(self.parts) if isinstance(part, _NORMS) and part.running_mean is not None
+        )
+        """Parts that read their statistics where they do not train, and update them where they do."""
         self.has_others = bool(self._updated or self.places)
         """Whether a recompute may have to see other buffers than there are."""
         self._scratch: dict[tuple[int, str], Tensor] = {}
@@ -186,6 +212,12 @@ class ModuleState:
         if scratch is None or scratch.device != buffer.device or scratch.dtype is not buffer.dtype:
             scratch = self._scratch[key] = buffer.detach().clone()
         return scratch
+
+    def set_attributes(self, wanted: tuple[Any, ...]) -> None:
+        """Have the plain attributes be what was wanted."""
+        for (own, name), value in zip(self.attributes, wanted, strict=True):
+            if value is not NOT_PLAIN:
+                own[name] = value
 
     def set_flags(self, flags: tuple[bool, ...]) -> None:
         """Have the parts train, or not."""

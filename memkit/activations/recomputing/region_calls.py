@@ -15,9 +15,10 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from operator import is_, itemgetter
 from types import FrameType
 from typing import Any
 
@@ -25,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.module_state import ModuleState, Noted, training_flag
+from memkit.activations.recomputing.module_state import NOT_PLAIN, PLAIN, ModuleState, Noted, training_flag
 from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
+from memkit.activations.recomputing.stacks import is_going_on, take_off
 from memkit.activations.recomputing.surroundings import (
     GeneratorState,
     Surroundings,
@@ -144,10 +146,20 @@ class RegionCall:
         state = region.state
         self.noted = noted = Noted()
         noted.flags = tuple(map(training_flag, state.parts))
+        for index in state.tracking:
+            if not noted.flags[index]:
+                raise NoRegion(f"it reads the statistics of a {type(state.parts[index]).__name__}, which may be updated unseen")
         if tuple(map(id, chain.from_iterable(map(dict.values, state.of_parts)))) != state.ids:
             raise NoRegion("it is called with other parameters than it had (torch.func.functional_call, perhaps)")
         noted.parameters = tuple(chain.from_iterable(map(partial.__call__, state.parameter_facts)))
         noted.storages = tuple(map(Tensor.untyped_storage, state.with_data))
+        try:
+            attributes = tuple(chain.from_iterable(map(itemgetter.__call__, state.attribute_getters, state.attribute_dicts)))
+        except KeyError as error:
+            raise NoRegion(f"its attribute {error} was deleted") from None
+        if not PLAIN.issuperset(map(type, attributes)):  # what a forward has left there may hold a graph
+            attributes = tuple([value if type(value) in PLAIN else NOT_PLAIN for value in attributes])
+        noted.attributes = attributes
         if state.places:
             state.note_buffers(noted)
         cpu = torch.default_generator
@@ -231,6 +243,7 @@ class Recompute:
     still holds. It knows what was set before."""
 
     __slots__ = (
+        "_attributes",
         "_before",
         "_buffers",
         "_call",
@@ -257,6 +270,12 @@ class Recompute:
         self._drawn = states_of(call.drawn) if call.drawn else ()
         self._buffers = state.others(call.noted) if state.has_others else ()
         self._flags = tuple(map(training_flag, state.parts))
+        try:
+            self._attributes = tuple(
+                chain.from_iterable(map(itemgetter.__call__, state.attribute_getters, state.attribute_dicts))
+            )
+        except KeyError as error:
+            raise call.region.error(_AS_IT_WAS, f"that its attribute {error} was deleted", _CHANGE_LATER) from None
         self._nesting = call.region.nesting(call) if call.inner else None
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -295,6 +314,8 @@ class Recompute:
                     set_generators(call.drawn)
                 for buffers, name, _, other in self._buffers:
                     buffers[name] = other
+                if not all(map(is_, self._attributes, call.noted.attributes)):
+                    call.region.state.set_attributes(call.noted.attributes)
                 if self._flags != call.noted.flags:
                     call.region.state.set_flags(call.noted.flags)
                 if call.device is None and not torch_private.num_function_modes():
@@ -330,6 +351,8 @@ class Recompute:
             set_generators(self._drawn)
         for buffers, name, buffer, _ in self._buffers:
             buffers[name] = buffer
+        if self._attributes:
+            self._call.region.state.set_attributes(self._attributes)
         if self._flags != self._call.noted.flags:
             self._call.region.state.set_flags(self._flags)
 
@@ -368,33 +391,6 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
 def unpack_recomputed(tensor: Tensor) -> Tensor:
     """Return what was saved when a forward was run again: a backward may be part of it."""
     return tensor
-
-
-def take_off(pack: Callable[[Tensor], object]) -> bool:
-    """Take the hooks off that a tensor is packed by, from below others as well, and tell whether they were on."""
-    top = torch_private.top_saved_tensor_hooks(True)
-    above = []
-    while top is not None and top[0] is not pack:
-        above.append(top)
-        torch_private.pop_saved_tensor_hooks()
-        top = torch_private.top_saved_tensor_hooks(True)
-    if top is not None:
-        torch_private.pop_saved_tensor_hooks()
-    for pair in reversed(above):
-        torch_private.push_saved_tensor_hooks(*pair)
-    return top is not None
-
-
-def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
-    """Tell whether a frame is one of those that have called another, or that itself."""
-    while start is not None and start is not frame:
-        start = start.f_back
-    return start is not None
-
-
-def is_going_on(frame: FrameType) -> bool:
-    """Tell whether a frame is on the stack of any thread."""
-    return any(is_on_stack(frame, start) for start in sys._current_frames().values())
 
 
 for _hook in (RegionCall.__call__, Recompute.__call__, unpack, unpack_recomputed):

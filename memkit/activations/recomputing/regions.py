@@ -23,11 +23,10 @@ from memkit.activations.recomputing.region_calls import (
     Recompute,
     Recomputed,
     RegionCall,
-    is_on_stack,
-    take_off,
     unpack,
 )
 from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
+from memkit.activations.recomputing.stacks import is_on_stack, take_off
 from memkit.activations.recomputing.surroundings import drawn_from
 from memkit.activations.saved.counts import Counts
 from memkit.compiled import Code, around_compiled
