@@ -8,7 +8,7 @@ from memkit.recording.recording import Recording
 
 
 class Aftermath:
-    """Which op was the last to read each value of a forward that is over.
+    """Which op was the last to read each value of a forward that is over, and which ones wrote to each storage.
 
     Args:
         recording: the forward.
@@ -18,6 +18,9 @@ class Aftermath:
     def __init__(self, recording: Recording, given: Iterable[tuple[int, frozenset[int]]]) -> None:
         recording.sync()
         self._last_read = {value: op for op, ins in enumerate(recording.lineage.ins) for value in ins}
+        self._writes: dict[int, list[int]] = {}
+        for func, address, _ in recording.effects:
+            self._writes.setdefault(address, []).append(func)
         for op, values in given:
             for value in values:
                 self._last_read[value] = max(op, self._last_read.get(value, op))
@@ -31,3 +34,12 @@ class Aftermath:
         """
         last_read = self._last_read
         return any(last_read.get(value, -1) >= after for value in values)
+
+    def writes(self, address: int, after: int) -> list[int]:
+        """Return the ops that write to a storage, by their numbers among those of any kind, counted from 1.
+
+        Args:
+            address: of the storage.
+            after: the last op that does not count.
+        """
+        return [func for func in self._writes.get(address, ()) if func > after]

@@ -41,6 +41,7 @@ class NotedCall:
         "_given",
         "_made",
         "_state",
+        "_weights",
         "inputs",
         "module",
         "name",
@@ -60,6 +61,8 @@ class NotedCall:
         self._given = frozenset[int]()
         self._made: tuple[int, frozenset[int]] = (0, frozenset())
         """The first value after it, and those that it has returned."""
+        self._weights: tuple[int, list[tuple[weakref.ref[Tensor], int, int]]] = (0, [])
+        """How many ops of any kind were until its end, and its weights and buffers then: where they are, and their counters."""
         self.stop: tuple[int, int] | None = None
         """The first save, and the first op, after it; None while it runs, and where it failed."""
         self.inputs: tuple[int, ...] = ()
@@ -78,6 +81,7 @@ class NotedCall:
         if self.why_not:
             self._drawn = ()
             return
+        self._weights = len(recording.funcs), [(weakref.ref(tensor), *_place_of(tensor)) for tensor in _weights_of(module)]
         self._made = recording.num_values, frozenset(_values_of(output, recording))
         read = self._read(recording)
         self.inputs = tuple(sorted(read | self._given))
@@ -133,8 +137,36 @@ class NotedCall:
         hidden = (value for value in range(first, last) if value not in returned and _is_own(value, recording))
         return self.stop is not None and aftermath.reads(hidden, self.stop[1])
 
-    def as_planned(self, recording: Recording, aftermath: Aftermath) -> ModuleCall:
-        """Return it, now that the forward is over."""
+    def _is_rewritten(self, aftermath: Aftermath, others: Iterable[NotedCall]) -> bool:
+        """Tell whether something other than its module's calls writes to a parameter or buffer of it, once it is over.
+
+        Args:
+            aftermath: what was written.
+            others: the calls of the same module.
+        """
+        module, (func, before) = self.module(), self._weights
+        after = [] if module is None else list(_weights_of(module))
+        if len(after) != len(before):
+            return True
+        spans = [(other._first[2], other._weights[0]) for other in others]
+        for tensor, (reference, address, version) in zip(after, before, strict=True):
+            is_param = isinstance(tensor, nn.Parameter)
+            now = _place_of(tensor)
+            if reference() is not tensor or now[0] != address or (is_param and now[1] != version):
+                return True
+            for write in aftermath.writes(address, func):
+                if is_param or not any(first < write <= last for first, last in spans):
+                    return True
+        return False
+
+    def as_planned(self, recording: Recording, aftermath: Aftermath, others: Iterable[NotedCall]) -> ModuleCall:
+        """Return it, now that the forward is over.
+
+        Args:
+            recording: the forward.
+            aftermath: what was read and written in it.
+            others: the calls of the same module.
+        """
         save, op, func, _ = self._first
         last_save, _ = self.stop or (save, op)
         ops, funcs = recording.saved_at[last_save - 1] if last_save > save else (op, func)
@@ -143,6 +175,8 @@ class NotedCall:
             why_not = "what it is given is written to later"
         if not why_not and self._hides(recording, aftermath):
             why_not = "what it makes is used elsewhere"
+        if not why_not and self._is_rewritten(aftermath, others):
+            why_not = "its weights are written after it has run"
         return ModuleCall(
             name=self.name,
             number=self.number,
@@ -187,6 +221,18 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except RuntimeError:
         return None
+
+
+def _weights_of(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's storage, 0 if it shows none, and how often it was written to."""
+    storage = _storage_of(tensor)
+    version = -1 if tensor.is_inference() else torch_private.version_of(tensor)
+    return 0 if storage is None else torch_private.storage_address(storage), version
 
 
 def _python_generators() -> tuple[Any, ...]:

@@ -151,7 +151,10 @@ class OpTrace:
         """Take up which modules were called, in a forward that is over."""
         known_s = {(call.name, call.number): call.device_s for call in self.calls}
         aftermath = Aftermath(recording, [call.given for call in noted])
-        calls = (call.as_planned(recording, aftermath) for call in noted)
+        alike = dict[int, list[NotedCall]]()  # modules may be gone: by their references, of which each has one
+        for call in noted:
+            alike.setdefault(id(call.module), []).append(call)
+        calls = (call.as_planned(recording, aftermath, alike[id(call.module)]) for call in noted)
         self.calls = tuple(replace(call, device_s=known_s.get((call.name, call.number), 0.0)) for call in calls)
         self.modules = tuple(call.module for call in noted)
         self.num_noted += 1

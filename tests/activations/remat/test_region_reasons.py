@@ -156,3 +156,81 @@ def test_call_of_which_something_is_used_that_it_does_not_return_is_none(
     assert reasons("tells") == {"what it makes is used elsewhere"}
     assert reasons("tells", nn.Linear) == {""}
     del model
+
+
+class Clamps(Model):
+    """Writes to weights of its blocks, once they have run."""
+
+    def behind(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for block in self.blocks:
+                block.up.bias.clamp_(-9, 9)
+        return x
+
+
+class ClampsData(Model):
+    """Does so, and no counter is raised."""
+
+    def behind(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.up.bias.data.clamp_(-0.1, 0.1)
+        return x
+
+
+class Masked(Block):
+    """Has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(64))
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        return hidden * self.mask
+
+
+class Masks(Model):
+    """Writes to the buffers of its blocks, once they have run."""
+
+    def behind(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.mask.mul_(0.5)
+        return x
+
+
+@pytest.mark.parametrize(("kind", "block"), [(Clamps, Block), (ClampsData, Block), (Masks, Masked)])
+def test_call_whose_weights_are_written_later_is_none(
+    kind: Callable[[Callable[[], nn.Module]], Model], block: type[Block], device: Device, remat_on: Remat
+) -> None:
+    model = kind(block).to(device.torch_device)
+    x = torch.randn(8, 32, device=device.torch_device)
+    for _ in range(2):
+        with remat_on(0.4, "clamps", min_bytes=1):
+            model(x).sum()
+    assert reasons("clamps", block) == {"its weights are written after it has run"}
+
+
+class Normed(Block):
+    """Has a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+
+class Twice(Model):
+    """Calls its blocks twice."""
+
+    def behind(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_call_whose_buffers_are_written_by_the_next_may_be_one(device: Device, remat_on: Remat) -> None:
+    model = assert_bits_of_plain_run(lambda: Twice(Normed), device, lambda: remat_on(0.4, "twice", min_bytes=1))
+    assert reasons("twice") == {""}
+    assert remat_states["twice"].settled.regions.num_regions > 0
+    del model
