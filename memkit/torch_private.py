@@ -338,7 +338,7 @@ NAMES: dict[str, PrivateName] = {
     "select_conv_backend": _of("torch._C._select_conv_backend", "which kernel the CPU would take", _META),
     "dispatch_registrations": _of("torch._C._dispatch_get_registrations_for_dispatch_key", "which ops autocast casts", _META),
     # Modules, and what is around them
-    "parameters_of": _field(f"{_MODULE}._parameters", "to put another parameter in place", _LAYERS, _META),
+    "parameters_of": _field(f"{_MODULE}._parameters", "to put another parameter in place", _REMAT, _LAYERS, _META),
     "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _REMAT, _LAYERS, _META),
     "hooks_with_keywords": _of("torch.nn.modules.module._global_forward_hooks_with_kwargs", "to leave none of ours", _REMAT),
     "active_replica": _field("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "to refuse it", Feature.REPLICAS),

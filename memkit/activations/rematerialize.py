@@ -29,7 +29,7 @@ from memkit.recording.cost import recording_cost_s
 from memkit.recording.ops import names_of_ops, op_kinds
 from memkit.sizes import check_budget, check_bytes, format_bytes
 
-_POLICIES = ("plan", "dtr")
+_POLICIES = ("plan", "ops", "dtr")
 
 
 class Rematerialize(ForwardContext):
@@ -50,7 +50,8 @@ class Rematerialize(ForwardContext):
             share of the saved bytes that stays, a float above 0 and at most 1. What the plain run saves beside that
             (parameters, inputs, storages under `min_bytes`) does not count. It may be exceeded by what one op makes.
         tag: which memory to use: one per model, or per kind of step.
-        policy: "plan", or "dtr" to let the score decide in every step.
+        policy: "plan"; "ops" for plans that run single ops again, and never the Python of a module; or "dtr" to let the score
+            decide in every step. The latter two record each step.
         plan: a plan to follow instead, as `Rematerialize.plan` is and `Plan.with_action` edits.
         score: how the next to be dropped is chosen.
         min_bytes: storages smaller than this stay: bytes, or text such as "1MiB".
@@ -107,8 +108,8 @@ class Rematerialize(ForwardContext):
             raise TypeError(f"tag is a string; found {type(tag).__name__}")
         if policy not in _POLICIES:
             raise ValueError(
-                f'Rematerialize needs policy="plan" or "dtr"; found {policy!r}. Omit it to follow a plan from the second step '
-                'on, or pass "dtr" to let the score decide in every step'
+                f'Rematerialize needs policy="plan", "ops" or "dtr"; found {policy!r}. Omit it to follow a plan from the '
+                'second step on, pass "ops" to run again single ops alone, or "dtr" to let the score decide in every step'
             )
         if plan is not None and not isinstance(plan, Plan):
             raise TypeError(f"plan is a memkit.plan.Plan, as Rematerialize.plan is; found {type(plan).__name__}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.plan import ModuleCall
+from memkit.recording.aftermath import Aftermath
 from memkit.recording.recording import Recording
 from memkit.storages import is_range_of_bytes
 
@@ -34,7 +35,22 @@ class NotedCall:
         recording: what records its ops.
     """
 
-    __slots__ = ("_drawn", "_first", "_state", "inputs", "module", "name", "number", "parent", "shapes", "stop", "why_not")
+    __slots__ = (
+        "_drawn",
+        "_first",
+        "_given",
+        "_made",
+        "_state",
+        "_weights",
+        "inputs",
+        "module",
+        "name",
+        "number",
+        "parent",
+        "shapes",
+        "stop",
+        "why_not",
+    )
 
     def __init__(self, module: nn.Module, name: str, number: int, parent: int, recording: Recording) -> None:
         self.module = weakref.ref(module)
@@ -42,6 +58,11 @@ class NotedCall:
         self._first = (len(recording.saved), len(recording.calls), len(recording.funcs), recording.num_values)
         self._state: list[Any] | None = list(_state_of(module))
         self._drawn = _python_generators()
+        self._given = frozenset[int]()
+        self._made: tuple[int, frozenset[int]] = (0, frozenset())
+        """The first value after it, and those that it has returned."""
+        self._weights: tuple[int, list[tuple[weakref.ref[Tensor], int, int]]] = (0, [])
+        """How many ops of any kind were until its end, and its weights and buffers then: where they are, and their counters."""
         self.stop: tuple[int, int] | None = None
         """The first save, and the first op, after it; None while it runs, and where it failed."""
         self.inputs: tuple[int, ...] = ()
@@ -56,10 +77,14 @@ class NotedCall:
         """The call has returned."""
         self.stop = len(recording.saved), len(recording.calls)
         before, self._state = self._state, None
+        self._given = frozenset(self._values_in(given, recording))
         if self.why_not:
             self._drawn = ()
             return
-        self.inputs = tuple(sorted(self._read(given, recording)))
+        self._weights = len(recording.funcs), [(weakref.ref(tensor), *_place_of(tensor)) for tensor in _weights_of(module)]
+        self._made = recording.num_values, frozenset(_values_of(output, recording))
+        read = self._read(recording)
+        self.inputs = tuple(sorted(read | self._given))
         tensors = {id(leaf): leaf for leaf in torch_private.tree_leaves(given) if isinstance(leaf, Tensor)}
         self.shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
         if not _are_same(before or (), list(_state_of(module))):
@@ -71,21 +96,18 @@ class NotedCall:
         elif not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in torch_private.tree_leaves(output)):
             self.why_not = "it returns no tensor that requires grad"
         else:
-            self.why_not = self._effect(module, recording)
+            self.why_not = self._effect(module, recording) or ("" if read <= self._given else "it reads what it was not given")
         self._drawn = ()
 
-    def _read(self, given: tuple[Any, Any], recording: Recording) -> set[int]:
-        """Return the values that it was given, or has read, and that were made before it."""
+    def _read(self, recording: Recording) -> set[int]:
+        """Return the values that its ops have read, and that were made before it."""
         recording.sync()
         _, op, _, first = self._first
-        lineage = recording.lineage
-        found = {value for ins in lineage.ins[op:] for value in ins if value < first and _is_own(value, recording)}
-        for leaf in torch_private.tree_leaves(given):
-            storage = _storage_of(leaf) if isinstance(leaf, Tensor) and is_range_of_bytes(leaf) else None
-            value = None if storage is None else recording.find(storage)
-            if value is not None and value < first and _is_own(value, recording):
-                found.add(value)
-        return found
+        return {value for ins in recording.lineage.ins[op:] for value in ins if value < first and _is_own(value, recording)}
+
+    def _values_in(self, given: Any, recording: Recording) -> set[int]:
+        """Return the values of the tensors in what it was given, those that were made before it."""
+        return {value for value in _values_of(given, recording) if value < self._first[-1]}
 
     def _effect(self, module: nn.Module, recording: Recording) -> str:
         """Return what it has done beside making new values, "" if that is nothing of which a region does not know."""
@@ -104,14 +126,57 @@ class NotedCall:
                 return "an op in it writes to what was there before"
         return ""
 
-    def as_planned(self, recording: Recording) -> ModuleCall:
-        """Return it, now that the forward is over."""
+    @property
+    def given(self) -> tuple[int, frozenset[int]]:
+        """How many ops were before it, and the values made until then that it was given."""
+        return self._first[1], self._given
+
+    def _hides(self, recording: Recording, aftermath: Aftermath) -> bool:
+        """Tell whether something reads what it has made and has not returned."""
+        first, (last, returned) = self._first[-1], self._made
+        hidden = (value for value in range(first, last) if value not in returned and _is_own(value, recording))
+        return self.stop is not None and aftermath.reads(hidden, self.stop[1])
+
+    def _is_rewritten(self, aftermath: Aftermath, others: Iterable[NotedCall]) -> bool:
+        """Tell whether something other than its module's calls writes to a parameter or buffer of it, once it is over.
+
+        Args:
+            aftermath: what was written.
+            others: the calls of the same module.
+        """
+        module, (func, before) = self.module(), self._weights
+        after = [] if module is None else list(_weights_of(module))
+        if len(after) != len(before):
+            return True
+        spans = [(other._first[2], other._weights[0]) for other in others]
+        for tensor, (reference, address, version) in zip(after, before, strict=True):
+            is_param = isinstance(tensor, nn.Parameter)
+            now = _place_of(tensor)
+            if reference() is not tensor or now[0] != address or (is_param and now[1] != version):
+                return True
+            for write in aftermath.writes(address, func):
+                if is_param or not any(first < write <= last for first, last in spans):
+                    return True
+        return False
+
+    def as_planned(self, recording: Recording, aftermath: Aftermath, others: Iterable[NotedCall]) -> ModuleCall:
+        """Return it, now that the forward is over.
+
+        Args:
+            recording: the forward.
+            aftermath: what was read and written in it.
+            others: the calls of the same module.
+        """
         save, op, func, _ = self._first
         last_save, _ = self.stop or (save, op)
         ops, funcs = recording.saved_at[last_save - 1] if last_save > save else (op, func)
         why_not = self.why_not or ("" if self.stop is not None else "it failed")
         if not why_not and not recording.overwritten.isdisjoint(self.inputs):
             why_not = "what it is given is written to later"
+        if not why_not and self._hides(recording, aftermath):
+            why_not = "what it makes is used elsewhere"
+        if not why_not and self._is_rewritten(aftermath, others):
+            why_not = "its weights are written after it has run"
         return ModuleCall(
             name=self.name,
             number=self.number,
@@ -123,6 +188,17 @@ class NotedCall:
             shapes=self.shapes,
             why_not=why_not,
         )
+
+
+def _values_of(tensors: Any, recording: Recording) -> set[int]:
+    """Return the values that were made in the forward and are in these tensors now."""
+    found = set[int]()
+    for leaf in torch_private.tree_leaves(tensors):
+        storage = _storage_of(leaf) if isinstance(leaf, Tensor) and is_range_of_bytes(leaf) else None
+        value = None if storage is None else recording.find(storage)
+        if value is not None and _is_own(value, recording):
+            found.add(value)
+    return found
 
 
 def _is_own(value: int, recording: Recording) -> bool:
@@ -145,6 +221,18 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except RuntimeError:
         return None
+
+
+def _weights_of(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's storage, 0 if it shows none, and how often it was written to."""
+    storage = _storage_of(tensor)
+    version = -1 if tensor.is_inference() else torch_private.version_of(tensor)
+    return 0 if storage is None else torch_private.storage_address(storage), version
 
 
 def _python_generators() -> tuple[Any, ...]:

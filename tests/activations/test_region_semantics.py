@@ -37,7 +37,15 @@ class Run(nn.Module):
     def __init__(self, computation: Callable[..., Any]) -> None:
         super().__init__()
         self.computation = computation
-        self.num_runs = 0
+        self._num_runs = [0]  # a plain attribute would be put back by a recompute
+
+    @property
+    def num_runs(self) -> int:
+        return self._num_runs[0]
+
+    @num_runs.setter
+    def num_runs(self, num: int) -> None:
+        self._num_runs[0] = num
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.num_runs += 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memkit.activations.recomputing.region_trial import RegionTrial
+from tests.activations.region_trial import RegionTrial
 
 
 class Run(nn.Module):

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.activations.recomputing.region_reasons import why_not_region
-from memkit.activations.recomputing.region_trial import RegionTrial
 from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.device import ReferenceDevice
 from tests.activations.cases import COMPUTATIONS, assert_same_bits, inputs_on
+from tests.activations.region_trial import RegionTrial
 from tests.models import CASES, NAMES
 
 ALL = RegionSpec()

@@ -104,7 +104,7 @@ class BudgetDecider:
         raises: bool,
         with_regions: Callable[[Trace, Plan], int | None] | None = None,
     ) -> None:
-        self.follower = Follower(traces if options.policy == "plan" else Traces())
+        self.follower = Follower(traces if options.policy != "dtr" else Traces())
         self.plan: Plan | None = None
         """The plan that is followed, None where the score decides."""
         self.limit_bytes = math.inf

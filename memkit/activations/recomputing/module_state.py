@@ -6,7 +6,9 @@ Nothing is written to a buffer that the module has: others are put in their plac
 
 from __future__ import annotations
 
-from operator import attrgetter, is_
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -23,15 +25,37 @@ _NORMS = (*_UPDATED_UNREAD, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm
 training_flag = attrgetter("training")
 
 
+PLAIN = frozenset({int, float, bool, str, type(None)})
+"""The types of attributes that are noted."""
+NOT_PLAIN = object()
+_OF_ALL = frozenset(vars(nn.Module()))
+"""What every module has."""
+
+
 class Noted:
     """What one forward has found, and what it has written."""
 
-    __slots__ = ("buffers", "clones", "flags", "is_known", "lost", "versions", "versions_of_parameters", "written")
+    __slots__ = (
+        "attributes",
+        "buffers",
+        "clones",
+        "flags",
+        "is_known",
+        "lost",
+        "parameters",
+        "storages",
+        "versions",
+        "written",
+    )
 
+    attributes: tuple[Any, ...]
+    """The plain attributes of the parts; `NOT_PLAIN` for what is something else by now."""
     flags: tuple[bool, ...]
     """Which parts train."""
-    versions_of_parameters: int
-    """How often the parameters were written to."""
+    parameters: tuple[int, ...]
+    """What `ModuleState.parameter_facts` said of the parameters."""
+    storages: tuple[torch.UntypedStorage, ...]
+    """Those of the parameters, held so that no others may begin where they do."""
     buffers: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
     clones: dict[int, Tensor]
@@ -54,6 +78,16 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self.parts = tuple(module.modules())
         self.parameters = tuple(module.parameters())
+        self.with_data = tuple(own for own in self.parameters if _has_data(own))
+        self.of_parts = tuple(map(torch_private.parameters_of, self.parts))
+        self.ids = tuple(map(id, chain.from_iterable(map(dict.values, self.of_parts))))
+        """Which parameters the parts have. Whoever asks again does it in the same words: a call of Python costs more."""
+        self.parameter_facts: tuple[partial[Any], ...] = (
+            partial(map, torch_private.version_of, self.parameters),
+            partial(map, Tensor.data_ptr, self.with_data),
+            partial(map, attrgetter("requires_grad"), self.parameters),
+        )
+        """What reads what must stay the same of each."""
         self._updated = tuple(
             (index, torch_private.buffers_of(part))
             for index, part in enumerate(self.parts)
@@ -68,6 +102,22 @@ class ModuleState:
             if isinstance(part, _NORMS) and index not in {index for index, _ in self._updated}
         )
         """What else updates its buffers where it trains: the part, and its places."""
+        self.attributes: list[tuple[dict[str, Any], str]] = []
+        """The plain attributes that parts have: where each is, and its name."""
+        self.attribute_dicts: list[dict[str, Any]] = []
+        self.attribute_getters: list[itemgetter[Any]] = []
+        """What reads them, from each of those."""
+        for own in map(vars, self.parts):
+            names = [name for name, value in own.items() if type(value) in PLAIN and name not in _OF_ALL]
+            if names:
+                names *= 1 + (len(names) == 1)  # of one name, a getter returns no tuple
+                self.attributes += [(own, name) for name in names]
+                self.attribute_dicts.append(own)
+                self.attribute_getters.append(itemgetter(*names))
+        self.tracking = tuple(
+            index for index, part in enumerate(self.parts) if isinstance(part, _NORMS) and part.running_mean is not None
+        )
+        """Parts that read their statistics where they do not train, and update them where they do."""
         self.has_others = bool(self._updated or self.places)
         """Whether a recompute may have to see other buffers than there are."""
         self._scratch: dict[tuple[int, str], Tensor] = {}
@@ -116,6 +166,17 @@ class ModuleState:
 
     # Around a recompute
 
+    def what_parameter_has_changed(self, noted: Noted) -> str:
+        """Return how the parameters are other than the forward found them, where they are."""
+        now, num = tuple(chain.from_iterable(map(partial.__call__, self.parameter_facts))), len(self.parameters)
+        if now[:num] != noted.parameters[:num]:
+            return "a parameter that was written to"
+        if now[num:-num] != noted.parameters[num:-num]:
+            return "a parameter that was given other data"
+        if now != noted.parameters:
+            return "a parameter of which requires_grad was set"
+        return "a parameter that was replaced by another"
+
     def what_has_changed(self, noted: Noted) -> str:
         """Return which buffer a recompute would find other than the forward did; empty if none."""
         if noted.lost >= 0:
@@ -152,10 +213,21 @@ class ModuleState:
             scratch = self._scratch[key] = buffer.detach().clone()
         return scratch
 
+    def set_attributes(self, wanted: tuple[Any, ...]) -> None:
+        """Have the plain attributes be what was wanted."""
+        for (own, name), value in zip(self.attributes, wanted, strict=True):
+            if value is not NOT_PLAIN:
+                own[name] = value
+
     def set_flags(self, flags: tuple[bool, ...]) -> None:
         """Have the parts train, or not."""
         for part, flag in zip(self.parts, flags, strict=True):
             part.training = flag
+
+
+def _has_data(parameter: nn.Parameter) -> bool:
+    """Tell whether where the data of a parameter begins says which it is: not where it is made up of other tensors."""
+    return parameter.layout is torch.strided and not hasattr(parameter, "__tensor_flatten__")
 
 
 def _versions_of(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:

@@ -15,7 +15,10 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from operator import is_, itemgetter
 from types import FrameType
 from typing import Any
 
@@ -23,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.module_state import ModuleState, Noted, training_flag
-from memkit.activations.recomputing.region_inputs import Inputs
+from memkit.activations.recomputing.module_state import NOT_PLAIN, PLAIN, ModuleState, Noted, training_flag
+from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
+from memkit.activations.recomputing.stacks import is_going_on, take_off
 from memkit.activations.recomputing.surroundings import (
     GeneratorState,
     Surroundings,
@@ -95,6 +99,8 @@ class Recomputed:
 
     def error(self, need: str, found: str, do: str) -> ReplayMismatchError:
         """Return what to raise where a recompute cannot be exact."""
+        if self.counts is not None:
+            self.counts.has_mismatch = True
         return ReplayMismatchError(
             f"a {type(self.module).__name__} that is recomputed as a whole needs {need}; found {found}. {do}"
         )
@@ -107,8 +113,7 @@ class RegionCall:
         region: the module that is called.
         frame: where it is called from.
         inputs: what it is called with.
-        devices: CUDA devices that the module draws on.
-        args: the tensors among these are on others.
+        devices: CUDA devices that the module draws on, apart from those of its inputs.
     """
 
     __slots__ = (
@@ -127,9 +132,7 @@ class RegionCall:
         "surroundings",
     )
 
-    def __init__(
-        self, region: Recomputed, frame: FrameType, inputs: Inputs, devices: Sequence[torch.device], args: Sequence[Any]
-    ) -> None:
+    def __init__(self, region: Recomputed, frame: FrameType, inputs: Inputs, devices: frozenset[torch.device]) -> None:
         self.region = region
         self.frame: FrameType | None = frame
         """While it is going on. Once that is off the stack, an interrupt has ended it."""
@@ -143,17 +146,29 @@ class RegionCall:
         state = region.state
         self.noted = noted = Noted()
         noted.flags = tuple(map(training_flag, state.parts))
-        noted.versions_of_parameters = sum(map(torch_private.version_of, state.parameters))
+        for index in state.tracking:
+            if not noted.flags[index]:
+                raise NoRegion(f"it reads the statistics of a {type(state.parts[index]).__name__}, which may be updated unseen")
+        if tuple(map(id, chain.from_iterable(map(dict.values, state.of_parts)))) != state.ids:
+            raise NoRegion("it is called with other parameters than it had (torch.func.functional_call, perhaps)")
+        noted.parameters = tuple(chain.from_iterable(map(partial.__call__, state.parameter_facts)))
+        noted.storages = tuple(map(Tensor.untyped_storage, state.with_data))
+        try:
+            attributes = tuple(chain.from_iterable(map(itemgetter.__call__, state.attribute_getters, state.attribute_dicts)))
+        except KeyError as error:
+            raise NoRegion(f"its attribute {error} was deleted") from None
+        if not PLAIN.issuperset(map(type, attributes)):  # what a forward has left there may hold a graph
+            attributes = tuple([value if type(value) in PLAIN else NOT_PLAIN for value in attributes])
+        noted.attributes = attributes
         if state.places:
             state.note_buffers(noted)
         cpu = torch.default_generator
         self.before: tuple[GeneratorState, ...] = ((cpu, cpu.get_state()),)
         """Where all generators were, while it is going on."""
-        for arg in args:
-            if isinstance(arg, Tensor) and arg.is_cuda and arg.device not in devices:
-                devices = [*devices, arg.device]
+        if inputs.devices:
+            devices = devices.union(inputs.devices)
         if devices:
-            self.before += states_on(devices)
+            self.before += states_on(sorted(devices, key=str))
         self.device = torch.get_default_device() if torch_private.num_function_modes() else None
         """Where tensors are made by default, if something says so."""
         self.below: object = None
@@ -185,17 +200,20 @@ class RegionCall:
         """Run the forward again, and hand out what it saves. The lock is held.
 
         Raises:
-            RuntimeError: an input or a parameter was written to since.
-            ReplayMismatchError: it has saved something else.
+            RuntimeError: an input was written to since.
+            ReplayMismatchError: a parameter or a buffer was changed since, or it has saved something else.
         """
         region = self.region
         if self.is_broken or (self.frame is not None and not is_going_on(self.frame)):
             raise region.error("a forward that has come to its end", "one that was interrupted", "Run the forward again")
         state = region.state
-        if sum(map(torch_private.version_of, state.parameters)) != self.noted.versions_of_parameters:
-            raise region.error(_AS_IT_WAS, "a parameter that was written to", _WRITE_LATER)
+        if (
+            tuple(chain.from_iterable(map(partial.__call__, state.parameter_facts))) != self.noted.parameters
+            or tuple(map(id, chain.from_iterable(map(dict.values, state.of_parts)))) != state.ids
+        ):
+            raise region.error(_AS_IT_WAS, state.what_parameter_has_changed(self.noted), _CHANGE_LATER)
         if state.places and (changed := state.what_has_changed(self.noted)):
-            raise region.error(_AS_IT_WAS, changed, _WRITE_LATER)
+            raise region.error(_AS_IT_WAS, changed, _CHANGE_LATER)
         try:
             args, kwargs = self.inputs.rebuild()
         except RuntimeError as error:
@@ -225,6 +243,7 @@ class Recompute:
     still holds. It knows what was set before."""
 
     __slots__ = (
+        "_attributes",
         "_before",
         "_buffers",
         "_call",
@@ -251,6 +270,12 @@ class Recompute:
         self._drawn = states_of(call.drawn) if call.drawn else ()
         self._buffers = state.others(call.noted) if state.has_others else ()
         self._flags = tuple(map(training_flag, state.parts))
+        try:
+            self._attributes = tuple(
+                chain.from_iterable(map(itemgetter.__call__, state.attribute_getters, state.attribute_dicts))
+            )
+        except KeyError as error:
+            raise call.region.error(_AS_IT_WAS, f"that its attribute {error} was deleted", _CHANGE_LATER) from None
         self._nesting = call.region.nesting(call) if call.inner else None
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -289,6 +314,8 @@ class Recompute:
                     set_generators(call.drawn)
                 for buffers, name, _, other in self._buffers:
                     buffers[name] = other
+                if not all(map(is_, self._attributes, call.noted.attributes)):
+                    call.region.state.set_attributes(call.noted.attributes)
                 if self._flags != call.noted.flags:
                     call.region.state.set_flags(call.noted.flags)
                 if call.device is None and not torch_private.num_function_modes():
@@ -324,6 +351,8 @@ class Recompute:
             set_generators(self._drawn)
         for buffers, name, buffer, _ in self._buffers:
             buffers[name] = buffer
+        if self._attributes:
+            self._call.region.state.set_attributes(self._attributes)
         if self._flags != self._call.noted.flags:
             self._call.region.state.set_flags(self._flags)
 
@@ -335,7 +364,7 @@ class Recompute:
 
 
 _AS_IT_WAS = "what it reads to be in the backward as it was in the forward"
-_WRITE_LATER = "Write to it after the backward"
+_CHANGE_LATER = "Change it after the backward"
 _ADVICE = "Is it deterministic, and is what it reads the same in the backward?"
 
 
@@ -362,33 +391,6 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
 def unpack_recomputed(tensor: Tensor) -> Tensor:
     """Return what was saved when a forward was run again: a backward may be part of it."""
     return tensor
-
-
-def take_off(pack: Callable[[Tensor], object]) -> bool:
-    """Take the hooks off that a tensor is packed by, from below others as well, and tell whether they were on."""
-    top = torch_private.top_saved_tensor_hooks(True)
-    above = []
-    while top is not None and top[0] is not pack:
-        above.append(top)
-        torch_private.pop_saved_tensor_hooks()
-        top = torch_private.top_saved_tensor_hooks(True)
-    if top is not None:
-        torch_private.pop_saved_tensor_hooks()
-    for pair in reversed(above):
-        torch_private.push_saved_tensor_hooks(*pair)
-    return top is not None
-
-
-def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
-    """Tell whether a frame is one of those that have called another, or that itself."""
-    while start is not None and start is not frame:
-        start = start.f_back
-    return start is not None
-
-
-def is_going_on(frame: FrameType) -> bool:
-    """Tell whether a frame is on the stack of any thread."""
-    return any(is_on_stack(frame, start) for start in sys._current_frames().values())
 
 
 for _hook in (RegionCall.__call__, Recompute.__call__, unpack, unpack_recomputed):

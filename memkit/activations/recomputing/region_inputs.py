@@ -25,7 +25,7 @@ class Inputs:
         NoRegion: one is of a kind that a forward may change.
     """
 
-    __slots__ = ("_handles", "_indices", "_kwargs", "_leaves", "_needs_grad", "_spec")
+    __slots__ = ("_handles", "_indices", "_kwargs", "_leaves", "_needs_grad", "_spec", "devices")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: Callable[[Tensor], KeptHandle]) -> None:
         leaves: list[Any] = [*args, *kwargs.values()]
@@ -39,6 +39,8 @@ class Inputs:
         self._needs_grad: list[bool] = []
         self._indices: list[int] = []
         """For each leaf, which tensor it is; -1 if none. One that is passed twice is the same in a recompute."""
+        self.devices: list[torch.device] = []
+        """The CUDA devices that tensors among them are on."""
         found: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
@@ -51,6 +53,8 @@ class Inputs:
                 index = found[id(leaf)] = len(found)
                 self._handles.append(KeptHandle(leaf) if type(leaf) is nn.Parameter else keep(leaf))
                 self._needs_grad.append(leaf.requires_grad)
+                if leaf.is_cuda:
+                    self.devices.append(leaf.device)
             self._indices.append(index)
             leaves[place] = None
         self._leaves = leaves

@@ -23,6 +23,8 @@ class RegionPlan:
 
     calls: Mapping[weakref.ref[nn.Module], frozenset[int]]
     """For each module of which calls are regions, their numbers."""
+    num_calls: Mapping[weakref.ref[nn.Module], int]
+    """For each of these modules how often it is called in all."""
     shapes: tuple[tuple[int, ...], ...]
     """Of the tensors that regions are given, one after the other."""
     num_regions: int
@@ -83,10 +85,15 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
     for index in choice.chosen:
         module = trace.modules[index]
         chosen[module] = chosen.get(module, frozenset()) | {calls[index].number}
+    num_calls = dict.fromkeys(chosen, 0)
+    for call, module in zip(calls, trace.modules, strict=True):
+        if module() is not None and module in num_calls:
+            num_calls[module] = max(num_calls[module], call.number + 1)
     shapes = tuple(shape for index in choice.chosen for shape in calls[index].shapes)
     plan = _plan_of(planner, choice, trace, budget_bytes)
     return RegionPlan(
         calls=chosen,
+        num_calls=num_calls,
         shapes=shapes,
         num_regions=len(choice.chosen),
         num_ops=num_ops,

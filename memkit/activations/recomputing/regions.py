@@ -23,11 +23,10 @@ from memkit.activations.recomputing.region_calls import (
     Recompute,
     Recomputed,
     RegionCall,
-    is_on_stack,
-    take_off,
     unpack,
 )
 from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
+from memkit.activations.recomputing.stacks import is_on_stack, take_off
 from memkit.activations.recomputing.surroundings import drawn_from
 from memkit.activations.saved.counts import Counts
 from memkit.compiled import Code, around_compiled
@@ -98,6 +97,11 @@ class Regions(Exclusive):
         """The modules of which a call was no region, and why."""
         return self._common.not_taken
 
+    @property
+    def num_calls(self) -> dict[nn.Module, int]:
+        """How often each of the modules was called by now, of those that were."""
+        return {region.module: count for region, count in self._common.thread.numbers.items()}
+
     def __enter__(self) -> Regions:
         self.claim("these regions are watched already: make a Regions for each context and each thread")
         self.is_entered = True
@@ -126,7 +130,7 @@ class RegionModule(Recomputed):
         super().__init__(module, common.counts)
         self._calls = spec.calls
         self._common = common
-        self._devices = sorted({part.device for part in module.parameters() if part.is_cuda}, key=str)
+        self._devices = frozenset(own.device for own in (*module.parameters(), *module.buffers()) if own.is_cuda)
 
     def watch(self, hooks: HookSet) -> None:
         """See the calls of the module."""
@@ -180,7 +184,7 @@ class RegionModule(Recomputed):
             else:  # as autograd calls a hook, and as what is no part of the forward
                 with torch.no_grad(), torch_private.without_dispatch_modes() if has_modes else nullcontext():
                     inputs = Inputs(args, kwargs, keep if top is None else _handing_to(top))
-            call = RegionCall(self, frame, inputs, self._devices, args)
+            call = RegionCall(self, frame, inputs, self._devices)
         except NoRegion as why:
             self._common.not_taken[self.module] = str(why)
             return

@@ -152,7 +152,7 @@ class RecordingStage(Stage):
         counts.is_to_be_judged = learn and self._decider.plan is None
         if counts.is_to_be_judged:
             counts.largest_bytes = max(counts.largest_bytes, recording.largest_bytes)
-        if learn and follower.keys and self._options.policy == "plan":
+        if learn and follower.keys and self._options.policy != "dtr":
             saves, nodes = forward.saves, forward.save_nodes
             forward.trace = state.traces.learn(follower, recording, saves, nodes, self._trail.calls).ops
         if recording.is_timed:

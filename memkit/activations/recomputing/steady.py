@@ -136,17 +136,23 @@ class RegionStage(IdleStage):
         self.counts.trial = settled.regions.trial
         specs = {module: RegionSpec(calls=calls) for module, calls in modules.items()}
         self._regions = Regions(specs, keep=self._keep, counts=self.counts)
+        self._num_calls: dict[nn.Module, int] = {}
 
     def begin(self) -> None:
         self._regions.__enter__()
 
     def take_off(self) -> None:
+        self._num_calls = self._num_calls or self._regions.num_calls
         self._regions.__exit__(None, None, None)
 
     def end(self, *, has_failed: bool) -> None:
         assert self._settled.regions is not None
-        self.counts.num_dropped = self._settled.regions.num_dropped  # of those that count
-        if self._is_other or (not has_failed and self._place != len(self._shapes)):
+        planned = self._settled.regions
+        self.counts.num_dropped = planned.num_dropped  # of those that count
+        num_calls = {module: number for reference, number in planned.num_calls.items() if (module := reference()) is not None}
+        are_planned = self._place == len(self._shapes) and self._num_calls == num_calls
+        self._num_calls = {}
+        if self._is_other or (not has_failed and not are_planned):
             self._state.unsettle()
         elif not has_failed:
             self._settled.regions.trial.end_forward(Way.REGIONS)
@@ -168,6 +174,15 @@ class RegionStage(IdleStage):
         return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=True)
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    """Tell whether a module, or one in it, has hooks, or all modules have: they may have been set since it was planned."""
+    names = torch_private.MODULE_HOOKS
+    everywhere = vars(nn.modules.module)
+    return any(everywhere[f"_global{name}"] for name in names) or any(
+        any(map(vars(part).get, names)) for part in module.modules()
+    )
+
+
 def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None) -> IdleStage | None:
     """Return the stage of a context that is about to be entered and need not record; None if it is to.
 
@@ -183,10 +198,13 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
     if settled.regions is not None and settled.regions.trial.prefers_ops():
         state.settled = None
         return None
+    if state.counts.has_mismatch:
+        state.give_up_regions()
+        return None
     modules = dict[nn.Module, frozenset[int]]()
     for reference, calls in () if settled.regions is None else settled.regions.calls.items():
         module = reference()
-        if module is None:
+        if module is None or _has_hooks(module):
             state.unsettle()
             return None
         modules[module] = calls

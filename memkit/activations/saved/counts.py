@@ -100,6 +100,8 @@ class Counts:
     """Whether the next forward is still to look at whether it kept to the budget."""
     trial: Trial | None = None
     """What is told when the backward begins to make anything again."""
+    has_mismatch: bool = False
+    """Whether a module that ran again as a whole did something else."""
     num_replays: int = 0
     num_replayed_ops: int = 0
     replayed_s: float = 0.0

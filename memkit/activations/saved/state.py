@@ -24,6 +24,8 @@ from memkit.recording.ops import OpKinds, op_kinds
 from memkit.recording.recording import Recording
 
 _MAX_RATIOS = 10_000
+_GIVEN_UP = 1_000
+"""More deviations than any step is forgiven."""
 
 
 class TagState(ABC):
@@ -150,6 +152,10 @@ class RematState(TagState):
             self.num_left += self.settled.regions is not None
             self.settled = None
             self.num_deviations += 1
+
+    def give_up_regions(self) -> None:
+        """A module that ran again as a whole did something else than before: all steps are recorded from now on."""
+        self.settled, self.num_left, self.counts.has_mismatch = None, _GIVEN_UP, False
 
     def are_measured(self) -> bool:
         """Tell whether it is known what each op takes in all that may come again. Which one a forward is shows too late."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from memkit.activations.saved.seen import SeenSave
 from memkit.plan import NO_OP, Action, DTRScore, ModuleCall, Plan, RematPlanner, Step, ends_of, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
+from memkit.recording.aftermath import Aftermath
 from memkit.recording.module_calls import NotedCall
 from memkit.recording.recording import Recording
 
@@ -149,7 +150,11 @@ class OpTrace:
     def note_calls(self, noted: Sequence[NotedCall], recording: Recording) -> None:
         """Take up which modules were called, in a forward that is over."""
         known_s = {(call.name, call.number): call.device_s for call in self.calls}
-        calls = (call.as_planned(recording) for call in noted)
+        aftermath = Aftermath(recording, [call.given for call in noted])
+        alike = dict[int, list[NotedCall]]()  # modules may be gone: by their references, of which each has one
+        for call in noted:
+            alike.setdefault(id(call.module), []).append(call)
+        calls = (call.as_planned(recording, aftermath, alike[id(call.module)]) for call in noted)
         self.calls = tuple(replace(call, device_s=known_s.get((call.name, call.number), 0.0)) for call in calls)
         self.modules = tuple(call.module for call in noted)
         self.num_noted += 1

@@ -36,7 +36,7 @@ import memkit
         ({"budget": 1j}, TypeError, "found 1j"),
         ({"tag": 3}, TypeError, "tag is a string; found int"),
         ({"tag": None}, TypeError, "tag is a string; found NoneType"),
-        ({"policy": "lru"}, ValueError, 'needs policy="plan" or "dtr"; found \'lru\'. Omit it to'),
+        ({"policy": "lru"}, ValueError, 'needs policy="plan", "ops" or "dtr"; found \'lru\'. Omit it to'),
         ({"plan": "all"}, TypeError, "plan is a memkit.plan.Plan, as Rematerialize.plan is; found str"),
         ({"score": 0.5}, TypeError, "score is a memkit.plan.DTRScore; found float"),
         ({"min_bytes": -1}, ValueError, "min_bytes is a number of bytes, 0 or more; found -1"),
