@@ -126,7 +126,8 @@ def _place_of_code(module: nn.Module) -> str | None:
 
 
 def _is_code(function: Any) -> bool:
-    function = within(function)
+    if isinstance(function, _AroundCode):
+        return True
     is_marked = hasattr(function, torch_private.COMPILED_FUNCTION_MARK)
     return is_marked and not any(getattr(function, mark, None) for mark in torch_private.UNTRACED_MARKS)
 

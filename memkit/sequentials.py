@@ -59,19 +59,24 @@ class SpanReference:
         self._first, self._size = first, size
         self._made: weakref.ref[Span] | None = None
 
-    def __call__(self) -> nn.Module | None:
-        """Return it, None if the Sequential is gone or has other children there."""
-        whole = self._whole()
+    def find(self) -> nn.Sequential | None:
+        """Return the Sequential, None if it is gone, has other children there, or does not just call them."""
+        whole, first = self._whole(), self._first
         if whole is None or not calls_in_turn(whole):
             return None
-        first, stop = self._first, self._first + len(self._children)
         children = tuple(whole)
-        there = map(is_, children[first:stop], map(weakref.ref.__call__, self._children))
-        if len(children) != self._size or not all(there):
+        there = children[first : first + len(self._children)]
+        is_same = len(children) == self._size and all(map(is_, there, map(weakref.ref.__call__, self._children)))
+        return whole if is_same else None
+
+    def __call__(self) -> nn.Module | None:
+        """Return the span, None if there is none any more."""
+        whole = self.find()
+        if whole is None:
             return None
         span = None if self._made is None else self._made()
         if span is None:
-            span = Span(whole, first, stop)
+            span = Span(whole, self._first, self._first + len(self._children))
             self._made = weakref.ref(span)
         return span
 
@@ -95,12 +100,13 @@ class SpannedForward:
         while first < stop:
             if waiting and waiting[-1].place[0] == first:
                 span = waiting.pop()
-                inside = self._arranged(*span.place, waiting)
-                if list(span) != inside:
-                    del span[:]
-                    span.extend(inside)
                 found.append(span)
-                first = span.place[1]
+                start, first = span.place
+                if waiting and waiting[-1].place[0] < first:
+                    inside = self._arranged(start, first, waiting)
+                    if list(span) != inside:
+                        del span[:]
+                        span.extend(inside)
             else:
                 found.append(self._children[first])
                 first += 1
@@ -144,7 +150,9 @@ def calls_in_turn(module: nn.Module) -> TypeGuard[nn.Sequential]:
     forward of spans."""
     if not isinstance(module, nn.Sequential) or isinstance(module, Span):
         return False
-    kind, forward = type(module), within(module.forward)
+    kind, forward = type(module), module.forward
+    if isinstance(forward, Around):
+        forward = within(forward)
     is_own = getattr(forward, "__func__", None) is nn.Sequential.forward and forward.__self__ is module
     is_plain = kind.__iter__ is nn.Sequential.__iter__ and kind.__call__ is nn.Module.__call__
     return is_own and is_plain and vars(module).get(torch_private.COMPILED_CALL) is None

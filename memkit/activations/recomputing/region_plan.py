@@ -126,7 +126,8 @@ def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
     calls, references = list[ModuleCall](), list[Reference]()
     places = list[int]()
     around: list[list[tuple[int, int]]] = [[] for _ in (*trace.calls, None)]  # of those in each call, and of the outermost
-    waiting = [span for span in reversed(trace.spans) if not any(map(why_not_of, span.children))]
+    may_be = (span for span in reversed(trace.spans) if span.reference.find() is not None)
+    waiting = [span for span in may_be if not any(map(why_not_of, span.children))]
 
     def add(call: ModuleCall, reference: Reference, place: int, why: str) -> int:
         open_spans = around[call.parent]  # where each ends, and its place among all

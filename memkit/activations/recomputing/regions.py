@@ -248,10 +248,9 @@ class _Nesting(Nesting):
 
 def _watch(regions: Iterable[Recomputed], hooks: HookSet) -> None:
     """See the calls of modules, and have those called that are spans."""
-    forwards = dict.fromkeys(region.forward for region in regions if isinstance(region, RegionModule))
-    for forward in forwards:
-        if forward is not None:
-            forward.put(hooks)
+    forwards = [region.forward for region in regions if isinstance(region, RegionModule) and region.forward is not None]
+    for forward in dict.fromkeys(forwards):
+        forward.put(hooks)
     for region in regions:
         region.watch(hooks)
 
