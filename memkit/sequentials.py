@@ -150,7 +150,8 @@ def calls_in_turn(module: nn.Module) -> TypeGuard[nn.Sequential]:
     forward of spans."""
     if not isinstance(module, nn.Sequential) or isinstance(module, Span):
         return False
-    kind, forward = type(module), module.forward
+    kind = type(module)
+    forward: Any = module.forward
     if isinstance(forward, Around):
         forward = within(forward)
     is_own = getattr(forward, "__func__", None) is nn.Sequential.forward and forward.__self__ is module

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 _LONGEST_PERIOD = 64
+_SMALL = 4
+"""A block of more members has spans of its own."""
 
 _Span = tuple[int, int]
 """The place of its first member, and of the one behind its last."""
@@ -14,18 +16,24 @@ def find_spans(kinds: Sequence[Hashable], is_joined: Sequence[bool]) -> list[_Sp
     """Return spans of a row, of which none overlaps another, unless it is in it: those around others first.
 
     Where the row repeats, as that of the layers of blocks without a module for each, spans begin as blocks do. These are joined
-    two by two, up to all that repeats. So are the single members of what does not.
+    two by two, up to all that repeats. So are the single members of what does not, and of large blocks.
 
     Args:
         kinds: of each member: where these repeat, the row does.
         is_joined: whether each is to be in a span with the one ahead of it, as an activation that writes to its input.
     """
+    if not kinds:
+        return []
     starts = [place for place in range(len(kinds)) if not place or not is_joined[place]]
     units = list(zip(starts, [*starts[1:], len(kinds)], strict=True))
     first, period, count = _repetition([tuple(kinds[slice(*unit)]) for unit in units])
     stop = first + period * count
-    blocks = [(units[place][0], units[place + period - 1][1]) for place in range(first, stop, max(1, period))]
-    found = [*_joined(units[:first]), *_joined(blocks), *_joined(units[stop:])]
+    blocks = [units[place : place + period] for place in range(first, stop, max(1, period))]
+    found = {*_joined(units[:first]), *_joined(units[stop:])}
+    found.update(_joined([(block[0][0], block[-1][1]) for block in blocks]))
+    for block in blocks:
+        if block[-1][1] - block[0][0] > _SMALL:
+            found.update(_joined(block))
     return sorted((span for span in found if span[1] - span[0] > 1), key=lambda span: (span[0], -span[1]))
 
 

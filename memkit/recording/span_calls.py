@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from torch import nn
@@ -95,7 +95,9 @@ def span_calls(noted: Sequence[NotedCall], recording: Recording, aftermath: Afte
                 span = _NotedSpan(noted[parent], name, parent, calls, recording).as_planned(recording, aftermath, alike)
                 if not span.why_not:
                     bounds = inside[parent][first], ends[inside[parent][stop - 1]]
-                    found.append(SpanCall(call=span, calls=bounds, reference=reference, children=children))
+                    found.append(
+                        SpanCall(call=replace(span, is_span=True), calls=bounds, reference=reference, children=children)
+                    )
     return tuple(sorted(found, key=lambda span: (span.calls[0], -span.calls[1])))
 
 

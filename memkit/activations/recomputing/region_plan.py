@@ -91,7 +91,7 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
         chosen[reference] = chosen.get(reference, frozenset()) | {calls[index].number}
     num_calls = dict.fromkeys(chosen, 0)
     for call, reference in zip(calls, references, strict=True):
-        if reference in num_calls and reference() is not None:
+        if reference() is not None and reference in num_calls:
             num_calls[reference] = max(num_calls[reference], call.number + 1)
     shapes = tuple(shape for index in choice.chosen for shape in calls[index].shapes)
     plan = _plan_of(planner, choice, trace, budget_bytes)
