@@ -16,7 +16,7 @@ from memkit.plan.region_step import RegionChoice, RegionStep
 
 _DIGITS = re.compile(r"\d+")
 _MOST_WORK = 6_000_000
-"""So many saves and regions are walked at most in all simulations of a step: a few seconds. Where there are spans, as many more."""
+"""So many saves and regions are walked at most in all simulations of a step, and as many again with spans: a few seconds."""
 _MOST_LISTED = 512
 """All choices are looked at where there are no more than so many."""
 _STEP_DOWN = 0.96
