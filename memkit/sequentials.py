@@ -1,8 +1,9 @@
 """Neighbouring children of a `Sequential`, called as one module: *spans*.
 
 [Note: spans] A flat `Sequential` has no module between its children and the whole. For neighbours among them to be called as if
-they were in one, there is a `Span`, which has them as `sequential[4:8]` would, and of which only the forward of the Sequential
-knows: as long as spans are called, a function stands in the place of that `forward`, in an attribute of the Sequential itself.
+they were in one, there is a `SequentialSpan`, which has them as `sequential[4:8]` would, and of which only the forward of the
+Sequential knows: as long as spans are called, a function stands in the place of that `forward`, in an attribute of the Sequential
+itself.
 
 So the hooks of the Sequential and of its children are called as ever, with what they ever see. No child, no entry of a
 `state_dict` and no name of a module is another. A copy of the Sequential runs as its class does. The span is a module as any
@@ -26,7 +27,7 @@ from memkit.around import Around, Code, within
 from memkit.hooks import HookSet
 
 
-class Span(nn.Sequential):
+class SequentialSpan(nn.Sequential):
     """Some neighbouring children of a `Sequential`.
 
     Args:
@@ -57,7 +58,7 @@ class SpanReference:
     ) -> None:
         self._whole, self._children = whole, tuple(children)
         self._first, self._size = first, size
-        self._made: weakref.ref[Span] | None = None
+        self._made: weakref.ref[SequentialSpan] | None = None
 
     def find(self) -> nn.Sequential | None:
         """Return the Sequential, None if it is gone, has other children there, or does not just call them."""
@@ -76,7 +77,7 @@ class SpanReference:
             return None
         span = None if self._made is None else self._made()
         if span is None:
-            span = Span(whole, self._first, self._first + len(self._children))
+            span = SequentialSpan(whole, self._first, self._first + len(self._children))
             self._made = weakref.ref(span)
         return span
 
@@ -89,12 +90,12 @@ class SpannedForward:
         spans: of these none overlaps another, unless it is in it.
     """
 
-    def __init__(self, whole: nn.Sequential, spans: Iterable[Span]) -> None:
+    def __init__(self, whole: nn.Sequential, spans: Iterable[SequentialSpan]) -> None:
         self._whole, self._children = whole, tuple(whole)
         waiting = sorted(spans, key=lambda span: (-span.place[0], span.place[1]))
         self._parts = self._arranged(0, len(self._children), waiting)
 
-    def _arranged(self, first: int, stop: int, waiting: list[Span]) -> list[nn.Module]:
+    def _arranged(self, first: int, stop: int, waiting: list[SequentialSpan]) -> list[nn.Module]:
         """Return what is called for some children; a span in another becomes a part of that."""
         found: list[nn.Module] = []
         while first < stop:
@@ -138,9 +139,9 @@ class _AroundForward(Around):
 
 def spanned_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, SpannedForward]:
     """Return, for each of the modules that is a span, the forward that has it called: that has all of its Sequential's."""
-    wholes = dict[nn.Sequential, list[Span]]()
+    wholes = dict[nn.Sequential, list[SequentialSpan]]()
     for module in modules:
-        if isinstance(module, Span) and (whole := module.whole()) is not None:
+        if isinstance(module, SequentialSpan) and (whole := module.whole()) is not None:
             wholes.setdefault(whole, []).append(module)
     return {span: forward for whole, spans in wholes.items() for forward in (SpannedForward(whole, spans),) for span in spans}
 
@@ -148,7 +149,7 @@ def spanned_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, SpannedFor
 def calls_in_turn(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Tell whether a module calls its children one after the other, as a `Sequential` does, and nothing else; apart from a
     forward of spans."""
-    if not isinstance(module, nn.Sequential) or isinstance(module, Span):
+    if not isinstance(module, nn.Sequential) or isinstance(module, SequentialSpan):
         return False
     kind = type(module)
     forward: Any = module.forward

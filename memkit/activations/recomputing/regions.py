@@ -77,7 +77,7 @@ class Regions(Exclusive):
     Made once, it may be entered any number of times. The backwards may come after.
 
     Args:
-        chosen: the modules; a `Span` is called as one as long as this is entered, or something of it is recomputed.
+        chosen: the modules; a `SequentialSpan` is called as one as long as this is entered, or something of it is recomputed.
         keep: holds an input of a region until the backward; called with grad mode off. By default it stays where it is.
         counts: where it is noted what was recomputed.
     """

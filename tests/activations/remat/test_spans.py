@@ -20,7 +20,7 @@ from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.activations.saved.state import remat_states
 from memkit.device import Device
 from memkit.plan import Action
-from memkit.sequentials import Span
+from memkit.sequentials import SequentialSpan
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 from tests.activations.remat.test_regions_in_steps import Watch, run
@@ -435,7 +435,7 @@ def gradients(model: nn.Module, x: Tensor, context: Callable[[], object]) -> lis
 def test_span_in_a_span_and_in_a_region_that_is_recomputed() -> None:
     model, x = flat(4), torch.randn(8, 32)
     plain = gradients(model, x, nullcontext)
-    inner, outer, next_one = Span(model, 2, 4), Span(model, 1, 9), Span(model, 9, 14)
+    inner, outer, next_one = SequentialSpan(model, 2, 4), SequentialSpan(model, 1, 9), SequentialSpan(model, 9, 14)
     first, second = RegionSpec(calls=frozenset({0})), RegionSpec(calls=frozenset({1}))
     for chosen in (
         {inner: RegionSpec(), outer: RegionSpec(), next_one: second},
@@ -452,7 +452,7 @@ def test_span_in_a_span_and_in_a_region_that_is_recomputed() -> None:
 def test_spans_of_two_contexts_take_turns() -> None:
     model, x = flat(4), torch.randn(8, 32)
     plain = gradients(model, x, nullcontext)
-    outer, inner = Regions({Span(model, 1, 6): RegionSpec()}), Regions({Span(model, 3, 8): RegionSpec()})
+    outer, inner = Regions({SequentialSpan(model, 1, 6): RegionSpec()}), Regions({SequentialSpan(model, 3, 8): RegionSpec()})
     outer.__enter__()
     inner.__enter__()
     outer.__exit__(None, None, None)
@@ -471,7 +471,7 @@ def test_next_step_after_an_interrupt_has_the_bits_of_the_plain_run() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(inplace=True))
     model, x = model.append(nn.Linear(8, 8)), torch.randn(4, 8)
     state = copy.deepcopy(model.state_dict())
-    regions = Regions({Span(model, 0, 2): RegionSpec(), Span(model, 3, 5): RegionSpec()})
+    regions = Regions({SequentialSpan(model, 0, 2): RegionSpec(), SequentialSpan(model, 3, 5): RegionSpec()})
 
     def step() -> list[Tensor]:
         model.load_state_dict(state)
