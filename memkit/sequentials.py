@@ -2,8 +2,7 @@
 
 [Note: spans] A flat `Sequential` has no module between its children and the whole. For neighbours among them to be called as if
 they were in one, there is a `SequentialSpan`, which has them as `sequential[4:8]` would, and of which only the forward of the
-Sequential knows: as long as spans are called, a function stands in the place of that `forward`, in an attribute of the Sequential
-itself.
+Sequential knows: as long as spans are called, a function stands in the place of that `forward`, as an attribute of its own.
 
 So the hooks of the Sequential and of its children are called as ever, with what they ever see. No child, no entry of a
 `state_dict` and no name of a module is another. A copy of the Sequential runs as its class does. The span is a module as any

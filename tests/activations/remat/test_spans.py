@@ -7,7 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 from tests.activations.remat.test_regions_in_steps import Watch, run
 from tests.activations.remat.test_steady import num_calls, train
+from tests.contracts.contexts import Around
 from tests.interrupts import interrupts
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
@@ -158,7 +159,7 @@ def own_attributes(model: nn.Module) -> list[set[str]]:
     return [set(vars(part)) for part in model.modules()]
 
 
-@pytest.mark.parametrize("budget", [0.5, 0.3, 0.15])
+@pytest.mark.parametrize("budget", [0.5, pytest.param(0.3, marks=pytest.mark.full), 0.15])
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_are_those_of_the_plain_run(name: str, budget: float, device: Device, remat_on: Remat) -> None:
     plain = run(MODELS[name], device, nullcontext, 6)
@@ -372,10 +373,10 @@ def test_smaller_batch_is_a_deviation_with_the_same_bits(device: Device, remat_o
 def test_calls_without_gradients_and_in_checkpoints_are_as_ever(device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
 
-    def step(context: Callable[[], object]) -> list[Tensor]:
+    def step(context: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
         torch.manual_seed(3)
         model.zero_grad()
-        with context():  # type: ignore[attr-defined]
+        with context():
             with torch.no_grad():
                 before = model(x)
             y = model(x + before)
@@ -385,6 +386,78 @@ def test_calls_without_gradients_and_in_checkpoints_are_as_ever(device: Device, 
 
     for _ in range(6):
         assert_same_bits(step(lambda: remat_on(0.5, "without")), step(nullcontext))
+
+
+class Fails(nn.GELU):
+    """Raises when it is told to."""
+
+    fails: list[bool]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("told to")
+        return super().forward(x)
+
+
+def test_layer_that_raises_leaves_nothing(device: Device, remat_on: Remat) -> None:
+    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    fails: list[bool] = []
+    for place, layer in enumerate(model):
+        if type(layer) is nn.GELU:
+            model[place] = Fails()
+            model[place].fails = fails
+    steady(model, x, remat_on, "raises")
+    before = own_attributes(model)
+    fails.append(True)
+    with pytest.raises(ValueError, match="told to"), remat_on(0.5, "raises"):
+        model(x)
+    with remat_on(0.5, "raises"):
+        with pytest.raises(ValueError, match="told to"):
+            model(x)
+        fails.clear()
+        torch.manual_seed(4)
+        loss = model(x).sum()
+    model.zero_grad()
+    loss.backward()
+    found = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+    torch.manual_seed(4)
+
+    assert own_attributes(model) == before
+    assert_same_bits(found, train(model, x, nullcontext))
+    for _ in range(3):
+        compare(model, x, remat_on, "raises")
+
+
+@pytest.mark.filterwarnings("ignore:.*saw only tensors on the CPU")
+def test_offload_outside_is_given_what_spans_are_given(device: Device, remat_on: Remat) -> None:
+    def context() -> Around:
+        offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
+        return Around(offload, remat_on(0.4, "inside"))
+
+    for wanted, step in zip(run(flat, device, nullcontext, 6), run(flat, device, context, 6), strict=True):
+        assert_same_bits(step, wanted)
+    assert not memkit.stats("inside").is_recorded
+    assert spans_in_plan("inside")
+
+
+def test_two_forwards_before_their_backwards(device: Device, remat_on: Remat) -> None:
+    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+
+    def both(context: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
+        torch.manual_seed(5)
+        model.zero_grad()
+        losses = []
+        for scale in (1.0, 2.0):
+            with context():
+                losses.append(model(x * scale).sum())
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    for _ in range(6):
+        assert_same_bits(both(lambda: remat_on(0.4, "two")), both(nullcontext))
+    assert spans_in_plan("two")
 
 
 class Counts(nn.GELU):
@@ -423,10 +496,10 @@ def test_only_what_may_run_twice_is_in_a_span(device: Device, remat_on: Remat) -
 # Regions of spans themselves
 
 
-def gradients(model: nn.Module, x: Tensor, context: Callable[[], object]) -> list[Tensor]:
+def gradients(model: nn.Module, x: Tensor, context: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
     torch.manual_seed(0)
     model.zero_grad()
-    with context():  # type: ignore[attr-defined]
+    with context():
         loss = sum(model(x * scale).square().mean() for scale in (1.0, 2.0))
     loss.backward()
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters()), torch.get_rng_state()]
