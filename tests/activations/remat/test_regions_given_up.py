@@ -11,20 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.activations.recomputing import region_plan, settling
 from memkit.errors import ReplayMismatchError
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 
 Context = Callable[[], AbstractContextManager[object]]
-pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops")]
 TAG = "given up"
-
-
-@pytest.fixture(autouse=True)
-def _ops_are_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settling, "_lacks_ops", lambda *_, **__: False)
-    monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)
 
 
 class Block(nn.Module):
