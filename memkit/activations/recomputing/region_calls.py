@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.recomputing.module_state import NOT_PLAIN, PLAIN, ModuleState, Noted, training_flag
+from memkit.activations.recomputing.read_only import LearnedReads
 from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
 from memkit.activations.recomputing.stacks import is_going_on, take_off
 from memkit.activations.recomputing.surroundings import (
@@ -78,13 +79,13 @@ class Nesting(ABC):
 
 
 class Recomputed:
-    """A module that is recomputed as a whole, and what is known of it ahead."""
+    """A module that is recomputed as a whole, and what is known of it ahead, or was `learned` in the last step."""
 
-    def __init__(self, module: nn.Module, counts: Counts | None) -> None:
+    def __init__(self, module: nn.Module, counts: Counts | None, learned: LearnedReads) -> None:
         self.module = module
         self.code = code_of(module)
         """What runs it where it is compiled: that saves other tensors than its forward does."""
-        self.state = ModuleState(module)
+        self.state = ModuleState(module, learned)
         self.counts = counts
 
     def watch(self, hooks: HookSet) -> None:

@@ -116,7 +116,7 @@ class RegionStage(IdleStage):
         state: what is known under the tag.
         moving, outer: see `RecordingStage`: they are given what regions are given.
         settled: which calls.
-        modules: their modules, with the numbers of the calls.
+        specs: their modules, with what is known of each.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RegionStage(IdleStage):
         moving: Stage | None,
         outer: SavedTensorHooks | None,
         settled: Settled,
-        modules: dict[nn.Module, frozenset[int]],
+        specs: dict[nn.Module, RegionSpec],
     ) -> None:
         super().__init__(state, moving)
         assert settled.regions is not None
@@ -134,9 +134,13 @@ class RegionStage(IdleStage):
         self._is_other = False
         self.counts = settled.regions.counts(settled.options.budget, settled.budget_bytes)
         self.counts.trial = settled.regions.trial
-        specs = {module: RegionSpec(calls=calls) for module, calls in modules.items()}
         self._regions = Regions(specs, keep=self._keep, counts=self.counts)
         self._num_calls: dict[nn.Module, int] = {}
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether its modules, or those in them, have hooks."""
+        return self._regions.has_hooks
 
     def begin(self) -> None:
         self._regions.__enter__()
@@ -174,13 +178,10 @@ class RegionStage(IdleStage):
         return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=True)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Tell whether a module, or one in it, has hooks, or all modules have: they may have been set since it was planned."""
-    names = torch_private.MODULE_HOOKS
+def _all_have_hooks() -> bool:
+    """Tell whether hooks are set for all modules."""
     everywhere = vars(nn.modules.module)
-    return any(everywhere[f"_global{name}"] for name in names) or any(
-        any(map(vars(part).get, names)) for part in module.modules()
-    )
+    return any(everywhere[f"_global{name}"] for name in torch_private.MODULE_HOOKS)
 
 
 def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None) -> IdleStage | None:
@@ -201,22 +202,26 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
     if state.counts.has_mismatch:
         state.give_up_regions()
         return None
-    modules = dict[nn.Module, frozenset[int]]()
-    for reference, calls in () if settled.regions is None else settled.regions.calls.items():
-        module = reference()
-        if module is None or _has_hooks(module):
+    specs, planned = dict[nn.Module, RegionSpec](), settled.regions
+    if planned is not None:
+        for reference, calls in planned.calls.items():
+            module = reference()
+            if module is not None:
+                specs[module] = RegionSpec(calls=calls, learned=planned.learned[reference])
+        if len(specs) < len(planned.calls):
             state.unsettle()
             return None
-        modules[module] = calls
     moving = outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
+    stage = None if planned is None else RegionStage(state, moving, outer, settled, specs)
+    if stage is not None and (_all_have_hooks() or stage.has_hooks):  # which may have been set since it was planned
+        state.unsettle()
+        return None
     with state.lock:
         state.num_iterations += 1
         state.num_inner += is_within(tag)
         state.is_recorded = False
-        if settled.regions is not None:
-            stage = RegionStage(state, moving, outer, settled, modules)
-            state.counts = stage.counts
-            state.plan = settled.regions.plan
+        if stage is not None and planned is not None:
+            state.counts, state.plan = stage.counts, planned.plan
             return stage
         if options.keeps_all:
             return IdleStage(state, moving)
