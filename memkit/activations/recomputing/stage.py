@@ -69,15 +69,19 @@ class RecordingStage(Stage):
         self._moving, self._outer = moving, outer
         self._has_outer = moving is not None or outer is not None
         self._settling = settling
-        self._sizes = SizesSeen(options.min_bytes) if options.may_settle and not options.keeps_all else None
+        self._needs_plan = options.may_settle and not options.keeps_all
+        """Whether steps need not be recorded any more once a plan says so."""
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
         self.counts = Counts(trial=state.trial)
         state.know(options.kinds)
         self._forward = self._open_forward(raises=options.strict)
+        plan = self._decider.plan
+        may_keep_all = self._needs_plan and plan is not None and not plan.dropped
+        self._sizes = SizesSeen(options.min_bytes) if may_keep_all else None
         self.recorder = Recorder(self._forward.recording, options.kinds, default_generator, state.costs.estimate_s)
         trace, number = self._decider.follower.trace, state.num_iterations
-        notes_calls = self._sizes is not None and (trace is None or trace.num_noted < _NUM_NOTED)
+        notes_calls = self._needs_plan and (trace is None or trace.num_noted < _NUM_NOTED)
         self._trail = ModuleTrail(self._forward.recording, notes_calls=notes_calls)
         self._watches_modules = options.verify or notes_calls or (trace is None and number < _NUM_WATCHED)
         self._compiled = CompiledCalls(state.tag, self.recorder, self._trail)
@@ -168,7 +172,7 @@ class RecordingStage(Stage):
     def _turn(self) -> RecordedForward:
         """A backward has begun since the last save: what comes now is another forward."""
         self._end_forward(learn=True)
-        self._settling = self._settling if self._sizes is None else None  # a plan is one of a single forward
+        self._settling = None if self._needs_plan else self._settling  # a plan is one of a single forward
         self._forward = self._open_forward(raises=self._options.strict)
         self.recorder.follow(self._forward.recording)
         self._trail.follow(self._forward.recording)

@@ -74,7 +74,8 @@ class WatchStage(IdleStage):
         self, state: RematState, moving: Stage | None, outer: SavedTensorHooks | None, settled: Settled, budget_bytes: int
     ) -> None:
         super().__init__(state, moving)
-        self._settled, self._budget_bytes = settled, budget_bytes
+        assert settled.sizes is not None
+        self._known, self._budget_bytes = settled.sizes, budget_bytes
         self._sizes = SizesSeen(settled.options.min_bytes)
         self._seen, self._note = self._sizes.seen, self._sizes.note
         self._outer = outer
@@ -105,7 +106,7 @@ class WatchStage(IdleStage):
         return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=True)
 
     def end(self, *, has_failed: bool) -> None:
-        if self._sizes.exceed(self._budget_bytes, self._settled.sizes):
+        if self._sizes.exceed(self._budget_bytes, self._known):
             self._state.unsettle()
 
 
