@@ -157,10 +157,15 @@ class RegionStage(IdleStage):
         num_calls = {module: number for reference, number in planned.num_calls.items() if (module := reference()) is not None}
         are_planned = self._place == len(self._shapes) and self._num_calls == num_calls
         self._num_calls = {}
-        if self._is_other or (not has_failed and not are_planned):
+        not_taken = self._regions.not_taken
+        if self._is_other or not_taken or (not has_failed and not are_planned):
             self._state.unsettle()
         elif not has_failed:
-            self._settled.regions.trial.end_forward(Way.REGIONS)
+            planned.trial.end_forward(Way.REGIONS)
+        for module, why in () if has_failed else not_taken.items():
+            name = type(module).__name__
+            message = f"a {name} was to be recomputed as a whole, and was not: {why}. What it saved has stayed on the device."
+            self._state.warn_once(f"region {name} {why}", message)
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         if self._moving is not None and action is not Action.RECOMPUTE:

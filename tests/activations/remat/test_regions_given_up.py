@@ -95,6 +95,29 @@ def test_more_calls_than_planned_are_a_deviation() -> None:
     assert memkit.stats(TAG).is_recorded
 
 
+def _with_norms() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(Block(), nn.BatchNorm1d(32)) for _ in range(6)])
+
+
+def test_call_that_was_planned_as_a_region_and_is_none_is_told_once_and_is_a_deviation() -> None:
+    model, plain = _with_norms(), _with_norms()
+    for _ in range(5):
+        assert_same_bits(_step(model, _remat), _step(plain, nullcontext))
+    assert memkit.stats(TAG).num_replays > 0
+    for changed in (model, plain):
+        changed.eval()
+
+    with pytest.warns(UserWarning, match="a Sequential was to be recomputed as a whole, and was not: it reads the") as warned:
+        assert_same_bits(_step(model, _remat), _step(plain, nullcontext))
+    assert len(warned) == 1
+    assert memkit.stats(TAG).num_deviations == 1
+    for _ in range(6):
+        assert_same_bits(_step(model, _remat), _step(plain, nullcontext))
+    assert memkit.stats(TAG).is_recorded
+    assert memkit.stats(TAG).ledger_peak_bytes <= memkit.stats(TAG).budget_bytes
+
+
 def test_a_region_that_is_not_the_same_again_is_the_last() -> None:
     model = _settled()
     with _remat():
