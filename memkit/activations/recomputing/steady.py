@@ -1,4 +1,8 @@
-"""What `Rematerialize` does once it is known that nothing of a step is dropped: as good as nothing, until a step is another."""
+"""What `Rematerialize` does in a step that need not be recorded, until one is another.
+
+Where nothing is dropped it does nothing, or adds up what is saved, if that may exceed the budget. Else the planned calls of
+modules are recomputed as a whole, and nothing is done with what is saved outside of them.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.regions import Regions, RegionSpec
-from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, is_within, unpack
+from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, handing_on, is_within, unpack
 from memkit.activations.saved.settled import Settled, SizesSeen
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.saved.trial import Way
 from memkit.device import CpuDevice
 from memkit.hooks import HookPair, SavedTensorHooks
-from memkit.kept import ForwardedHandle, KeptHandle
+from memkit.kept import KeptHandle
 from memkit.plan import Action
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -78,7 +82,7 @@ class WatchStage(IdleStage):
         self._known, self._budget_bytes = settled.sizes, budget_bytes
         self._sizes = SizesSeen(settled.options.min_bytes)
         self._seen, self._note = self._sizes.seen, self._sizes.note
-        self._outer = outer
+        self._hand_on = handing_on(moving, outer)
         self._has_outer = moving is not None or outer is not None
 
     @property
@@ -99,19 +103,13 @@ class WatchStage(IdleStage):
             return self._hand_on(tensor)
         return tensor.detach(), torch_private.version_of(tensor)
 
-    def _hand_on(self, tensor: Tensor) -> KeptHandle:
-        if self._moving is not None:
-            return self._moving.take(tensor)
-        outer = self._outer
-        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=True)
-
     def end(self, *, has_failed: bool) -> None:
         if self._sizes.exceed(self._budget_bytes, self._known):
             self._state.unsettle()
 
 
 class RegionStage(IdleStage):
-    """The same, but some calls of modules are recomputed as a whole.
+    """Nothing is done with a saved tensor, but some calls of modules are recomputed as a whole.
 
     Args:
         state: what is known under the tag.
@@ -130,7 +128,7 @@ class RegionStage(IdleStage):
     ) -> None:
         super().__init__(state, moving)
         assert settled.regions is not None
-        self._outer, self._settled = outer, settled
+        self._hand_on, self._settled = handing_on(moving, outer), settled
         self._shapes, self._place = settled.regions.shapes, 0
         self._is_other = False
         self.counts = settled.regions.counts(settled.options.budget, settled.budget_bytes)
@@ -178,10 +176,7 @@ class RegionStage(IdleStage):
         self._place = place + 1
         if place >= len(self._shapes) or tensor.shape != self._shapes[place]:
             self._is_other = True
-        if self._moving is not None:
-            return self._moving.take(tensor)
-        outer = self._outer
-        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=True)
+        return self._hand_on(tensor)
 
 
 def _all_have_hooks() -> bool:
