@@ -7,6 +7,7 @@ Nothing is written to a buffer that the module has: others are put in their plac
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.recomputing.read_only import LearnedReads, ReadOnly, small_of
+from memkit.activations.recomputing.region_inputs import NoRegion
+from memkit.storages import Geometry, is_range_of_bytes
 
-_UPDATED_UNREAD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+UPDATED_UNREAD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """What trains updates its buffers, and makes the same whatever is in them."""
 
-_NORMS = (*_UPDATED_UNREAD, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NORMS = (*UPDATED_UNREAD, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """What updates its buffers, perhaps unnoticed by their version counters."""
 
 training_flag = attrgetter("training")
@@ -36,6 +39,10 @@ _OF_ALL = frozenset(vars(nn.Module()))
 """What every module has."""
 
 
+Statistics = list[tuple[dict[str, Tensor | None], str, Tensor, int, Tensor]]
+"""The buffers of batch norms that do not train: where each is, its name, itself, its version, and a clone."""
+
+
 class Noted:
     """What one forward has found, and what it has written."""
 
@@ -47,6 +54,7 @@ class Noted:
         "is_known",
         "lost",
         "parameters",
+        "statistics",
         "storages",
         "versions",
         "written",
@@ -60,6 +68,7 @@ class Noted:
     """What `ModuleState.parameter_facts` said of the parameters."""
     storages: tuple[torch.UntypedStorage, ...]
     """Those of the parameters, held so that no others may begin where they do."""
+    statistics: Statistics | tuple[()]
     buffers: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
     clones: dict[int, Tensor]
@@ -98,12 +107,13 @@ class ModuleState:
         )
         """What reads what must stay the same of each."""
         self._owned = tuple(map(torch_private.buffers_of, self.parts))
-        norms = [(index, part) for index, part in enumerate(self.parts) if isinstance(part, _NORMS)]
+        norms = [(index, part) for index, part in enumerate(self.parts) if isinstance(part, NORMS)]
         tracking = [index for index, part in norms if part.running_mean is not None]
-        self.tracking = tuple(tracking)
-        """Parts that read their statistics where they do not train, and update them where they do."""
-        unread = [index for index in tracking if type(self.parts[index]) in _UPDATED_UNREAD]
+        unread = [index for index in tracking if type(self.parts[index]) in UPDATED_UNREAD]
         self._updated = tuple([(index, self._owned[index]) for index in unread])
+        self._unseen = tuple([index for index in tracking if index not in unread])
+        """Other parts that update statistics, which they read where they do not train."""
+        self.has_statistics = bool(tracking)
         updated = {id(buffers) for _, buffers in self._updated}
         owned = [own for own in self._owned if own and id(own) not in updated] if any(self._owned) else ()
         self.places = tuple([(buffers, name) for buffers in owned for name in buffers])
@@ -148,6 +158,23 @@ class ModuleState:
         return bool(hooks)
 
     # Around the forward
+
+    def statistics(self, flags: tuple[bool, ...]) -> Statistics:
+        """The forward is about to run: return the statistics that it reads, as updates raise no counter.
+
+        Raises:
+            NoRegion: they are not of a kind that is known well enough.
+        """
+        found: Statistics = []
+        for index in self._unseen:
+            if not flags[index]:
+                raise NoRegion(f"it reads the statistics of a {type(self.parts[index]).__name__}, which may be updated unseen")
+        with torch.no_grad(), torch_private.without_python_dispatch():
+            for index, buffers in self._updated:
+                for name, buffer in () if flags[index] else buffers.items():
+                    if buffer is not None:
+                        found.append((buffers, name, buffer, torch_private.version_of(buffer), buffer.clone()))
+        return found
 
     def note_buffers(self, noted: Noted) -> None:
         """The forward is about to run, and there are buffers."""
@@ -252,8 +279,12 @@ class ModuleState:
         return ""
 
     def others(self, noted: Noted) -> list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]]:
-        """Return, for each buffer that a recompute is not to see, where it is, itself, and what to put there."""
+        """Return, for each buffer that a recompute is not to see, where it is, itself, and what to put there: those of
+        `Noted.statistics` first."""
         found: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]] = []
+        if noted.statistics:
+            with torch.no_grad():
+                found += [(buffers, name, buffers.get(name), clone.clone()) for buffers, name, _, _, clone in noted.statistics]
         for index, buffers in self._updated:
             if noted.flags[index]:
                 found += [(buffers, name, buffer, self._scratch_for(buffers, name, buffer)) for name, buffer in buffers.items()]
@@ -265,6 +296,16 @@ class ModuleState:
                     before = noted.buffers[place] if clone is None else clone.clone()
                     found.append((buffers, name, buffers.get(name), before))
         return found
+
+    @staticmethod
+    def originals(noted: Noted, others: Sequence[tuple[Any, str, Any, Tensor | None]]) -> Originals:
+        """Return which buffers those statistics stand for that a recompute is to see: a backward reads the buffers themselves,
+        updated or not."""
+        return {
+            torch_private.storage_address(other.untyped_storage()): (buffer, version)
+            for (_, _, _, other), (_, _, buffer, version, _) in zip(others, noted.statistics, strict=False)
+            if other is not None
+        }
 
     def _scratch_for(self, buffers: dict[str, Tensor | None], name: str, buffer: Tensor | None) -> Tensor | None:
         if buffer is None:
@@ -285,6 +326,22 @@ class ModuleState:
         """Have the parts train, or not."""
         for part, flag in zip(self.parts, flags, strict=True):
             part.training = flag
+
+
+Originals = dict[int, tuple[Tensor, int]]
+"""Buffers and their versions, by the addresses of the storages that stand for them."""
+
+
+def original(tensor: Tensor, originals: Originals) -> tuple[Tensor, int]:
+    """Return what a backward is to have of what a recompute has saved, and its version."""
+    storage = tensor.untyped_storage() if is_range_of_bytes(tensor) else None
+    found = None if storage is None else originals.get(torch_private.storage_address(storage))
+    if found is None:
+        return tensor, torch_private.version_of(tensor)
+    if tensor.shape == found[0].shape:
+        return found
+    view = Geometry.of(tensor).over(found[0].untyped_storage())
+    return view, torch_private.version_of(view)
 
 
 def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:

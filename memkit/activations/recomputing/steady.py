@@ -156,7 +156,9 @@ class RegionStage(IdleStage):
         are_planned = self._place == len(self._shapes) and self._num_calls == num_calls
         self._num_calls = {}
         not_taken = self._regions.not_taken
-        if self._is_other or not_taken or (not has_failed and not are_planned):
+        if not_taken:
+            self._state.choose_again()
+        elif self._is_other or (not has_failed and not are_planned):
             self._state.unsettle()
         elif not has_failed:
             planned.trial.end_forward(Way.REGIONS)

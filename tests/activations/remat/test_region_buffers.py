@@ -75,6 +75,28 @@ class Sometimes(CountsCalls):
         return hidden
 
 
+class Frozen(Block):
+    """Has a batch norm that does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64).eval()
+        nn.init.uniform_(self.norm.running_var, 0.5, 2)
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+
+class Updates(Frozen):
+    """Updates the statistics all the same, with no counter raised, and reads them."""
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        norm = self.norm
+        nn.functional.batch_norm(hidden.detach(), norm.running_mean, norm.running_var, training=True)
+        norm.num_batches_tracked += 1
+        return norm(hidden) * norm.num_batches_tracked.clone()
+
+
 class Pair:
     """The same model twice: one is trained plainly, one under a budget."""
 
@@ -159,6 +181,21 @@ def test_buffers_that_are_written_are_as_in_the_plain_run(
         pair.step()
 
     assert not memkit.stats(TAG).is_recorded
+
+
+@pytest.mark.parametrize("block", [Frozen, Updates])
+def test_batch_norm_that_does_not_train_is_in_regions(block: Callable[[], nn.Module], device: Device, remat_on: Remat) -> None:
+    pair = Pair(block, device, remat_on)
+    for _ in range(7):
+        pair.step()
+    stats = memkit.stats(TAG)
+
+    assert not stats.is_recorded
+    assert stats.num_replays > 0
+    assert stats.num_deviations == 0
+    assert stats.ledger_peak_bytes <= stats.budget_bytes
+    planned = {type(module()) for module in remat_states[TAG].settled.regions.calls}
+    assert block in planned
 
 
 def write(block: nn.Module) -> None:

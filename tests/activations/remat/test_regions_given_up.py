@@ -95,9 +95,13 @@ def test_more_calls_than_planned_are_a_deviation() -> None:
     assert memkit.stats(TAG).is_recorded
 
 
+class Folded(nn.BatchNorm1d):
+    """What reads its statistics in a way that is not known."""
+
+
 def _with_norms() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(Block(), nn.BatchNorm1d(32)) for _ in range(6)])
+    return nn.Sequential(*[nn.Sequential(Block(), Folded(32)) for _ in range(6)])
 
 
 def test_call_that_was_planned_as_a_region_and_is_none_is_told_once_and_is_a_deviation() -> None:
@@ -112,10 +116,12 @@ def test_call_that_was_planned_as_a_region_and_is_none_is_told_once_and_is_a_dev
         assert_same_bits(_step(model, _remat), _step(plain, nullcontext))
     assert len(warned) == 1
     assert memkit.stats(TAG).num_deviations == 1
-    for _ in range(6):
+    for _ in range(8):
         assert_same_bits(_step(model, _remat), _step(plain, nullcontext))
-    assert memkit.stats(TAG).is_recorded
-    assert memkit.stats(TAG).ledger_peak_bytes <= memkit.stats(TAG).budget_bytes
+    stats = memkit.stats(TAG)
+    assert not stats.is_recorded  # others are regions now
+    assert stats.num_replays > 0
+    assert stats.ledger_peak_bytes <= stats.budget_bytes
 
 
 def test_a_region_that_is_not_the_same_again_is_the_last() -> None:
