@@ -154,7 +154,7 @@ class RematState(TagState):
             self.num_deviations += 1
 
     def choose_again(self) -> None:
-        """A call that was to be a region was none: the next step is recorded, and regions are chosen by what modules are then."""
+        """A call that was to be a region was none: the next step is recorded, and regions chosen by what modules are then."""
         self.unsettle()
         for trace in self.traces:
             if trace.ops is not None:
