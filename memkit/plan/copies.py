@@ -52,7 +52,6 @@ def schedule_copies(
     ready: Mapping[int, int],
     requests: Sequence[int],
     limit_bytes: int,
-    window_bytes: int,
     forecast: Forecast | None,
 ) -> CopySchedule:
     """Return when the copies of a step are due.
@@ -64,12 +63,11 @@ def schedule_copies(
         ready: for each that leaves, the save from which on it may be copied: `len(saves)` for the end of the forward.
         requests: the value of each request of the backward, perhaps again.
         limit_bytes: what of these values the device may hold.
-        window_bytes: by how much more in the backward, where the forecast allows it.
         forecast: how full the device is at the first request of each value; None if that is not known.
     """
     out, num_sent, num_released, peak_bytes = _forward(sizes_bytes, leaving, saves, ready, limit_bytes)
     gone = {value for batch in out[: num_released[-1]] for value in batch}
-    order, back, num_fetched = _backward(sizes_bytes, gone, saves, requests, limit_bytes, window_bytes, forecast)
+    order, back, num_fetched = _backward(sizes_bytes, gone, saves, requests, limit_bytes, forecast)
     before = 0
     asked, fetched = [], []
     for value, num in zip(order, num_fetched, strict=True):
@@ -151,7 +149,6 @@ def _backward(
     saves: Sequence[int],
     requests: Sequence[int],
     limit_bytes: int,
-    window_bytes: int,
     forecast: Forecast | None,
 ) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
     """Return the order of first requests, the batches that come back, and how many are fetched by each of these requests."""
@@ -172,7 +169,7 @@ def _backward(
         while cursor < len(to_come):
             value = to_come[cursor]
             after_bytes = live_bytes + sizes_bytes[value]
-            if value != asked and not _has_room(forecast, place, places[value], after_bytes, limit_bytes, window_bytes):
+            if value != asked and not _has_room(forecast, place, places[value], after_bytes, limit_bytes):
                 break
             live_bytes = after_bytes
             batches.add(value)
@@ -183,10 +180,8 @@ def _backward(
     return order, batches.closed, num_fetched
 
 
-def _has_room(forecast: Forecast | None, now: int, until: int, live_bytes: int, limit_bytes: int, window_bytes: int) -> bool:
+def _has_room(forecast: Forecast | None, now: int, until: int, live_bytes: int, limit_bytes: int) -> bool:
     """Tell whether so many bytes may be on the device from a request on until a later one, with what is fetched for that."""
-    if forecast is None:
-        return live_bytes <= limit_bytes
-    if live_bytes > limit_bytes + window_bytes:
+    if live_bytes > limit_bytes:
         return False
-    return forecast.level_bytes(now, until, live_bytes) <= forecast.peak_bytes
+    return forecast is None or forecast.level_bytes(now, until, live_bytes) <= forecast.peak_bytes

@@ -270,7 +270,6 @@ def make_schedule(
         ready=_ready(seen),
         requests=[value for value in requests if value in sizes_bytes],
         limit_bytes=limit_bytes,
-        window_bytes=plan.window_bytes,
         forecast=forecast,
     )
     return Schedule(seen, plan, copies, device, len(plan.saves), requests, paused)
