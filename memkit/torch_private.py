@@ -94,6 +94,7 @@ base_of: Callable[[Tensor], Tensor | None]
 batch_norm_legit: OpOverload
 batch_norm_legit_no_stats: OpOverload
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]]
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]]
 code_when_compiled: Callable[[nn.Module], Any]
 compile_counters: dict[str, dict[str, int]]
 cudnn_attention: _Op
@@ -340,6 +341,7 @@ NAMES: dict[str, PrivateName] = {
     # Modules, and what is around them
     "parameters_of": _field(f"{_MODULE}._parameters", "to put another parameter in place", _REMAT, _LAYERS, _META),
     "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _REMAT, _LAYERS, _META),
+    "children_of": _field(f"{_MODULE}._modules", "to find the parts of a module", _REMAT),
     "hooks_with_keywords": _of("torch.nn.modules.module._global_forward_hooks_with_kwargs", "to leave none of ours", _REMAT),
     "active_replica": _field("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "to refuse it", Feature.REPLICAS),
     "parameters_of_replica": _instance_field(

@@ -6,10 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import memkit
+
+WITH_COMPILED = [
+    pytest.mark.full,
+    pytest.mark.usefixtures("no_compiled_code_is_left"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at it
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # resetting Dynamo imports such code
+]
+"""What a file of such tests is marked with. Any other warning is an error: also the one that a whole model gives."""
 
 
 class Backend:

@@ -78,3 +78,10 @@ def _fresh_state() -> Iterator[None]:
     assert torch._C._len_torch_function_stack() == 0
     hooks = torch.nn.modules.module
     assert not any((hooks._global_forward_pre_hooks, hooks._global_forward_hooks, hooks._global_forward_hooks_with_kwargs))
+
+
+@pytest.fixture
+def no_compiled_code_is_left() -> Iterator[None]:
+    """Have Dynamo forget behind a test what it has compiled in it."""
+    yield
+    torch._dynamo.reset()

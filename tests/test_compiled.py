@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +13,9 @@ from torch import Tensor, nn
 from memkit.compiled import around_compiled, compiled_in, is_compiled
 from memkit.hooks import HookSet
 from memkit.torch_state import may_be_compiled_here
-from tests.compiling import FORMS, Backend, frames_of_memkit, in_form
+from tests.compiling import FORMS, WITH_COMPILED, Backend, frames_of_memkit, in_form
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at it
-    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # resetting Dynamo imports such code
-]
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_is_left() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
+pytestmark = WITH_COMPILED
 
 
 class Block(nn.Module):

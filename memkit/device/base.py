@@ -97,6 +97,7 @@ class CopyBatch:
         stream: what the copies are put on.
         pieces: all that is copied. No two of them overlap.
         is_out: whether to the host.
+        ahead: these copies wait for those of this batch, which is always put on its stream before.
     """
 
     started: Event
@@ -106,8 +107,11 @@ class CopyBatch:
     waited: Event | None = None
     """Recorded on the stream that waits for the copies, ahead of that; None if none has since they were put on theirs."""
 
-    def __init__(self, device: Device, stream: Stream, pieces: Sequence[Piece], *, is_out: bool) -> None:
+    def __init__(
+        self, device: Device, stream: Stream, pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None = None
+    ) -> None:
         self.device = device
+        self.ahead = ahead
         self.stream = stream
         self.pieces = pieces
         self.is_out = is_out
@@ -123,8 +127,9 @@ class CopyBatch:
         self.waited = None
         self.started = device.record_event()
         device.wait_event(stream, self.started)
-        if behind is not None:
-            device.wait_event(stream, behind.done)
+        for batch in (self.ahead, behind):
+            if batch is not None:
+                device.wait_event(stream, batch.done)
         for piece in self.pieces:
             part = byte_view(storages[piece.index]).narrow(0, piece.start, piece.num_bytes)
             destination, source = (piece.host, part) if self.is_out else (part, piece.host)
@@ -236,9 +241,9 @@ class Device(ABC):
         """Copy bytes as `copy` does, where the one in host memory was not pinned. The host waits until it is done, and so for
         all that the stream waits for."""
 
-    def copy_batch(self, stream: Stream, pieces: Sequence[Piece], *, is_out: bool) -> CopyBatch:
+    def copy_batch(self, stream: Stream, pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None = None) -> CopyBatch:
         """Make copies ahead that are put on a stream together, any number of times: see `CopyBatch`."""
-        return CopyBatch(self, stream, pieces, is_out=is_out)
+        return CopyBatch(self, stream, pieces, is_out=is_out, ahead=ahead)
 
     @abstractmethod
     def pin(self, host: Tensor) -> None:

@@ -86,8 +86,10 @@ class CudaCopyBatch(CopyBatch):
 
     _takes_batches = True
 
-    def __init__(self, device: CudaDevice, stream: Stream, pieces: Sequence[Piece], *, is_out: bool) -> None:
-        super().__init__(device, stream, pieces, is_out=is_out)
+    def __init__(
+        self, device: CudaDevice, stream: Stream, pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None = None
+    ) -> None:
+        super().__init__(device, stream, pieces, is_out=is_out, ahead=ahead)
         runtime = self._runtime = _bindings()
         kinds = runtime.cudaMemcpyKind
         self._kind = kinds.cudaMemcpyDeviceToHost if is_out else kinds.cudaMemcpyHostToDevice
@@ -122,6 +124,8 @@ class CudaCopyBatch(CopyBatch):
         runtime, lane, on_started = self._runtime, self._lane, self._on_started
         runtime.cudaEventRecord(on_started, self._raw_stream())
         runtime.cudaStreamWaitEvent(lane, on_started, 0)
+        if self.ahead is not None:
+            runtime.cudaStreamWaitEvent(lane, self.ahead.done.event.cuda_event, 0)  # type: ignore[attr-defined]  # a CudaEvent
         if behind is not None:
             runtime.cudaStreamWaitEvent(lane, behind.done.event.cuda_event, 0)  # type: ignore[attr-defined]  # a CudaEvent
         if self._is_one:
@@ -316,9 +320,9 @@ class CudaDevice(Device):
         with torch.cuda.stream(_of(stream)):
             destination.copy_(source, non_blocking=True)
 
-    def copy_batch(self, stream: Stream, pieces: Sequence[Piece], *, is_out: bool) -> CopyBatch:
+    def copy_batch(self, stream: Stream, pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None = None) -> CopyBatch:
         made = CopyBatch if _bindings() is None else CudaCopyBatch
-        return made(self, stream, pieces, is_out=is_out)
+        return made(self, stream, pieces, is_out=is_out, ahead=ahead)
 
     def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         _of(stream).synchronize()  # else CUDA would wait itself, and might have other threads wait as well

@@ -24,9 +24,11 @@ class Action(str, Enum):
 
 
 def limit_of(seen_bytes: int, ratio: float, window_bytes: int) -> int:
-    """Return the most bytes of saved tensors that the device may hold: what the ratio keeps and a quarter of the window beside
-    it, so that the last copies of a forward need not be over when it ends; or the whole window if that is more."""
-    return max(round((1 - ratio) * seen_bytes) + window_bytes // 4, window_bytes)
+    """Return the most bytes of saved tensors that the device may hold: what the ratio keeps, and beside it so much that the
+    last copies of a forward need not be over when it ends. That is a quarter of the window, or as much more of it as is within
+    a 64th of what is saved. Or the whole window, if that is more."""
+    beside_bytes = max(window_bytes // 4, min(window_bytes, seen_bytes // 64))
+    return max(round((1 - ratio) * seen_bytes) + beside_bytes, window_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,16 +4,10 @@ earlier one did.
 The rules are those of the byte window (`memkit.activations.offloading.window`): what leaves is copied, and stays for as long as
 there is room; the oldest goes first. In the backward, what falls free is filled with what is needed next. Copies of small
 storages that are due one soon after the other are put on the lane together.
-
-[Note: spread over the forward] Whatever else is copied to the host, as by `item()`, waits behind the copies that the device's
-copy engine has been given: 2 GiB of them take 39 ms on a link of 55 GB/s. So where a part of a forward leaves, and has been
-saved long before the end, its copies are not put on the lane at once, but over the whole forward, somewhat ahead of an even
-pace.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +18,6 @@ BATCH_BYTES = 2**20
 _MOST_COPIES = 64
 _MOST_WAIT = 8
 """For so many saves the first of a batch waits for the others."""
-_AHEAD = 1.25
-"""By how much copies are ahead of an even pace: see [Note: spread over the forward]."""
 _LEAD = 16
 """So many requests ahead of the first need of it, a batch is fetched at the latest."""
 
@@ -60,7 +52,6 @@ def schedule_copies(
     ready: Mapping[int, int],
     requests: Sequence[int],
     limit_bytes: int,
-    window_bytes: int,
     forecast: Forecast | None,
 ) -> CopySchedule:
     """Return when the copies of a step are due.
@@ -72,12 +63,11 @@ def schedule_copies(
         ready: for each that leaves, the save from which on it may be copied: `len(saves)` for the end of the forward.
         requests: the value of each request of the backward, perhaps again.
         limit_bytes: what of these values the device may hold.
-        window_bytes: by how much more in the backward, where the forecast allows it.
         forecast: how full the device is at the first request of each value; None if that is not known.
     """
     out, num_sent, num_released, peak_bytes = _forward(sizes_bytes, leaving, saves, ready, limit_bytes)
     gone = {value for batch in out[: num_released[-1]] for value in batch}
-    order, back, num_fetched = _backward(sizes_bytes, gone, saves, requests, limit_bytes, window_bytes, forecast)
+    order, back, num_fetched = _backward(sizes_bytes, gone, saves, requests, limit_bytes, forecast)
     before = 0
     asked, fetched = [], []
     for value, num in zip(order, num_fetched, strict=True):
@@ -124,10 +114,7 @@ def _forward(
     sizes_bytes: Mapping[int, int], leaving: Collection[int], saves: Sequence[int], ready: Mapping[int, int], limit_bytes: int
 ) -> tuple[list[tuple[int, ...]], list[int], list[int], int]:
     """Return the batches that leave, how many are sent and let go by each save and the end, and the most bytes at once."""
-    batches, seen, due = _Batches(sizes_bytes), set[int](), deque[int]()
-    leaving_bytes, all_bytes = sum(sizes_bytes[value] for value in leaving), sum(sizes_bytes.values())
-    first_bytes = 2 * max((sizes_bytes[value] for value in leaving), default=0)
-    saved_bytes = copied_bytes = 0
+    batches, seen = _Batches(sizes_bytes), set[int]()
     num_sent, num_released = [], []
     live_bytes = peak_bytes = released = opened_at = 0
     waiting: dict[int, list[int]] = {}
@@ -136,25 +123,18 @@ def _forward(
         if value >= 0 and value not in seen:
             seen.add(value)
             live_bytes += sizes_bytes[value]
-            saved_bytes += sizes_bytes[value]
             if value in leaving:
                 waiting.setdefault(max(place, ready.get(value, place)), []).append(value)
         peak_bytes = max(peak_bytes, live_bytes)
-        due.extend(waiting.pop(place, ()))
-        is_end = place == len(saves)
-        most_bytes = first_bytes + _AHEAD * leaving_bytes * saved_bytes / max(1, all_bytes)
-        while due and (is_end or copied_bytes + sizes_bytes[due[0]] <= most_bytes):
+        for ready_value in waiting.pop(place, ()):
             if not batches.open:
                 opened_at = place
-            copied_bytes += sizes_bytes[due[0]]
-            batches.add(due.popleft())
+            batches.add(ready_value)
+        is_end = place == len(saves)
         if is_end or place - opened_at >= _MOST_WAIT:
             batches.close()
-        while live_bytes > limit_bytes and (released < len(batches.closed) or batches.open or due):
+        while live_bytes > limit_bytes and (released < len(batches.closed) or batches.open):
             if released == len(batches.closed):
-                if not batches.open:
-                    copied_bytes += sizes_bytes[due[0]]
-                    batches.add(due.popleft())
                 batches.close()
             live_bytes -= sum(sizes_bytes[value] for value in batches.closed[released])
             released += 1
@@ -169,7 +149,6 @@ def _backward(
     saves: Sequence[int],
     requests: Sequence[int],
     limit_bytes: int,
-    window_bytes: int,
     forecast: Forecast | None,
 ) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
     """Return the order of first requests, the batches that come back, and how many are fetched by each of these requests."""
@@ -190,7 +169,7 @@ def _backward(
         while cursor < len(to_come):
             value = to_come[cursor]
             after_bytes = live_bytes + sizes_bytes[value]
-            if value != asked and not _has_room(forecast, place, places[value], after_bytes, limit_bytes, window_bytes):
+            if value != asked and not _has_room(forecast, place, places[value], after_bytes, limit_bytes):
                 break
             live_bytes = after_bytes
             batches.add(value)
@@ -201,10 +180,8 @@ def _backward(
     return order, batches.closed, num_fetched
 
 
-def _has_room(forecast: Forecast | None, now: int, until: int, live_bytes: int, limit_bytes: int, window_bytes: int) -> bool:
+def _has_room(forecast: Forecast | None, now: int, until: int, live_bytes: int, limit_bytes: int) -> bool:
     """Tell whether so many bytes may be on the device from a request on until a later one, with what is fetched for that."""
-    if forecast is None:
-        return live_bytes <= limit_bytes
-    if live_bytes > limit_bytes + window_bytes:
+    if live_bytes > limit_bytes:
         return False
-    return forecast.level_bytes(now, until, live_bytes) <= forecast.peak_bytes
+    return forecast is None or forecast.level_bytes(now, until, live_bytes) <= forecast.peak_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -15,19 +14,9 @@ from memkit.hooks import innermost_pack
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import Context
 from tests.activations.conftest import Offload
+from tests.compiling import WITH_COMPILED
 
-# Any other warning is an error: also the one that a whole model gives.
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at it
-    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # resetting Dynamo imports such code
-]
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_is_left() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
+pytestmark = WITH_COMPILED
 
 
 class Block(nn.Module):

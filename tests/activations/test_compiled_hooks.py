@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,19 +15,9 @@ from memkit.hooks import SavedTensorHooks
 from memkit.torch_state import may_be_compiled_here
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import Offload
-from tests.compiling import FORMS, Backend, frames_of_memkit, in_form
+from tests.compiling import FORMS, WITH_COMPILED, Backend, frames_of_memkit, in_form
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at it
-    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # resetting Dynamo imports such code
-]
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_is_left() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
+pytestmark = WITH_COMPILED
 
 
 class Block(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -15,21 +14,13 @@ from memkit.activations.saved.counts import Counts
 from memkit.device import CpuDevice, open_device
 from tests.activations.cases import assert_same_bits
 from tests.activations.compiled_blocks import KINDS, Context, Convolved, Dropped, model_of, train
-from tests.compiling import FORMS, Backend, frames_of_memkit
+from tests.compiling import FORMS, WITH_COMPILED, Backend, frames_of_memkit
 
 pytestmark = [
-    pytest.mark.full,
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at it
+    *WITH_COMPILED,
     pytest.mark.filterwarnings("ignore:.*cannot be kept to"),  # what blocks save stays at first
-    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # resetting Dynamo imports such code
 ]
 CPU = CpuDevice()
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_is_left() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def _regions(model: nn.Module, counts: Counts | None = None) -> Context:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from memkit.activations.recomputing import region_calls
 from memkit.activations.recomputing.regions import Regions, RegionSpec
+from memkit.activations.saved.counts import Counts
 from memkit.errors import ReplayMismatchError
 from tests.activations.cases import assert_same_bits
 
@@ -158,25 +159,77 @@ def test_requires_grad_is_that_of_the_call() -> None:
 # Statistics
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)])
+class Folded(nn.BatchNorm1d):
+    """Reads its statistics itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def _gradients(region: nn.Module, norm: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the bits of a call that reads statistics, which another has updated before the backward."""
+    norm.reset_running_stats()
+    region.train()
+    region(x * 2 - 1)
+    region.eval()
+    loss = region(x).sum()
+    region.train()
+    region(x * 3 + 1)
+    leaves = [x, *(parameter for parameter in region.parameters() if parameter.requires_grad)]
+    found = [torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2)]
+    return [loss.detach(), *found[0], *found[1], *norm.buffers()]
+
+
+@pytest.mark.parametrize("norm", [nn.InstanceNorm1d(4, track_running_stats=True), Folded(4)])
 def test_call_that_reads_statistics_is_no_region(norm: nn.Module) -> None:
     region, x = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Tanh(), norm, nn.Tanh()), leaf(3, 4, 5)
-
-    def gradients() -> list[Tensor]:
-        norm.reset_running_stats()
-        region.eval()
-        loss = region(x).sum()
-        region.train()
-        region(x * 3 + 1)
-        return [loss.detach(), *torch.autograd.grad(loss, x)]
-
-    wanted = gradients()
+    wanted = _gradients(region, norm, x)
     regions = Regions({region: ALL})
     with regions:
-        found = gradients()
+        found = _gradients(region, norm, x)
 
     assert_same_bits(found, wanted)
     assert f"reads the statistics of a {type(norm).__name__}" in regions.not_taken[region]
+
+
+class ByHand(nn.Module):
+    """Normalizes by the statistics of a batch norm, read as a view."""
+
+    def __init__(self, norm: nn.BatchNorm1d) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) if self.training else x * self.norm.running_var[:, None] - self.norm.running_mean[:, None]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_call_that_reads_statistics_of_a_batch_norm_is_a_region(affine: bool, by_hand: bool) -> None:
+    norm, x = nn.BatchNorm1d(4, affine=affine), leaf(3, 4, 5)
+    region = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Tanh(), ByHand(norm) if by_hand else norm, nn.Tanh())
+    if affine and by_hand:
+        norm.requires_grad_(False)
+    wanted = _gradients(region, norm, x)
+    counts = Counts()
+    regions = Regions({region: ALL}, counts=counts)
+    with regions:
+        found = _gradients(region, norm, x)
+
+    assert_same_bits(found, wanted)
+    assert not regions.not_taken
+    assert counts.num_replays > 0
+
+
+def test_statistics_that_are_written_before_the_backward_are_an_error_of_autograd() -> None:
+    norm, x = nn.BatchNorm1d(4).eval(), leaf()
+    region = nn.Sequential(nn.Tanh(), norm, nn.Tanh())
+    with Regions({region: ALL}):
+        loss = region(x).sum()
+    norm.running_mean.add_(1)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False).eval()])

@@ -15,6 +15,7 @@ import memkit
 from memkit.activations.saved.records import Record, Residency
 from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
+from memkit.plan import limit_of
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step, three_backwards, units_that_stay
 from tests.activations.conftest import Offload
@@ -27,8 +28,8 @@ def _kept_units(ratio: float) -> int:
     return DEPTH - math.ceil(ratio * DEPTH - 1e-9)
 
 
-def _limit_units(kept_units: float, window_units: float) -> float:
-    return max(kept_units + window_units / 4, window_units)
+def _limit_units(ratio: float, num_units: int, window_units: float) -> float:
+    return limit_of(num_units * UNIT_BYTES, ratio, int(window_units * UNIT_BYTES)) / UNIT_BYTES
 
 
 def _coming(tag: str) -> set[int]:
@@ -49,7 +50,7 @@ def _records(tag: str) -> list[Record]:
 def test_peak_of_a_deep_chain(ratio: float, window_units: int | None, device: Device, offloading: Offload) -> None:
     x = leaf_on(device.torch_device)
     window_bytes = None if window_units is None else window_units * UNIT_BYTES
-    limit_units = _limit_units(_kept_units(ratio), 2 if window_units is None else window_units)
+    limit_units = _limit_units(ratio, DEPTH, 2 if window_units is None else window_units)
 
     for _ in range(4):
         step(x, [1] * DEPTH, lambda: offloading(ratio, "peak", window_bytes=window_bytes))
@@ -68,7 +69,7 @@ def test_peak_of_uneven_storages(ratio: float, seed: int, device: Device, offloa
     units = [generator.randint(1, 6) for _ in range(DEPTH)]
     window_units = generator.choice([0, 3, 12, 20])
     num_left = next(number for number in range(DEPTH + 1) if sum(units[:number]) >= ratio * sum(units) - 1e-6)
-    limit_units = _limit_units((1 - ratio) * sum(units), window_units)
+    limit_units = _limit_units(ratio, sum(units), window_units)
 
     for _ in range(4):
         step(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -135,3 +137,15 @@ def test_page_has_a_place_for_each_table(steady_tables: ModuleType) -> None:
 def test_table_without_a_place_is_refused(steady_tables: ModuleType) -> None:
     with pytest.raises(ValueError, match="no place in the page for chain"):
         steady_tables.filled("# Page\n", {"chain": "| a |\n"})
+
+
+def test_picture_of_each_model_is_drawn_from_the_same_lines(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [{**OFFLOAD, "step_peak_bytes": 8 * 2**20}, BUDGET, {**BUDGET, "budget": 0.3, "error": "x"}, KEEPS_ALL, REGION]
+
+    paths = bench_module("draw_steady").draw(lines, str(tmp_path / "steady_{model}.svg"))
+
+    assert paths == [tmp_path / "steady_gpt2.svg"]
+    texts = re.findall(r"<!-- (.*?) -->", paths[0].read_text())
+    assert {"plain", "CPUOffload, by ratio", "Rematerialize, by budget", "0.1", "0.5"} <= set(texts)
+    assert "GPT-2 on NVIDIA H200: a step by its peak" in texts

@@ -137,11 +137,13 @@ def test_nothing_saved_is_a_plan() -> None:
         (0.9, 100, 125),  # nine tenths of 1000 are 900, whatever floats say
         (0.85, 200, 200),  # 150 and 50: just the window
         (0.9, 200, 200),  # the window is more than 100 and 50
+        (0.3, 40, 715),  # a 64th of what is saved is more than a quarter of the window
+        (0.3, 12, 712),  # and more than the window
         (1.0, 203, 203),
         (1.0, 0, 0),
     ],
 )
-def test_limit_is_what_the_ratio_keeps_and_a_quarter_of_the_window(ratio: float, window_bytes: int, limit_bytes: int) -> None:
+def test_limit_is_what_the_ratio_keeps_and_a_part_of_the_window(ratio: float, window_bytes: int, limit_bytes: int) -> None:
     assert limit_of(1000, ratio, window_bytes) == limit_bytes
     assert plan_ratio([100] * 10, ratio, window_bytes=window_bytes).limit_bytes == limit_bytes
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memkit.activations.saved.seen import NO_VALUE, SeenSave
-from memkit.device.base import CopyBatch, Device, Piece
+from memkit.device.base import CopyBatch, Device, Piece, Stream
 from memkit.kept import nothing
 from memkit.plan import CopySchedule, Forecast, Plan, schedule_copies
 from memkit.plan.actions import Action
@@ -170,6 +170,8 @@ class Schedule:
         """What it takes of the arena, in one span."""
         self.out: list[CopyBatch] = []
         self.back: list[CopyBatch] = []
+        self.takes_turns = False
+        """Whether copies to the host are on two streams."""
         self._alone: dict[tuple[int, bool], CopyBatch] = {}
         self._pieces: dict[int, list[tuple[int, Tensor]]] = {}
         self._placed: tuple[object, ...] | None = None
@@ -186,9 +188,23 @@ class Schedule:
             for value in batch:
                 self._pieces[value] = list(_parts(span.pieces, edges, start, self.sizes_bytes[value]))
                 start += rounded(self.sizes_bytes[value], ALIGNMENT_BYTES)
-        self.out = [device.copy_batch(lanes.out, self._of(batch), is_out=True) for batch in self.copies.out]
-        self.back = [device.copy_batch(lanes.back, self._of(batch), is_out=False) for batch in self.copies.back]
+        self.out = self._out_by_turns() if self.takes_turns else self._on(lanes.out, self.copies.out, is_out=True)
+        self.back = self._on(lanes.back, self.copies.back, is_out=False)
         self._alone = {}
+
+    def take_turns(self) -> None:
+        """Have copies to the host take turns from the next forward on: see [Note: copies by turns] in `transfer.lanes`."""
+        self.takes_turns, self._placed = True, None
+
+    def _on(self, lane: Stream, batches: Sequence[Sequence[int]], *, is_out: bool) -> list[CopyBatch]:
+        return [self._device.copy_batch(lane, self._of(values), is_out=is_out) for values in batches]
+
+    def _out_by_turns(self) -> list[CopyBatch]:
+        made: list[CopyBatch] = []
+        for number, values in enumerate(self.copies.out):
+            stream, ahead = self._lanes.out_by_turns[number % 2], made[-1] if made else None
+            made.append(self._device.copy_batch(stream, self._of(values), is_out=True, ahead=ahead))
+        return made
 
     def _of(self, values: Sequence[int]) -> list[Piece]:
         return [
@@ -254,7 +270,6 @@ def make_schedule(
         ready=_ready(seen),
         requests=[value for value in requests if value in sizes_bytes],
         limit_bytes=limit_bytes,
-        window_bytes=plan.window_bytes,
         forecast=forecast,
     )
     return Schedule(seen, plan, copies, device, len(plan.saves), requests, paused)

@@ -160,6 +160,9 @@ class ScheduledSends:
                 self.is_forward = False
                 self.nodes = {}
                 self.keep_up(copies.num_sent[-1], copies.num_released[-1])
+                schedule = self.schedule
+                if schedule.out and not schedule.takes_turns and schedule.out[-1].done.is_reached():
+                    schedule.take_turns()
 
     @property
     def live_bytes(self) -> int:

@@ -353,15 +353,13 @@ class OffloadWindow:
     def _has_room(self, forward: Forward, record: Record) -> bool:
         """Tell whether a record may be fetched ahead of its use.
 
-        Where the levels of the backward are known, it may if that does not raise the step's peak, and then a window more may be
-        on the device than in the forward.
+        There must be room for it now; and where the levels of the backward are known, until then, so that it does not raise the
+        step's peak.
         """
         live_bytes, limit_bytes = self.ledger.moving_bytes + record.num_bytes, self._limit_with(forward)
         forecast = forward.forecast if self._counter is not None and len(self.forwards.references) == 1 else None
-        if forecast is None:
+        if live_bytes > limit_bytes or forecast is None:
             return live_bytes <= limit_bytes
-        if live_bytes > limit_bytes + forward.share.window_bytes:
-            return False
         return forecast.level_bytes(len(forward.used) - 1, forward.place_of(record), live_bytes) <= forecast.peak_bytes
 
     @mended

@@ -6,6 +6,8 @@ Nothing is written to a buffer that the module has: others are put in their plac
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -15,14 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.activations.recomputing.read_only import LearnedReads, ReadOnly, small_of
+from memkit.activations.recomputing.region_inputs import NoRegion
+from memkit.sequentials import SequentialSpan
+from memkit.storages import Geometry, is_range_of_bytes
 
-_UPDATED_UNREAD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+UPDATED_UNREAD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """What trains updates its buffers, and makes the same whatever is in them."""
 
-_NORMS = (*_UPDATED_UNREAD, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NORMS = (*UPDATED_UNREAD, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """What updates its buffers, perhaps unnoticed by their version counters."""
 
 training_flag = attrgetter("training")
+_name_in = itemgetter(1)
+_Parameter = nn.Parameter
 
 
 PLAIN = frozenset({int, float, bool, str, type(None)})
@@ -30,6 +38,10 @@ PLAIN = frozenset({int, float, bool, str, type(None)})
 NOT_PLAIN = object()
 _OF_ALL = frozenset(vars(nn.Module()))
 """What every module has."""
+
+
+Statistics = list[tuple[dict[str, Tensor | None], str, Tensor, int, Tensor]]
+"""The buffers of batch norms that do not train: where each is, its name, itself, its version, and a clone."""
 
 
 class Noted:
@@ -43,6 +55,7 @@ class Noted:
         "is_known",
         "lost",
         "parameters",
+        "statistics",
         "storages",
         "versions",
         "written",
@@ -56,6 +69,7 @@ class Noted:
     """What `ModuleState.parameter_facts` said of the parameters."""
     storages: tuple[torch.UntypedStorage, ...]
     """Those of the parameters, held so that no others may begin where they do."""
+    statistics: Statistics | tuple[()]
     buffers: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
     clones: dict[int, Tensor]
@@ -73,33 +87,43 @@ class ModuleState:
 
     Args:
         module: the one. Parts that are added later are not seen.
+        learned: what the last step has learned of its buffers; what this one learns is put there.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.parts = tuple(module.modules())
-        self.parameters = tuple(module.parameters())
-        self.with_data = tuple(own for own in self.parameters if _has_data(own))
+    def __init__(self, module: nn.Module, learned: LearnedReads) -> None:
+        self.parts = parts_of(module)
         self.of_parts = tuple(map(torch_private.parameters_of, self.parts))
-        self.ids = tuple(map(id, chain.from_iterable(map(dict.values, self.of_parts))))
+        all_parameters = tuple(chain.from_iterable(map(dict.values, self.of_parts)))
+        self.ids = tuple(map(id, all_parameters))
         """Which parameters the parts have. Whoever asks again does it in the same words: a call of Python costs more."""
+        by_id = dict(zip(self.ids, all_parameters, strict=True))
+        self.parameters = tuple([own for own in by_id.values() if own is not None])
+        self.with_data = tuple(
+            [own for own in self.parameters if own.layout is torch.strided and (type(own) is _Parameter or _has_data(own))]
+        )
         self.parameter_facts: tuple[partial[Any], ...] = (
             partial(map, torch_private.version_of, self.parameters),
             partial(map, Tensor.data_ptr, self.with_data),
             partial(map, attrgetter("requires_grad"), self.parameters),
         )
         """What reads what must stay the same of each."""
-        self._updated = tuple(
-            (index, torch_private.buffers_of(part))
-            for index, part in enumerate(self.parts)
-            if type(part) in _UPDATED_UNREAD and part.running_mean is not None
-        )
+        self._owned = tuple(map(torch_private.buffers_of, self.parts))
+        norms = [(index, part) for index, part in enumerate(self.parts) if isinstance(part, NORMS)]
+        tracking = [index for index, part in norms if part.running_mean is not None]
+        unread = [index for index in tracking if type(self.parts[index]) in UPDATED_UNREAD]
+        self._updated = tuple([(index, self._owned[index]) for index in unread])
+        self._unseen = tuple([index for index in tracking if index not in unread])
+        """Other parts that update statistics, which they read where they do not train."""
+        self.has_statistics = bool(tracking)
         updated = {id(buffers) for _, buffers in self._updated}
-        owned = [torch_private.buffers_of(part) for part in self.parts]
-        self.places = tuple((buffers, name) for buffers in owned if id(buffers) not in updated for name in buffers)
+        owned = [own for own in self._owned if own and id(own) not in updated] if any(self._owned) else ()
+        self.places = tuple([(buffers, name) for buffers in owned for name in buffers])
         self._norms = tuple(
-            (index, frozenset(place for place, (buffers, _) in enumerate(self.places) if buffers is owned[index]))
-            for index, part in enumerate(self.parts)
-            if isinstance(part, _NORMS) and index not in {index for index, _ in self._updated}
+            [
+                (index, frozenset([place for place, (buffers, _) in enumerate(self.places) if buffers is self._owned[index]]))
+                for index, _ in norms
+                if index not in unread
+            ]
         )
         """What else updates its buffers where it trains: the part, and its places."""
         self.attributes: list[tuple[dict[str, Any], str]] = []
@@ -114,30 +138,92 @@ class ModuleState:
                 self.attributes += [(own, name) for name in names]
                 self.attribute_dicts.append(own)
                 self.attribute_getters.append(itemgetter(*names))
-        self.tracking = tuple(
-            index for index, part in enumerate(self.parts) if isinstance(part, _NORMS) and part.running_mean is not None
-        )
-        """Parts that read their statistics where they do not train, and update them where they do."""
         self.has_others = bool(self._updated or self.places)
         """Whether a recompute may have to see other buffers than there are."""
         self._scratch: dict[tuple[int, str], Tensor] = {}
         """What takes the updates of a recompute."""
         self._written: dict[tuple[bool, ...], frozenset[int]] = {}
         """Which places a forward writes to, by which parts train."""
+        self._learned = learned
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters and the buffers."""
+        buffers = chain.from_iterable(map(dict.values, self._owned)) if any(self._owned) else ()
+        return [*self.parameters, *[buffer for buffer in buffers if buffer is not None]]
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a part has hooks."""
+        hooks = [name for name in torch_private.MODULE_HOOKS for own in map(vars, self.parts) if own.get(name)]
+        return bool(hooks)
 
     # Around the forward
+
+    def statistics(self, flags: tuple[bool, ...]) -> Statistics:
+        """The forward is about to run: return the statistics that it reads, as updates raise no counter.
+
+        Raises:
+            NoRegion: they are not of a kind that is known well enough.
+        """
+        found: Statistics = []
+        for index in self._unseen:
+            if not flags[index]:
+                raise NoRegion(f"it reads the statistics of a {type(self.parts[index]).__name__}, which may be updated unseen")
+        with torch.no_grad(), torch_private.without_python_dispatch():
+            for index, buffers in self._updated:
+                for name, buffer in () if flags[index] else buffers.items():
+                    if buffer is not None:
+                        found.append((buffers, name, buffer, torch_private.version_of(buffer), buffer.clone()))
+        return found
 
     def note_buffers(self, noted: Noted) -> None:
         """The forward is about to run, and there are buffers."""
         noted.buffers = tuple([buffers.get(name) for buffers, name in self.places])
         noted.versions = _versions_of(noted.buffers)
-        noted.is_known = noted.flags in self._written
-        may_write = self._may_write(noted.flags) if noted.is_known else range(len(self.places))
+        noted.is_known, noted.clones = noted.flags in self._written, {}
         noted.written, noted.lost = frozenset(), -1
-        with torch.no_grad(), torch_private.without_python_dispatch():
-            noted.clones = {
-                place: buffer.clone() for place, buffer in enumerate(noted.buffers) if buffer is not None and place in may_write
-            }
+        if not noted.is_known and self._is_as_learned(noted):
+            noted.is_known, self._written[noted.flags] = True, noted.written
+        places = self._may_write(noted.flags) if noted.is_known else range(len(self.places))
+        if places:
+            with torch.no_grad(), torch_private.without_python_dispatch():
+                for place in places:
+                    buffer = noted.buffers[place]
+                    if buffer is not None:
+                        noted.clones[place] = buffer.clone()
+
+    def _is_as_learned(self, noted: Noted) -> bool:
+        """Tell whether the last step has learned that a forward that finds this writes to no buffer."""
+        known = self._learned.last
+        return (
+            known is not None
+            and known.flags == noted.flags
+            and known.versions == noted.versions
+            and known.names == self._names()
+            and all(map(is_, known.attributes, noted.attributes))
+            and known.nums_attributes == self._nums_attributes()
+            and known.is_of(self.parts, noted.buffers)
+        )
+
+    def _learn(self, noted: Noted) -> ReadOnly:
+        """Return what a forward has shown that has written to no buffer."""
+        return ReadOnly(
+            flags=noted.flags,
+            attributes=noted.attributes,
+            names=self._names(),
+            nums_attributes=self._nums_attributes(),
+            parts=tuple(map(weakref.ref, self.parts)),
+            buffers=tuple([None if buffer is None else weakref.ref(buffer) for buffer in noted.buffers]),
+            versions=noted.versions,
+            clones=small_of(noted.clones),
+        )
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(map(_name_in, self.attributes))
+
+    def _nums_attributes(self) -> tuple[int, ...]:
+        return tuple(map(len, map(vars, self.parts)))
 
     def _may_write(self, flags: tuple[bool, ...]) -> frozenset[int]:
         """Return which places a forward writes to, as far as it is known."""
@@ -156,6 +242,10 @@ class ModuleState:
         if not noted.is_known:  # some ops write without counting that
             with torch_private.without_python_dispatch():
                 written |= {place for place, clone in noted.clones.items() if not _are_same(clone, noted.buffers[place])}
+            self._learned.last = None if written else self._learn(noted)
+        elif self._learned.last is not None:
+            noted.clones |= self._learned.last.clones_of(written, noted.buffers, noted.versions)
+            self._learned.last = None
         written |= self._may_write(noted.flags)
         noted.lost = next(
             (place for place in written if found[place] != noted.versions[place] and place not in noted.clones), -1
@@ -190,8 +280,12 @@ class ModuleState:
         return ""
 
     def others(self, noted: Noted) -> list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]]:
-        """Return, for each buffer that a recompute is not to see, where it is, itself, and what to put there."""
+        """Return, for each buffer that a recompute is not to see, where it is, itself, and what to put there: those of
+        `Noted.statistics` first."""
         found: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]] = []
+        if noted.statistics:
+            with torch.no_grad():
+                found += [(buffers, name, buffers.get(name), clone.clone()) for buffers, name, _, _, clone in noted.statistics]
         for index, buffers in self._updated:
             if noted.flags[index]:
                 found += [(buffers, name, buffer, self._scratch_for(buffers, name, buffer)) for name, buffer in buffers.items()]
@@ -203,6 +297,16 @@ class ModuleState:
                     before = noted.buffers[place] if clone is None else clone.clone()
                     found.append((buffers, name, buffers.get(name), before))
         return found
+
+    @staticmethod
+    def originals(noted: Noted, others: Sequence[tuple[Any, str, Any, Tensor | None]]) -> Originals:
+        """Return which buffers those statistics stand for that a recompute is to see: a backward reads the buffers themselves,
+        updated or not."""
+        return {
+            torch_private.storage_address(other.untyped_storage()): (buffer, version)
+            for (_, _, _, other), (_, _, buffer, version, _) in zip(others, noted.statistics, strict=False)
+            if other is not None
+        }
 
     def _scratch_for(self, buffers: dict[str, Tensor | None], name: str, buffer: Tensor | None) -> Tensor | None:
         if buffer is None:
@@ -225,9 +329,42 @@ class ModuleState:
             part.training = flag
 
 
+Originals = dict[int, tuple[Tensor, int]]
+"""Buffers and their versions, by the addresses of the storages that stand for them."""
+
+
+def original(tensor: Tensor, originals: Originals) -> tuple[Tensor, int]:
+    """Return what a backward is to have of what a recompute has saved, and its version."""
+    storage = tensor.untyped_storage() if is_range_of_bytes(tensor) else None
+    found = None if storage is None else originals.get(torch_private.storage_address(storage))
+    if found is None:
+        return tensor, torch_private.version_of(tensor)
+    if tensor.shape == found[0].shape:
+        return found
+    view = Geometry.of(tensor).over(found[0].untyped_storage())
+    return view, torch_private.version_of(view)
+
+
+def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Return a module and those in it, each once, as `modules()` has them: that calls Python twice for each, and again for each
+    that it is in.
+
+    A span is left out: it has nothing of its own, and is another in each step.
+    """
+    found: dict[nn.Module, None] = {}
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        part = waiting.pop()
+        if part is not None and part not in found:
+            if type(part) is not SequentialSpan:
+                found[part] = None
+            waiting += reversed(torch_private.children_of(part).values())
+    return tuple(found)
+
+
 def _has_data(parameter: nn.Parameter) -> bool:
     """Tell whether where the data of a parameter begins says which it is: not where it is made up of other tensors."""
-    return parameter.layout is torch.strided and not hasattr(parameter, "__tensor_flatten__")
+    return not hasattr(parameter, "__tensor_flatten__")
 
 
 def _versions_of(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.module_state import NOT_PLAIN, PLAIN, ModuleState, Noted, training_flag
+from memkit.activations.recomputing.module_state import NOT_PLAIN, PLAIN, ModuleState, Noted, original, training_flag
+from memkit.activations.recomputing.read_only import LearnedReads
 from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
 from memkit.activations.recomputing.stacks import is_going_on, take_off
 from memkit.activations.recomputing.surroundings import (
@@ -78,13 +79,13 @@ class Nesting(ABC):
 
 
 class Recomputed:
-    """A module that is recomputed as a whole, and what is known of it ahead."""
+    """A module that is recomputed as a whole, and what is known of it ahead, or was `learned` in the last step."""
 
-    def __init__(self, module: nn.Module, counts: Counts | None) -> None:
+    def __init__(self, module: nn.Module, counts: Counts | None, learned: LearnedReads) -> None:
         self.module = module
         self.code = code_of(module)
         """What runs it where it is compiled: that saves other tensors than its forward does."""
-        self.state = ModuleState(module)
+        self.state = ModuleState(module, learned)
         self.counts = counts
 
     def watch(self, hooks: HookSet) -> None:
@@ -146,9 +147,7 @@ class RegionCall:
         state = region.state
         self.noted = noted = Noted()
         noted.flags = tuple(map(training_flag, state.parts))
-        for index in state.tracking:
-            if not noted.flags[index]:
-                raise NoRegion(f"it reads the statistics of a {type(state.parts[index]).__name__}, which may be updated unseen")
+        noted.statistics = state.statistics(noted.flags) if state.has_statistics else ()
         if tuple(map(id, chain.from_iterable(map(dict.values, state.of_parts)))) != state.ids:
             raise NoRegion("it is called with other parameters than it had (torch.func.functional_call, perhaps)")
         noted.parameters = tuple(chain.from_iterable(map(partial.__call__, state.parameter_facts)))
@@ -239,8 +238,7 @@ class RegionCall:
 
 
 class Recompute:
-    """One recompute of a call. It is itself the hook that is given what is saved meanwhile, for the placeholders that autograd
-    still holds. It knows what was set before."""
+    """One recompute of a call. It is itself the hook that is given what is saved meanwhile, and knows what was set before."""
 
     __slots__ = (
         "_attributes",
@@ -252,6 +250,7 @@ class Recompute:
         "_grad",
         "_last",
         "_nesting",
+        "_originals",
         "_places",
         "num_saved",
     )
@@ -269,6 +268,7 @@ class Recompute:
         self._before = current_surroundings()
         self._drawn = states_of(call.drawn) if call.drawn else ()
         self._buffers = state.others(call.noted) if state.has_others else ()
+        self._originals = state.originals(call.noted, self._buffers) if call.noted.statistics else None
         self._flags = tuple(map(training_flag, state.parts))
         try:
             self._attributes = tuple(
@@ -294,6 +294,8 @@ class Recompute:
                     _ADVICE,
                 )
             place.tensor, place.version = tensor, torch_private.version_of(tensor)
+            if self._originals:
+                place.tensor, place.version = original(tensor, self._originals)
         if number == self._last:
             raise _Stop
         return tensor

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from memkit.activations.recomputing.read_only import LearnedReads
 from memkit.activations.recomputing.region_reasons import why_not_region
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import OpTrace
@@ -29,6 +30,8 @@ class RegionPlan:
     """For each module of which calls are regions, their numbers."""
     num_calls: Mapping[Reference, int]
     """For each of these modules how often it is called in all."""
+    learned: Mapping[Reference, LearnedReads]
+    """For each what its last step has learned."""
     shapes: tuple[tuple[int, ...], ...]
     """Of the tensors that regions are given, one after the other."""
     num_regions: int
@@ -98,6 +101,7 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
     return RegionPlan(
         calls=chosen,
         num_calls=num_calls,
+        learned={module: LearnedReads() for module in chosen},
         shapes=shapes,
         num_regions=len(choice.chosen),
         num_ops=num_ops,

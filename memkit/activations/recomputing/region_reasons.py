@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memkit import torch_private
+from memkit.activations.recomputing.module_state import NORMS, UPDATED_UNREAD
 from memkit.torch_state import is_sharded_by_fsdp
 
 _OWN = ("memkit.activations.recomputing.regions", "memkit.recording.trail")
@@ -43,6 +44,8 @@ def _why_not_inside(part: nn.Module) -> str:
         return "its forward talks to other processes or devices"
     if isinstance(part, nn.SyncBatchNorm) and part.training:
         return "its forward talks to other processes"
+    if isinstance(part, NORMS) and type(part) not in UPDATED_UNREAD and part.running_mean is not None and not part.training:
+        return "it reads statistics, which may be updated unseen"
     if "_hf_hook" in vars(part):
         return "accelerate moves its weights in its forward"
     for name in torch_private.MODULE_HOOKS:

@@ -11,13 +11,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.activations.recomputing.read_only import LearnedReads
 from memkit.activations.recomputing.region_calls import (
     Nesting,
     Recompute,
@@ -45,6 +46,8 @@ class RegionSpec:
     calls: frozenset[int] | None = None
     """Their numbers in one time in the context, from 0 on; None for all. Counted are those with grad mode on that are within no
     `torch.utils.checkpoint`."""
+    learned: LearnedReads = field(default_factory=LearnedReads)
+    """What the last time in the context has learned of its buffers."""
 
 
 class _Thread(threading.local):
@@ -105,6 +108,11 @@ class Regions(Exclusive):
         """How often each of the modules was called by now, of those that were."""
         return {region.module: count for region, count in self._common.thread.numbers.items()}
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether one of the modules, or one in it, has hooks."""
+        return any(region.state.has_hooks for region in self._regions)
+
     def __enter__(self) -> Regions:
         self.claim("these regions are watched already: make a Regions for each context and each thread")
         self.is_entered = True
@@ -133,11 +141,11 @@ class RegionModule(Recomputed):
     """
 
     def __init__(self, module: nn.Module, spec: RegionSpec, common: _Common, forward: SpannedForward | None) -> None:
-        super().__init__(module, common.counts)
+        super().__init__(module, common.counts, spec.learned)
         self.forward = forward
         self._calls = spec.calls
         self._common = common
-        self._devices = frozenset(own.device for own in (*module.parameters(), *module.buffers()) if own.is_cuda)
+        self._devices = frozenset([own.device for own in self.state.tensors if own.is_cuda])
 
     def watch(self, hooks: HookSet) -> None:
         """See the calls of the module."""

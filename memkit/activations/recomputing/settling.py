@@ -9,12 +9,13 @@ import torch
 
 from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, Settling
 from memkit.activations.recomputing.region_plan import RegionPlan, plan_regions
-from memkit.activations.saved.settled import Settled, SizesSeen
+from memkit.activations.saved.settled import Settled
 from memkit.activations.saved.traces import Trace
 from memkit.activations.saved.trial import Trial, Way
 from memkit.plan import Plan
 
 if TYPE_CHECKING:
+    from memkit.activations.saved.settled import SizesSeen
     from memkit.activations.saved.state import RematState
 
 _NUM_RECORDED = 3
@@ -34,8 +35,8 @@ class NextSteps(Settling):
         if not options.may_settle or state.num_recorded < _NUM_RECORDED or _has_wishes(state):
             return
         budget_bytes = state.counts.budget_bytes
-        if sizes is None:
-            state.settled = Settled(options=options, sizes=SizesSeen(options.min_bytes), budget_bytes=budget_bytes)
+        if options.keeps_all:
+            state.settled = Settled(options=options, budget_bytes=budget_bytes)
             return
         trace, plan = decider.follower.trace, decider.plan
         if plan is None or trace is None or trace.ops is None or trace.ops.num_seen < _NUM_RECORDED:
@@ -44,11 +45,12 @@ class NextSteps(Settling):
         if options.strict and keeps:
             return  # what is only noticed once it is over comes too late
         if not state.counts.num_dropped and keeps:
-            state.settled = Settled(options=options, sizes=sizes, budget_bytes=budget_bytes)
+            if sizes is not None:  # else another plan was followed at first: the next step tells
+                state.settled = Settled(options=options, budget_bytes=budget_bytes, sizes=sizes)
         elif trace.ops.is_measured:
             regions = _regions_of(state, trace, plan)
             if regions is not None and not _lacks_ops(state, regions.trial, is_timed=is_timed):
-                state.settled = Settled(options=options, sizes=sizes, budget_bytes=budget_bytes, regions=regions)
+                state.settled = Settled(options=options, budget_bytes=budget_bytes, regions=regions)
 
     def with_regions(self, state: RematState, options: RematOptions, trace: Trace, least: Plan) -> int | None:
         if not options.may_settle or _has_wishes(state):

@@ -14,7 +14,7 @@ from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, S
 from memkit.activations.recomputing.compiled_calls import CompiledCalls
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.entry import Entry, Stage, is_within
+from memkit.activations.saved.entry import Entry, Stage, handing_on, is_within
 from memkit.activations.saved.records import Handle
 from memkit.activations.saved.settled import SizesSeen
 from memkit.activations.saved.small import all_too_small
@@ -22,7 +22,7 @@ from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.saved.traces import SaveKey
 from memkit.device import CpuDevice, default_generator, open_device
 from memkit.hooks import SavedTensorHooks
-from memkit.kept import ForwardedHandle, KeptHandle
+from memkit.kept import KeptHandle
 from memkit.plan import Action
 from memkit.recording.recording import Recording
 from memkit.recording.trail import ModuleTrail
@@ -66,18 +66,23 @@ class RecordingStage(Stage):
         self._min_bytes = max(1, options.min_bytes)
         self._device = state.costs.device = options.device or state.device
         self._torch_device = None if self._device is None else self._device.torch_device
-        self._moving, self._outer = moving, outer
+        self._moving, self._hand_on = moving, handing_on(moving, outer)
+        self._hand_on_unchecked = handing_on(moving, outer, is_checked=False)
         self._has_outer = moving is not None or outer is not None
         self._settling = settling
-        self._sizes = SizesSeen(options.min_bytes) if options.may_settle and not options.keeps_all else None
+        self._needs_plan = options.may_settle and not options.keeps_all
+        """Whether steps need not be recorded any more once a plan says so."""
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
         """Bytes of values that could be dropped but for their size, as long as nothing larger is known."""
         self.counts = Counts(trial=state.trial)
         state.know(options.kinds)
         self._forward = self._open_forward(raises=options.strict)
+        plan = self._decider.plan
+        may_keep_all = self._needs_plan and plan is not None and not plan.dropped
+        self._sizes = SizesSeen(options.min_bytes) if may_keep_all else None
         self.recorder = Recorder(self._forward.recording, options.kinds, default_generator, state.costs.estimate_s)
         trace, number = self._decider.follower.trace, state.num_iterations
-        notes_calls = self._sizes is not None and (trace is None or trace.num_noted < _NUM_NOTED)
+        notes_calls = self._needs_plan and (trace is None or trace.num_noted < _NUM_NOTED)
         self._trail = ModuleTrail(self._forward.recording, notes_calls=notes_calls)
         self._watches_modules = options.verify or notes_calls or (trace is None and number < _NUM_WATCHED)
         self._compiled = CompiledCalls(state.tag, self.recorder, self._trail)
@@ -168,7 +173,7 @@ class RecordingStage(Stage):
     def _turn(self) -> RecordedForward:
         """A backward has begun since the last save: what comes now is another forward."""
         self._end_forward(learn=True)
-        self._settling = self._settling if self._sizes is None else None  # a plan is one of a single forward
+        self._settling = None if self._needs_plan else self._settling  # a plan is one of a single forward
         self._forward = self._open_forward(raises=self._options.strict)
         self.recorder.follow(self._forward.recording)
         self._trail.follow(self._forward.recording)
@@ -189,7 +194,7 @@ class RecordingStage(Stage):
     def _take_of_class(self, tensor: Tensor) -> KeptHandle:
         if has_own_dispatch(tensor):
             with torch_private.without_dispatch_modes():
-                return self._hand_on(tensor, is_checked=False)
+                return self._hand_on_unchecked(tensor)
         with torch_private.without_subclass_functions(), torch_private.without_python_dispatch():
             return self._take_locked(tensor)
 
@@ -286,17 +291,6 @@ class RecordingStage(Stage):
                 self._state.num_deviations += 1
                 _LOGGER.debug('Rematerialize (tag "%s"): save %d is not that of the plan', self._state.tag, len(forward.saves))
             self._note_plan()
-
-    def _hand_on(self, tensor: Tensor, *, is_checked: bool = True) -> KeptHandle:
-        """Return the handle of a tensor with which nothing is done here.
-
-        Args:
-            is_checked: whether a write to it is noticed here: it is not, in tensors of a class that says itself what ops do.
-        """
-        outer = self._outer
-        if self._moving is not None:
-            return self._moving.take(tensor)
-        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=is_checked)
 
     def _offer(self, forward: RecordedForward, value: int, tensor: Tensor, action: Action | None) -> KeptHandle:
         """Return the handle of a value that is not dropped: it may leave for host memory.

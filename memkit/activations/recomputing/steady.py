@@ -1,4 +1,8 @@
-"""What `Rematerialize` does once it is known that nothing of a step is dropped: as good as nothing, until a step is another."""
+"""What `Rematerialize` does in a step that need not be recorded, until one is another.
+
+Where nothing is dropped it does nothing, or adds up what is saved, if that may exceed the budget. Else the planned calls of
+modules are recomputed as a whole, and nothing is done with what is saved outside of them.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.regions import Regions, RegionSpec
-from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, is_within, unpack
+from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, handing_on, is_within, unpack
 from memkit.activations.saved.settled import Settled, SizesSeen
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.saved.trial import Way
 from memkit.device import CpuDevice
 from memkit.hooks import HookPair, SavedTensorHooks
-from memkit.kept import ForwardedHandle, KeptHandle
+from memkit.kept import KeptHandle
 from memkit.plan import Action
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -74,10 +78,11 @@ class WatchStage(IdleStage):
         self, state: RematState, moving: Stage | None, outer: SavedTensorHooks | None, settled: Settled, budget_bytes: int
     ) -> None:
         super().__init__(state, moving)
-        self._settled, self._budget_bytes = settled, budget_bytes
+        assert settled.sizes is not None
+        self._known, self._budget_bytes = settled.sizes, budget_bytes
         self._sizes = SizesSeen(settled.options.min_bytes)
         self._seen, self._note = self._sizes.seen, self._sizes.note
-        self._outer = outer
+        self._hand_on = handing_on(moving, outer)
         self._has_outer = moving is not None or outer is not None
 
     @property
@@ -98,25 +103,19 @@ class WatchStage(IdleStage):
             return self._hand_on(tensor)
         return tensor.detach(), torch_private.version_of(tensor)
 
-    def _hand_on(self, tensor: Tensor) -> KeptHandle:
-        if self._moving is not None:
-            return self._moving.take(tensor)
-        outer = self._outer
-        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=True)
-
     def end(self, *, has_failed: bool) -> None:
-        if self._sizes.exceed(self._budget_bytes, self._settled.sizes):
+        if self._sizes.exceed(self._budget_bytes, self._known):
             self._state.unsettle()
 
 
 class RegionStage(IdleStage):
-    """The same, but some calls of modules are recomputed as a whole.
+    """Nothing is done with a saved tensor, but some calls of modules are recomputed as a whole.
 
     Args:
         state: what is known under the tag.
         moving, outer: see `RecordingStage`: they are given what regions are given.
         settled: which calls.
-        modules: their modules, with the numbers of the calls.
+        specs: their modules, with what is known of each.
     """
 
     def __init__(
@@ -125,18 +124,22 @@ class RegionStage(IdleStage):
         moving: Stage | None,
         outer: SavedTensorHooks | None,
         settled: Settled,
-        modules: dict[nn.Module, frozenset[int]],
+        specs: dict[nn.Module, RegionSpec],
     ) -> None:
         super().__init__(state, moving)
         assert settled.regions is not None
-        self._outer, self._settled = outer, settled
+        self._hand_on, self._settled = handing_on(moving, outer), settled
         self._shapes, self._place = settled.regions.shapes, 0
         self._is_other = False
         self.counts = settled.regions.counts(settled.options.budget, settled.budget_bytes)
         self.counts.trial = settled.regions.trial
-        specs = {module: RegionSpec(calls=calls) for module, calls in modules.items()}
         self._regions = Regions(specs, keep=self._keep, counts=self.counts)
         self._num_calls: dict[nn.Module, int] = {}
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether its modules, or those in them, have hooks."""
+        return self._regions.has_hooks
 
     def begin(self) -> None:
         self._regions.__enter__()
@@ -152,10 +155,17 @@ class RegionStage(IdleStage):
         num_calls = {module: number for reference, number in planned.num_calls.items() if (module := reference()) is not None}
         are_planned = self._place == len(self._shapes) and self._num_calls == num_calls
         self._num_calls = {}
-        if self._is_other or (not has_failed and not are_planned):
+        not_taken = self._regions.not_taken
+        if not_taken:
+            self._state.choose_again()
+        elif self._is_other or (not has_failed and not are_planned):
             self._state.unsettle()
         elif not has_failed:
-            self._settled.regions.trial.end_forward(Way.REGIONS)
+            planned.trial.end_forward(Way.REGIONS)
+        for module, why in () if has_failed else not_taken.items():
+            name = type(module).__name__
+            message = f"a {name} was to be recomputed as a whole, and was not: {why}. What it saved has stayed on the device."
+            self._state.warn_once(f"region {name} {why}", message)
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         if self._moving is not None and action is not Action.RECOMPUTE:
@@ -168,19 +178,13 @@ class RegionStage(IdleStage):
         self._place = place + 1
         if place >= len(self._shapes) or tensor.shape != self._shapes[place]:
             self._is_other = True
-        if self._moving is not None:
-            return self._moving.take(tensor)
-        outer = self._outer
-        return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=True)
+        return self._hand_on(tensor)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Tell whether a module, or one in it, has hooks, or all modules have: they may have been set since it was planned."""
-    names = torch_private.MODULE_HOOKS
+def _all_have_hooks() -> bool:
+    """Tell whether hooks are set for all modules."""
     everywhere = vars(nn.modules.module)
-    return any(everywhere[f"_global{name}"] for name in names) or any(
-        any(map(vars(part).get, names)) for part in module.modules()
-    )
+    return any(everywhere[f"_global{name}"] for name in torch_private.MODULE_HOOKS)
 
 
 def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None) -> IdleStage | None:
@@ -201,22 +205,26 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
     if state.counts.has_mismatch:
         state.give_up_regions()
         return None
-    modules = dict[nn.Module, frozenset[int]]()
-    for reference, calls in () if settled.regions is None else settled.regions.calls.items():
-        module = reference()
-        if module is None or _has_hooks(module):
+    specs, planned = dict[nn.Module, RegionSpec](), settled.regions
+    if planned is not None:
+        for reference, calls in planned.calls.items():
+            module = reference()
+            if module is not None:
+                specs[module] = RegionSpec(calls=calls, learned=planned.learned[reference])
+        if len(specs) < len(planned.calls):
             state.unsettle()
             return None
-        modules[module] = calls
     moving = outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
+    stage = None if planned is None else RegionStage(state, moving, outer, settled, specs)
+    if stage is not None and (_all_have_hooks() or stage.has_hooks):  # which may have been set since it was planned
+        state.unsettle()
+        return None
     with state.lock:
         state.num_iterations += 1
         state.num_inner += is_within(tag)
         state.is_recorded = False
-        if settled.regions is not None:
-            stage = RegionStage(state, moving, outer, settled, modules)
-            state.counts = stage.counts
-            state.plan = settled.regions.plan
+        if stage is not None and planned is not None:
+            state.counts, state.plan = stage.counts, planned.plan
             return stage
         if options.keeps_all:
             return IdleStage(state, moving)

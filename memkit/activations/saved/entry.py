@@ -7,6 +7,7 @@ outside come behind those of the one inside, if both are memkit's: the inner con
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 from abc import ABC, abstractmethod
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.hooks import HookPair, SavedTensorHooks, stacked_owners
 from memkit.interrupts import Block
-from memkit.kept import KeptHandle, ScheduledHandle, modified_error
+from memkit.kept import ForwardedHandle, KeptHandle, ScheduledHandle, modified_error
 from memkit.plan import Action
 
 NO_PAIR: HookPair = (KeptHandle, KeptHandle.unpack)
@@ -62,6 +63,24 @@ class Stage(ABC):
     @abstractmethod
     def mark(self, tensor: Tensor, action: Action) -> None:
         """Do this with what is in a tensor now, or have the next stage do it."""
+
+
+def handing_on(
+    moving: Stage | None, outer: SavedTensorHooks | None, *, is_checked: bool = True
+) -> Callable[[Tensor], KeptHandle]:
+    """Return what makes the handles of tensors that a stage does nothing with: they go to the next stage, else to the hooks
+    outside, else they are kept.
+
+    Args:
+        moving: the stage that comes next, of the same context or of the one outside.
+        outer: else the hooks that are on top.
+        is_checked: whether a write to them is noticed here: it is not, in tensors of a class that says itself what ops do.
+    """
+    if moving is not None:
+        return moving.take
+    if outer is None:
+        return KeptHandle
+    return functools.partial(ForwardedHandle, pack=outer.pack, unpack=outer.unpack, is_checked=is_checked)
 
 
 class Entry:

@@ -61,8 +61,8 @@ class Settled:
 
     options: RematOptions
     """What was asked for."""
-    sizes: SizesSeen
-    """What was saved."""
     budget_bytes: float
+    sizes: SizesSeen | None = None
+    """What was saved, where a larger step is to be noticed."""
     regions: RegionPlan | None = None
     """Which calls of modules are recomputed as a whole; None where nothing is dropped."""

@@ -153,6 +153,13 @@ class RematState(TagState):
             self.settled = None
             self.num_deviations += 1
 
+    def choose_again(self) -> None:
+        """A call that was to be a region was none: the next step is recorded, and regions chosen by what modules are then."""
+        self.unsettle()
+        for trace in self.traces:
+            if trace.ops is not None:
+                trace.ops.forget_regions()
+
     def give_up_regions(self) -> None:
         """A module that ran again as a whole did something else than before: all steps are recorded from now on."""
         self.settled, self.num_left, self.counts.has_mismatch = None, _GIVEN_UP, False

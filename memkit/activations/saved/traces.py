@@ -150,6 +150,10 @@ class OpTrace:
         found: _Planned = self._regions[key]
         return found
 
+    def forget_regions(self) -> None:
+        """What modules may be is another than it was: they are asked again."""
+        self._regions.clear()
+
     def note_calls(self, noted: Sequence[NotedCall], recording: Recording) -> None:
         """Take up which modules were called, in a forward that is over."""
         known_s = {(call.name, call.number): call.device_s for call in self.calls}

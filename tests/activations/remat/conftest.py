@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import memkit
+from memkit.activations.recomputing import region_plan, settling
 from memkit.device import CpuDevice, Device
 from memkit.plan import planner
 from memkit.recording.costs import OpCosts
@@ -47,6 +48,13 @@ def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for better plans for a moment only, where any plan has to lead to the same bits."""
     monkeypatch.setattr(planner, "_MOST_WORK", 5_000)
     monkeypatch.setattr(planner, "_EXCHANGED", 1_000)
+
+
+@pytest.fixture
+def dear_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have regions chosen wherever they fit, whatever this machine takes for an op, and for a step."""
+    monkeypatch.setattr(settling, "_lacks_ops", lambda *_, **__: False)
+    monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)
 
 
 @pytest.fixture

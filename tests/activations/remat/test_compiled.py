@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -14,20 +13,12 @@ from memkit.device import CpuDevice, Device
 from tests.activations.cases import assert_same_bits
 from tests.activations.compiled_blocks import MLP, WIDTH, Shift, model_of, train
 from tests.activations.conftest import Offload
-from tests.compiling import FORMS, Backend, frames_of_memkit, in_form
+from tests.compiling import FORMS, WITH_COMPILED, Backend, frames_of_memkit, in_form
 
 pytestmark = [
-    pytest.mark.full,
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at it
+    *WITH_COMPILED,
     pytest.mark.filterwarnings("ignore:.*cannot be kept to"),  # what blocks save stays
-    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # resetting Dynamo imports such code
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_is_left() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def _remat(budget: float, tag: str, device: Device) -> memkit.Rematerialize:

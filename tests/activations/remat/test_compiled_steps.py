@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -18,16 +18,12 @@ from tests.activations.cases import assert_same_bits
 from tests.activations.compiled_blocks import MLP, WIDTH
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.bench.cases import bench_module
-from tests.compiling import Backend, in_form
+from tests.compiling import WITH_COMPILED, Backend, in_form
 
 NUM_BLOCKS = 8
 Context = Callable[[], AbstractContextManager[object]]
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at it
-    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # resetting Dynamo imports such code
-]
+pytestmark = WITH_COMPILED
 
 
 class Loop:
@@ -75,12 +71,6 @@ def num_regions(tag: str) -> int:
     """Return how many blocks the next step recomputes."""
     settled = remat_states[tag].settled
     return 0 if settled is None or settled.regions is None else settled.regions.num_regions
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_is_left() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings(NO_PLAN_FITS)

@@ -9,21 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memkit.activations.recomputing import region_plan, settling
 from memkit.activations.saved.state import remat_states
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 from tests.activations.remat.test_regions_in_steps import Context, run
 
-pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
-
-
-@pytest.fixture(autouse=True)
-def _ops_are_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have regions chosen wherever they fit, whatever this machine takes for an op, and for a step."""
-    monkeypatch.setattr(settling, "_lacks_ops", lambda *_, **__: False)
-    monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops")]
 
 
 class Block(nn.Module):

@@ -11,20 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.activations.recomputing import region_plan, settling
 from memkit.errors import ReplayMismatchError
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 
 Context = Callable[[], AbstractContextManager[object]]
-pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops")]
 TAG = "given up"
-
-
-@pytest.fixture(autouse=True)
-def _ops_are_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settling, "_lacks_ops", lambda *_, **__: False)
-    monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)
 
 
 class Block(nn.Module):
@@ -100,6 +93,35 @@ def test_more_calls_than_planned_are_a_deviation() -> None:
     assert memkit.stats(TAG).num_deviations == 1
     assert_same_bits(_step(model, _remat, 3), _step(model, nullcontext, 3))
     assert memkit.stats(TAG).is_recorded
+
+
+class Folded(nn.BatchNorm1d):
+    """What reads its statistics in a way that is not known."""
+
+
+def _with_norms() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(Block(), Folded(32)) for _ in range(6)])
+
+
+def test_call_that_was_planned_as_a_region_and_is_none_is_told_once_and_is_a_deviation() -> None:
+    model, plain = _with_norms(), _with_norms()
+    for _ in range(5):
+        assert_same_bits(_step(model, _remat), _step(plain, nullcontext))
+    assert memkit.stats(TAG).num_replays > 0
+    for changed in (model, plain):
+        changed.eval()
+
+    with pytest.warns(UserWarning, match="a Sequential was to be recomputed as a whole, and was not: it reads the") as warned:
+        assert_same_bits(_step(model, _remat), _step(plain, nullcontext))
+    assert len(warned) == 1
+    assert memkit.stats(TAG).num_deviations == 1
+    for _ in range(8):
+        assert_same_bits(_step(model, _remat), _step(plain, nullcontext))
+    stats = memkit.stats(TAG)
+    assert not stats.is_recorded  # others are regions now
+    assert stats.num_replays > 0
+    assert stats.ledger_peak_bytes <= stats.budget_bytes
 
 
 def test_a_region_that_is_not_the_same_again_is_the_last() -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
-from memkit.activations.recomputing import region_plan, settling
 from memkit.activations.saved.state import remat_states
 from memkit.device import CpuDevice, Device
 from memkit.plan import Action
@@ -27,14 +26,7 @@ from tests.activations.remat.test_steady import blocks, num_calls, train
 from tests.contracts.contexts import Around
 
 Context = Callable[[], AbstractContextManager[object]]
-pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
-
-
-@pytest.fixture(autouse=True)
-def _ops_are_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have regions chosen wherever they fit, whatever this machine takes for an op, and for a step."""
-    monkeypatch.setattr(settling, "_lacks_ops", lambda *_, **__: False)
-    monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops")]
 
 
 class Residual(nn.Module):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit
-from memkit.activations.recomputing import region_plan, settling
 from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.activations.saved.state import remat_states
 from memkit.device import Device
@@ -23,19 +22,13 @@ from memkit.plan import Action
 from memkit.sequentials import SequentialSpan
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
+from tests.activations.remat.test_region_buffers import Seen
 from tests.activations.remat.test_regions_in_steps import Watch, run
 from tests.activations.remat.test_steady import num_calls, train
 from tests.contracts.contexts import Around
 from tests.interrupts import interrupts
 
-pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
-
-
-@pytest.fixture(autouse=True)
-def _ops_are_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have regions chosen wherever they fit, whatever this machine takes for an op, and for a step."""
-    monkeypatch.setattr(settling, "_lacks_ops", lambda *_, **__: False)
-    monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops")]
 
 
 def flat(count: int = 12) -> nn.Sequential:
@@ -458,6 +451,35 @@ def test_two_forwards_before_their_backwards(device: Device, remat_on: Remat) ->
     for _ in range(6):
         assert_same_bits(both(lambda: remat_on(0.4, "two")), both(nullcontext))
     assert spans_in_plan("two")
+
+
+class Masks(nn.Module):
+    """Has a buffer that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+def test_buffers_that_are_only_read_are_looked_at_in_one_step(
+    device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [Masks() if type(layer) is nn.LayerNorm else layer for layer in flat()]
+    model, x = nn.Sequential(*layers).to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    steady(model, x, remat_on, "read")
+    compare(model, x, remat_on, "read")
+    gc.collect()
+    seen = Seen(list(model.buffers()), monkeypatch)
+    for _ in range(3):
+        train(model, x, lambda: remat_on(0.5, "read"))
+        gc.collect()  # the span of the last step, too
+
+    assert not memkit.stats("read").is_recorded
+    assert (seen.num_clones, seen.num_compared) == (0, 0)
+    monkeypatch.undo()
 
 
 class Counts(nn.GELU):
