@@ -142,7 +142,15 @@ def spanned_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, SpannedFor
     for module in modules:
         if isinstance(module, SequentialSpan) and (whole := module.whole()) is not None:
             wholes.setdefault(whole, []).append(module)
-    return {span: forward for whole, spans in wholes.items() for forward in (SpannedForward(whole, spans),) for span in spans}
+    forwards = dict[nn.Module, SpannedForward]()
+    for whole, spans in wholes.items():
+        forwards.update(dict.fromkeys(spans, SpannedForward(whole, spans)))
+    return forwards
+
+
+def kind_of(module: nn.Module) -> str:
+    """Return what a module is called where users are told of it: its class, and where it is a span, that of a `Sequential`."""
+    return nn.Sequential.__name__ if isinstance(module, SequentialSpan) else type(module).__name__
 
 
 def calls_in_turn(module: nn.Module) -> TypeGuard[nn.Sequential]:
