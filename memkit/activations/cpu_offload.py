@@ -11,7 +11,8 @@ from torch import nn
 
 from memkit import torch_private
 from memkit.activations.context import ForwardContext
-from memkit.activations.offloading.stage import MovingStage, OffloadOptions, paused
+from memkit.activations.offloading.stage import MovingStage
+from memkit.activations.offloading.steady import OffloadOptions, paused
 from memkit.activations.recomputing.budget import marks_alone
 from memkit.activations.recomputing.stage import open_recording
 from memkit.activations.saved.entry import NO_PAIR, Entry, entries_around, is_in_last, stop_recording, unpack
@@ -158,8 +159,7 @@ class CPUOffload(ForwardContext):
         if state.is_recorded:
             entry.recording = open_recording(self.tag, marks_alone(self.min_bytes, self.device), moving=moving)
             return None
-        pack = moving.follow_schedule(entry.pack)
-        return None if pack is None else (pack, unpack)
+        return moving.follow_schedules(entry.pack), unpack
 
     @property
     def plan(self) -> Plan | None:

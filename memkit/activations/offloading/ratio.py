@@ -93,7 +93,7 @@ class RatioDecider(RatioSoFar):
             _LOGGER.debug("a new forward: %s", trace.plan(self.ratio, self._asked_window_bytes))
         self._filed = trace
         self._traces.drop_report()
-        self._traces.add(trace)
+        self._traces.follow(trace)
         return was_misled
 
     # The backward

@@ -316,9 +316,9 @@ class ScheduledForward(ScheduledSends):
     # The end
 
     @property
-    def is_over(self) -> bool:
-        """Whether no graph can ask for anything any more."""
-        return self.life() is None
+    def has_backward(self) -> bool:
+        """Whether a backward has asked for anything."""
+        return self.task != _NO_BACKWARD
 
     @mended
     def close(self) -> None:
@@ -344,7 +344,8 @@ class ScheduledForward(ScheduledSends):
         """Put right what was broken off (see [Note: interrupts] in `memkit.interrupts`); return the host memory it holds."""
         self.device.synchronize()
         self.was_stopped = self.was_stopped or self.is_forward
-        self.is_forward, self._has_left = False, True
+        self.take_no_more()
+        self._has_left = True
         for value in self.leaving:
             self.held[value] = None
         self.num_released = self.num_sent

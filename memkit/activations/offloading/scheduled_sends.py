@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,21 @@ from memkit.labels import label
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.schedule import Schedule
+    from memkit.activations.offloading.scheduled import ScheduledForward
+    from memkit.activations.offloading.scheduled_saves import ScheduledSaves
     from memkit.activations.saved.counts import Counts
     from memkit.activations.saved.traces import Trace
 
 _NO_CONTEXT = nullcontext()
+
+
+class Life:
+    """What the handles of a forward hold, and who takes its saves: it dies with the last of them."""
+
+    __slots__ = ("__weakref__", "forward")
+
+    def __init__(self, forward: ScheduledForward) -> None:
+        self.forward = forward
 
 
 class ScheduledSends:
@@ -31,9 +42,6 @@ class ScheduledSends:
         counts: what is done is counted there.
     """
 
-    life: weakref.ref[object]
-    """To what all handles hold."""
-
     def __init__(
         self, schedule: Schedule, trace: Trace, device: Device, lock: AbstractContextManager[object], counts: Counts
     ) -> None:
@@ -45,10 +53,18 @@ class ScheduledSends:
         self.is_broken = False
         self.is_forward = True
         """Whether it takes saves."""
+        self.life: Callable[[], Life | None] = lambda: None
+        """Returns what the handles hold, for as long as any is alive or may be made."""
+        self.saves: Callable[[], ScheduledSaves | None] = lambda: None
+        """Returns who takes its saves."""
         self.was_stopped = False
         """Whether a save, or another, has said that it goes another way."""
         self.num_saves = 0
         """How many saves have followed the schedule."""
+        self.began_at = 0
+        """How many of these another schedule has seen to, which begins like this one."""
+        self.tried: tuple[Trace, ...] = (trace,)
+        """This trace, and others that it has turned out not to be there."""
         self.num_pauses = 0
         """How many times a region of `no_offload` has begun, or ended."""
         self.num_sent = self.num_released = 0
@@ -103,11 +119,17 @@ class ScheduledSends:
             self.held[value] = None
         self.num_released = number + 1
 
+    def take_no_more(self) -> None:
+        self.is_forward, saves = False, self.saves()
+        if saves is not None and saves.forward is self:
+            saves.life = None
+
     def stop(self) -> None:
         """Follow the schedule no further: what comes is another's. What was copied is let go."""
         with self.lock, self.at_home():
             if self.is_forward:
-                self.is_forward, self.was_stopped = False, True
+                self.take_no_more()
+                self.was_stopped = True
                 for value, storage in enumerate(self.held):
                     if storage is not None and self.nodes.get(value) != torch_private.node_number():
                         self._send_alone(value, storage)
@@ -141,6 +163,16 @@ class ScheduledSends:
         return self.num_saves == len(self.schedule.saves) and not self.was_stopped
 
     @property
+    def is_over(self) -> bool:
+        """Whether no graph can ask for anything any more."""
+        return self.life() is None
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was done yet: all that was saved stays."""
+        return self.is_over and not (self.num_sent or self.alone)
+
+    @property
     def leaving(self) -> set[int]:
         """The values that have left, or are about to."""
         return {value for batch in self.schedule.copies.out[: self.num_sent] for value in batch} | set(self.alone)
@@ -157,7 +189,7 @@ class ScheduledSends:
                 self.stop()
             elif self.is_forward:
                 copies = self.schedule.copies
-                self.is_forward = False
+                self.take_no_more()
                 self.nodes = {}
                 self.keep_up(copies.num_sent[-1], copies.num_released[-1])
 

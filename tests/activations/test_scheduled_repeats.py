@@ -1,0 +1,181 @@
+"""Training loops that repeat exactly, though not as one forward and one backward after the other: they follow schedules too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import memkit
+from memkit.activations.offloading import steady
+from memkit.activations.offloading.scheduled import ScheduledForward
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import chain, leaf_on
+from tests.activations.scheduled_steps import IN_BATCHES, SETTINGS, TAG, Offloads, batch_bytes, gradient_of, offloads
+
+__all__ = ["batch_bytes", "offloads"]
+
+pytestmark = pytest.mark.usefixtures("batch_bytes")
+
+
+class Followed:
+    """Counts forwards that follow a schedule.
+
+    Attributes:
+        made: all that have begun to.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[ScheduledForward] = []
+
+    def take(self) -> list[bool]:
+        """Return for each of them, since this was called last, whether it did so to its end, and so did its backwards."""
+        found = [made.is_complete and not made._has_left for made in self.made]
+        self.made.clear()
+        return found
+
+
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+    counted, follow_schedule = Followed(), steady.follow_schedule
+
+    def follow(*args: object) -> ScheduledForward | None:
+        found = follow_schedule(*args)  # type: ignore[arg-type]  # as they come
+        if found is not None:
+            counted.made.append(found)
+        return found
+
+    monkeypatch.setattr(steady, "follow_schedule", follow)
+    yield counted
+    counted.made.clear()
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("num_forwards", [2, 3])
+def test_forwards_and_backwards_inside_one_context(
+    offloads: Offloads, followed: Followed, num_forwards: int, options: dict[str, float]
+) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted, moved = gradient_of(chain(x, IN_BATCHES), x), []
+    for number in range(4):
+        with offloads(**options):
+            for _ in range(num_forwards):
+                y = chain(x, IN_BATCHES)
+                assert_same_bits([gradient_of(y, x)], [wanted])
+                del y
+        if number:
+            assert followed.take() == [True] * num_forwards
+        followed.take()
+        stats = memkit.stats(TAG)
+        moved.append((stats.moved_out_bytes, stats.moved_in_bytes, stats.seen_bytes, stats.unique_bytes, stats.kept_bytes))
+    assert moved[1:] == [moved[1]] * 3
+
+
+def test_one_context_around_the_whole_loop(offloads: Offloads, followed: Followed) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    with offloads():
+        for _ in range(6):
+            loss = chain(x, IN_BATCHES).sum()
+            (found,) = torch.autograd.grad(loss, x)
+            assert_same_bits([found], [wanted])
+    assert followed.take() == [True] * 4
+
+
+def test_context_for_each_micro_batch(offloads: Offloads, followed: Followed) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = 3 * gradient_of(chain(x, IN_BATCHES), x)
+    for number in range(3):
+        x.grad = None
+        for _ in range(3):
+            with offloads(0.5):
+                loss = chain(x, IN_BATCHES).sum()
+            loss.backward()
+        torch.testing.assert_close(x.grad, wanted)
+        assert followed.take() == [True] * (3 if number else 1)
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_one_backward_through_several_forwards(offloads: Offloads, followed: Followed, options: dict[str, float]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+
+    def loss() -> Tensor:
+        return chain(x, IN_BATCHES).sum() + chain(x, [1, 2, 1]).sum()
+
+    (wanted,) = torch.autograd.grad(loss(), x)
+    for number in range(4):
+        with offloads(**options):
+            made = loss()
+        (found,) = torch.autograd.grad(made, x)
+        del made
+        assert_same_bits([found], [wanted])
+        assert followed.take() == [True] * (number >= 2)
+
+
+# Shapes that come in turns
+
+BUCKETS = {"A": (3, IN_BATCHES), "B": (2, [2, 1, 2, 1]), "C": (2, [2, 1, 2, 3])}
+"""A multiple of the first save, and what comes after; those of the last two begin alike."""
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("turns", ["AB", "AAB", "BC", "ABC", "BBCC"])
+def test_shapes_in_turns(offloads: Offloads, followed: Followed, turns: str, options: dict[str, float]) -> None:
+    x, done = leaf_on(offloads.device.torch_device), ""
+    found: list[bool] = []
+    for kind in turns * 6:
+        first, units = BUCKETS[kind]
+        wanted = gradient_of(chain(x, [first, *units]), x)
+        with offloads(**options):
+            y = chain(x, [first, *units])
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+        done += kind
+        found.append(followed.take()[-1:] == [True])
+    steady = found[-len(turns) * 2 :]
+    if turns in ("AB", "AAB"):
+        assert found[len(turns) * 2 :] == [True] * (len(turns) * 4)
+    elif turns != "BBCC":  # of what begins alike, the one is expected that came next the last time
+        assert steady == [True] * len(steady)
+    else:
+        assert sum(steady) >= len(steady) // 2
+
+
+def test_shapes_that_differ_after_saves_that_stay(offloads: Offloads, followed: Followed) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    weight = torch.nn.Parameter(torch.ones_like(x))
+    for number, units in enumerate([IN_BATCHES, [2, 1, 2]] * 6):
+        wanted = gradient_of(chain(x * weight * weight, units), x)
+        with offloads():
+            y = chain(x * weight * weight, units)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+        assert (followed.take()[-1:] == [True]) == (number >= 6) or number < 6
+
+
+def test_first_save_that_lies_otherwise_costs_the_other_shapes_nothing(offloads: Offloads, followed: Followed) -> None:
+    """What turns out to be another forward at its first save is looked at whole."""
+    x = leaf_on(offloads.device.torch_device)
+
+    def forward(kind: str) -> Tensor:
+        y = x.reshape(16, 16).clone()
+        y = (y.t() if kind == "B" else y).sin()
+        return chain(y.flatten(), [1, 2] if kind == "B" else [2, 2, 1])
+
+    steady = ""
+    for kind in "AAAABBABBABAB":
+        wanted = gradient_of(forward(kind), x)
+        with offloads():
+            y = forward(kind)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+        steady += "sd"[followed.take()[-1:] != [True]]
+    assert steady[:2] == "dd"
+    assert steady[2:4] == "ss"
+    assert steady[6] == "s"  # the other ones left what is known of it
+    assert steady[-4:] == "ssss"
