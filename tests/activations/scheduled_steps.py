@@ -47,7 +47,7 @@ class Offloads:
         """Whether the last forward has followed a schedule to its end, and a graph may still ask for what has left, if any."""
         (window,) = offload_states[TAG].windows()
         forward = window.scheduled
-        return forward is not None and forward.is_complete and not (forward.is_over and forward.schedule.host_bytes)
+        return forward is not None and forward.is_complete and not (forward.is_over and any(forward.schedule.host_bytes))
 
     @property
     def moved_units(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import memkit
 from memkit.activations.offloading import steady
 from memkit.activations.offloading.scheduled import ScheduledForward
 from tests.activations.cases import assert_same_bits
-from tests.activations.chains import chain, leaf_on
+from tests.activations.chains import UNIT_BYTES, chain, leaf_on
 from tests.activations.scheduled_steps import IN_BATCHES, SETTINGS, TAG, Offloads, batch_bytes, gradient_of, offloads
 
 __all__ = ["batch_bytes", "offloads"]
@@ -179,3 +180,146 @@ def test_first_save_that_lies_otherwise_costs_the_other_shapes_nothing(offloads:
     assert steady[2:4] == "ss"
     assert steady[6] == "s"  # the other ones left what is known of it
     assert steady[-4:] == "ssss"
+
+
+# Saves that no backward asks for
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("lives", ["until the backward", "until the next step", "through the next step"])
+@pytest.mark.parametrize("aux_units", [[2, 1, 1], [1] * 6])
+def test_output_that_the_loss_does_not_reach(
+    offloads: Offloads, followed: Followed, aux_units: list[int], lives: str, options: dict[str, float]
+) -> None:
+    x = leaf_on(offloads.device.torch_device)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        trunk = chain(x, [1, 2, 1])
+        return chain(trunk, IN_BATCHES), chain(trunk, aux_units)
+
+    wanted, aux, held = gradient_of(forward()[0], x), None, []
+    for number in range(7):
+        with offloads(**options):
+            y, next_aux = forward()
+            if lives == "through the next step":
+                aux = next_aux
+        aux = next_aux
+        del next_aux
+        if lives == "until the backward":
+            aux = None
+        assert_same_bits([torch.autograd.grad(y.sum(), x)[0]], [wanted])
+        del y
+        if lives == "until the next step":
+            aux = None
+        assert followed.take() == [True] * (number >= 2)
+        held.append(memkit.stats(TAG).host_held_bytes)
+    del aux
+    assert held[3:] == [held[3]] * 4
+
+
+def test_what_the_loss_does_not_reach_takes_no_more_host_memory_than_itself(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    aux, in_use = None, []
+    for _ in range(6):
+        with offloads():
+            trunk = chain(x, [4, 4])
+            y, aux = chain(trunk, [8] * 4), chain(trunk, [2, 2])
+        del trunk
+        gradient_of(y, x)
+        del y
+        memkit.stats(TAG)
+        in_use.append(memkit.stats(TAG).host_in_use_bytes)
+    assert in_use == [4 * UNIT_BYTES] * 6
+    del aux
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_output_that_a_later_backward_reaches_after_all(
+    offloads: Offloads, followed: Followed, options: dict[str, float]
+) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    head = chain(x, [1, 2]).detach().requires_grad_()
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return chain(x, IN_BATCHES), chain(head, [2, 1, 1])
+
+    made = forward()
+    wanted, wanted_aux = gradient_of(made[0], x), gradient_of(made[1], head)
+    kept: list[Tensor] = []
+    for number in range(9):
+        with offloads(**options):
+            y, aux = forward()
+            if kept and number > 5:  # while the next forward runs
+                assert_same_bits([gradient_of(kept.pop(), head)], [wanted_aux])
+        kept.append(aux)
+        del aux
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+        if number > 4:  # when it is over
+            assert_same_bits([gradient_of(kept.pop(0), head)], [wanted_aux])
+    while kept:
+        assert_same_bits([gradient_of(kept.pop(0), head)], [wanted_aux])
+
+
+# Several backwards through one forward
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_backwards_in_parts(offloads: Offloads, followed: Followed, options: dict[str, float]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+
+    def step() -> list[Tensor]:
+        with offloads(**options):
+            trunk = chain(x, [1, 2, 1])
+            ends = [chain(trunk, [1] * 6), chain(trunk, [2, 1, 1])]
+        gradients = [torch.autograd.grad(end.sum(), trunk)[0] for end in ends]
+        return [*gradients, torch.autograd.grad(trunk, x, sum(gradients))[0]]
+
+    found = []
+    for number in range(6):
+        found.append(step())
+        assert followed.take() == [True] * (number >= 2)
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+
+
+@pytest.mark.parametrize("where", ["inside", "after"])
+@pytest.mark.parametrize("options", SETTINGS)
+def test_gradient_of_a_gradient_in_each_step(
+    offloads: Offloads, followed: Followed, where: str, options: dict[str, float]
+) -> None:
+    """As forces are, which are the gradient of an energy and part of the loss."""
+    x = leaf_on(offloads.device.torch_device)
+
+    def forces_of(energy: Tensor) -> Tensor:
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    def step(is_plain: bool = False) -> list[Tensor]:
+        context = nullcontext() if is_plain else offloads(**options)
+        with context:
+            energy = chain(x, IN_BATCHES).sum()
+            if where == "inside":
+                forces = forces_of(energy)
+                loss = forces.square().sum() + energy
+        if where == "after":
+            forces = forces_of(energy)
+            loss = forces.square().sum() + energy
+        return [forces.detach(), *torch.autograd.grad(loss, x)]
+
+    wanted = step(is_plain=True)
+    for number in range(6):
+        assert_same_bits(step(), wanted)
+        assert followed.take()[:1] == [True] * (number >= 2)
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_graph_that_is_retained_in_each_step(offloads: Offloads, followed: Followed, options: dict[str, float]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    for number in range(5):
+        with offloads(**options):
+            y = chain(x, IN_BATCHES)
+        for is_last in (False, False, True):
+            assert_same_bits(torch.autograd.grad(y.sum(), x, retain_graph=not is_last), [wanted])
+        del y
+        assert followed.take() == [True] * (number >= 2)

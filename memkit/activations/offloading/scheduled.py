@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +18,17 @@ from memkit import backwards, torch_private
 from memkit.activations.offloading.scheduled_sends import ScheduledSends, wait_for
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Trace
-from memkit.device.base import CopyBatch, Device
+from memkit.device.base import CopyBatch
 from memkit.errors import note_no_room
 from memkit.interrupts import mended
 from memkit.kept import KeptHandle, modified_error
 from memkit.labels import label
 from memkit.sizes import format_mib
-from memkit.transfer.arena import Arena
 from memkit.transfer.spans import Span
 
 if TYPE_CHECKING:
-    from memkit.activations.offloading.schedule import Schedule, ScheduledSave
+    from memkit.activations.offloading.schedule import Placement, Schedule, ScheduledSave
+    from memkit.activations.offloading.window import OffloadWindow
 
 _NO_BACKWARD = -1
 
@@ -37,40 +37,34 @@ class ScheduledForward(ScheduledSends):
     """One forward that follows a schedule, and its backwards.
 
     Args:
-        schedule: what to do; it is this forward's until `close`.
+        window: whose forward it is.
+        schedule: what to do.
+        placement: its copies, from and to `spans`.
+        spans: the host memory for what leaves and backwards ask for, and for the rest; None for none.
         trace: what it was made from.
-        device: where the tensors are.
-        arena: where they are in between.
-        span: the host memory for all that leaves; None where nothing does.
-        lock: held for all that is done here.
         counts: what is done is counted there.
-        name: what the user calls the context.
     """
 
     def __init__(
         self,
+        window: OffloadWindow,
         schedule: Schedule,
+        placement: Placement | None,
+        spans: Sequence[Span | None],
         trace: Trace,
-        device: Device,
-        arena: Arena,
-        span: Span | None,
-        lock: AbstractContextManager[object],
         counts: Counts,
-        name: str,
     ) -> None:
-        super().__init__(schedule, trace, device, lock, counts)
-        self.name = name
+        super().__init__(window, schedule, placement, trace, counts)
         self.task = _NO_BACKWARD
         """Autograd's number of the backward that asks; -1 before the first."""
-        self._arena, self._span = arena, span
+        self._num_backwards = 0
+        self._is_asking = False
+        """Whether the last of them is not over."""
+        self._spans = list(spans)
         num_values = schedule.num_values
         self._has_left = False
         """Whether a backward has gone another way than the schedule has it."""
-        self._cursor = self._num_fetched = 0
-        """The request that comes next, and how many of the batches that come back are on the lane."""
-        self._asked = bytearray(num_values)
-        self._awaiting = list(schedule.num_requests)
-        """For each value how often the backward is yet to ask for it."""
+        self._go_along(0)
         self._fetched = bytearray(num_values)
         """Whether what is held was fetched."""
         self._coming: dict[int, int] = {}
@@ -83,6 +77,17 @@ class ScheduledForward(ScheduledSends):
         """For values that are asked for again, what was handed out over what was fetched."""
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
         """What is held for a copy alone, which may be under way."""
+
+    def _go_along(self, number: int) -> None:
+        """Begin with what is due in one of the backwards."""
+        schedule = self.schedule
+        self._copies, self._behind_of = schedule.parts[number], schedule.behind[number]
+        self._back: list[CopyBatch] = [] if self.placement is None else self.placement.back[number]
+        self._cursor = self._num_fetched = 0
+        """The request that comes next, and how many of the batches that come back are on the lane."""
+        self._asked = bytearray(schedule.num_values)
+        self._awaiting = list(schedule.num_requests[number])
+        """For each value how often the backward is yet to ask for it."""
 
     def unpack(self, handle: tuple[Any, ScheduledSave, Tensor, int]) -> Tensor:
         """Return a saved tensor, for work on the current stream, and fetch what is due."""
@@ -150,25 +155,31 @@ class ScheduledForward(ScheduledSends):
 
     def _turn(self, task: int) -> None:
         """Another backward asks than before, or the first one."""
-        if self.task == _NO_BACKWARD:
+        number, num_known = self._num_backwards, len(self.schedule.parts)
+        if number == 0:
             self.end_forward()
         else:
-            self._has_left = True
-            self._awaiting = list(self.schedule.num_requests)
-            self._asked = bytearray(len(self._asked))
-        self.task = task
+            self._has_left = self._has_left or self._is_asking
+            self._give_up_fetched()
+            self._go_along(min(number, num_known - 1))
+        if number >= num_known and not (self._has_left or self.was_stopped):
+            self._leave()
+        self.task, self._num_backwards, self._is_asking = task, number + 1, True
         me = weakref.ref(self)
-        backwards.on_end(lambda has_failed: _end_backward(me, task))
+        backwards.on_end(lambda has_failed: _end_backward(me, task, has_failed=has_failed))
+
+    def _leave(self) -> None:
+        """The backwards go another way than they did: the next forward decides as it goes, and its backwards are learned."""
+        self._has_left, self.trace.requests = True, None
 
     def _note_request(self, value: int) -> None:
         """Fetch what is due when a value is asked for first."""
         self._asked[value] = 1
         if self._has_left or self.was_stopped:
             return
-        copies, cursor = self.schedule.copies, self._cursor
+        copies, cursor = self._copies, self._cursor
         if cursor == len(copies.requests) or copies.requests[cursor] != value:
-            self._has_left = True
-            self.trace.requests = None  # the next forward decides as it goes, and its backward is learned
+            self._leave()
             return
         self._cursor = cursor + 1
         while self._num_fetched < copies.num_fetched[cursor]:
@@ -181,7 +192,7 @@ class ScheduledForward(ScheduledSends):
             self._has_left = True
             return False
         schedule, number = self.schedule, self._num_fetched
-        values = schedule.copies.back[number]
+        values = self._copies.back[number]
         device, held, storages, made = self.device, self.held, [], []
         for value in values:
             if held[value] is not None or self._awaiting[value] <= 0:
@@ -199,10 +210,10 @@ class ScheduledForward(ScheduledSends):
                 return False
             storages.append(storage)
             made.append(tensor)
-        batch, behind = schedule.back[number], schedule.behind[number]
+        batch, behind = self._back[number], self._behind_of[number]
         for value, storage in zip(values, storages, strict=True):
             held[value] = storage
-        after = schedule.out[behind] if behind > self._behind else None
+        after = self.out[behind] if behind > self._behind else None
         if torch_private.profiler_is_on():
             with label("fetch"):
                 batch.start(storages, after)
@@ -238,21 +249,21 @@ class ScheduledForward(ScheduledSends):
 
     def _await(self, number: int) -> None:
         """Have the current stream wait for a batch that comes back: once, for all of it."""
-        wait_for(self.schedule.back[number])
-        self.counts.stall_in.batches.append(self.schedule.back[number])
-        for value in self.schedule.copies.back[number]:
+        wait_for(self._back[number])
+        self.counts.stall_in.batches.append(self._back[number])
+        for value in self._copies.back[number]:
             self._coming.pop(value, None)
 
     def _fetch_one(self, value: int) -> torch.UntypedStorage:
         """Bring back a value that is needed now."""
-        schedule, batch = self.schedule, self.schedule.copy_alone(value, is_out=False)
+        schedule, batch = self.schedule, self.copy_alone(value, is_out=False)
         storage = self._allocate_now(schedule.sizes_bytes[value])
         if self.device.stream_number() == self.stream:
             self.held[value], self._fetched[value] = storage, 1
         else:  # it is for this request alone
             self._leaving.append((storage, batch))
         with label("fetch"):
-            batch.start([storage], self.alone.get(value) or schedule.out[schedule.batch_of[value]])
+            batch.start([storage], self.alone.get(value) or self.out[schedule.batch_of[value]])
             batch.wait()
         self.counts.moved_in.batches.append(batch)
         self.counts.stall_in.batches.append(batch)
@@ -269,7 +280,7 @@ class ScheduledForward(ScheduledSends):
         try:
             return self.device.allocate(num_bytes)
         except torch.OutOfMemoryError as error:
-            note_no_room(error, format_mib(num_bytes), self.name)
+            note_no_room(error, format_mib(num_bytes), self.window.name)
             raise
 
     def _serve_last(self, value: int, storage: torch.UntypedStorage) -> None:
@@ -284,7 +295,7 @@ class ScheduledForward(ScheduledSends):
             return  # it was not copied
         self.held[value] = None
         if number >= self.num_released:
-            self._leaving.append((storage, self.schedule.out[number]))
+            self._leaving.append((storage, self.out[number]))
             self.counts.served_bytes += storage.nbytes()
 
     def _let_go_of_served(self, *, wait: bool) -> None:
@@ -295,17 +306,19 @@ class ScheduledForward(ScheduledSends):
             self._leaving.popleft()
 
     @mended
-    def end_backward(self, task: int) -> None:
+    def end_backward(self, task: int, *, has_failed: bool) -> None:
         """A backward is over: give up what was fetched and not asked for."""
+        self._has_left = self._has_left or has_failed
         if self.task == task:
+            self._is_asking = False
             self._let_go_of_served(wait=True)
             self._give_up_fetched()
-            if self.is_over:
-                self.close()
+            if self.is_spent:
+                self.window.settle()
 
     def _give_up_fetched(self) -> None:
         for number in dict.fromkeys(self._coming.values()):
-            self.device.wait_event(self.home, self.schedule.back[number].done)
+            self.device.wait_event(self.home, self._back[number].done)
         self._coming.clear()
         for value, is_fetched in enumerate(self._fetched):
             if is_fetched:
@@ -323,7 +336,21 @@ class ScheduledForward(ScheduledSends):
     @mended
     def close(self) -> None:
         """Give back the host memory. No graph may ask for anything any more."""
-        if self._span is None:
+        self._give_back(self._spans)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether graphs can ask for no more than backwards have not asked for before."""
+        return not self.is_forward and self.life() is None
+
+    @mended
+    def put_by(self) -> None:
+        """Hold on to what no backward asks for alone, on the host: another forward begins."""
+        self._give_back(self._spans[:1])
+
+    def _give_back(self, spans: Sequence[Span | None]) -> None:
+        held = [span for span in spans if span is not None and self.window.arena.has(span)]  # perhaps not, after an interrupt
+        if not any(self._spans):
             return
         self.let_go_of_sent()
         self._let_go_of_served(wait=True)
@@ -331,9 +358,9 @@ class ScheduledForward(ScheduledSends):
         self.held = [None] * len(self.held)
         # by now it has waited for all copies, also for those that left by themselves
         last = self.device.record_event(self.home, timed=False) if self.num_sent or self.alone else None
-        if self._arena.has(self._span):  # else an interrupt came when it had just been given back
-            self._arena.give(self._span, last)
-        self._span = None
+        for span in held:
+            self.window.arena.give(span, last)
+        self._spans = [None if span in spans else span for span in self._spans]
 
     @mended
     def push_out(self) -> None:
@@ -358,10 +385,10 @@ class ScheduledForward(ScheduledSends):
         self._lent.clear()
         self._leaving.clear()
         self.is_broken = False
-        return [] if self._span is None else [self._span]
+        return [span for span in self._spans if span is not None]
 
 
-def _end_backward(forward: weakref.ref[ScheduledForward], task: int) -> None:
+def _end_backward(forward: weakref.ref[ScheduledForward], task: int, *, has_failed: bool) -> None:
     found = forward()
     if found is not None:
-        found.end_backward(task)
+        found.end_backward(task, has_failed=has_failed)

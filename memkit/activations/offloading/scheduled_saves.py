@@ -37,14 +37,15 @@ class ScheduledSaves:
     def __init__(self, take: Callable[[Tensor], Any]) -> None:
         self.forward: Any = _NoForward
         self.life: Life | None = None
-        """What its handles hold."""
+        self.rest: Life | None = None
+        """What its handles hold, and those of what no backward asks for."""
         self._num_saves = 0
         self._take = take
 
     def follow(self, forward: ScheduledForward) -> None:
         """Take the saves of a forward from the next one on."""
-        self.forward, self.life = forward, Life(forward)
-        forward.life, forward.saves = weakref.ref(self.life), weakref.ref(self)
+        self.forward, self.life, self.rest = forward, Life(forward), Life(forward)
+        forward.life, forward.rest, forward.saves = weakref.ref(self.life), weakref.ref(self.rest), weakref.ref(self)
         self._device = forward.device
         self._torch_device = forward.device.torch_device
         self._notes = forward.device.takes_notes
@@ -116,7 +117,7 @@ class ScheduledSaves:
                             forward.keep_up(save.num_sent, save.num_released)
                 if save.is_kept:
                     return alias, version
-                return tuple.__new__(ScheduledHandle, (self.life, save, alias, version))
+                return tuple.__new__(ScheduledHandle, (self.rest if save.is_rest else self.life, save, alias, version))
             except BaseException:
                 forward.is_broken = True
                 raise

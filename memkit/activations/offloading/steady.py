@@ -25,6 +25,7 @@ from memkit.activations.saved.traces import Trace
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError
 from memkit.interrupts import Blocks
+from memkit.transfer.spans import Span
 
 if TYPE_CHECKING:
     from memkit.activations.saved.state import OffloadState
@@ -237,25 +238,38 @@ def follow_schedule(
     schedule = _schedule_of(trace, window, (asked, ratio, window_bytes, len(trace.held)), ratio, window_bytes)
     if schedule is None or not all(save.is_kept for save in schedule.saves[:place]):
         return None
-    span = None
-    if schedule.host_bytes:
-        try:
-            span = window.arena.take(schedule.host_bytes)
-        except HostMemoryError:
-            schedule.finds_no_room = True
-            return None
-        if span.staging is not None:
-            window.arena.give(span)
-            return None
-        schedule.place(span, window.device, window.lanes)
-        for event in span.free_events:
-            window.device.wait_event(window.lanes.out, event)
-    made = ScheduledForward(schedule, trace, window.device, window.arena, span, window.lock, counts, window.name)
+    spans = _spans_for(schedule, window)
+    if spans is None:
+        return None
+    placement = schedule.place(spans, window.device, window.lanes) if any(spans) else None
+    made = ScheduledForward(window, schedule, placement, spans, trace, counts)
     made.num_saves = made.began_at = place
     made.tried = (trace, *(() if behind is None or behind.began_at < place else behind.tried))
     made.num_pauses = len(paused)
     window.scheduled = made
     return made
+
+
+def _spans_for(schedule: Schedule, window: OffloadWindow) -> list[Span | None] | None:
+    """Return the host memory that a schedule needs; None if it is not there, or not pinned."""
+    spans: list[Span | None] = []
+    for num_bytes in schedule.host_bytes:
+        span = None
+        if num_bytes:
+            try:
+                span = window.arena.take(num_bytes)
+            except HostMemoryError:
+                schedule.finds_no_room = True
+        spans.append(span)
+    taken = [span for span in spans if span is not None]
+    if schedule.finds_no_room or any(span.staging is not None for span in taken):
+        for span in taken:
+            window.arena.give(span)
+        return None
+    for span in taken:
+        for event in span.free_events:
+            window.device.wait_event(window.lanes.out, event)
+    return spans
 
 
 def _trace_with(
@@ -288,9 +302,16 @@ def _trace_with(
 
 
 def _is_free(window: OffloadWindow) -> bool:
-    """Tell whether no graph may ask for anything, and no others bring anything to the device."""
-    is_used = window.scheduled is not None or window.ledger.records or window.is_broken or window.is_retired
-    return not (is_used or window.lanes.are_shared(window) or window.device.is_capturing())
+    """Tell whether no graph is likely to ask for anything, and no others bring anything to the device."""
+    ledger, is_used = window.ledger, window.scheduled is not None or window.is_broken or window.is_retired
+    if is_used or window.lanes.are_shared(window) or window.device.is_capturing():
+        return False
+    for record in ledger.records:
+        if record.num_handles and not (record.owner is not None and record.owner.is_spent):
+            return False
+    while ledger.backlog:  # it was copied, and stays on the host
+        ledger.release_oldest()
+    return True
 
 
 def _schedule_of(

@@ -1,8 +1,9 @@
-"""The byte window: who leaves, when the device's bytes are let go, and what is fetched ahead.
+"""The byte window, where a step is decided as it goes: who leaves, when the device's bytes are let go, what is fetched ahead.
 
 The device may hold `limit_bytes` of saved tensors: what the ratio keeps and a little more, or the window. A record that leaves
 is copied at once, and stays on the device for as long as there is room; then the oldest copy is waited for and its bytes go. In
-the backward, whatever falls free is filled with what is needed next.
+the backward, whatever falls free is filled with what is needed next. In a steady step the same is done by a schedule made ahead
+(`memkit.activations.offloading.steady`): of its saves and requests only those come here that are not as scheduled.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from memkit import backwards, torch_private
 from memkit.activations.offloading.changes import change
+from memkit.activations.offloading.scheduled_sends import settle_scheduled
 from memkit.activations.saved.forward import Forward, LiveForwards
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.mending import mend
@@ -36,7 +38,8 @@ _PASSED_OVER = 8
 
 
 class OffloadWindow:
-    """The saved tensors of one tag on one device: what every pack and unpack does. May be used from several threads."""
+    """The saved tensors of one tag on one device: what each pack and unpack does that follows no schedule. May be used from
+    several threads."""
 
     def __init__(self, device: Device, name: str, tag: str, lock: AbstractContextManager[object]) -> None:
         self.device = device
@@ -51,6 +54,8 @@ class OffloadWindow:
         self.forwards = LiveForwards()
         self.scheduled: ScheduledForward | None = None
         """The forward that follows a schedule, if there is one that a graph may still ask for."""
+        self.put_by: list[ScheduledForward] = []
+        """Those of which no more is left than backwards have not asked for."""
         self._counter = device.memory_counter()
         self._most_forwards = 1
         self._needed_bytes = 0
@@ -65,9 +70,13 @@ class OffloadWindow:
         """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
         for forward in self.forwards.live():
             forward.break_off()
-        spans = [] if self.scheduled is None else self.scheduled.mend()
-        mend(self.ledger, spans)
+        mend(self.ledger, [span for scheduled in self.all_scheduled for span in scheduled.mend()])
         self._is_asking = self.is_broken = False
+
+    @property
+    def all_scheduled(self) -> list[ScheduledForward]:
+        """The forwards that have followed schedules, and that graphs may still ask for."""
+        return self.put_by if self.scheduled is None else [*self.put_by, self.scheduled]
 
     @mended
     def open_forward(self, forward: Forward) -> None:
@@ -378,9 +387,7 @@ class OffloadWindow:
     def settle(self, *, wait: bool = False) -> None:
         """Take up what has died, and free what waited for copies that are done, or for any: then the streams wait."""
         self.ledger.sweep()
-        if self.scheduled is not None and self.scheduled.is_over:
-            self.scheduled.close()
-            self.scheduled = None
+        settle_scheduled(self)
         self.ledger.release_dead(wait=wait)
         if wait:
             self.ledger.settle(wait=True)

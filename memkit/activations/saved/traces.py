@@ -58,8 +58,8 @@ class Trace:
     """In which order the backward asks for them first; None until a whole backward was seen."""
     working_bytes: tuple[int, ...] = ()
     """For each place in that order, what else was allocated on the device at that moment."""
-    requests: tuple[int, ...] | None = None
-    """The value of each request of that backward, perhaps again."""
+    requests: tuple[tuple[int, ...], ...] | None = None
+    """For each backward that a forward takes, the value of each request, perhaps again."""
     seen: tuple[SeenSave, ...] | None = None
     """All that the hooks were given, where that is known: later forwards may follow a schedule."""
     seen_under: object = None
