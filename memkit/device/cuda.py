@@ -170,7 +170,7 @@ class CudaCopyBatch(CopyBatch):
         to = "host memory" if self.is_out else "the device"
         return RuntimeError(
             f"a copy of {self.num_bytes} bytes to {to} needs CUDA to {what}; CUDA gave {error!r}. What this step computes "
-            "is not to be used. Such an error mostly comes from a kernel before it: run with CUDA_LAUNCH_BLOCKING=1 to see which"
+            "is not to be used. Mostly a kernel before it has failed: run with CUDA_LAUNCH_BLOCKING=1 to see which"
         )
 
 

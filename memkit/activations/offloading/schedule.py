@@ -90,6 +90,8 @@ class ScheduledTotals:
     unique_bytes: int
     kept_bytes: int
     window_bytes: int
+    peak_bytes: int
+    """The most bytes of its values on the device, in its backwards too."""
 
 
 class Schedule:
@@ -174,6 +176,7 @@ class Schedule:
             unique_bytes=unique_bytes,
             kept_bytes=unique_bytes - moved_bytes,
             window_bytes=plan.window_bytes,
+            peak_bytes=self._peak_bytes(requests),
         )
         self.host_bytes = tuple(
             sum(rounded(self.sizes_bytes[value], ALIGNMENT_BYTES) for value in values)
@@ -181,6 +184,26 @@ class Schedule:
         )
         """What it takes of the arena, in one span for what backwards ask for, and one for the rest; 0 for none."""
         self._placed: dict[object, Placement] = {}
+
+    def _peak_bytes(self, requests: Sequence[Sequence[int]]) -> int:
+        """Return the most bytes on the device. A value that stays goes with the last backward that asks for it."""
+        copies, sizes_bytes = self.copies, self.sizes_bytes
+        gone = {value for batch in copies.out[: copies.num_released[-1]] for value in batch}
+        live = set(sizes_bytes) - gone
+        live_bytes, peak_bytes = sum(sizes_bytes[value] for value in live), copies.peak_bytes
+        for number, (part, asked) in enumerate(zip(self.parts, requests, strict=True), start=1):
+            due, last = dict(zip(part.requests, part.num_fetched, strict=True)), {value: at for at, value in enumerate(asked)}
+            num_fetched = 0
+            for at, value in enumerate(asked):
+                coming = {value, *(each for batch in part.back[num_fetched : due.get(value, 0)] for each in batch)} - live
+                num_fetched = max(num_fetched, due.get(value, 0))
+                live |= coming
+                live_bytes += sum(sizes_bytes.get(each, 0) for each in coming)
+                peak_bytes = max(peak_bytes, live_bytes)
+                if last[value] == at and (value in self.batch_of or number == len(requests)):
+                    live.discard(value)
+                    live_bytes -= sizes_bytes.get(value, 0)
+        return peak_bytes
 
     def place(self, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> Placement:
         """Return the copies from and to spans of `host_bytes`: those of the last forward whose spans lay there."""

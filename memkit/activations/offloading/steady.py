@@ -183,7 +183,9 @@ class SteadyStage(Stage):
             counts.unique_bytes += totals.unique_bytes
             counts.kept_bytes += totals.kept_bytes
             counts.window_bytes = max(counts.window_bytes, totals.window_bytes)
-            self._state.window(scheduled.device).traces.follow(trace)
+            window = scheduled.window
+            window.traces.follow(trace)
+            window.ledger.peak_live_bytes = max(window.ledger.peak_live_bytes, window.ledger.live_bytes + totals.peak_bytes)
         elif scheduled.has_backward and not self._forwards:
             trace.seen_under = None  # its backward has begun ahead of the last saves
             self._count_followed(scheduled)
