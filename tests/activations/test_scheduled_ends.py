@@ -209,6 +209,20 @@ def test_reset_between_forward_and_backward(offloads: Offloads) -> None:
         del y
 
 
+@pytest.mark.parametrize("options", SETTINGS)
+def test_host_memory_of_a_tag_that_was_reset_goes_back_with_the_backward(offloads: Offloads, options: dict[str, Any]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    y = learned(offloads, lambda: chain(x, IN_BATCHES), **options)
+    (window,) = offload_states[TAG].windows()
+    memkit.reset(TAG)
+    assert window.arena.held_bytes > 0
+
+    gradient_of(y, x)
+
+    assert window.arena.held_bytes == 0
+    assert window.scheduled is None
+
+
 def test_many_steps_leave_what_three_did(offloads: Offloads) -> None:
     x, left = leaf_on(offloads.device.torch_device), []
     gc.collect()
