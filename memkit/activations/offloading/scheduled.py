@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.activations.offloading.scheduled_sends import ScheduledSends, wait_for
+from memkit.activations.offloading.scheduled_fetches import ScheduledFetches
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Trace
 from memkit.device.base import CopyBatch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _NO_BACKWARD = -1
 
 
-class ScheduledForward(ScheduledSends):
+class ScheduledForward(ScheduledFetches):
     """One forward that follows a schedule, and its backwards.
 
     Args:
@@ -58,36 +58,11 @@ class ScheduledForward(ScheduledSends):
         self.task = _NO_BACKWARD
         """Autograd's number of the backward that asks; -1 before the first."""
         self._num_backwards = 0
-        self._is_asking = False
-        """Whether the last of them is not over."""
         self._spans = list(spans)
-        num_values = schedule.num_values
-        self._has_left = False
-        """Whether a backward has gone another way than the schedule has it."""
-        self._go_along(0)
-        self._fetched = bytearray(num_values)
-        """Whether what is held was fetched."""
-        self._coming: dict[int, int] = {}
-        """For each value that is being fetched, and that the stream has not waited for, its batch."""
-        self._ready: list[Tensor | None] = [None] * num_values
-        """For each value that is being fetched for one request alone, the tensor."""
-        self._behind = -1
-        """The last batch of those that leave that the lane back has waited for."""
         self._lent: dict[int, list[KeptHandle]] = {}
         """For values that are asked for again, what was handed out over what was fetched."""
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
         """What is held for a copy alone, which may be under way."""
-
-    def _go_along(self, number: int) -> None:
-        """Begin with what is due in one of the backwards."""
-        schedule = self.schedule
-        self._copies, self._behind_of = schedule.parts[number], schedule.behind[number]
-        self._back: list[CopyBatch] = [] if self.placement is None else self.placement.back[number]
-        self._cursor = self._num_fetched = 0
-        """The request that comes next, and how many of the batches that come back are on the lane."""
-        self._asked = bytearray(schedule.num_values)
-        self._awaiting = list(schedule.num_requests[number])
-        """For each value how often the backward is yet to ask for it."""
 
     def unpack(self, handle: tuple[Any, ScheduledSave, Tensor, int]) -> Tensor:
         """Return a saved tensor, for work on the current stream, and fetch what is due."""
@@ -168,67 +143,6 @@ class ScheduledForward(ScheduledSends):
         me = weakref.ref(self)
         backwards.on_end(lambda has_failed: _end_backward(me, task, has_failed=has_failed))
 
-    def _leave(self) -> None:
-        """The backwards go another way than they did: the next forward decides as it goes, and its backwards are learned."""
-        self._has_left, self.trace.requests = True, None
-
-    def _note_request(self, value: int) -> None:
-        """Fetch what is due when a value is asked for first."""
-        self._asked[value] = 1
-        if self._has_left or self.was_stopped:
-            return
-        copies, cursor = self._copies, self._cursor
-        if cursor == len(copies.requests) or copies.requests[cursor] != value:
-            self._leave()
-            return
-        self._cursor = cursor + 1
-        while self._num_fetched < copies.num_fetched[cursor]:
-            if not self._fetch_next():
-                return
-
-    def _fetch_next(self) -> bool:
-        """Put the next batch that comes back on its lane; tell whether there was room."""
-        if self.device.stream_number() != self.stream:  # each request gets its own there
-            self._has_left = True
-            return False
-        schedule, number = self.schedule, self._num_fetched
-        values = self._copies.back[number]
-        device, held, storages, made = self.device, self.held, [], []
-        for value in values:
-            if held[value] is not None or self._awaiting[value] <= 0:
-                self._has_left = True
-                return False
-            whole, tensor = schedule.whole[value], None
-            try:
-                if whole is None:
-                    storage = device.allocate(schedule.sizes_bytes[value])
-                else:
-                    tensor = device.allocate_tensor(*whole)
-                    storage = tensor.untyped_storage()
-            except torch.OutOfMemoryError:
-                self._has_left = True  # it may be needed less soon than what took the room
-                return False
-            storages.append(storage)
-            made.append(tensor)
-        batch, behind = self._back[number], self._behind_of[number]
-        for value, storage in zip(values, storages, strict=True):
-            held[value] = storage
-        after = self.out[behind] if behind > self._behind else None
-        if torch_private.profiler_is_on():
-            with label("fetch"):
-                batch.start(storages, after)
-        else:
-            batch.start(storages, after)
-        if after is not None:
-            self._behind = behind
-        for value, tensor in zip(values, made, strict=True):
-            self._coming[value] = number
-            self._fetched[value] = 1
-            self._ready[value] = tensor  # last: it is given as it is
-        self._num_fetched = number + 1
-        self.counts.moved_in.batches.append(batch)
-        return True
-
     def _storage_of(self, value: int) -> torch.UntypedStorage:
         """Return the storage with the bytes of a value, for work on the current stream."""
         storage = self.held[value]
@@ -246,13 +160,6 @@ class ScheduledForward(ScheduledSends):
                 return original  # type: ignore[no-any-return]
             storage = self._fetch_one(value)
         return storage
-
-    def _await(self, number: int) -> None:
-        """Have the current stream wait for a batch that comes back: once, for all of it."""
-        wait_for(self._back[number])
-        self.counts.stall_in.batches.append(self._back[number])
-        for value in self._copies.back[number]:
-            self._coming.pop(value, None)
 
     def _fetch_one(self, value: int) -> torch.UntypedStorage:
         """Bring back a value that is needed now."""

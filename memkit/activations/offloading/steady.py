@@ -304,9 +304,9 @@ def _trace_with(
 
 
 def _is_free(window: OffloadWindow) -> bool:
-    """Tell whether no graph is likely to ask for anything, and no others bring anything to the device."""
+    """Tell whether no graph is likely to ask for anything."""
     ledger, is_used = window.ledger, window.scheduled is not None or window.is_broken or window.is_retired
-    if is_used or window.lanes.are_shared(window) or window.device.is_capturing():
+    if is_used or window.device.is_capturing():
         return False
     for record in ledger.records:
         if record.num_handles and not (record.owner is not None and record.owner.is_spent):

@@ -2,8 +2,7 @@
 
 The device may hold `limit_bytes` of saved tensors: what the ratio keeps and a little more, or the window. A record that leaves
 is copied at once, and stays on the device for as long as there is room; then the oldest copy is waited for and its bytes go. In
-the backward, whatever falls free is filled with what is needed next. In a steady step the same is done by a schedule made ahead
-(`memkit.activations.offloading.steady`): of its saves and requests only those come here that are not as scheduled.
+the backward, whatever falls free is filled with what is needed next. A steady step does the same by a schedule (see `steady`).
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ _PASSED_OVER = 8
 
 
 class OffloadWindow:
-    """The saved tensors of one tag on one device: what each pack and unpack does that follows no schedule. May be used from
-    several threads."""
+    """The saved tensors of one tag on one device, beside those that follow a schedule. May be used from several threads."""
 
     def __init__(self, device: Device, name: str, tag: str, lock: AbstractContextManager[object]) -> None:
         self.device = device
@@ -101,7 +99,7 @@ class OffloadWindow:
 
     @property
     def is_active(self) -> bool:
-        return bool(self.ledger.records)
+        return self.scheduled is not None or bool(self.ledger.records)
 
     # Saving: the caller holds the lock, and has mended what was broken off
 
@@ -328,7 +326,7 @@ class OffloadWindow:
             if record.residency is Residency.HOST and record.original() is None:
                 if tick is not None and record.tick <= tick:
                     return True
-                if not self._make_room_for(forward, record) or (tick is None and not self._is_turn_of(record)):
+                if not self._make_room_for(forward, record) or (tick is None and not self.is_turn_of(record.tick)):
                     return False
                 try:
                     self.ledger.fetch(record)
@@ -337,9 +335,10 @@ class OffloadWindow:
             forward.cursor += 1
         return True
 
-    def _is_turn_of(self, record: Record) -> bool:
+    def is_turn_of(self, tick: int) -> bool:
+        """Tell whether what was left at `tick` may come now, ahead of what others bring."""
         self._is_asking = True
-        is_turn = self.lanes.is_turn_of(self, record.tick)
+        is_turn = self.lanes.is_turn_of(self, tick)
         self._is_asking = False
         return is_turn
 
@@ -351,7 +350,8 @@ class OffloadWindow:
 
     @mended
     def _bring_until(self, tick: int) -> bool:
-        return all(self._fetch_ahead(forward, tick) for forward in self.forwards.live() if forward.task != -1)
+        is_done = self.scheduled is None or self.scheduled.bring_until(tick)
+        return is_done and all(self._fetch_ahead(forward, tick) for forward in self.forwards.live() if forward.task != -1)
 
     def _make_room_for(self, forward: Forward, record: Record) -> bool:
         """Tell whether a record may be fetched ahead of its use, if need be once what is dead is gone."""
