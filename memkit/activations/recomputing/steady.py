@@ -78,7 +78,7 @@ class WatchStage(IdleStage):
         self._sizes = SizesSeen(settled.options.min_bytes)
         self._seen, self._note = self._sizes.seen, self._sizes.note
         self._outer = outer
-        self._has_outer = moving is not None or outer is not None
+        self._has_outer = outer is not None
 
     @property
     def pair(self) -> HookPair:
@@ -99,8 +99,6 @@ class WatchStage(IdleStage):
         return tensor.detach(), torch_private.version_of(tensor)
 
     def _hand_on(self, tensor: Tensor) -> KeptHandle:
-        if self._moving is not None:
-            return self._moving.take(tensor)
         outer = self._outer
         return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=True)
 
@@ -168,9 +166,7 @@ class RegionStage(IdleStage):
         self._place = place + 1
         if place >= len(self._shapes) or tensor.shape != self._shapes[place]:
             self._is_other = True
-        if self._moving is not None:
-            return self._moving.take(tensor)
-        outer = self._outer
+        outer = self._outer  # by its hooks, as autograd would: an offload may follow a schedule
         return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, outer.pack, outer.unpack, is_checked=True)
 
 
