@@ -19,6 +19,7 @@ from memkit.storages import Geometry
 from memkit.transfer.lanes import Lanes
 from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
 
+_MOST_PASSED = 64
 _MAX_PLACES = 4
 """For so many places in host memory the copies are kept."""
 
@@ -118,8 +119,8 @@ class Schedule:
         copies = self.copies = parts[0]
         self.parts = parts
         self.num_values = num_values
-        self.finds_no_room = False
-        """Whether host memory is short: some of what leaves may find room as it goes."""
+        self.num_passed = self._num_refused = 0
+        """How many forwards are yet to go without it, since host memory is short: some of what leaves may find room."""
         self.sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
         leaving = {value for value in self.sizes_bytes if plan.saves[value].action is Action.OFFLOAD}
         asked, known = {value for part in parts for value in part.requests}, set[int]()
@@ -184,6 +185,18 @@ class Schedule:
         )
         """What it takes of the arena, in one span for what backwards ask for, and one for the rest; 0 for none."""
         self._placed: dict[object, Placement] = {}
+
+    def find_no_room(self) -> None:
+        """There is no host memory for it now: pass over some forwards, more each time, up to `_MOST_PASSED`."""
+        self._num_refused += 1
+        self.num_passed = min(2**self._num_refused, _MOST_PASSED)
+
+    def is_passed(self) -> bool:
+        """Tell whether a forward that begins now is to do without."""
+        if self.num_passed:
+            self.num_passed -= 1
+            return True
+        return False
 
     def _peak_bytes(self, requests: Sequence[Sequence[int]]) -> int:
         """Return the most bytes on the device. A value that stays goes with the last backward that asks for it."""

@@ -254,17 +254,19 @@ def follow_schedule(
 
 def _spans_for(schedule: Schedule, window: OffloadWindow) -> list[Span | None] | None:
     """Return the host memory that a schedule needs; None if it is not there, or not pinned."""
-    spans: list[Span | None] = []
+    spans, is_short = list[Span | None](), False
     for num_bytes in schedule.host_bytes:
         span = None
         if num_bytes:
             try:
                 span = window.arena.take(num_bytes)
             except HostMemoryError:
-                schedule.finds_no_room = True
+                is_short = True
         spans.append(span)
     taken = [span for span in spans if span is not None]
-    if schedule.finds_no_room or any(span.staging is not None for span in taken):
+    if is_short:
+        schedule.find_no_room()
+    if is_short or any(span.staging is not None for span in taken):
         for span in taken:
             window.arena.give(span)
         return None
@@ -337,4 +339,4 @@ def _schedule_of(
         )
         found = trace.schedule = (key, schedule)
     schedule = found[1]
-    return None if schedule.finds_no_room else schedule
+    return None if schedule.is_passed() else schedule
