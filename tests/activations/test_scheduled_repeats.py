@@ -53,6 +53,18 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
     counted.made.clear()
 
 
+def test_step_on_the_cpu_alone_among_steady_ones_warns_of_nothing(offloads: Offloads, followed: Followed) -> None:
+    if offloads.device.torch_device.type == "cpu":
+        pytest.skip("everything is on the CPU here")
+    x, on_cpu = leaf_on(offloads.device.torch_device), torch.randn(8, requires_grad=True)
+    for number in range(6):
+        with memkit.CPUOffload(1.0, TAG, min_bytes=0, window_bytes=0, device=offloads.device):
+            y = on_cpu.sin().cos() if number == 3 else chain(x, IN_BATCHES)
+        y.sum().backward()
+        del y
+    assert followed.take()[-2:] == [True] * 2
+
+
 # Accumulation
 
 

@@ -83,6 +83,7 @@ class MovingStage(SteadyStage):
             return
         windows = self._state.windows()
         if self._saves is not None and any(trace.seen is not None for window in windows for trace in window.traces):
+            self._saw_device = True  # in an earlier step
             return  # the first save tells whether a schedule is followed
         if asked is None:
             for window in windows:
