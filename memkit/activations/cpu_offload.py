@@ -11,7 +11,8 @@ from torch import nn
 
 from memkit import torch_private
 from memkit.activations.context import ForwardContext
-from memkit.activations.offloading.stage import MovingStage, OffloadOptions, paused
+from memkit.activations.offloading.stage import MovingStage
+from memkit.activations.offloading.steady import OffloadOptions, paused
 from memkit.activations.recomputing.budget import marks_alone
 from memkit.activations.recomputing.stage import open_recording
 from memkit.activations.saved.entry import NO_PAIR, Entry, entries_around, is_in_last, stop_recording, unpack
@@ -158,8 +159,7 @@ class CPUOffload(ForwardContext):
         if state.is_recorded:
             entry.recording = open_recording(self.tag, marks_alone(self.min_bytes, self.device), moving=moving)
             return None
-        pack = moving.follow_schedule(entry.pack)
-        return None if pack is None else (pack, unpack)
+        return moving.follow_schedules(entry.pack), unpack
 
     @property
     def plan(self) -> Plan | None:
@@ -259,7 +259,7 @@ def _figures(tag: str) -> dict[str, Any] | None:
         state.sweep()
         counts, windows = state.counts, state.windows()
         counters = [counter for counter in (window.device.memory_counter() for window in windows) if counter is not None]
-        scheduled = [window.scheduled for window in windows if window.scheduled is not None]
+        scheduled = [forward for window in windows for forward in window.all_scheduled]
         allocated_bytes = sum(counter.peak_bytes() for counter in counters) if counters else None
         reserved = [peak for peak in (counter.peak_reserved_bytes() for counter in counters) if peak is not None]
         return {
@@ -274,7 +274,7 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "host_peak_bytes": sum(window.arena.peak_in_use_bytes for window in windows),
             "host_held_bytes": sum(window.arena.held_bytes for window in windows),
             "num_pins": sum(window.arena.num_pins for window in windows),
-            "live_records": sum(window.ledger.num_records for window in windows) + sum(each.num_values for each in scheduled),
+            "live_records": sum(window.ledger.num_records for window in windows) + sum(each.num_live for each in scheduled),
             "live_bytes": sum(window.ledger.live_bytes for window in windows) + sum(each.live_bytes for each in scheduled),
             "peak_live_bytes": sum(window.ledger.peak_live_bytes for window in windows),
             "peak_allocated_bytes": allocated_bytes,

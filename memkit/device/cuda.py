@@ -122,21 +122,22 @@ class CudaCopyBatch(CopyBatch):
             self.started, self.done, _ = self._events  # type: ignore[misc]  # made
         self.waited = None
         runtime, lane, on_started = self._runtime, self._lane, self._on_started
-        runtime.cudaEventRecord(on_started, self._raw_stream())
-        runtime.cudaStreamWaitEvent(lane, on_started, 0)
-        if self.ahead is not None:
-            runtime.cudaStreamWaitEvent(lane, self.ahead.done.event.cuda_event, 0)  # type: ignore[attr-defined]  # a CudaEvent
-        if behind is not None:
-            runtime.cudaStreamWaitEvent(lane, behind.done.event.cuda_event, 0)  # type: ignore[attr-defined]  # a CudaEvent
+        error = runtime.cudaEventRecord(on_started, self._raw_stream())[0]
+        error = error or runtime.cudaStreamWaitEvent(lane, on_started, 0)[0]
+        for batch in (self.ahead, behind):
+            if batch is not None and not error:
+                error = runtime.cudaStreamWaitEvent(lane, batch.done.event.cuda_event, 0)[0]  # type: ignore[attr-defined]  # CUDA's
+        if error:
+            raise self._refused("wait for what comes before it", error)
         if self._is_one:
             address = storages[0].data_ptr() + self.pieces[0].start
             destination, source = (self._hosts[0], address) if self.is_out else (address, self._hosts[0])
             error = runtime.cudaMemcpyAsync(destination, source, self._sizes_bytes[0], self._kind, lane)[0]
         else:
             error = self._copy_all([storages[piece.index].data_ptr() + piece.start for piece in self.pieces])
+        error = error or runtime.cudaEventRecord(self._on_done, lane)[0]
         if error:
-            raise RuntimeError(f"CUDA did not copy {sum(self._sizes_bytes)} bytes: {error!r}")
-        runtime.cudaEventRecord(self._on_done, lane)
+            raise self._refused("take it, and tell when it is done", error)
 
     def _copy_all(self, addresses: list[int]) -> Any:
         """Copy all pieces; return CUDA's error."""
@@ -162,8 +163,18 @@ class CudaCopyBatch(CopyBatch):
             return
         runtime, stream = self._runtime, self._raw_stream()
         self.waited = self._events[2]
-        runtime.cudaEventRecord(self._on_waited, stream)
-        runtime.cudaStreamWaitEvent(stream, self._on_done, 0)
+        error = runtime.cudaEventRecord(self._on_waited, stream)[0] or runtime.cudaStreamWaitEvent(stream, self._on_done, 0)[0]
+        if error:
+            raise self._refused("have its other work wait for it", error)
+
+    def _refused(self, what: str, error: Any) -> RuntimeError:
+        """Return what is raised where CUDA has refused a call: without it the copy would race with other work."""
+        self._runtime.cudaGetLastError()  # which the next kernel's launch check would else raise as its own
+        to = "host memory" if self.is_out else "the device"
+        return RuntimeError(
+            f"a copy of {self.num_bytes} bytes to {to} needs CUDA to {what}; CUDA gave {error!r}. What this step computes "
+            "is not to be used. Mostly a kernel before it has failed: run with CUDA_LAUNCH_BLOCKING=1 to see which"
+        )
 
 
 @functools.cache

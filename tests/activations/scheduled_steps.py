@@ -44,9 +44,10 @@ class Offloads:
 
     @property
     def follows(self) -> bool:
-        """Whether the last forward has followed a schedule to its end, and a graph may still ask for something of it."""
+        """Whether the last forward has followed a schedule to its end, and a graph may still ask for what has left, if any."""
         (window,) = offload_states[TAG].windows()
-        return window.scheduled is not None and window.scheduled.is_complete and not window.scheduled.is_over
+        forward = window.scheduled
+        return forward is not None and forward.is_complete and not (forward.is_over and any(forward.schedule.host_bytes))
 
     @property
     def moved_units(self) -> float:

@@ -97,7 +97,7 @@ def test_unpacking_a_tensor_crosses_few_files() -> None:
 
 
 def test_packing_and_unpacking_by_a_schedule_crosses_few_files() -> None:
-    forward, device = _steady(3)
+    forward, device = _steady(4)  # after the third, copies take turns: they are made anew
 
     calls = _calls_across_files(ScheduledSaves.pack.__code__, forward)
     loss = forward()

@@ -48,6 +48,15 @@ class Model(nn.Module):
         return torch.relu_(self.norm(x)).sin()
 
 
+class TwoHeads(Model):
+    """Keeps an output that the loss does not reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aux = y.exp().sin()
+        return y
+
+
 class Blocks(nn.Module):
     """Blocks of which calls are recomputed as a whole."""
 
@@ -323,6 +332,21 @@ def test_what_a_schedule_copies_is_held_before_the_copy_is_issued(feature: str, 
         pytest.skip(f"nothing is done in {function} here")
     _check(loop, count, within=function, repeats=True)
 
+    assert loop.held_bytes() == before
+
+
+@pytest.mark.parametrize("count", MANY_LINES)
+@pytest.mark.parametrize("function", ["settle_scheduled", "put_by", "_give_back", "_spans_for", "is_spent", "_turn"])
+def test_steps_after_one_that_leaves_what_no_backward_asks_for_are_exact(function: str, count: int) -> None:
+    loop = Loop(FEATURES["offload all"], make=TwoHeads)
+    for _ in range(4):
+        loop.step()
+    before = loop.held_bytes()
+
+    assert count_lines(loop.step, function)
+    _check(loop, count, within=function)
+
+    loop.step()
     assert loop.held_bytes() == before
 
 

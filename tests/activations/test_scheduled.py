@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 import memkit
+from memkit.activations.offloading.scheduled import ScheduledForward
+from memkit.activations.saved.state import offload_states
 from memkit.device import ReferenceDevice
 from tests.activations.cases import COMPUTATIONS, assert_same_bits, inputs_on
-from tests.activations.chains import chain, leaf_on
+from tests.activations.chains import UNIT_BYTES, chain, leaf_on
 from tests.activations.scheduled_steps import (
     IN_BATCHES,
     SETTINGS,
@@ -198,6 +200,40 @@ def test_forward_is_shorter_longer_or_other(offloads: Offloads, num_units: list[
                 y = chain(x, units) * 1
             assert_same_bits([gradient_of(y, x)], [wanted])
             del y
+
+
+@pytest.mark.parametrize("units", [[1] * 12, IN_BATCHES])
+@pytest.mark.parametrize("options", [*SETTINGS, {"ratio": 0.5, "window_units": 3}, {"ratio": 0.0, "window_units": 0}])
+def test_most_bytes_on_the_device_are_counted_in_steady_steps(
+    offloads: Offloads, units: list[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No less than what leaves, or has come back, is held at once; and no more than in steps without a schedule."""
+    x, found, held = leaf_on(offloads.device.torch_device), [], [0]
+    fetch, keep_up = ScheduledForward._fetch_next, ScheduledForward.keep_up
+
+    def fetch_and_look(forward: ScheduledForward) -> bool:
+        was_fetched = fetch(forward)
+        held.append(forward.live_bytes)
+        return was_fetched
+
+    def look_and_keep_up(forward: ScheduledForward, *due: int) -> None:
+        held.append(forward.live_bytes)
+        keep_up(forward, *due)
+
+    monkeypatch.setattr(ScheduledForward, "_fetch_next", fetch_and_look)
+    monkeypatch.setattr(ScheduledForward, "keep_up", look_and_keep_up)
+    for _ in range(4):
+        (window,) = offload_states[TAG].windows() if TAG in offload_states else [None]
+        if window is not None:
+            window.ledger.peak_live_bytes = 0
+        with offloads(**options):
+            y = chain(x, units)
+        gradient_of(y, x)
+        del y
+        found.append(memkit.stats(TAG).peak_live_bytes / UNIT_BYTES)
+
+    assert max(held) / UNIT_BYTES <= found[2] == found[3] <= found[1]
+    assert found[3] >= found[1] - max(units)
 
 
 @pytest.mark.xfail(strict=True, reason="what stays is not counted: nothing tells when it dies")

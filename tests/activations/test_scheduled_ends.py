@@ -13,6 +13,7 @@ from torch import Tensor
 import memkit
 from memkit.activations.saved.state import offload_states
 from memkit.device import ReferenceDevice
+from memkit.errors import HostMemoryError
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import chain, leaf_on
 from tests.activations.scheduled_steps import (
@@ -85,6 +86,27 @@ def test_device_without_any_room_raises_the_original_error_with_a_hint() -> None
     assert f'no room on the device for 0.00 MiB that CPUOffload (tag "{TAG}") had moved to the host' in note
     device.refused = iter(())
     assert_same_bits([gradient_of(y, x)], [wanted])
+
+
+def test_host_memory_that_is_short_for_a_moment(offloads: Offloads, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, follows = leaf_on(offloads.device.torch_device), []
+    wanted = gradient_of(chain(x, [1] * 6), x)
+    offloads.learn(lambda: chain(x, [1] * 6))
+    (window,) = offload_states[TAG].windows()
+    take = window.arena.take
+
+    def refuse(num_bytes: int) -> Any:
+        monkeypatch.setattr(window.arena, "take", take)
+        raise HostMemoryError("injected: no room")
+
+    monkeypatch.setattr(window.arena, "take", refuse)
+    for _ in range(8):
+        with offloads():
+            y = chain(x, [1] * 6)
+        follows.append(offloads.follows)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+    assert follows == [False] * 3 + [True] * 5
 
 
 def test_peek_ahead_of_the_backward(offloads: Offloads) -> None:
@@ -207,6 +229,20 @@ def test_reset_between_forward_and_backward(offloads: Offloads) -> None:
         memkit.reset(TAG)
         assert_same_bits([gradient_of(y, x)], [wanted])
         del y
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_host_memory_of_a_tag_that_was_reset_goes_back_with_the_backward(offloads: Offloads, options: dict[str, Any]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    y = learned(offloads, lambda: chain(x, IN_BATCHES), **options)
+    (window,) = offload_states[TAG].windows()
+    memkit.reset(TAG)
+    assert window.arena.held_bytes > 0
+
+    gradient_of(y, x)
+
+    assert window.arena.held_bytes == 0
+    assert window.scheduled is None
 
 
 def test_many_steps_leave_what_three_did(offloads: Offloads) -> None:

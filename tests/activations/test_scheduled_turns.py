@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.offloading.schedule import Schedule
+from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.state import offload_states
 from memkit.device import CudaDevice, Device, ReferenceDevice
 from memkit.device.base import Piece
@@ -30,10 +30,10 @@ def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "BATCH_BYTES", 1)
 
 
-def _schedule() -> Schedule:
+def _scheduled() -> ScheduledForward:
     (window,) = offload_states[TAG].windows()
     assert window.scheduled is not None
-    return window.scheduled.schedule
+    return window.scheduled
 
 
 def _waiting(device: Device, x: Tensor) -> Tensor:
@@ -63,13 +63,14 @@ def test_copies_take_turns_once_they_were_over_when_the_forward_was(offloads: Of
     x = leaf_on(offloads.device.torch_device)
     y = _take_steps(offloads, functools.partial(_waiting, offloads.device, x), x)
 
-    made, (first, second) = _schedule(), _window_streams()
+    made, (first, second) = _scheduled().placement, _window_streams()
+    assert made is not None
 
-    assert made.takes_turns
+    assert _scheduled().schedule.takes_turns
     assert len(made.out) > 2
     assert [batch.stream for batch in made.out] == [(first, second)[number % 2] for number in range(len(made.out))]
     assert [batch.ahead for batch in made.out] == [None, *made.out[:-1]]
-    assert all(batch.ahead is None for batch in made.back)
+    assert all(batch.ahead is None for back in made.back for batch in back)
     gradient_of(y, x)
 
 
@@ -83,8 +84,8 @@ def test_copies_go_one_after_the_other_where_the_forward_ends_before_them() -> N
     offloads, x = Offloads(device), leaf_on(device.torch_device)
     y = _take_steps(offloads, lambda: chain(x, SIZES), x, window_units=4)  # so that the last copy may come later
 
-    assert not _schedule().takes_turns
-    assert {batch.stream for batch in _schedule().out} == {_window_streams()[0]}
+    assert not _scheduled().schedule.takes_turns
+    assert {batch.stream for batch in _scheduled().out} == {_window_streams()[0]}
     gradient_of(y, x)
     del y
     offloads.assert_nothing_is_left()
@@ -126,7 +127,7 @@ def test_a_value_that_is_read_back_does_not_wait_for_all_copies() -> None:
             y = y.sin()
         y[0].item()
         if follows:
-            done = sum(batch.done.is_reached() for batch in _schedule().out)
+            done = sum(batch.done.is_reached() for batch in _scheduled().out)
         for _ in range(20):
             y = y.sin()
         device.synchronize()  # so that copies are over when the forward is
@@ -136,7 +137,7 @@ def test_a_value_that_is_read_back_does_not_wait_for_all_copies() -> None:
         with memkit.CPUOffload(0.5, TAG, min_bytes=0, device=device):
             y = forward(follows=step == 5)
         if step == 5:
-            assert _schedule().takes_turns
+            assert _scheduled().schedule.takes_turns
         gradient_of(y, x)
 
     assert done < 10  # of 20, which take 24 ms

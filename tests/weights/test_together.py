@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memkit
+from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.records import Record
+from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
 from memkit.owners import owner_of
+from memkit.plan import copies
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import StreamedHandle, Streamer
@@ -340,7 +343,10 @@ def test_module_inside_of_a_layer_is_called_by_itself(device: Device) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("run", ["in order", "checkpoint"])
-def test_what_is_needed_sooner_goes_first(run: str, slots: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("last", [1, 4])  # decided as it goes, and by a schedule
+def test_what_is_needed_sooner_goes_first(
+    run: str, slots: int, last: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights and activations come back on one lane: none is put there past another that the backward needs before it."""
     ticks: list[tuple[int, bool]] = []
     fetch_layer, fetch_record = Streamer._fetch, Ledger.fetch
@@ -353,12 +359,22 @@ def test_what_is_needed_sooner_goes_first(run: str, slots: int, device: Device, 
         fetch_record(self, record)
         ticks.append((record.tick, False))
 
+    def note_batch(self: ScheduledForward) -> bool:
+        assert self.ticks is not None
+        ticks.append((self._next_tick(self.ticks), False))
+        return fetch_batch(self)
+
+    fetch_batch = ScheduledForward._fetch_next
+    monkeypatch.setattr(copies, "BATCH_BYTES", 1)
     model = only_lora(Stack(8, run=RUNS[run])).to(device.torch_device)
     with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=slots, device=device):
-        for step in range(3):
+        for step in range(last + 1):
             with memkit.CPUOffload(1.0, tag="order", min_bytes=0, device=device):
                 loss = model(inputs(device)[0]).square().mean()
-            if step == 2:
+            (window,) = offload_states["order"].windows()
+            assert (window.scheduled is not None) == (step >= 2)
+            if step == last:
+                monkeypatch.setattr(ScheduledForward, "_fetch_next", note_batch)
                 monkeypatch.setattr(Streamer, "_fetch", note_layer)
                 monkeypatch.setattr(Ledger, "fetch", note_record)
             loss.backward()

@@ -93,7 +93,7 @@ class RatioDecider(RatioSoFar):
             _LOGGER.debug("a new forward: %s", trace.plan(self.ratio, self._asked_window_bytes))
         self._filed = trace
         self._traces.drop_report()
-        self._traces.add(trace)
+        self._traces.follow(trace)
         return was_misled
 
     # The backward
@@ -112,14 +112,29 @@ class RatioDecider(RatioSoFar):
             return None
         return forecast_of(trace, self._plan, limit_bytes=self.limit_bytes, window_bytes=self.window_bytes)
 
-    def learn(self, order: tuple[int, ...], working_bytes: tuple[int, ...], requests: tuple[int, ...]) -> None:
-        """Take note of a whole backward: the saves in the order of their first uses, what else was allocated then, and all
-        uses."""
+    def learn(
+        self,
+        order: tuple[int, ...],
+        working_bytes: tuple[int, ...],
+        requests: tuple[tuple[int, ...], ...],
+        *,
+        is_whole: bool,
+    ) -> None:
+        """Take note of a backward: the saves in the order of their first uses, what else was allocated then, and all uses of
+        this and the ones before.
+
+        Args:
+            is_whole: whether nothing is left. Else the order is that of a part.
+        """
         trace = self.trace
-        if trace is not None and len(trace.keys) == len(self.follower.keys) and not self._is_partial:
-            if trace.order != order or trace.requests != requests:
+        if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
+            return
+        if is_whole:
+            if trace.order != order:
                 trace.schedule = None
-            trace.order, trace.working_bytes, trace.requests = order, working_bytes, requests
+            trace.order, trace.working_bytes = order, working_bytes
+        if trace.requests != requests:
+            trace.schedule, trace.requests = None, requests
 
     def file_seen(self, seen: tuple[SeenSave, ...], paused: tuple[int, ...], under: object) -> None:
         """Take note of all that the hooks were given: see `Trace`."""

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from memkit.activations.saved.seen import NO_VALUE, SeenSave
-from memkit.device.base import CopyBatch, Device, Piece, Stream
+from memkit.device.base import CopyBatch, Device, Piece
 from memkit.kept import nothing
 from memkit.plan import CopySchedule, Forecast, Plan, schedule_copies
 from memkit.plan.actions import Action
 from memkit.storages import Geometry
 from memkit.transfer.lanes import Lanes
 from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
+
+_MOST_PASSED = 64
+_MAX_PLACES = 4
+"""For so many places in host memory the copies are kept."""
 
 
 class ScheduledSave:
@@ -32,6 +36,7 @@ class ScheduledSave:
         "is_kept",
         "is_moved",
         "is_neg",
+        "is_rest",
         "is_written",
         "nothing",
         "num_bytes",
@@ -53,6 +58,8 @@ class ScheduledSave:
         self.num_values = seen.num_values
         self.is_moved = is_moved
         """Whether it leaves. Else it stays, and its request may be a moment at which something is fetched."""
+        self.is_rest = False
+        """Whether it leaves, and no backward asks for it."""
         self.is_first = is_first
         """Whether it is the first of its value."""
         self.is_written = seen.is_written
@@ -83,8 +90,9 @@ class ScheduledTotals:
     seen_bytes: int
     unique_bytes: int
     kept_bytes: int
-    moved_bytes: int
     window_bytes: int
+    peak_bytes: int
+    """The most bytes of its values on the device, in its backwards too."""
 
 
 class Schedule:
@@ -93,8 +101,8 @@ class Schedule:
     Args:
         seen: what was saved.
         plan: what leaves.
-        copies: when.
-        requests: the value of each request of the backward.
+        parts: when, for each backward; all are of the same forward.
+        requests: for each backward the value of each request.
         paused: before which saves a region of `no_offload` began, or ended.
     """
 
@@ -102,26 +110,30 @@ class Schedule:
         self,
         seen: Sequence[SeenSave],
         plan: Plan,
-        copies: CopySchedule,
+        parts: Sequence[CopySchedule],
         device: Device,
         num_values: int,
-        requests: Sequence[int],
+        requests: Sequence[Sequence[int]],
         paused: Sequence[int],
     ) -> None:
-        self.copies = copies
+        copies = self.copies = parts[0]
+        self.parts = parts
         self.num_values = num_values
-        self.finds_no_room = False
-        """Whether host memory is short: some of what leaves may find room as it goes."""
+        self.num_passed = self._num_refused = 0
+        """How many forwards are yet to go without it, since host memory is short: some of what leaves may find room."""
         self.sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
         leaving = {value for value in self.sizes_bytes if plan.saves[value].action is Action.OFFLOAD}
-        asked, known = set(copies.requests), set[int]()
+        asked, known = {value for part in parts for value in part.requests}, set[int]()
+        self.rest = leaving.difference(*requests)
+        """What leaves, and no backward asks for: it may live on when they are over."""
         self.saves: list[ScheduledSave] = []
         self.num_handles = [0] * num_values
         """For each value, how many saves it is of."""
-        self.num_requests = [0] * num_values
-        """For each value, how often the backward asks for it."""
-        for value in requests:
-            self.num_requests[value] += 1
+        self.num_requests = [[0] * num_values for _ in parts]
+        """In each backward, for each value, how often that asks for it."""
+        for counted, asking in zip(self.num_requests, requests, strict=True):
+            for value in asking:
+                counted[value] += 1
         pauses = {place: number for number, place in enumerate(paused, start=1)}
         befores: dict[int, int] = {}
         for place, save in enumerate(seen):
@@ -143,68 +155,117 @@ class Schedule:
             if save.value != NO_VALUE:
                 known.add(save.value)
                 self.num_handles[save.value] += 1
+            made.is_rest = made.value in self.rest
             made.num_sent, made.num_released = copies.num_sent[place], copies.num_released[place]
             self.saves.append(made)
         self.whole: list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = [None] * num_values
-        """For each value that is asked for once, as all of its storage, how it lies in that."""
+        """For each value that a backward asks for once, as all of its storage, how it lies in that."""
         for made in self.saves:
             geometry = made.geometry
-            is_alone = made.is_moved and self.num_handles[made.value] == self.num_requests[made.value] == 1
+            is_alone = made.is_moved and self.num_handles[made.value] == 1
+            is_alone = is_alone and max(counted[made.value] for counted in self.num_requests) == 1
             if is_alone and geometry is not None and is_all_of(geometry, made.num_bytes):
                 self.whole[made.value] = geometry.size, geometry.stride, geometry.dtype
         self.batch_of = {value: number for number, batch in enumerate(copies.out) for value in batch}
         """For each value that leaves, the batch it leaves with."""
-        self.fetched_with = {value: number for number, batch in enumerate(copies.back) for value in batch}
-        self.behind = [max(self.batch_of[value] for value in batch) for batch in copies.back]
-        """For each batch that comes back, the last one of those it left with."""
+        self.behind = [[max(self.batch_of[value] for value in batch) for batch in part.back] for part in parts]
+        """For each batch that comes back in each backward, the last one of those it left with."""
         moved_bytes = sum(self.sizes_bytes[value] for value in leaving)
         unique_bytes = sum(self.sizes_bytes.values())
         self.totals = ScheduledTotals(
             seen_bytes=sum(save.seen_bytes for save in seen),
             unique_bytes=unique_bytes,
             kept_bytes=unique_bytes - moved_bytes,
-            moved_bytes=moved_bytes,
             window_bytes=plan.window_bytes,
+            peak_bytes=self._peak_bytes(requests),
         )
-        self.host_bytes = sum(rounded(self.sizes_bytes[value], ALIGNMENT_BYTES) for value in leaving)
-        """What it takes of the arena, in one span."""
-        self.out: list[CopyBatch] = []
-        self.back: list[CopyBatch] = []
+        self.host_bytes = tuple(
+            sum(rounded(self.sizes_bytes[value], ALIGNMENT_BYTES) for value in values)
+            for values in (leaving - self.rest, self.rest)
+        )
+        """What it takes of the arena, in one span for what backwards ask for, and one for the rest; 0 for none."""
         self.takes_turns = False
         """Whether copies to the host are on two streams."""
-        self._alone: dict[tuple[int, bool], CopyBatch] = {}
-        self._pieces: dict[int, list[tuple[int, Tensor]]] = {}
-        self._placed: tuple[object, ...] | None = None
+        self._placed: dict[object, Placement] = {}
 
-    def place(self, span: Span, device: Device, lanes: Lanes) -> None:
-        """Make the copies from and to a span of `host_bytes`, unless it lies where the last one did."""
-        placed = (span.offset, span.ranges, tuple(piece.data_ptr() for piece in span.pieces))
-        if placed == self._placed:
-            return
-        self._device, self._lanes, self._placed = device, lanes, placed
-        edges = list(itertools.accumulate((piece.numel() for piece in span.pieces), initial=0))
-        start, self._pieces = 0, {}
-        for batch in self.copies.out:
-            for value in batch:
-                self._pieces[value] = list(_parts(span.pieces, edges, start, self.sizes_bytes[value]))
-                start += rounded(self.sizes_bytes[value], ALIGNMENT_BYTES)
-        self.out = self._out_by_turns() if self.takes_turns else self._on(lanes.out, self.copies.out, is_out=True)
-        self.back = self._on(lanes.back, self.copies.back, is_out=False)
-        self._alone = {}
+    def find_no_room(self) -> None:
+        """There is no host memory for it now: pass over some forwards, more each time, up to `_MOST_PASSED`."""
+        self._num_refused += 1
+        self.num_passed = min(2**self._num_refused, _MOST_PASSED)
+
+    def is_passed(self) -> bool:
+        """Tell whether a forward that begins now is to do without."""
+        if self.num_passed:
+            self.num_passed -= 1
+            return True
+        return False
+
+    def _peak_bytes(self, requests: Sequence[Sequence[int]]) -> int:
+        """Return the most bytes on the device. A value that stays goes with the last backward that asks for it."""
+        copies, sizes_bytes = self.copies, self.sizes_bytes
+        gone = {value for batch in copies.out[: copies.num_released[-1]] for value in batch}
+        live = set(sizes_bytes) - gone
+        live_bytes, peak_bytes = sum(sizes_bytes[value] for value in live), copies.peak_bytes
+        for number, (part, asked) in enumerate(zip(self.parts, requests, strict=True), start=1):
+            due, last = dict(zip(part.requests, part.num_fetched, strict=True)), {value: at for at, value in enumerate(asked)}
+            num_fetched = 0
+            for at, value in enumerate(asked):
+                coming = {value, *(each for batch in part.back[num_fetched : due.get(value, 0)] for each in batch)} - live
+                num_fetched = max(num_fetched, due.get(value, 0))
+                live |= coming
+                live_bytes += sum(sizes_bytes.get(each, 0) for each in coming)
+                peak_bytes = max(peak_bytes, live_bytes)
+                if last[value] == at and (value in self.batch_of or number == len(requests)):
+                    live.discard(value)
+                    live_bytes -= sizes_bytes.get(value, 0)
+        return peak_bytes
 
     def take_turns(self) -> None:
         """Have copies to the host take turns from the next forward on: see [Note: copies by turns] in `transfer.lanes`."""
-        self.takes_turns, self._placed = True, None
+        self.takes_turns = True
+        self._placed.clear()
 
-    def _on(self, lane: Stream, batches: Sequence[Sequence[int]], *, is_out: bool) -> list[CopyBatch]:
-        return [self._device.copy_batch(lane, self._of(values), is_out=is_out) for values in batches]
+    def place(self, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> Placement:
+        """Return the copies from and to spans of `host_bytes`: those of the last forward whose spans lay there."""
+        key = tuple(
+            None if span is None else (span.offset, span.ranges, tuple(piece.data_ptr() for piece in span.pieces))
+            for span in spans
+        )
+        found = self._placed.get(key)
+        if found is None:
+            if len(self._placed) == _MAX_PLACES:
+                del self._placed[next(iter(self._placed))]
+            found = self._placed[key] = Placement(self, spans, device, lanes)
+        return found
 
-    def _out_by_turns(self) -> list[CopyBatch]:
-        made: list[CopyBatch] = []
-        for number, values in enumerate(self.copies.out):
-            stream, ahead = self._lanes.out_by_turns[number % 2], made[-1] if made else None
-            made.append(self._device.copy_batch(stream, self._of(values), is_out=True, ahead=ahead))
-        return made
+
+class Placement:
+    """The copies of a schedule from and to where its spans lie. No two forwards that are alive have the same ones."""
+
+    def __init__(self, schedule: Schedule, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> None:
+        self._device, self._lanes = device, lanes
+        self._pieces: dict[int, list[tuple[int, Tensor]]] = {}
+        for span, is_rest in zip(spans, (False, True), strict=True):
+            if span is None:
+                continue
+            edges, start = list(itertools.accumulate((piece.numel() for piece in span.pieces), initial=0)), 0
+            for batch in schedule.copies.out:
+                for value in batch:
+                    if (value in schedule.rest) is is_rest:
+                        num_bytes = schedule.sizes_bytes[value]
+                        self._pieces[value] = list(_parts(span.pieces, edges, start, num_bytes))
+                        start += rounded(num_bytes, ALIGNMENT_BYTES)
+        self.out: list[CopyBatch] = []
+        for number, batch in enumerate(schedule.copies.out):
+            lane, ahead = lanes.out, None
+            if schedule.takes_turns:
+                lane, ahead = lanes.out_by_turns[number % 2], self.out[-1] if self.out else None
+            self.out.append(device.copy_batch(lane, self._of(batch), is_out=True, ahead=ahead))
+        self.back = [
+            [device.copy_batch(lanes.back, self._of(batch), is_out=False) for batch in part.back] for part in schedule.parts
+        ]
+        """For each backward."""
+        self._alone: dict[tuple[int, bool], CopyBatch] = {}
 
     def _of(self, values: Sequence[int]) -> list[Piece]:
         return [
@@ -245,7 +306,7 @@ def make_schedule(
     seen: Sequence[SeenSave],
     plan: Plan,
     *,
-    requests: Sequence[int],
+    requests: Sequence[Sequence[int]],
     limit_bytes: int,
     forecast: Forecast | None,
     device: Device,
@@ -256,23 +317,42 @@ def make_schedule(
     Args:
         seen: what was saved.
         plan: what leaves.
-        requests: the value of each request of the backward.
+        requests: for each backward the value of each request.
         limit_bytes: what of these values the device may hold.
-        forecast: how full the device is in the backward, None if that is not known.
+        forecast: how full the device is in the backward, None if that is not known. It counts where there is one alone.
         paused: before which saves a region of `no_offload` began, or ended.
     """
     sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
     leaving = frozenset(value for value in sizes_bytes if plan.saves[value].action is Action.OFFLOAD)
-    copies = schedule_copies(
-        sizes_bytes,
-        leaving,
-        saves=[save.value for save in seen],
-        ready=_ready(seen),
-        requests=[value for value in requests if value in sizes_bytes],
-        limit_bytes=limit_bytes,
-        forecast=forecast,
-    )
-    return Schedule(seen, plan, copies, device, len(plan.saves), requests, paused)
+    ready = _ready(seen)
+    parts = [
+        schedule_copies(
+            sizes_bytes,
+            leaving,
+            saves=[save.value for save in seen],
+            ready=ready,
+            requests=[value for value in asked if value in sizes_bytes],
+            limit_bytes=limit_bytes,
+            forecast=forecast if len(requests) == 1 else None,
+        )
+        for asked in requests
+    ]
+    visible = leaving.union(*(part.requests for part in parts))
+    told = [(_told(part, asked, visible), asked) for part, asked in zip(parts, requests, strict=True)]
+    told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # no other one shows
+    return Schedule(seen, plan, [part for part, _ in told], device, len(plan.saves), [asked for _, asked in told], paused)
+
+
+def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) -> CopySchedule:
+    """Return what is due in a backward, at its first request of each value of which a request shows in any backward."""
+    due = dict(zip(part.requests, part.num_fetched, strict=True))
+    requests, num_fetched, num = [], [], 0
+    for value in dict.fromkeys(asked):
+        num = due.get(value, num)
+        if value in visible:
+            requests.append(value)
+            num_fetched.append(num)
+    return replace(part, requests=tuple(requests), num_fetched=tuple(num_fetched))
 
 
 def _ready(seen: Sequence[SeenSave]) -> dict[int, int]:

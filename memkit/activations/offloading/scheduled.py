@@ -8,77 +8,57 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.activations.offloading.scheduled_sends import ScheduledSends, wait_for
+from memkit.activations.offloading.scheduled_fetches import ScheduledFetches
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.traces import Trace
-from memkit.device.base import CopyBatch, Device
+from memkit.device.base import CopyBatch
 from memkit.errors import note_no_room
 from memkit.interrupts import mended
 from memkit.kept import KeptHandle, modified_error
 from memkit.labels import label
 from memkit.sizes import format_mib
-from memkit.transfer.arena import Arena
 from memkit.transfer.spans import Span
 
 if TYPE_CHECKING:
-    from memkit.activations.offloading.schedule import Schedule, ScheduledSave
+    from memkit.activations.offloading.schedule import Placement, Schedule, ScheduledSave
+    from memkit.activations.offloading.window import OffloadWindow
 
 _NO_BACKWARD = -1
 
 
-class ScheduledForward(ScheduledSends):
+class ScheduledForward(ScheduledFetches):
     """One forward that follows a schedule, and its backwards.
 
     Args:
-        schedule: what to do; it is this forward's until `close`.
+        window: whose forward it is.
+        schedule: what to do.
+        placement: its copies, from and to `spans`.
+        spans: the host memory for what leaves and backwards ask for, and for the rest; None for none.
         trace: what it was made from.
-        device: where the tensors are.
-        arena: where they are in between.
-        span: the host memory for all that leaves; None where nothing does.
-        lock: held for all that is done here.
         counts: what is done is counted there.
-        name: what the user calls the context.
     """
 
     def __init__(
         self,
+        window: OffloadWindow,
         schedule: Schedule,
+        placement: Placement | None,
+        spans: Sequence[Span | None],
         trace: Trace,
-        device: Device,
-        arena: Arena,
-        span: Span | None,
-        lock: AbstractContextManager[object],
         counts: Counts,
-        name: str,
     ) -> None:
-        super().__init__(schedule, trace, device, lock, counts)
-        self.name = name
+        super().__init__(window, schedule, placement, trace, counts)
         self.task = _NO_BACKWARD
         """Autograd's number of the backward that asks; -1 before the first."""
-        self._arena, self._span = arena, span
-        num_values = schedule.num_values
-        self._has_left = False
-        """Whether a backward has gone another way than the schedule has it."""
-        self._cursor = self._num_fetched = 0
-        """The request that comes next, and how many of the batches that come back are on the lane."""
-        self._asked = bytearray(num_values)
-        self._awaiting = list(schedule.num_requests)
-        """For each value how often the backward is yet to ask for it."""
-        self._fetched = bytearray(num_values)
-        """Whether what is held was fetched."""
-        self._coming: dict[int, int] = {}
-        """For each value that is being fetched, and that the stream has not waited for, its batch."""
-        self._ready: list[Tensor | None] = [None] * num_values
-        """For each value that is being fetched for one request alone, the tensor."""
-        self._behind = -1
-        """The last batch of those that leave that the lane back has waited for."""
+        self._num_backwards = 0
+        self._spans = list(spans)
         self._lent: dict[int, list[KeptHandle]] = {}
         """For values that are asked for again, what was handed out over what was fetched."""
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
@@ -150,73 +130,18 @@ class ScheduledForward(ScheduledSends):
 
     def _turn(self, task: int) -> None:
         """Another backward asks than before, or the first one."""
-        if self.task == _NO_BACKWARD:
+        number, num_known = self._num_backwards, len(self.schedule.parts)
+        if number == 0:
             self.end_forward()
         else:
-            self._has_left = True
-            self._awaiting = list(self.schedule.num_requests)
-            self._asked = bytearray(len(self._asked))
-        self.task = task
+            self._has_left = self._has_left or self._is_asking
+            self._give_up_fetched()
+            self._go_along(min(number, num_known - 1))
+        if number >= num_known and not (self._has_left or self.was_stopped):
+            self._leave()
+        self.task, self._num_backwards, self._is_asking = task, number + 1, True
         me = weakref.ref(self)
-        backwards.on_end(lambda has_failed: _end_backward(me, task))
-
-    def _note_request(self, value: int) -> None:
-        """Fetch what is due when a value is asked for first."""
-        self._asked[value] = 1
-        if self._has_left or self.was_stopped:
-            return
-        copies, cursor = self.schedule.copies, self._cursor
-        if cursor == len(copies.requests) or copies.requests[cursor] != value:
-            self._has_left = True
-            self.trace.requests = None  # the next forward decides as it goes, and its backward is learned
-            return
-        self._cursor = cursor + 1
-        while self._num_fetched < copies.num_fetched[cursor]:
-            if not self._fetch_next():
-                return
-
-    def _fetch_next(self) -> bool:
-        """Put the next batch that comes back on its lane; tell whether there was room."""
-        if self.device.stream_number() != self.stream:  # each request gets its own there
-            self._has_left = True
-            return False
-        schedule, number = self.schedule, self._num_fetched
-        values = schedule.copies.back[number]
-        device, held, storages, made = self.device, self.held, [], []
-        for value in values:
-            if held[value] is not None or self._awaiting[value] <= 0:
-                self._has_left = True
-                return False
-            whole, tensor = schedule.whole[value], None
-            try:
-                if whole is None:
-                    storage = device.allocate(schedule.sizes_bytes[value])
-                else:
-                    tensor = device.allocate_tensor(*whole)
-                    storage = tensor.untyped_storage()
-            except torch.OutOfMemoryError:
-                self._has_left = True  # it may be needed less soon than what took the room
-                return False
-            storages.append(storage)
-            made.append(tensor)
-        batch, behind = schedule.back[number], schedule.behind[number]
-        for value, storage in zip(values, storages, strict=True):
-            held[value] = storage
-        after = schedule.out[behind] if behind > self._behind else None
-        if torch_private.profiler_is_on():
-            with label("fetch"):
-                batch.start(storages, after)
-        else:
-            batch.start(storages, after)
-        if after is not None:
-            self._behind = behind
-        for value, tensor in zip(values, made, strict=True):
-            self._coming[value] = number
-            self._fetched[value] = 1
-            self._ready[value] = tensor  # last: it is given as it is
-        self._num_fetched = number + 1
-        self.counts.moved_in.batches.append(batch)
-        return True
+        backwards.on_end(lambda has_failed: _end_backward(me, task, has_failed=has_failed))
 
     def _storage_of(self, value: int) -> torch.UntypedStorage:
         """Return the storage with the bytes of a value, for work on the current stream."""
@@ -236,23 +161,16 @@ class ScheduledForward(ScheduledSends):
             storage = self._fetch_one(value)
         return storage
 
-    def _await(self, number: int) -> None:
-        """Have the current stream wait for a batch that comes back: once, for all of it."""
-        wait_for(self.schedule.back[number])
-        self.counts.stall_in.batches.append(self.schedule.back[number])
-        for value in self.schedule.copies.back[number]:
-            self._coming.pop(value, None)
-
     def _fetch_one(self, value: int) -> torch.UntypedStorage:
         """Bring back a value that is needed now."""
-        schedule, batch = self.schedule, self.schedule.copy_alone(value, is_out=False)
+        schedule, batch = self.schedule, self.copy_alone(value, is_out=False)
         storage = self._allocate_now(schedule.sizes_bytes[value])
         if self.device.stream_number() == self.stream:
             self.held[value], self._fetched[value] = storage, 1
         else:  # it is for this request alone
             self._leaving.append((storage, batch))
         with label("fetch"):
-            batch.start([storage], self.alone.get(value) or schedule.out[schedule.batch_of[value]])
+            batch.start([storage], self.alone.get(value) or self.out[schedule.batch_of[value]])
             batch.wait()
         self.counts.moved_in.batches.append(batch)
         self.counts.stall_in.batches.append(batch)
@@ -269,7 +187,7 @@ class ScheduledForward(ScheduledSends):
         try:
             return self.device.allocate(num_bytes)
         except torch.OutOfMemoryError as error:
-            note_no_room(error, format_mib(num_bytes), self.name)
+            note_no_room(error, format_mib(num_bytes), self.window.name)
             raise
 
     def _serve_last(self, value: int, storage: torch.UntypedStorage) -> None:
@@ -284,7 +202,7 @@ class ScheduledForward(ScheduledSends):
             return  # it was not copied
         self.held[value] = None
         if number >= self.num_released:
-            self._leaving.append((storage, self.schedule.out[number]))
+            self._leaving.append((storage, self.out[number]))
             self.counts.served_bytes += storage.nbytes()
 
     def _let_go_of_served(self, *, wait: bool) -> None:
@@ -295,17 +213,19 @@ class ScheduledForward(ScheduledSends):
             self._leaving.popleft()
 
     @mended
-    def end_backward(self, task: int) -> None:
+    def end_backward(self, task: int, *, has_failed: bool) -> None:
         """A backward is over: give up what was fetched and not asked for."""
+        self._has_left = self._has_left or has_failed
         if self.task == task:
+            self._is_asking = False
             self._let_go_of_served(wait=True)
             self._give_up_fetched()
-            if self.is_over:
-                self.close()
+            if self.is_spent:
+                self.window.settle()
 
     def _give_up_fetched(self) -> None:
         for number in dict.fromkeys(self._coming.values()):
-            self.device.wait_event(self.home, self.schedule.back[number].done)
+            self.device.wait_event(self.home, self._back[number].done)
         self._coming.clear()
         for value, is_fetched in enumerate(self._fetched):
             if is_fetched:
@@ -316,14 +236,28 @@ class ScheduledForward(ScheduledSends):
     # The end
 
     @property
-    def is_over(self) -> bool:
-        """Whether no graph can ask for anything any more."""
-        return self.life() is None
+    def has_backward(self) -> bool:
+        """Whether a backward has asked for anything."""
+        return self.task != _NO_BACKWARD
 
     @mended
     def close(self) -> None:
         """Give back the host memory. No graph may ask for anything any more."""
-        if self._span is None:
+        self._give_back(self._spans)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether graphs can ask for no more than backwards have not asked for before."""
+        return not self.is_forward and self.life() is None
+
+    @mended
+    def put_by(self) -> None:
+        """Hold on to what no backward asks for alone, on the host: another forward begins."""
+        self._give_back(self._spans[:1])
+
+    def _give_back(self, spans: Sequence[Span | None]) -> None:
+        held = [span for span in spans if span is not None and self.window.arena.has(span)]  # perhaps not, after an interrupt
+        if not any(self._spans):
             return
         self.let_go_of_sent()
         self._let_go_of_served(wait=True)
@@ -331,9 +265,9 @@ class ScheduledForward(ScheduledSends):
         self.held = [None] * len(self.held)
         # by now it has waited for all copies, also for those that left by themselves
         last = self.device.record_event(self.home, timed=False) if self.num_sent or self.alone else None
-        if self._arena.has(self._span):  # else an interrupt came when it had just been given back
-            self._arena.give(self._span, last)
-        self._span = None
+        for span in held:
+            self.window.arena.give(span, last)
+        self._spans = [None if span in spans else span for span in self._spans]
 
     @mended
     def push_out(self) -> None:
@@ -344,7 +278,8 @@ class ScheduledForward(ScheduledSends):
         """Put right what was broken off (see [Note: interrupts] in `memkit.interrupts`); return the host memory it holds."""
         self.device.synchronize()
         self.was_stopped = self.was_stopped or self.is_forward
-        self.is_forward, self._has_left = False, True
+        self.take_no_more()
+        self._has_left = True
         for value in self.leaving:
             self.held[value] = None
         self.num_released = self.num_sent
@@ -357,10 +292,10 @@ class ScheduledForward(ScheduledSends):
         self._lent.clear()
         self._leaving.clear()
         self.is_broken = False
-        return [] if self._span is None else [self._span]
+        return [span for span in self._spans if span is not None]
 
 
-def _end_backward(forward: weakref.ref[ScheduledForward], task: int) -> None:
+def _end_backward(forward: weakref.ref[ScheduledForward], task: int, *, has_failed: bool) -> None:
     found = forward()
     if found is not None:
-        found.end_backward(task)
+        found.end_backward(task, has_failed=has_failed)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.activations.offloading.scheduled_sends import Life
 from memkit.kept import KeptHandle, ScheduledHandle
 
 if TYPE_CHECKING:
@@ -19,18 +20,32 @@ if TYPE_CHECKING:
 _Parameter = nn.Parameter
 
 
+class _NoForward:
+    """Stands for the forward where none follows a schedule."""
+
+    num_saves = 0
+    is_forward = False
+
+
 class ScheduledSaves:
-    """Takes what autograd saves, for as long as it is what the schedule has. Its handles hold it: it dies with the last.
+    """Takes what autograd saves in a context, for as long as it is what the schedule of a forward has.
 
     Args:
-        forward: whose saves they are.
-        take: takes them from the first one on that is another.
+        take: takes all else. It may have a forward followed from the save on that it is given: see `follow`.
     """
 
-    def __init__(self, forward: ScheduledForward, take: Callable[[Tensor], Any]) -> None:
-        self.forward = forward
-        forward.life = weakref.ref(self)
+    def __init__(self, take: Callable[[Tensor], Any]) -> None:
+        self.forward: Any = _NoForward
+        self.life: Life | None = None
+        self.rest: Life | None = None
+        """What its handles hold, and those of what no backward asks for."""
+        self._num_saves = 0
         self._take = take
+
+    def follow(self, forward: ScheduledForward) -> None:
+        """Take the saves of a forward from the next one on."""
+        self.forward, self.life, self.rest = forward, Life(forward), Life(forward)
+        forward.life, forward.rest, forward.saves = weakref.ref(self.life), weakref.ref(self.rest), weakref.ref(self)
         self._device = forward.device
         self._torch_device = forward.device.torch_device
         self._notes = forward.device.takes_notes
@@ -66,7 +81,7 @@ class ScheduledSaves:
             elif save.shape is None:
                 forward.num_saves = place + 1
                 return KeptHandle(tensor)
-        if forward.is_forward:
+        if forward.is_forward and torch_private.backward_task() == -1:
             forward.stop()
         return self._take(tensor)
 
@@ -80,6 +95,7 @@ class ScheduledSaves:
         with forward.lock:
             if forward.is_broken:
                 forward.mend()
+            if not forward.is_forward:
                 return None
             try:
                 if save.num_pauses >= 0 and save.num_pauses != forward.num_pauses:
@@ -101,7 +117,7 @@ class ScheduledSaves:
                             forward.keep_up(save.num_sent, save.num_released)
                 if save.is_kept:
                     return alias, version
-                return tuple.__new__(ScheduledHandle, (self, save, alias, version))
+                return tuple.__new__(ScheduledHandle, (self.rest if save.is_rest else self.life, save, alias, version))
             except BaseException:
                 forward.is_broken = True
                 raise
@@ -137,6 +153,8 @@ class ScheduledSaves:
         forward.originals[value] = weakref.ref(storage)
         forward.counters[value] = (weakref.ref(tensor if base is None else base), version)
         self._addresses[address] = value
+        if forward.ticks is not None:
+            forward.ticks[value] = forward.window.lanes.tick()
         if not save.is_written:
             forward.nodes[value] = torch_private.node_number()
         forward.held[value] = storage

@@ -2,53 +2,76 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memkit import torch_private
-from memkit.device.base import CopyBatch, Device
+from memkit.device.base import CopyBatch
 from memkit.labels import label
 
 if TYPE_CHECKING:
-    from memkit.activations.offloading.schedule import Schedule
+    from memkit.activations.offloading.schedule import Placement, Schedule
+    from memkit.activations.offloading.scheduled import ScheduledForward
+    from memkit.activations.offloading.scheduled_saves import ScheduledSaves
+    from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.saved.counts import Counts
     from memkit.activations.saved.traces import Trace
 
 _NO_CONTEXT = nullcontext()
 
 
+class Life:
+    """What the handles of a forward hold, and who takes its saves: it dies with the last of them."""
+
+    __slots__ = ("__weakref__", "forward")
+
+    def __init__(self, forward: ScheduledForward) -> None:
+        self.forward = forward
+
+
 class ScheduledSends:
     """The forward's half of a `ScheduledForward`: `ScheduledSaves` notes the saves, and here they leave.
 
     Args:
+        window: whose forward it is.
         schedule: what to do.
+        placement: its copies, from and to the host memory that the forward holds; None where nothing leaves.
         trace: what it was made from.
-        device: where the tensors are.
-        lock: held for all that is done here.
         counts: what is done is counted there.
     """
 
-    life: weakref.ref[object]
-    """To what all handles hold."""
-
     def __init__(
-        self, schedule: Schedule, trace: Trace, device: Device, lock: AbstractContextManager[object], counts: Counts
+        self, window: OffloadWindow, schedule: Schedule, placement: Placement | None, trace: Trace, counts: Counts
     ) -> None:
         self.schedule = schedule
         self.trace = trace
-        self.device = device
-        self.lock = lock
+        self.window = window
+        self.device = device = window.device
+        self.lock = window.lock
+        self.out: list[CopyBatch] = [] if placement is None else placement.out
+        """The batches that leave."""
+        self.placement = placement
         self.counts = counts
         self.is_broken = False
         self.is_forward = True
         """Whether it takes saves."""
+        self.life: Callable[[], Life | None] = lambda: None
+        """Returns what the handles hold, for as long as any is alive or may be made: but for what no backward asks for."""
+        self.rest: Callable[[], Life | None] = lambda: None
+        """Returns what the handles of that hold."""
+        self.saves: Callable[[], ScheduledSaves | None] = lambda: None
+        """Returns who takes its saves."""
         self.was_stopped = False
         """Whether a save, or another, has said that it goes another way."""
         self.num_saves = 0
         """How many saves have followed the schedule."""
+        self.began_at = 0
+        """How many of these another schedule has seen to, which begins like this one."""
+        self.tried: tuple[Trace, ...] = (trace,)
+        """This trace, and others that it has turned out not to be there."""
         self.num_pauses = 0
         """How many times a region of `no_offload` has begun, or ended."""
         self.num_sent = self.num_released = 0
@@ -60,6 +83,10 @@ class ScheduledSends:
         """For each value that leaves a weak reference to what it was saved in."""
         self.counters: list[Any] = [None] * num_values
         """For each of them a weak reference to what counts the writes to it, and the count."""
+        self.ticks: list[int] | None = None
+        """For each value when in the forward it was saved; None where no others bring anything by the lanes."""
+        if window.lanes.are_shared(window):
+            self.ticks = [0] * num_values
         self.nodes: dict[int, int] = {}
         """For values that were saved before they are written, the node."""
         self.alone: dict[int, CopyBatch] = {}
@@ -76,7 +103,7 @@ class ScheduledSends:
         """Put copies on the lane, and let go of what was copied, up to these batches."""
         schedule = self.schedule
         while self.num_sent < num_sent:
-            values, batch = schedule.copies.out[self.num_sent], schedule.out[self.num_sent]
+            values, batch = schedule.copies.out[self.num_sent], self.out[self.num_sent]
             if self.nodes and not self._are_written(values):
                 break
             held: list[Any] = [self.held[value] for value in values]
@@ -96,18 +123,24 @@ class ScheduledSends:
 
     def _release_next(self) -> None:
         schedule, number = self.schedule, self.num_released
-        batch = schedule.out[number]
+        batch = self.out[number]
         wait_for(batch)
         self.counts.stall_out.batches.append(batch)
         for value in schedule.copies.out[number]:
             self.held[value] = None
         self.num_released = number + 1
 
+    def take_no_more(self) -> None:
+        self.is_forward, saves = False, self.saves()
+        if saves is not None and saves.forward is self:
+            saves.life = saves.rest = None
+
     def stop(self) -> None:
         """Follow the schedule no further: what comes is another's. What was copied is let go."""
         with self.lock, self.at_home():
             if self.is_forward:
-                self.is_forward, self.was_stopped = False, True
+                self.take_no_more()
+                self.was_stopped = True
                 for value, storage in enumerate(self.held):
                     if storage is not None and self.nodes.get(value) != torch_private.node_number():
                         self._send_alone(value, storage)
@@ -117,12 +150,17 @@ class ScheduledSends:
         """Let a value leave that was to do so together with others, which do not come, and let go of it."""
         number = self.schedule.batch_of[value]
         if number >= self.num_sent and value not in self.alone:
-            batch = self.schedule.copy_alone(value, is_out=True)
+            batch = self.copy_alone(value, is_out=True)
             batch.start([storage])
             self.counts.moved_out.batches.append(batch)
             self.alone[value] = batch
             batch.wait()
             self.held[value] = None
+
+    def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:
+        """Return the copy of a single value: where a step goes another way."""
+        assert self.placement is not None
+        return self.placement.copy_alone(value, is_out=is_out)
 
     def let_go_of_sent(self) -> None:
         with self.at_home():
@@ -141,6 +179,16 @@ class ScheduledSends:
         return self.num_saves == len(self.schedule.saves) and not self.was_stopped
 
     @property
+    def is_over(self) -> bool:
+        """Whether no graph can ask for anything any more."""
+        return self.life() is None and self.rest() is None
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was done yet: all that was saved stays."""
+        return self.is_over and not (self.num_sent or self.alone)
+
+    @property
     def leaving(self) -> set[int]:
         """The values that have left, or are about to."""
         return {value for batch in self.schedule.copies.out[: self.num_sent] for value in batch} | set(self.alone)
@@ -150,6 +198,11 @@ class ScheduledSends:
         """How many values the saves by now are of."""
         return self.schedule.saves[self.num_saves - 1].num_values if self.num_saves else 0
 
+    @property
+    def num_live(self) -> int:
+        """How many values a graph may still ask for, as far as is known."""
+        return self.num_values if self.life() is not None else sum(value < self.num_values for value in self.schedule.rest)
+
     def end_forward(self) -> None:
         """No more saves belong to the forward."""
         with self.lock, self.at_home():
@@ -157,12 +210,11 @@ class ScheduledSends:
                 self.stop()
             elif self.is_forward:
                 copies = self.schedule.copies
-                self.is_forward = False
+                self.take_no_more()
                 self.nodes = {}
                 self.keep_up(copies.num_sent[-1], copies.num_released[-1])
-                schedule = self.schedule
-                if schedule.out and not schedule.takes_turns and schedule.out[-1].done.is_reached():
-                    schedule.take_turns()
+                if self.out and not self.schedule.takes_turns and self.out[-1].done.is_reached():
+                    self.schedule.take_turns()
 
     @property
     def live_bytes(self) -> int:
@@ -178,3 +230,16 @@ def wait_for(batch: CopyBatch) -> None:
             batch.wait()
     else:
         batch.wait()
+
+
+def settle_scheduled(window: OffloadWindow) -> None:
+    """Close the forwards that are over, and put by the one that is spent. The caller holds the lock."""
+    over = [scheduled for scheduled in window.all_scheduled if scheduled.is_over]
+    for scheduled in over:
+        scheduled.close()
+    if over:
+        window.scheduled = None if window.scheduled in over else window.scheduled
+        window.put_by = [scheduled for scheduled in window.put_by if scheduled not in over]
+    if window.scheduled is not None and window.scheduled.is_spent:
+        window.scheduled.put_by()
+        window.put_by, window.scheduled = [*window.put_by, window.scheduled], None

@@ -4,61 +4,35 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.offloading.ratio import RatioDecider
-from memkit.activations.offloading.steady import follow_schedule
+from memkit.activations.offloading.steady import OffloadOptions, SteadyStage, paused
 from memkit.activations.offloading.window import OffloadWindow
-from memkit.activations.saved.capture import Capture
-from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.entry import Stage
 from memkit.activations.saved.forward import Forward
-from memkit.activations.saved.seen import NO_VALUE
 from memkit.activations.saved.small import all_too_small
 from memkit.activations.saved.state import OffloadState
 from memkit.device import CpuDevice, Device, open_device
-from memkit.interrupts import Blocks
 from memkit.kept import FlattenedHandle, KeptHandle
 from memkit.plan import Action
 from memkit.storages import is_range_of_bytes, storage_key
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
 
 if TYPE_CHECKING:
-    from memkit.activations.offloading.scheduled import ScheduledForward
+    pass
 
 _MANY_SAVES, _MOST = 9, 0.75
 """No operator saves so many tensors by itself; and how much of all is too much to be saved at once."""
-
 _MAX_VIEWS = 8
-paused = Blocks()
-"""The `no_offload` regions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadOptions:
-    """What was asked for: see `CPUOffload`. A stage holds this and not the context, which dies once its user has left it."""
-
-    min_bytes: int
-    window_bytes: int | None
-    host_limit_bytes: int | None
-    device: Device | None
-
-
-class MovingStage(Stage):
-    """Lets saved tensors leave for host memory.
-
-    Args:
-        state: what is known under the tag.
-        options: what was asked for.
-        ratio: the share that leaves.
-        resident: storages that the caller holds in any case, by their keys (`storages.storage_key`).
-    """
+class MovingStage(SteadyStage):
+    """Lets saved tensors leave for host memory: see `SteadyStage`."""
 
     moves = True
 
@@ -69,69 +43,31 @@ class MovingStage(Stage):
         ratio: float,
         resident: Mapping[int, weakref.ref[torch.UntypedStorage]],
     ) -> None:
-        self.counts = Counts(ratio)
-        self._state = state
-        self._options = options
-        self._resident = resident
-        self._forwards: dict[Device, tuple[OffloadWindow, Forward]] = {}
-        self._devices: dict[torch.device, Device | None] = {}
+        super().__init__(state, options, ratio, resident)
         self._saw_cpu = False
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
         """Bytes of what could be moved but for its size, by storage, as long as nothing larger is known."""
         self._may_be_compiled = dynamo_is_loaded()
-        self._capture: Capture | None = None if paused.are_any() else Capture()
-        """Notes all that the hooks are given, as long as that may be of use."""
-        self._scheduled: ScheduledForward | None = None
-        self._is_alone = True
-        """Whether no one but autograd has said what is saved, and what is to become of it."""
         self.is_idle = False
         """Whether nothing is saved to it: there is nothing to do."""
         self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
         """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
 
-    @property
-    def _asked(self) -> tuple[Hashable, ...]:
-        """What was asked for, on which it depends what is seen of a forward."""
-        return self._options.min_bytes, self._options.host_limit_bytes, bool(self._resident)
-
-    def note_pause(self) -> None:
-        """A region of `no_offload` begins here, or ends."""
-        if self._capture is not None:
-            self._capture.paused.append(len(self._capture.saves))
-        if self._scheduled is not None and not self._scheduled.note_pause():
-            self._scheduled.stop()
-
-    def follow_schedule(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any] | None:
-        """Return what takes the tensors of a forward that goes as the last one did; None where that is not known.
-
-        Args:
-            take: takes them from the first one on that is another.
-        """
-        state, options, windows = self._state, self._options, self._state.windows()
-        if len(windows) != 1 or options.device not in (None, windows[0].device) or windows[0].traces.has_report():
-            return None
-        window = windows[0]
-        if paused.are_any():
-            return None
-        with state.lock:
-            try:
-                window.arena.limit_bytes = options.host_limit_bytes
-                saves = follow_schedule(window, self._asked, self.counts.ratio, options.window_bytes, self.counts, take)
-            except BaseException:  # as `mended` does
-                window.is_broken = True
-                raise
-        if saves is None:
-            return None
-        self._scheduled = saves.forward
-        self._devices[window.device.torch_device] = window.device
-        self._capture = None
-        return saves.pack
+    def _backward_has_begun(self) -> bool:
+        for _, forward in self._forwards.values():
+            if not forward.is_forward:
+                return True
+        scheduled = self._scheduled
+        return scheduled is not None and scheduled.has_backward and not self._forwards
 
     @property
     def take_own(self) -> Callable[[Tensor], KeptHandle]:
         return self._take_noting
 
     def _take_noting(self, tensor: Tensor) -> KeptHandle:
+        if (self._may_follow or self._backward_has_begun()) and self._follow(tensor) is not None:
+            assert self._saves is not None
+            return self._saves.pack(tensor)  # type: ignore[no-any-return]  # what autograd is to hold
         capture, counts = self._capture, self.counts
         if capture is None:
             return self._take_any(tensor)
@@ -143,27 +79,35 @@ class MovingStage(Stage):
 
     def begin(self) -> None:
         asked = self._options.device
-        if self._scheduled is not None or self.is_idle:
+        if self.is_idle:
             return
+        windows = self._state.windows()
+        if self._saves is not None and any(trace.seen is not None for window in windows for trace in window.traces):
+            self._saw_device = True  # in an earlier step
+            return  # the first save tells whether a schedule is followed
         if asked is None:
-            for window in self._state.windows():
+            for window in windows:
                 self._forward_on(window.device)
         elif not isinstance(asked, CpuDevice):  # pin ahead of the first save
             self._forward_on(asked)
 
     def take_off(self) -> None:
-        pass
+        self._saves = None
 
     def end(self, *, has_failed: bool) -> None:
-        saw_device = bool(self._forwards) or self._scheduled is not None
+        saw_device = self._saw_device or bool(self._forwards) or self._scheduled is not None
         if self._scheduled is not None:
-            self._end_scheduled(self._scheduled, has_failed=has_failed)
+            scheduled = self._scheduled
+            scheduled.end_forward()
+            if not (scheduled.is_complete or scheduled.has_backward or has_failed or self._forwards):
+                self._forward_on(scheduled.device)  # a shorter one
+            self._end_scheduled(scheduled)
         if not has_failed and saw_device:
             self._state.idles_with = self._options if self.counts.ratio == 0 and self._is_alone else None
         for window, forward in self._forwards.values():
             window.end_forward(forward, learn=not has_failed)
-            if self._capture is not None and self._is_captured(self._capture, forward) and not has_failed:
-                forward.share.file_seen(tuple(self._capture.saves), tuple(self._capture.paused), self._asked)
+        if not has_failed:
+            self._file_seen()
         self._warn_of_whole_model()
         if not has_failed:
             self._warn_of_small()
@@ -174,26 +118,6 @@ class MovingStage(Stage):
                 "it saw only tensors on the CPU, where there is nothing to move: it does nothing. Move the model to a GPU, or "
                 "pass device=memkit.device.ReferenceDevice() to try it out.",
             )
-
-    def _is_captured(self, capture: Capture, forward: Forward) -> bool:
-        """Tell whether all that a forward has saved was noted, and nothing else."""
-        values = {save.value for save in capture.saves}
-        is_all = values - {NO_VALUE} == set(forward.by_number)
-        return is_all and capture.is_whole and len(self._forwards) == 1 and not (forward.marks or forward.is_broken)
-
-    def _end_scheduled(self, scheduled: ScheduledForward, *, has_failed: bool) -> None:
-        scheduled.end_forward()
-        if not (scheduled.is_complete or has_failed or self._forwards):
-            self._forward_on(scheduled.device)  # a shorter one
-        if scheduled.num_pauses < len(scheduled.trace.paused):
-            scheduled.trace.seen_under = None
-        if scheduled.is_complete:
-            totals, counts = scheduled.schedule.totals, self.counts
-            counts.seen_bytes += totals.seen_bytes
-            counts.unique_bytes += totals.unique_bytes
-            counts.kept_bytes += totals.kept_bytes
-            counts.window_bytes = max(counts.window_bytes, totals.window_bytes)
-        self._scheduled = None
 
     def _warn_of_whole_model(self) -> None:
         """A model that is compiled as one graph is one node, which saves its tensors when all of them have been made."""
@@ -303,7 +227,7 @@ class MovingStage(Stage):
             window = self._state.planned_window(device, options.min_bytes)
             window.arena.limit_bytes = options.host_limit_bytes
             share = RatioDecider(window.traces, self.counts.ratio, options.window_bytes)
-            if found is None and self._scheduled is not None and self._scheduled.task == -1:
+            if found is None and self._scheduled is not None and not self._scheduled.has_backward:
                 self._resume(share, self._scheduled)
             elif found is not None:
                 self._capture = None
@@ -311,21 +235,6 @@ class MovingStage(Stage):
             window.open_forward(forward)
             found = self._forwards[device] = (window, forward)
         return found
-
-    def _resume(self, share: RatioDecider, scheduled: ScheduledForward) -> None:
-        """Go on as it goes behind what has followed a schedule."""
-        scheduled.stop()
-        trace = scheduled.trace
-        trace.seen_under = None
-        leaving = scheduled.leaving
-        share.resume(trace, scheduled.num_values, leaving)
-        counts = self.counts
-        for save in (trace.seen or ())[: scheduled.num_saves]:
-            counts.seen_bytes += save.seen_bytes
-        for value in range(scheduled.num_values):
-            num_bytes = scheduled.schedule.sizes_bytes.get(value, 0)
-            counts.unique_bytes += num_bytes
-            counts.kept_bytes += 0 if value in leaving else num_bytes
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         """Do this with what is in a tensor now. What is to be made again is so from the next forward on, which is recorded."""

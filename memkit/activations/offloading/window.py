@@ -1,8 +1,8 @@
-"""The byte window: who leaves, when the device's bytes are let go, and what is fetched ahead.
+"""The byte window, where a step is decided as it goes: who leaves, when the device's bytes are let go, what is fetched ahead.
 
 The device may hold `limit_bytes` of saved tensors: what the ratio keeps and a little more, or the window. A record that leaves
 is copied at once, and stays on the device for as long as there is room; then the oldest copy is waited for and its bytes go. In
-the backward, whatever falls free is filled with what is needed next.
+the backward, whatever falls free is filled with what is needed next. A steady step does the same by a schedule (see `steady`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memkit import backwards, torch_private
 from memkit.activations.offloading.changes import change
+from memkit.activations.offloading.scheduled_sends import settle_scheduled
 from memkit.activations.saved.forward import Forward, LiveForwards
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.mending import mend
@@ -36,7 +37,7 @@ _PASSED_OVER = 8
 
 
 class OffloadWindow:
-    """The saved tensors of one tag on one device: what every pack and unpack does. May be used from several threads."""
+    """The saved tensors of one tag on one device, beside those that follow a schedule. May be used from several threads."""
 
     def __init__(self, device: Device, name: str, tag: str, lock: AbstractContextManager[object]) -> None:
         self.device = device
@@ -51,6 +52,8 @@ class OffloadWindow:
         self.forwards = LiveForwards()
         self.scheduled: ScheduledForward | None = None
         """The forward that follows a schedule, if there is one that a graph may still ask for."""
+        self.put_by: list[ScheduledForward] = []
+        """Those of which no more is left than backwards have not asked for."""
         self._counter = device.memory_counter()
         self._most_forwards = 1
         self._needed_bytes = 0
@@ -65,9 +68,13 @@ class OffloadWindow:
         """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
         for forward in self.forwards.live():
             forward.break_off()
-        spans = [] if self.scheduled is None else self.scheduled.mend()
-        mend(self.ledger, spans)
+        mend(self.ledger, [span for scheduled in self.all_scheduled for span in scheduled.mend()])
         self._is_asking = self.is_broken = False
+
+    @property
+    def all_scheduled(self) -> list[ScheduledForward]:
+        """The forwards that have followed schedules, and that graphs may still ask for."""
+        return self.put_by if self.scheduled is None else [*self.put_by, self.scheduled]
 
     @mended
     def open_forward(self, forward: Forward) -> None:
@@ -92,7 +99,7 @@ class OffloadWindow:
 
     @property
     def is_active(self) -> bool:
-        return bool(self.ledger.records)
+        return self.scheduled is not None or bool(self.ledger.records)
 
     # Saving: the caller holds the lock, and has mended what was broken off
 
@@ -319,7 +326,7 @@ class OffloadWindow:
             if record.residency is Residency.HOST and record.original() is None:
                 if tick is not None and record.tick <= tick:
                     return True
-                if not self._make_room_for(forward, record) or (tick is None and not self._is_turn_of(record)):
+                if not self._make_room_for(forward, record) or (tick is None and not self.is_turn_of(record.tick)):
                     return False
                 try:
                     self.ledger.fetch(record)
@@ -328,9 +335,10 @@ class OffloadWindow:
             forward.cursor += 1
         return True
 
-    def _is_turn_of(self, record: Record) -> bool:
+    def is_turn_of(self, tick: int) -> bool:
+        """Tell whether what was left at `tick` may come now, ahead of what others bring."""
         self._is_asking = True
-        is_turn = self.lanes.is_turn_of(self, record.tick)
+        is_turn = self.lanes.is_turn_of(self, tick)
         self._is_asking = False
         return is_turn
 
@@ -342,7 +350,8 @@ class OffloadWindow:
 
     @mended
     def _bring_until(self, tick: int) -> bool:
-        return all(self._fetch_ahead(forward, tick) for forward in self.forwards.live() if forward.task != -1)
+        is_done = self.scheduled is None or self.scheduled.bring_until(tick)
+        return is_done and all(self._fetch_ahead(forward, tick) for forward in self.forwards.live() if forward.task != -1)
 
     def _make_room_for(self, forward: Forward, record: Record) -> bool:
         """Tell whether a record may be fetched ahead of its use, if need be once what is dead is gone."""
@@ -376,9 +385,7 @@ class OffloadWindow:
     def settle(self, *, wait: bool = False) -> None:
         """Take up what has died, and free what waited for copies that are done, or for any: then the streams wait."""
         self.ledger.sweep()
-        if self.scheduled is not None and self.scheduled.is_over:
-            self.scheduled.close()
-            self.scheduled = None
+        settle_scheduled(self)
         self.ledger.release_dead(wait=wait)
         if wait:
             self.ledger.settle(wait=True)

@@ -18,8 +18,8 @@ from memkit.activations.recomputing.anchors import Anchors
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.forward import Contents, Forward, SavedValues, contents_of
 from memkit.activations.saved.ledger import Ledger
+from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.records import Handle, Record, Residency
-from memkit.activations.saved.traces import OpTrace
 from memkit.device import CpuDevice
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on

@@ -12,7 +12,7 @@ from torch import nn
 from memkit.activations.recomputing.read_only import LearnedReads
 from memkit.activations.recomputing.region_reasons import why_not_region
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.traces import OpTrace
+from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.trial import Trial
 from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionPlanner
 from memkit.recording.cost import host_costs

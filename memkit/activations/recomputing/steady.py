@@ -83,8 +83,8 @@ class WatchStage(IdleStage):
         self._known, self._budget_bytes = settled.sizes, budget_bytes
         self._sizes = SizesSeen(settled.options.min_bytes)
         self._seen, self._note = self._sizes.seen, self._sizes.note
-        self._hand_on = handing_on(moving, outer)
-        self._has_outer = moving is not None or outer is not None
+        self._hand_on = handing_on(None, outer)  # by its hooks, as autograd would: an offload may follow a schedule
+        self._has_outer = outer is not None
 
     @property
     def pair(self) -> HookPair:
@@ -129,7 +129,7 @@ class RegionStage(IdleStage):
     ) -> None:
         super().__init__(state, moving)
         assert settled.regions is not None
-        self._hand_on, self._settled = handing_on(moving, outer), settled
+        self._hand_on, self._settled = handing_on(None, outer), settled
         self._shapes, self._place = settled.regions.shapes, 0
         self._is_other = False
         self.counts = settled.regions.counts(settled.options.budget, settled.budget_bytes)

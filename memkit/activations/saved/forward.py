@@ -82,6 +82,10 @@ class Forward(SavedValues):
         self._places: dict[int, int] = {}
         self.requests: list[int] = []
         """The record of each request of this backward."""
+        self.backwards: list[tuple[int, ...]] = []
+        """The requests of each one that has ended well."""
+        self.is_spent = False
+        """Whether no backward is likely to ask for more: nothing is left of what one has asked for."""
         self.used: dict[int, int] = {}
         """What this backward has asked for, in the order of first requests, and what was allocated beside the records then."""
         self.cursor = 0
@@ -143,7 +147,7 @@ class Forward(SavedValues):
         self.task = task
         self._order = () if self.is_broken else self.share.order()
         self._places = {value: place for place, value in enumerate(self._order)}
-        self.used, self.requests = {}, []
+        self.used, self.requests, self.is_spent = {}, [], False
         self.cursor = 0
         self.forecast = None if self.is_broken else self.share.forecast()
 
@@ -165,9 +169,15 @@ class Forward(SavedValues):
         return None
 
     def end_backward(self) -> None:
-        """Learn the order of a whole backward."""
-        if not self.is_broken and self.used and next(self.records(), None) is None:
-            self.share.learn(tuple(self.used), tuple(self.used.values()), tuple(self.requests))
+        """Learn the order of a backward, unless more is likely to come: it has left something of what it has asked for. What
+        none has asked for may live for as long as it likes: an output that the loss does not reach."""
+        if self.is_broken or not self.used:
+            return
+        self.backwards.append(tuple(self.requests))
+        left = {record.index for record in self.records()}
+        self.is_spent = not left or left.isdisjoint(set().union(*self.backwards))
+        if self.is_spent:
+            self.share.learn(tuple(self.used), tuple(self.used.values()), tuple(self.backwards), is_whole=not left)
 
 
 class LiveForwards:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 from memkit.storages import Geometry
 
@@ -35,3 +36,10 @@ class SeenSave:
     """The value that the same storage was saved as before, if this one is saved for the first time; else `NO_VALUE`."""
     seen_bytes: int
     """What it adds to the bytes that could leave by their kind."""
+
+    def is_like(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor may be saved here, by what shows at once."""
+        kind = type(tensor)
+        if (kind is not Tensor and kind is not nn.Parameter) or tensor.is_nested:
+            return self.shape is None
+        return tensor.shape == self.shape and tensor.dtype is self.dtype

@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.settled import Settled
-from memkit.activations.saved.traces import OpTrace, Traces, trace_of
+from memkit.activations.saved.traces import Traces, trace_of
 from memkit.activations.saved.trial import Trial
 from memkit.device import Device
 from memkit.errors import warn_user

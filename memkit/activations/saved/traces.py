@@ -8,28 +8,23 @@ alike (`Follower`), and goes by its plan.
 from __future__ import annotations
 
 import operator
-import re
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.seen import SeenSave
-from memkit.plan import NO_OP, Action, DTRScore, ModuleCall, Plan, RematPlanner, Step, ends_of, plan_ratio
+from memkit.plan import NO_OP, Action, Plan, Step, ends_of, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
-from memkit.recording.aftermath import Aftermath
 from memkit.recording.module_calls import NotedCall
 from memkit.recording.recording import Recording
-from memkit.recording.span_calls import SpanCall, span_calls
 
 _MAX_TRACES = 16
 _MAX_STRANGERS = 8
-_Planned = TypeVar("_Planned")
-_DIGITS = re.compile(r"\d+")
+_MAX_AWAITED = 4
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 STRANGER = -1
 """The place of a save that a report has not foretold, and that is let pass."""
@@ -63,8 +58,8 @@ class Trace:
     """In which order the backward asks for them first; None until a whole backward was seen."""
     working_bytes: tuple[int, ...] = ()
     """For each place in that order, what else was allocated on the device at that moment."""
-    requests: tuple[int, ...] | None = None
-    """The value of each request of that backward, perhaps again."""
+    requests: tuple[tuple[int, ...], ...] | None = None
+    """For each backward that a forward takes, the value of each request, perhaps again."""
     seen: tuple[SeenSave, ...] | None = None
     """All that the hooks were given, where that is known: later forwards may follow a schedule."""
     seen_under: object = None
@@ -73,11 +68,26 @@ class Trace:
     """Before which of these saves a region of `no_offload` began, or ended."""
     schedule: tuple[object, Any] | None = None
     """What it was made for, and that."""
+    num_awaited: int | None = None
+    """Where forwards came to it from the schedule of another that begins alike: for how many more, at most, none follows a
+    schedule, so that it is looked at whole."""
     is_report: bool = False
     """Made from a report, which does not know all that a context sees (large buffers, frozen casts): strangers are let pass."""
     is_worth_a_plan: bool = True
     """Whether it may come again: a model that takes another path each time is not planned each time."""
     _plan: tuple[tuple[float, int | None, int], Plan] | None = None
+
+    def await_whole(self) -> None:
+        """A forward came to this one from the schedule of another: have it looked at, if it may come again."""
+        if self.num_awaited is None and self.seen is None and self.requests is not None:
+            self.num_awaited = _MAX_AWAITED
+
+    def is_awaited(self) -> bool:
+        """Tell whether a forward that begins now is to be looked at, since it may be this one."""
+        if not self.num_awaited or self.seen is not None:
+            return False
+        self.num_awaited -= 1
+        return True
 
     @property
     def has_marks(self) -> bool:
@@ -98,98 +108,6 @@ class Trace:
             window = 2 * largest if window_bytes is None else window_bytes
             self._plan = (asked, plan_ratio(sizes, ratio, window_bytes=window, held=frozenset(self.held)))
         return self._plan[1]
-
-
-@dataclass(eq=False, slots=True)
-class OpTrace:
-    """What is known of the ops of a trace."""
-
-    step: Step
-    names: dict[int, tuple[str, str]]
-    """For each saved value that ops make, the op and the module."""
-    calls: tuple[ModuleCall, ...] = ()
-    """The calls of modules, as the last forward had them in which they were noted."""
-    modules: tuple[weakref.ref[nn.Module], ...] = ()
-    """For each of them, which module is called."""
-    spans: tuple[SpanCall, ...] = ()
-    """Neighbours among them that may be recomputed as one."""
-    num_noted: int = 0
-    """In how many forwards they were noted."""
-    num_seen: int = 1
-    is_measured: bool = False
-    """Whether it is known what each op takes, and not only guessed."""
-    has_order: bool = False
-    """Whether a whole backward was seen."""
-    _planner: RematPlanner | None = None
-    _regions: dict[tuple[int | None, int], Any] = field(default_factory=dict)
-    """By budget, and by the bytes that its plan by ops takes."""
-    _plans: dict[tuple[int, DTRScore], Plan] = field(default_factory=dict)
-
-    def planner(self, score: DTRScore) -> RematPlanner:
-        """Return who plans it."""
-        if self._planner is None or self._planner.score != score:
-            self._planner = RematPlanner(self.step, score, lambda value: self.names.get(value, ("", "")))
-        return self._planner
-
-    def plan(self, budget_bytes: int, score: DTRScore) -> Plan:
-        """Return the plan for a budget.
-
-        Raises:
-            BudgetInfeasible: there is none.
-        """
-        key = (budget_bytes, score)
-        if key not in self._plans:
-            self._plans[key] = self.planner(score).plan(budget_bytes)
-        return self._plans[key]
-
-    def regions(self, of_ops: Plan, plan: Callable[[], _Planned]) -> _Planned:
-        """Return what `plan` has returned, which is called once for a plan by ops."""
-        key = of_ops.budget_bytes, of_ops.predicted_peak_bytes
-        if key not in self._regions:
-            self._regions[key] = plan()
-        found: _Planned = self._regions[key]
-        return found
-
-    def forget_regions(self) -> None:
-        """What modules may be is another than it was: they are asked again."""
-        self._regions.clear()
-
-    def note_calls(self, noted: Sequence[NotedCall], recording: Recording) -> None:
-        """Take up which modules were called, in a forward that is over."""
-        known_s = {(call.name, call.number): call.device_s for call in self.calls}
-        aftermath = Aftermath(recording, [call.given for call in noted])
-        alike = dict[int, list[NotedCall]]()
-        for call in noted:
-            alike.setdefault(id(call.module), []).append(call)
-        calls = (call.as_planned(recording, aftermath, alike) for call in noted)
-        self.calls = tuple(replace(call, device_s=known_s.get((call.name, call.number), 0.0)) for call in calls)
-        self.modules = tuple(call.module for call in noted)
-        self.spans = span_calls(noted, recording, aftermath, alike)
-        self.num_noted += 1
-        self._regions.clear()
-
-    def learn_calls(self, taken_s: Mapping[int, float]) -> None:
-        """It is known what compiled calls took, by their places: those that are alike take the median, whether timed or not."""
-        alike = dict[Any, list[float]]()
-        kinds = [_kind_of(call, module()) for call, module in zip(self.calls, self.modules, strict=True)]
-        for place, seconds in taken_s.items():
-            alike.setdefault(kinds[place], []).append(seconds)
-        medians_s = {kind: median(found) for kind, found in alike.items()}
-        self.calls = tuple(
-            replace(call, device_s=medians_s.get(kind, call.device_s)) for call, kind in zip(self.calls, kinds, strict=True)
-        )
-        self._regions.clear()
-
-    def learn(self, step: Step) -> None:
-        """More is known of the step: plans are made anew."""
-        self._plans.clear()
-        self._regions.clear()
-        self.step, self._planner = step, None
-
-
-def _kind_of(call: ModuleCall, module: nn.Module | None) -> tuple[object, ...]:
-    """Return what calls have in common that take as long: those of the blocks of a model."""
-    return type(module), _DIGITS.sub("*", call.name), call.shapes, call.saves[1] - call.saves[0]
 
 
 def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
@@ -246,6 +164,8 @@ class Traces:
 
     def __init__(self) -> None:
         self._known: list[Trace] = []
+        self._after: dict[Trace, Trace] = {}
+        """For each, which one came next when it was followed last."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -258,6 +178,17 @@ class Traces:
         """The last one followed."""
         return self._known[0] if self._known else None
 
+    @property
+    def expected(self) -> Trace | None:
+        """The one that has come after the last one before."""
+        return self._after.get(self._known[0]) if self._known else None
+
+    def follow(self, trace: Trace) -> None:
+        """A forward has followed a trace."""
+        if self._known:
+            self._after[self._known[0]] = trace
+        self.add(trace)
+
     def has_report(self) -> bool:
         """Tell whether there is a trace that was only foretold."""
         return any(trace.is_report for trace in self._known)
@@ -267,6 +198,8 @@ class Traces:
         if trace in self._known:
             self._known.remove(trace)
         self._known.insert(0, trace)
+        for forgotten in self._known[_MAX_TRACES:]:
+            self._after.pop(forgotten, None)
         del self._known[_MAX_TRACES:]
 
     def learn(

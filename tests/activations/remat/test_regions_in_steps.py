@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
+from memkit.activations.offloading import steady as offloading
+from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.state import remat_states
 from memkit.device import CpuDevice, Device
 from memkit.plan import Action
@@ -219,6 +221,36 @@ def test_offload_outside_is_given_what_stays(device: Device, remat_on: Remat) ->
     assert stats.num_replays > 0
     if not isinstance(device, CpuDevice):
         assert moved[-1] >= stats.saved_bytes - stats.dropped_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*saw only tensors on the CPU")
+@pytest.mark.parametrize("budget", [0.4, "1GiB", 1.0])
+def test_offload_outside_follows_a_schedule(
+    budget: float | str, device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(device, CpuDevice):
+        pytest.skip("nothing is moved there")
+    followed, follow_schedule = list[ScheduledForward](), offloading.follow_schedule
+
+    def follow(*args: Any) -> ScheduledForward | None:
+        found = follow_schedule(*args)
+        followed.extend(() if found is None else (found,))
+        return found
+
+    def context() -> Around:
+        offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
+        return Around(offload, remat_on(budget, "inside"))
+
+    monkeypatch.setattr(offloading, "follow_schedule", follow)
+    plain = run(with_dropout, device, nullcontext, 14)
+    for wanted, step in zip(plain, run(with_dropout, device, context, 14), strict=True):
+        assert_same_bits(step, wanted)
+
+    assert not memkit.stats("inside").is_recorded
+    assert len(followed) >= 4
+    assert all(forward.is_complete and not forward._has_left for forward in followed[-4:])
+    assert (memkit.stats("inside").num_replays > 0) == (budget == 0.4)
+    assert memkit.stats("outside").num_copies_in > 0
 
 
 @pytest.mark.parametrize("word", [memkit.keep, memkit.recompute])

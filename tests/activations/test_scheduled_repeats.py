@@ -1,0 +1,337 @@
+"""Training loops that repeat exactly, though not as one forward and one backward after the other: they follow schedules too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+import memkit
+from memkit.activations.offloading import steady
+from memkit.activations.offloading.scheduled import ScheduledForward
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import UNIT_BYTES, chain, leaf_on
+from tests.activations.scheduled_steps import IN_BATCHES, SETTINGS, TAG, Offloads, batch_bytes, gradient_of, offloads
+
+__all__ = ["batch_bytes", "offloads"]
+
+pytestmark = pytest.mark.usefixtures("batch_bytes")
+
+
+class Followed:
+    """Counts forwards that follow a schedule.
+
+    Attributes:
+        made: all that have begun to.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[ScheduledForward] = []
+
+    def take(self) -> list[bool]:
+        """Return for each of them, since this was called last, whether it did so to its end, and so did its backwards."""
+        found = [made.is_complete and not made._has_left for made in self.made]
+        self.made.clear()
+        return found
+
+
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+    counted, follow_schedule = Followed(), steady.follow_schedule
+
+    def follow(*args: object) -> ScheduledForward | None:
+        found = follow_schedule(*args)  # type: ignore[arg-type]  # as they come
+        if found is not None:
+            counted.made.append(found)
+        return found
+
+    monkeypatch.setattr(steady, "follow_schedule", follow)
+    yield counted
+    counted.made.clear()
+
+
+def test_step_on_the_cpu_alone_among_steady_ones_warns_of_nothing(offloads: Offloads, followed: Followed) -> None:
+    if offloads.device.torch_device.type == "cpu":
+        pytest.skip("everything is on the CPU here")
+    x, on_cpu = leaf_on(offloads.device.torch_device), torch.randn(8, requires_grad=True)
+    for number in range(6):
+        with memkit.CPUOffload(1.0, TAG, min_bytes=0, window_bytes=0, device=offloads.device):
+            y = on_cpu.sin().cos() if number == 3 else chain(x, IN_BATCHES)
+        y.sum().backward()
+        del y
+    assert followed.take()[-2:] == [True] * 2
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("num_forwards", [2, 3])
+def test_forwards_and_backwards_inside_one_context(
+    offloads: Offloads, followed: Followed, num_forwards: int, options: dict[str, float]
+) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted, moved = gradient_of(chain(x, IN_BATCHES), x), []
+    for number in range(4):
+        with offloads(**options):
+            for _ in range(num_forwards):
+                y = chain(x, IN_BATCHES)
+                assert_same_bits([gradient_of(y, x)], [wanted])
+                del y
+        if number:
+            assert followed.take() == [True] * num_forwards
+        followed.take()
+        stats = memkit.stats(TAG)
+        moved.append((stats.moved_out_bytes, stats.moved_in_bytes, stats.seen_bytes, stats.unique_bytes, stats.kept_bytes))
+    assert moved[1:] == [moved[1]] * 3
+
+
+def test_one_context_around_the_whole_loop(offloads: Offloads, followed: Followed) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    with offloads():
+        for _ in range(6):
+            loss = chain(x, IN_BATCHES).sum()
+            (found,) = torch.autograd.grad(loss, x)
+            assert_same_bits([found], [wanted])
+    assert followed.take() == [True] * 4
+
+
+def test_context_for_each_micro_batch(offloads: Offloads, followed: Followed) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = 3 * gradient_of(chain(x, IN_BATCHES), x)
+    for number in range(3):
+        x.grad = None
+        for _ in range(3):
+            with offloads(0.5):
+                loss = chain(x, IN_BATCHES).sum()
+            loss.backward()
+        torch.testing.assert_close(x.grad, wanted)
+        assert followed.take() == [True] * (3 if number else 1)
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_one_backward_through_several_forwards(offloads: Offloads, followed: Followed, options: dict[str, float]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+
+    def loss() -> Tensor:
+        return chain(x, IN_BATCHES).sum() + chain(x, [1, 2, 1]).sum()
+
+    (wanted,) = torch.autograd.grad(loss(), x)
+    for number in range(4):
+        with offloads(**options):
+            made = loss()
+        (found,) = torch.autograd.grad(made, x)
+        del made
+        assert_same_bits([found], [wanted])
+        assert followed.take() == [True] * (number >= 2)
+
+
+# Shapes that come in turns
+
+BUCKETS = {"A": (3, IN_BATCHES), "B": (2, [2, 1, 2, 1]), "C": (2, [2, 1, 2, 3])}
+"""A multiple of the first save, and what comes after; those of the last two begin alike."""
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("turns", ["AB", "AAB", "BC", "ABC", "BBCC"])
+def test_shapes_in_turns(offloads: Offloads, followed: Followed, turns: str, options: dict[str, float]) -> None:
+    x, done = leaf_on(offloads.device.torch_device), ""
+    found: list[bool] = []
+    for kind in turns * 6:
+        first, units = BUCKETS[kind]
+        wanted = gradient_of(chain(x, [first, *units]), x)
+        with offloads(**options):
+            y = chain(x, [first, *units])
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+        done += kind
+        found.append(followed.take()[-1:] == [True])
+    steady = found[-len(turns) * 2 :]
+    if turns in ("AB", "AAB"):
+        assert found[len(turns) * 2 :] == [True] * (len(turns) * 4)
+    elif turns != "BBCC":  # of what begins alike, the one is expected that came next the last time
+        assert steady == [True] * len(steady)
+    else:
+        assert sum(steady) >= len(steady) // 2
+
+
+def test_shapes_that_differ_after_saves_that_stay(offloads: Offloads, followed: Followed) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    weight = torch.nn.Parameter(torch.ones_like(x))
+    for number, units in enumerate([IN_BATCHES, [2, 1, 2]] * 6):
+        wanted = gradient_of(chain(x * weight * weight, units), x)
+        with offloads():
+            y = chain(x * weight * weight, units)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+        assert (followed.take()[-1:] == [True]) == (number >= 6) or number < 6
+
+
+def test_first_save_that_lies_otherwise_costs_the_other_shapes_nothing(offloads: Offloads, followed: Followed) -> None:
+    """What turns out to be another forward at its first save is looked at whole."""
+    x = leaf_on(offloads.device.torch_device)
+
+    def forward(kind: str) -> Tensor:
+        y = x.reshape(16, 16).clone()
+        y = (y.t() if kind == "B" else y).sin()
+        return chain(y.flatten(), [1, 2] if kind == "B" else [2, 2, 1])
+
+    steady = ""
+    for kind in "AAAABBABBABAB":
+        wanted = gradient_of(forward(kind), x)
+        with offloads():
+            y = forward(kind)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+        steady += "sd"[followed.take()[-1:] != [True]]
+    assert steady[:2] == "dd"
+    assert steady[2:4] == "ss"
+    assert steady[6] == "s"  # the other ones left what is known of it
+    assert steady[-4:] == "ssss"
+
+
+# Saves that no backward asks for
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("lives", ["until the backward", "until the next step", "through the next step"])
+@pytest.mark.parametrize("aux_units", [[2, 1, 1], [1] * 6])
+def test_output_that_the_loss_does_not_reach(
+    offloads: Offloads, followed: Followed, aux_units: list[int], lives: str, options: dict[str, float]
+) -> None:
+    x = leaf_on(offloads.device.torch_device)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        trunk = chain(x, [1, 2, 1])
+        return chain(trunk, IN_BATCHES), chain(trunk, aux_units)
+
+    wanted, aux, held = gradient_of(forward()[0], x), None, []
+    for number in range(7):
+        with offloads(**options):
+            y, next_aux = forward()
+            if lives == "through the next step":
+                aux = next_aux
+        aux = next_aux
+        del next_aux
+        if lives == "until the backward":
+            aux = None
+        assert_same_bits([torch.autograd.grad(y.sum(), x)[0]], [wanted])
+        del y
+        if lives == "until the next step":
+            aux = None
+        assert followed.take() == [True] * (number >= 2)
+        held.append(memkit.stats(TAG).host_held_bytes)
+    del aux
+    assert held[3:] == [held[3]] * 4
+
+
+def test_what_the_loss_does_not_reach_takes_no_more_host_memory_than_itself(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    aux, in_use = None, []
+    for _ in range(6):
+        with offloads():
+            trunk = chain(x, [4, 4])
+            y, aux = chain(trunk, [8] * 4), chain(trunk, [2, 2])
+        del trunk
+        gradient_of(y, x)
+        del y
+        memkit.stats(TAG)
+        in_use.append(memkit.stats(TAG).host_in_use_bytes)
+    assert in_use == [4 * UNIT_BYTES] * 6
+    del aux
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_output_that_a_later_backward_reaches_after_all(
+    offloads: Offloads, followed: Followed, options: dict[str, float]
+) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    head = chain(x, [1, 2]).detach().requires_grad_()
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return chain(x, IN_BATCHES), chain(head, [2, 1, 1])
+
+    made = forward()
+    wanted, wanted_aux = gradient_of(made[0], x), gradient_of(made[1], head)
+    kept: list[Tensor] = []
+    for number in range(9):
+        with offloads(**options):
+            y, aux = forward()
+            if kept and number > 5:  # while the next forward runs
+                assert_same_bits([gradient_of(kept.pop(), head)], [wanted_aux])
+        kept.append(aux)
+        del aux
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+        if number > 4:  # when it is over
+            assert_same_bits([gradient_of(kept.pop(0), head)], [wanted_aux])
+    while kept:
+        assert_same_bits([gradient_of(kept.pop(0), head)], [wanted_aux])
+
+
+# Several backwards through one forward
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_backwards_in_parts(offloads: Offloads, followed: Followed, options: dict[str, float]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+
+    def step() -> list[Tensor]:
+        with offloads(**options):
+            trunk = chain(x, [1, 2, 1])
+            ends = [chain(trunk, [1] * 6), chain(trunk, [2, 1, 1])]
+        gradients = [torch.autograd.grad(end.sum(), trunk)[0] for end in ends]
+        return [*gradients, torch.autograd.grad(trunk, x, sum(gradients))[0]]
+
+    found = []
+    for number in range(6):
+        found.append(step())
+        assert followed.take() == [True] * (number >= 2)
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+
+
+@pytest.mark.parametrize("where", ["inside", "after"])
+@pytest.mark.parametrize("options", SETTINGS)
+def test_gradient_of_a_gradient_in_each_step(
+    offloads: Offloads, followed: Followed, where: str, options: dict[str, float]
+) -> None:
+    """As forces are, which are the gradient of an energy and part of the loss."""
+    x = leaf_on(offloads.device.torch_device)
+
+    def forces_of(energy: Tensor) -> Tensor:
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    def step(is_plain: bool = False) -> list[Tensor]:
+        context = nullcontext() if is_plain else offloads(**options)
+        with context:
+            energy = chain(x, IN_BATCHES).sum()
+            if where == "inside":
+                forces = forces_of(energy)
+                loss = forces.square().sum() + energy
+        if where == "after":
+            forces = forces_of(energy)
+            loss = forces.square().sum() + energy
+        return [forces.detach(), *torch.autograd.grad(loss, x)]
+
+    wanted = step(is_plain=True)
+    for number in range(6):
+        assert_same_bits(step(), wanted)
+        assert followed.take()[:1] == [True] * (number >= 2)
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_graph_that_is_retained_in_each_step(offloads: Offloads, followed: Followed, options: dict[str, float]) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    wanted = gradient_of(chain(x, IN_BATCHES), x)
+    for number in range(5):
+        with offloads(**options):
+            y = chain(x, IN_BATCHES)
+        for is_last in (False, False, True):
+            assert_same_bits(torch.autograd.grad(y.sum(), x, retain_graph=not is_last), [wanted])
+        del y
+        assert followed.take() == [True] * (number >= 2)
