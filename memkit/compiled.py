@@ -28,19 +28,15 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from memkit import torch_private
+from memkit.around import Around, Code, Run, within
 from memkit.hooks import HookSet
-from memkit.torch_state import in_compiled_function, leave_untraced
-
-Code = Callable[..., Any]
-"""What runs a compiled module's forward: called with its arguments."""
-Run = Callable[[nn.Module, Code, tuple[Any, ...], dict[str, Any]], Any]
-"""Is given a module, what runs it, and the arguments of a call; returns what the call is to return."""
+from memkit.torch_state import in_compiled_function
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -74,7 +70,7 @@ def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
     place = _place_of_code(module)
     if place is None:
         raise ValueError(f"around_compiled needs a module that torch.compile runs; found {type(module).__name__}")
-    around = _Around(module, place, run)
+    around = _AroundCode(module, place, run)
     hooks.add(around)  # ahead: to remove what is not there yet does nothing
     around.put()
 
@@ -82,10 +78,7 @@ def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
 def code_of(module: nn.Module) -> Code | None:
     """Return what runs a compiled module's forward, whatever stands around it; None if it is not compiled."""
     place = _place_of_code(module)
-    code = None if place is None else getattr(module, place)
-    while type(code) is _Around:
-        code = code.code
-    return code
+    return None if place is None else within(getattr(module, place))
 
 
 def is_seen_by_global_hooks(module: nn.Module) -> bool:
@@ -133,44 +126,14 @@ def _place_of_code(module: nn.Module) -> str | None:
 
 
 def _is_code(function: Any) -> bool:
-    if type(function) is _Around:
+    if isinstance(function, _AroundCode):
         return True
     is_marked = hasattr(function, torch_private.COMPILED_FUNCTION_MARK)
     return is_marked and not any(getattr(function, mark, None) for mark in torch_private.UNTRACED_MARKS)
 
 
-class _Around:
-    """Stands where a module's compiled code is called, in the attribute `place`."""
-
-    def __init__(self, module: nn.Module, place: str, run: Run) -> None:
-        self._module, self._place = module, place
-        self.code: Code = getattr(module, place)
-        self._is_own = place in vars(module)
-        """Whether the module itself has that attribute, and not its class."""
-        self._run: Run | None = run
-        """None once it was removed: another may stand in front of it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self._run
-        return self.code(*args, **kwargs) if run is None else run(self._module, self.code, args, kwargs)
-
-    vars(__call__).update(torch_private.UNTRACED_MARKS)  # where its caller is traced
-
-    def put(self) -> None:
-        vars(self._module)[self._place] = self
-
-    def remove(self) -> None:
-        """Put back what was there, once nothing stands in front; may be called again."""
-        self._run = None
-        own, place = vars(self._module), self._place
-        while type(last := own.get(place)) is _Around and last._run is None:
-            if last._is_own:
-                own[place] = last.code
-            else:
-                del own[place]
+class _AroundCode(Around):
+    """Stands where a module's compiled code is called."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.code, memo)
-
-
-leave_untraced(_Around.__call__)

@@ -24,6 +24,7 @@ from memkit.plan.residency import (
 )
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.simulation import Outcome, simulate
+from memkit.plan.spans import find_spans
 from memkit.plan.streaming import LayerCosts, StepPrediction, predict_step, slot_size_of, slot_sizes
 from memkit.plan.timeline import Lane, Levels, Timeline
 
@@ -62,6 +63,7 @@ __all__ = [
     "check_ratio",
     "drop_order",
     "ends_of",
+    "find_spans",
     "infeasible",
     "limit_of",
     "plan_again",

@@ -32,6 +32,8 @@ class ModuleCall:
     """Why it cannot be a region, "" if it can."""
     device_s: float = 0.0
     """What the device takes for it, where it runs compiled, so that none of its ops is seen."""
+    is_span: bool = False
+    """Whether it is that of neighbouring children of a `Sequential`, as if they were in a module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ class RegionStep:
         self.plain_device_s = 3 * (sum(lineage.seconds) + sum(call.device_s for call in calls))
         """Of the whole step without regions: a backward takes about as long as two forwards."""
         self.plain_host_s = 2 * costs.op_s * num_ops
+        self._num_ops = num_ops
         self._bytes = lineage.num_bytes
         self._counted = frozenset(step.saves)
         self._inputs = [tuple(value for value in call.inputs if self._is_held(value)) for call in calls]

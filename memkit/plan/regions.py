@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from memkit.plan.region_step import RegionChoice, RegionStep
 
 _DIGITS = re.compile(r"\d+")
 _MOST_WORK = 6_000_000
-"""So many saves and regions are walked at most in all simulations of a step: a few seconds."""
+"""So many saves and regions are walked at most in all simulations of a step, and as many again with spans: a few seconds."""
 _MOST_LISTED = 512
 """All choices are looked at where there are no more than so many."""
 _STEP_DOWN = 0.96
@@ -50,6 +51,7 @@ class RegionPlanner(RegionStep):
         if not self._is_explored:
             self._is_explored = True
             self.simulate(())
+            self._take_up_without_spans()
             everything = list(self._all_choices(_MOST_LISTED))
             if len(everything) <= _MOST_LISTED:
                 for chosen in everything:
@@ -60,6 +62,18 @@ class RegionPlanner(RegionStep):
                 self._improve()
             self._found = {choice.chosen: choice for choice in self._front()}
         return list(self._found.values())
+
+    def _take_up_without_spans(self) -> None:
+        """Find what is found if there are no spans: with them it can only become better."""
+        modules = [index for index, call in enumerate(self.calls) if not call.is_span]
+        if len(modules) == len(self.calls):
+            return
+        places = {index: place for place, index in enumerate(modules)}
+        parents = [next((places[around] for around in self._around(index) if around in places), -1) for index in modules]
+        calls = [replace(self.calls[index], parent=parent) for index, parent in zip(modules, parents, strict=True)]
+        for choice in RegionPlanner(self.step, calls, self.costs, num_ops=self._num_ops)._explored():
+            chosen = tuple(modules[place] for place in choice.chosen)
+            self._found[chosen] = replace(choice, chosen=chosen)
 
     def _front(self) -> list[RegionChoice]:
         """Return the choices than which none is quicker and takes fewer bytes."""

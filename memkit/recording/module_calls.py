@@ -6,7 +6,9 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ _NUMBERS = (int, float, complex, bool, str, bytes, type(None))
 _CONSTANTS = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice, range, type(...))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _MOST_NESTED = 4
+NO_GRAD = "gradients are off"
+WRITES = "an op in it writes to what was there before"
+"""Why a call is no region, and another that it is in may be one."""
 
 
 class NotedCall:
@@ -39,16 +44,19 @@ class NotedCall:
         "_drawn",
         "_first",
         "_given",
+        "_is_rewritten",
         "_made",
         "_state",
         "_weights",
         "inputs",
         "module",
         "name",
+        "needs_grad",
         "number",
         "parent",
         "shapes",
         "stop",
+        "why_no_part",
         "why_not",
     )
 
@@ -67,11 +75,17 @@ class NotedCall:
         """The first save, and the first op, after it; None while it runs, and where it failed."""
         self.inputs: tuple[int, ...] = ()
         self.shapes: tuple[tuple[int, ...], ...] = ()
-        self.why_not = ""
+        self._is_rewritten: bool | None = None
+        """None until `is_rewritten` is asked for."""
+        self.needs_grad = False
+        """Whether a tensor that it has returned requires grad."""
+        self.why_no_part = ""
+        """Why neither it nor what it is a part of may be a region."""
         if not torch.is_grad_enabled():
-            self.why_not = "gradients are off"
+            self.why_no_part = NO_GRAD
         elif any(_is_made_here(tensor, recording) for tensor in self._state if isinstance(tensor, Tensor)):
-            self.why_not = "an attribute of it was computed in this step"
+            self.why_no_part = "an attribute of it was computed in this step"
+        self.why_not = self.why_no_part
 
     def end(self, module: nn.Module, given: tuple[Any, Any], output: Any, recording: Recording) -> None:
         """The call has returned."""
@@ -87,17 +101,27 @@ class NotedCall:
         self.inputs = tuple(sorted(read | self._given))
         tensors = {id(leaf): leaf for leaf in torch_private.tree_leaves(given) if isinstance(leaf, Tensor)}
         self.shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
+        self.needs_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in torch_private.tree_leaves(output))
         if not _are_same(before or (), list(_state_of(module))):
-            self.why_not = "its forward changes an attribute"
+            self.why_no_part = "its forward changes an attribute"
         elif self._drawn != _python_generators():
-            self.why_not = "it draws random numbers of Python's or NumPy's"
+            self.why_no_part = "it draws random numbers of Python's or NumPy's"
         elif not all(map(_is_plain, given)):
-            self.why_not = "it is given an object that it may change"
-        elif not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in torch_private.tree_leaves(output)):
-            self.why_not = "it returns no tensor that requires grad"
-        else:
-            self.why_not = self._effect(module, recording) or ("" if read <= self._given else "it reads what it was not given")
+            self.why_no_part = "it is given an object that it may change"
+        self.why_not = self.why_no_part or self._why_not_alone((module,), read, recording)
         self._drawn = ()
+
+    def _why_not_alone(self, modules: Iterable[nn.Module], read: set[int], recording: Recording) -> str:
+        """Return why it is no region, though what it is a part of may be one.
+
+        Args:
+            modules: what it calls.
+            read: the values that its ops have read, and that were made before it.
+            recording: what has recorded its ops.
+        """
+        if not self.needs_grad:
+            return "it returns no tensor that requires grad"
+        return self._effect(modules, recording) or ("" if read <= self._given else "it reads what it was not given")
 
     def _read(self, recording: Recording) -> set[int]:
         """Return the values that its ops have read, and that were made before it."""
@@ -109,21 +133,24 @@ class NotedCall:
         """Return the values of the tensors in what it was given, those that were made before it."""
         return {value for value in _values_of(given, recording) if value < self._first[-1]}
 
-    def _effect(self, module: nn.Module, recording: Recording) -> str:
+    def _effect(self, modules: Iterable[nn.Module], recording: Recording) -> str:
         """Return what it has done beside making new values, "" if that is nothing of which a region does not know."""
         _, _, func, first = self._first
         own: set[int] | None = None
-        for after, address, value in reversed(recording.effects):
-            if after <= func:
+        effects, last = recording.effects, self._weights[0]
+        for place in range(bisect_right(effects, func, key=itemgetter(0)), len(effects)):
+            after, address, value = effects[place]
+            if after > last:
                 break
             if address == 0:
                 return "an op in it cannot run twice"
             if value >= first and _is_own(value, recording):
                 continue
             if own is None:
-                own = {torch_private.storage_address(buffer.untyped_storage()) for buffer in module.buffers()}
+                buffers = (buffer for module in modules for buffer in module.buffers())
+                own = {torch_private.storage_address(buffer.untyped_storage()) for buffer in buffers}
             if address not in own:
-                return "an op in it writes to what was there before"
+                return WRITES
         return ""
 
     @property
@@ -137,13 +164,18 @@ class NotedCall:
         hidden = (value for value in range(first, last) if value not in returned and _is_own(value, recording))
         return self.stop is not None and aftermath.reads(hidden, self.stop[1])
 
-    def _is_rewritten(self, aftermath: Aftermath, others: Iterable[NotedCall]) -> bool:
+    def is_rewritten(self, aftermath: Aftermath, alike: Alike) -> bool:
         """Tell whether something other than its module's calls writes to a parameter or buffer of it, once it is over.
 
         Args:
             aftermath: what was written.
-            others: the calls of the same module.
+            alike: the calls of each module.
         """
+        if self._is_rewritten is None:
+            self._is_rewritten = self._look_for_writes(aftermath, alike[id(self.module)])
+        return self._is_rewritten
+
+    def _look_for_writes(self, aftermath: Aftermath, others: Sequence[NotedCall]) -> bool:
         module, (func, before) = self.module(), self._weights
         after = [] if module is None else list(_weights_of(module))
         if len(after) != len(before):
@@ -159,13 +191,13 @@ class NotedCall:
                     return True
         return False
 
-    def as_planned(self, recording: Recording, aftermath: Aftermath, others: Iterable[NotedCall]) -> ModuleCall:
+    def as_planned(self, recording: Recording, aftermath: Aftermath, alike: Alike) -> ModuleCall:
         """Return it, now that the forward is over.
 
         Args:
             recording: the forward.
             aftermath: what was read and written in it.
-            others: the calls of the same module.
+            alike: the calls of each module.
         """
         save, op, func, _ = self._first
         last_save, _ = self.stop or (save, op)
@@ -175,7 +207,7 @@ class NotedCall:
             why_not = "what it is given is written to later"
         if not why_not and self._hides(recording, aftermath):
             why_not = "what it makes is used elsewhere"
-        if not why_not and self._is_rewritten(aftermath, others):
+        if not why_not and self.is_rewritten(aftermath, alike):
             why_not = "its weights are written after it has run"
         return ModuleCall(
             name=self.name,
@@ -188,6 +220,10 @@ class NotedCall:
             shapes=self.shapes,
             why_not=why_not,
         )
+
+
+Alike = Mapping[int, Sequence[NotedCall]]
+"""The calls of each module, by the weak references that they have to it, which are one: modules may be gone."""
 
 
 def _values_of(tensors: Any, recording: Recording) -> set[int]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.around import Code
 from memkit.compiled import (
-    Code,
     around_compiled,
     compiled_in,
     is_compiled,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.recomputing.read_only import LearnedReads, ReadOnly, small_of
 from memkit.activations.recomputing.region_inputs import NoRegion
+from memkit.sequentials import SequentialSpan
 from memkit.storages import Geometry, is_range_of_bytes
 
 UPDATED_UNREAD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -346,13 +347,17 @@ def original(tensor: Tensor, originals: Originals) -> tuple[Tensor, int]:
 
 def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
     """Return a module and those in it, each once, as `modules()` has them: that calls Python twice for each, and again for each
-    that it is in."""
+    that it is in.
+
+    A span is left out: it has nothing of its own, and is another in each step.
+    """
     found: dict[nn.Module, None] = {}
     waiting: list[nn.Module | None] = [module]
     while waiting:
         part = waiting.pop()
         if part is not None and part not in found:
-            found[part] = None
+            if type(part) is not SequentialSpan:
+                found[part] = None
             waiting += reversed(torch_private.children_of(part).values())
     return tuple(found)
 

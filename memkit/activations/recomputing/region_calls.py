@@ -45,6 +45,7 @@ from memkit.errors import ReplayMismatchError, note_on
 from memkit.hooks import HookSet
 from memkit.kept import ForwardedHandle, KeptHandle, modified_error
 from memkit.labels import label
+from memkit.sequentials import kind_of
 from memkit.torch_state import leave_untraced
 
 
@@ -102,9 +103,7 @@ class Recomputed:
         """Return what to raise where a recompute cannot be exact."""
         if self.counts is not None:
             self.counts.has_mismatch = True
-        return ReplayMismatchError(
-            f"a {type(self.module).__name__} that is recomputed as a whole needs {need}; found {found}. {do}"
-        )
+        return ReplayMismatchError(f"a {kind_of(self.module)} that is recomputed as a whole needs {need}; found {found}. {do}")
 
 
 class RegionCall:
@@ -216,7 +215,7 @@ class RegionCall:
         try:
             args, kwargs = self.inputs.rebuild()
         except RuntimeError as error:
-            note_on(error, f"It is an input of a {type(region.module).__name__} whose forward is run again in the backward.")
+            note_on(error, f"It is an input of a {kind_of(region.module)} whose forward is run again in the backward.")
             raise
         recompute = Recompute(self)
         try:

@@ -16,17 +16,21 @@ from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.trial import Trial
 from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionPlanner
 from memkit.recording.cost import host_costs
+from memkit.sequentials import SpanReference
+
+Reference = weakref.ref[nn.Module] | SpanReference
+"""Holds no module, and returns it as long as it is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPlan:
     """Which calls are regions, and what a step takes then."""
 
-    calls: Mapping[weakref.ref[nn.Module], frozenset[int]]
+    calls: Mapping[Reference, frozenset[int]]
     """For each module of which calls are regions, their numbers."""
-    num_calls: Mapping[weakref.ref[nn.Module], int]
+    num_calls: Mapping[Reference, int]
     """For each of these modules how often it is called in all."""
-    learned: Mapping[weakref.ref[nn.Module], LearnedReads]
+    learned: Mapping[Reference, LearnedReads]
     """For each what its last step has learned."""
     shapes: tuple[tuple[int, ...], ...]
     """Of the tensors that regions are given, one after the other."""
@@ -68,7 +72,7 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
         of_ops: its plan by ops.
         torch_device: where it runs.
     """
-    calls = _checked(trace)
+    calls, references = _candidates(trace)
     if all(call.why_not for call in calls):
         return None
     costs = host_costs(torch_device)
@@ -84,14 +88,14 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
     is_open = of_ops.predicted_peak_bytes <= max(budget_bytes, choice.peak_bytes)  # else ops need more
     if is_open and costs.is_device and planner.seconds(choice) > _seconds_of_ops(planner, costs, num_ops, of_ops):
         return None
-    chosen: dict[weakref.ref[nn.Module], frozenset[int]] = {}
+    chosen: dict[Reference, frozenset[int]] = {}
     for index in choice.chosen:
-        module = trace.modules[index]
-        chosen[module] = chosen.get(module, frozenset()) | {calls[index].number}
+        reference = references[index]
+        chosen[reference] = chosen.get(reference, frozenset()) | {calls[index].number}
     num_calls = dict.fromkeys(chosen, 0)
-    for call, module in zip(calls, trace.modules, strict=True):
-        if module() is not None and module in num_calls:
-            num_calls[module] = max(num_calls[module], call.number + 1)
+    for call, reference in zip(calls, references, strict=True):
+        if reference() is not None and reference in num_calls:
+            num_calls[reference] = max(num_calls[reference], call.number + 1)
     shapes = tuple(shape for index in choice.chosen for shape in calls[index].shapes)
     plan = _plan_of(planner, choice, trace, budget_bytes)
     return RegionPlan(
@@ -107,16 +111,43 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
     )
 
 
-def _checked(trace: OpTrace) -> list[ModuleCall]:
-    """Return the calls of a step, each saying why it cannot be a region if its module alone tells."""
-    found, why_not = list[ModuleCall](), dict[nn.Module, str]()
-    for call, reference in zip(trace.calls, trace.modules, strict=True):
+def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
+    """Return the calls of a step, each saying why it cannot be a region if its module alone tells, and what each calls.
+
+    They are in the order of their beginnings. The spans that may be regions are among them: each is in the call of its
+    Sequential, or in another span.
+    """
+    why_not = dict[nn.Module, str]()
+
+    def why_not_of(reference: weakref.ref[nn.Module]) -> str:
         module = reference()
-        if module is not None and not call.why_not and module not in why_not:
+        if module is None:
+            return "it is gone"
+        if module not in why_not:
             why_not[module] = why_not_region(module)
-        why = call.why_not or ("it is gone" if module is None else why_not[module])
-        found.append(replace(call, why_not=why))
-    return found
+        return why_not[module]
+
+    calls, references = list[ModuleCall](), list[Reference]()
+    places = list[int]()
+    around: list[list[tuple[int, int]]] = [[] for _ in (*trace.calls, None)]  # of those in each call, and of the outermost
+    may_be = (span for span in reversed(trace.spans) if span.reference.find() is not None)
+    waiting = [span for span in may_be if not any(map(why_not_of, span.children))]
+
+    def add(call: ModuleCall, reference: Reference, place: int, why: str) -> int:
+        open_spans = around[call.parent]  # where each ends, and its place among all
+        while open_spans and open_spans[-1][0] <= place:
+            open_spans.pop()
+        parent = open_spans[-1][1] if open_spans else -1 if call.parent < 0 else places[call.parent]
+        calls.append(replace(call, parent=parent, why_not=why))
+        references.append(reference)
+        return len(calls) - 1
+
+    for place, (call, reference) in enumerate(zip(trace.calls, trace.modules, strict=True)):
+        while waiting and waiting[-1].calls[0] == place:
+            span = waiting.pop()
+            around[span.call.parent].append((span.calls[1], add(span.call, span.reference, place, "")))
+        places.append(add(call, reference, place, call.why_not or why_not_of(reference)))
+    return calls, references
 
 
 def _seconds_of_ops(planner: RegionPlanner, costs: HostCosts, num_ops: int, plan: Plan) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,10 +30,12 @@ from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
 from memkit.activations.recomputing.stacks import is_on_stack, take_off
 from memkit.activations.recomputing.surroundings import drawn_from
 from memkit.activations.saved.counts import Counts
-from memkit.compiled import Code, around_compiled
+from memkit.around import Code
+from memkit.compiled import around_compiled
 from memkit.hooks import HookPair, HookSet
 from memkit.interrupts import Exclusive
 from memkit.kept import ForwardedHandle, KeptHandle
+from memkit.sequentials import SpannedForward, spanned_forwards
 from memkit.torch_state import is_traced
 
 
@@ -78,7 +80,7 @@ class Regions(Exclusive):
     Made once, it may be entered any number of times. The backwards may come after.
 
     Args:
-        chosen: the modules.
+        chosen: the modules; a `SequentialSpan` is called as one as long as this is entered, or something of it is recomputed.
         keep: holds an input of a region until the backward; called with grad mode off. By default it stays where it is.
         counts: where it is noted what was recomputed.
     """
@@ -92,7 +94,8 @@ class Regions(Exclusive):
     ) -> None:
         torch_private.require(torch_private.Feature.REMAT)
         self._common = _Common(_Thread(), keep, counts, {})
-        self._regions = [RegionModule(module, spec, self._common) for module, spec in chosen.items()]
+        forwards = spanned_forwards(chosen)
+        self._regions = [RegionModule(module, spec, self._common, forwards.get(module)) for module, spec in chosen.items()]
         self._hooks = HookSet()
 
     @property
@@ -117,8 +120,7 @@ class Regions(Exclusive):
         try:
             top = torch_private.top_saved_tensor_hooks(True)
             thread.outer, thread.is_in = None if top is None else top[0], True
-            for region in self._regions:
-                region.watch(self._hooks)
+            _watch(self._regions, self._hooks)
         except BaseException:
             self.leave(has_failed=True)
             raise
@@ -132,10 +134,15 @@ class Regions(Exclusive):
 
 
 class RegionModule(Recomputed):
-    """A module whose calls are regions."""
+    """A module whose calls are regions.
 
-    def __init__(self, module: nn.Module, spec: RegionSpec, common: _Common) -> None:
+    Args:
+        forward: what calls it, where it is a span.
+    """
+
+    def __init__(self, module: nn.Module, spec: RegionSpec, common: _Common, forward: SpannedForward | None) -> None:
         super().__init__(module, common.counts, spec.learned)
+        self.forward = forward
         self._calls = spec.calls
         self._common = common
         self._devices = frozenset([own.device for own in self.state.tensors if own.is_cuda])
@@ -239,13 +246,21 @@ class _Nesting(Nesting):
 
     def begin(self) -> None:
         self._thread.is_in, self._thread.numbers = True, dict(self._call.inner)
-        for region in self._call.inner:
-            region.watch(self._hooks)
+        _watch(self._call.inner, self._hooks)
 
     def end(self) -> None:
         self._hooks.remove()
         self._thread.is_in, self._thread.numbers, num_calls = self._before
         _end_after(self._thread.calls, num_calls)
+
+
+def _watch(regions: Iterable[Recomputed], hooks: HookSet) -> None:
+    """See the calls of modules, and have those called that are spans."""
+    forwards = [region.forward for region in regions if isinstance(region, RegionModule) and region.forward is not None]
+    for forward in dict.fromkeys(forwards):
+        forward.put(hooks)
+    for region in regions:
+        region.watch(hooks)
 
 
 _OWN = (RegionCall, Recompute)

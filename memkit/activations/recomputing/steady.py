@@ -19,6 +19,7 @@ from memkit.device import CpuDevice
 from memkit.hooks import HookPair, SavedTensorHooks
 from memkit.kept import KeptHandle
 from memkit.plan import Action
+from memkit.sequentials import kind_of
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _storage_of = Tensor.untyped_storage
@@ -163,7 +164,7 @@ class RegionStage(IdleStage):
         elif not has_failed:
             planned.trial.end_forward(Way.REGIONS)
         for module, why in () if has_failed else not_taken.items():
-            name = type(module).__name__
+            name = kind_of(module)
             message = f"a {name} was to be recomputed as a whole, and was not: {why}. What it saved has stayed on the device."
             self._state.warn_once(f"region {name} {why}", message)
 

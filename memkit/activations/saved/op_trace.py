@@ -15,6 +15,7 @@ from memkit.plan import DTRScore, ModuleCall, Plan, RematPlanner, Step
 from memkit.recording.aftermath import Aftermath
 from memkit.recording.module_calls import NotedCall
 from memkit.recording.recording import Recording
+from memkit.recording.span_calls import SpanCall, span_calls
 
 _Planned = TypeVar("_Planned")
 _DIGITS = re.compile(r"\d+")
@@ -31,6 +32,8 @@ class OpTrace:
     """The calls of modules, as the last forward had them in which they were noted."""
     modules: tuple[weakref.ref[nn.Module], ...] = ()
     """For each of them, which module is called."""
+    spans: tuple[SpanCall, ...] = ()
+    """Neighbours among them that may be recomputed as one."""
     num_noted: int = 0
     """In how many forwards they were noted."""
     num_seen: int = 1
@@ -76,12 +79,13 @@ class OpTrace:
         """Take up which modules were called, in a forward that is over."""
         known_s = {(call.name, call.number): call.device_s for call in self.calls}
         aftermath = Aftermath(recording, [call.given for call in noted])
-        alike = dict[int, list[NotedCall]]()  # modules may be gone: by their references, of which each has one
+        alike = dict[int, list[NotedCall]]()
         for call in noted:
             alike.setdefault(id(call.module), []).append(call)
-        calls = (call.as_planned(recording, aftermath, alike[id(call.module)]) for call in noted)
+        calls = (call.as_planned(recording, aftermath, alike) for call in noted)
         self.calls = tuple(replace(call, device_s=known_s.get((call.name, call.number), 0.0)) for call in calls)
         self.modules = tuple(call.module for call in noted)
+        self.spans = span_calls(noted, recording, aftermath, alike)
         self.num_noted += 1
         self._regions.clear()
 

@@ -126,7 +126,7 @@ def test_steady_step_has_regions_and_takes_few_calls(device: Device, remat_on: R
     assert stats.num_deviations == 0
     assert stats.ledger_peak_bytes <= stats.budget_bytes
     assert stats.dropped_bytes > 0.45 * stats.saved_bytes
-    assert 15 <= stats.num_replays <= 30
+    assert 4 <= stats.num_replays <= 30  # of one block, or of several together
     assert stats.num_replayed_ops > 3 * stats.num_replays
 
     plan = remat_on(0.5, "steady").plan

@@ -1,0 +1,167 @@
+"""Neighbouring children of a `Sequential`, called as one module: *spans*.
+
+[Note: spans] A flat `Sequential` has no module between its children and the whole. For neighbours among them to be called as if
+they were in one, there is a `SequentialSpan`, which has them as `sequential[4:8]` would, and of which only the forward of the
+Sequential knows: as long as spans are called, a function stands in the place of that `forward`, as an attribute of its own.
+
+So the hooks of the Sequential and of its children are called as ever, with what they ever see. No child, no entry of a
+`state_dict` and no name of a module is another. A copy of the Sequential runs as its class does. The span is a module as any
+other: it may be hooked, recomputed, be in others and have others in it. It would take more to begin a region at the call of one
+child and to end it at that of another: what is between the two may raise, and has no frame of its own.
+
+If a child was replaced, taken out or added since, the forward is that of the class: then no span is called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from memkit import torch_private
+from memkit.around import Around, Code, within
+from memkit.hooks import HookSet
+
+
+class SequentialSpan(nn.Sequential):
+    """Some neighbouring children of a `Sequential`.
+
+    Args:
+        whole: that Sequential.
+        first, stop: the place of the first among its children, and of the one behind the last.
+    """
+
+    def __init__(self, whole: nn.Sequential, first: int, stop: int) -> None:
+        super().__init__(*tuple(whole)[first:stop])
+        self.whole = weakref.ref(whole)
+        self.place = first, stop
+
+
+class SpanReference:
+    """Finds a span again as long as its Sequential and children are there: what a weak reference is to a module.
+
+    It holds none of them. The span that it returns is the same for as long as that is held.
+
+    Args:
+        whole: the Sequential.
+        children: those of the span.
+        first: the place of the first.
+        size: how many children the Sequential has.
+    """
+
+    def __init__(
+        self, whole: weakref.ref[nn.Module], children: Sequence[weakref.ref[nn.Module]], first: int, size: int
+    ) -> None:
+        self._whole, self._children = whole, tuple(children)
+        self._first, self._size = first, size
+        self._made: weakref.ref[SequentialSpan] | None = None
+
+    def find(self) -> nn.Sequential | None:
+        """Return the Sequential, None if it is gone, has other children there, or does not just call them."""
+        whole, first = self._whole(), self._first
+        if whole is None or not calls_in_turn(whole):
+            return None
+        children = tuple(whole)
+        there = children[first : first + len(self._children)]
+        is_same = len(children) == self._size and all(map(is_, there, map(weakref.ref.__call__, self._children)))
+        return whole if is_same else None
+
+    def __call__(self) -> nn.Module | None:
+        """Return the span, None if there is none any more."""
+        whole = self.find()
+        if whole is None:
+            return None
+        span = None if self._made is None else self._made()
+        if span is None:
+            span = SequentialSpan(whole, self._first, self._first + len(self._children))
+            self._made = weakref.ref(span)
+        return span
+
+
+class SpannedForward:
+    """The forward of a `Sequential` that has some spans called: see [Note: spans].
+
+    Args:
+        whole: the Sequential.
+        spans: of these none overlaps another, unless it is in it.
+    """
+
+    def __init__(self, whole: nn.Sequential, spans: Iterable[SequentialSpan]) -> None:
+        self._whole, self._children = whole, tuple(whole)
+        waiting = sorted(spans, key=lambda span: (-span.place[0], span.place[1]))
+        self._parts = self._arranged(0, len(self._children), waiting)
+
+    def _arranged(self, first: int, stop: int, waiting: list[SequentialSpan]) -> list[nn.Module]:
+        """Return what is called for some children; a span in another becomes a part of that."""
+        found: list[nn.Module] = []
+        while first < stop:
+            if waiting and waiting[-1].place[0] == first:
+                span = waiting.pop()
+                found.append(span)
+                start, first = span.place
+                if waiting and waiting[-1].place[0] < first:
+                    inside = self._arranged(start, first, waiting)
+                    if list(span) != inside:
+                        del span[:]
+                        span.extend(inside)
+            else:
+                found.append(self._children[first])
+                first += 1
+        return found
+
+    def put(self, hooks: HookSet) -> None:
+        """Have the Sequential run so until the hooks are removed."""
+        around = _AroundForward(self._whole, "forward", self._run)
+        hooks.add(around)  # ahead: to remove what is not there yet does nothing
+        around.put()
+
+    def _run(self, module: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        children = tuple(self._whole)
+        is_same = len(children) == len(self._children) and all(map(is_, children, self._children))
+        if not is_same or len(args) != 1 or kwargs:
+            return code(*args, **kwargs)
+        (found,) = args
+        for part in self._parts:
+            found = part(found)
+        return found
+
+
+class _AroundForward(Around):
+    """Stands where a module's forward is called that is its class's. A copy of the module, also one that is saved, has that."""
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return getattr, (self._module, self._place)
+
+
+def spanned_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, SpannedForward]:
+    """Return, for each of the modules that is a span, the forward that has it called: that has all of its Sequential's."""
+    wholes = dict[nn.Sequential, list[SequentialSpan]]()
+    for module in modules:
+        if isinstance(module, SequentialSpan) and (whole := module.whole()) is not None:
+            wholes.setdefault(whole, []).append(module)
+    forwards = dict[nn.Module, SpannedForward]()
+    for whole, spans in wholes.items():
+        forwards.update(dict.fromkeys(spans, SpannedForward(whole, spans)))
+    return forwards
+
+
+def kind_of(module: nn.Module) -> str:
+    """Return what a module is called where users are told of it: its class, and where it is a span, that of a `Sequential`."""
+    return nn.Sequential.__name__ if isinstance(module, SequentialSpan) else type(module).__name__
+
+
+def calls_in_turn(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Tell whether a module calls its children one after the other, as a `Sequential` does, and nothing else; apart from a
+    forward of spans."""
+    if not isinstance(module, nn.Sequential) or isinstance(module, SequentialSpan):
+        return False
+    kind = type(module)
+    forward: Any = module.forward
+    if isinstance(forward, Around):
+        forward = within(forward)
+    is_own = getattr(forward, "__func__", None) is nn.Sequential.forward and forward.__self__ is module
+    is_plain = kind.__iter__ is nn.Sequential.__iter__ and kind.__call__ is nn.Module.__call__
+    return is_own and is_plain and vars(module).get(torch_private.COMPILED_CALL) is None

@@ -1,0 +1,581 @@
+"""Neighbouring children of a `Sequential` are recomputed as one where that has no module for them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memkit
+from memkit.activations.recomputing.regions import Regions, RegionSpec
+from memkit.activations.saved.state import remat_states
+from memkit.device import Device
+from memkit.plan import Action
+from memkit.sequentials import SequentialSpan
+from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
+from tests.activations.remat.test_region_buffers import Seen
+from tests.activations.remat.test_regions_in_steps import Watch, run
+from tests.activations.remat.test_steady import num_calls, train
+from tests.contracts.contexts import Around
+from tests.interrupts import interrupts
+
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops")]
+
+
+def flat(count: int = 12) -> nn.Sequential:
+    """Return the layers of some blocks, with no module for each."""
+    layers = (
+        layer
+        for _ in range(count)
+        for layer in (nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 32))
+    )
+    return nn.Sequential(nn.Linear(32, 32), *layers)
+
+
+def with_batch_norm() -> nn.Sequential:
+    layers = (
+        layer
+        for _ in range(8)
+        for layer in (
+            nn.Linear(32, 64),
+            nn.BatchNorm1d(64),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.1),
+            nn.Linear(64, 32),
+        )
+    )
+    return nn.Sequential(*layers)
+
+
+class ConvNormActivation(nn.Sequential):
+    """A `Sequential` of another name."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
+
+
+class Images(nn.Module):
+    """Takes rows for images."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.features = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.features(x.reshape(-1, 2, 8, 8)).flatten(1)
+
+
+def like_vgg() -> nn.Module:
+    layers: list[nn.Module] = []
+    channels = 2
+    for width in (4, 4, 4, 4, 0, 8, 8, 8, 8, 8, 0, 16, 16, 16, 16, 16):
+        layers += [nn.MaxPool2d(2)] if not width else [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
+        channels = width or channels
+    return Images(*layers)
+
+
+def nested() -> nn.Module:
+    inner = [nn.Sequential(*flat(3)[1:], ConvRow(), nn.Linear(32, 32)) for _ in range(4)]
+    return nn.Sequential(nn.Linear(32, 32), *inner, *flat(2))
+
+
+class ConvRow(nn.Module):
+    """Has a `ConvNormActivation` in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(ConvNormActivation(2) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x.reshape(-1, 2, 4, 4)).reshape(x.shape)
+
+
+class Recurrent(nn.Module):
+    """Calls the same layers several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*flat(3), nn.BatchNorm1d(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = x + self.layers(x)
+        return x
+
+
+MODELS = {
+    "dropout": flat,
+    "batch norm": with_batch_norm,
+    "images": like_vgg,
+    "nested": nested,
+    "recurrence": Recurrent,
+}
+
+
+def spans_in_plan(tag: str) -> set[str]:
+    """Return the names of the spans that run again in the next steps."""
+    settled = remat_states[tag].settled
+    if settled is None or settled.regions is None:
+        return set()
+    reasons = {save.reason for save in settled.regions.plan.saves if save.action is Action.RECOMPUTE}
+    return {reason.removesuffix(" runs again") for reason in reasons if ":" in reason}
+
+
+def steady(model: nn.Module, x: Tensor, remat_on: Remat, tag: str, budget: float = 0.5) -> None:
+    """Run steps until spans are called."""
+    for _ in range(4):
+        train(model, x, lambda: remat_on(budget, tag))
+    assert not memkit.stats(tag).is_recorded
+    assert spans_in_plan(tag)
+
+
+def compare(model: nn.Module, x: Tensor, remat_on: Remat, tag: str, budget: float = 0.5) -> None:
+    """Run a step, and see that it has the bits of the plain one."""
+    state = copy.deepcopy(model.state_dict())
+    torch.manual_seed(1)
+    wanted = train(model, x, nullcontext)
+    model.load_state_dict(state)
+    torch.manual_seed(1)
+    assert_same_bits(train(model, x, lambda: remat_on(budget, tag)), wanted)
+
+
+def own_attributes(model: nn.Module) -> list[set[str]]:
+    return [set(vars(part)) for part in model.modules()]
+
+
+@pytest.mark.parametrize("budget", [0.5, pytest.param(0.3, marks=pytest.mark.full), 0.15])
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_are_those_of_the_plain_run(name: str, budget: float, device: Device, remat_on: Remat) -> None:
+    plain = run(MODELS[name], device, nullcontext, 6)
+    found = run(MODELS[name], device, lambda: remat_on(budget, "bits"), 6)
+
+    for wanted, step in zip(plain, found, strict=True):
+        assert_same_bits(step, wanted)
+    assert memkit.stats("bits").live_records == 0
+    if budget == 0.5:
+        assert not memkit.stats("bits").is_recorded
+        assert spans_in_plan("bits")
+
+
+def test_flat_model_takes_few_calls_of_the_host(device: Device, remat_on: Remat) -> None:
+    layers = (layer for _ in range(40) for layer in (nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
+    model, x = nn.Sequential(*layers).to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
+    plain = train(model, x, nullcontext)
+    recorded = []
+    for _ in range(6):
+        assert_same_bits(train(model, x, lambda: remat_on(0.5, "few", min_bytes=1)), plain)
+        recorded.append(memkit.stats("few").is_recorded)
+    stats = memkit.stats("few")
+
+    assert recorded == [True, True, True, False, False, False]
+    assert num_calls(lambda: train(model, x, lambda: remat_on(0.5, "few", min_bytes=1))) <= 12 * stats.num_ops
+    assert stats.num_deviations == 0
+    assert stats.ledger_peak_bytes <= stats.budget_bytes
+    assert stats.dropped_bytes > 0.45 * stats.saved_bytes
+
+
+def test_layers_of_images_are_named_and_let_go(device: Device, remat_on: Remat) -> None:
+    model, x = like_vgg().to(device.torch_device), torch.randn(32, 128, device=device.torch_device)
+    for _ in range(5):
+        compare(model, x, remat_on, "images")
+    gc.collect()
+    with Watch() as watch, remat_on(0.5, "images"):
+        loss = model(x).sum()
+    stats = memkit.stats("images")
+
+    assert not stats.is_recorded
+    assert stats.num_deviations == 0
+    assert watch.live_bytes(model) <= stats.ledger_peak_bytes + x.nbytes + 4096  # and the loss, and what it is the sum of
+    assert all(name.startswith("features.") for name in spans_in_plan("images"))
+    loss.backward()
+
+
+def test_span_begins_at_no_layer_that_writes_to_what_it_is_given(device: Device, remat_on: Remat) -> None:
+    model, x = like_vgg().to(device.torch_device), torch.randn(32, 128, device=device.torch_device)
+    steady(model, x, remat_on, "begins")
+    (trace,) = remat_states["begins"].traces
+    assert trace.ops is not None
+
+    starts = {int(span.call.name.split(".")[1].split(":")[0]) for span in trace.ops.spans}
+    assert len(starts) > 3
+    assert not any(isinstance(model.features[start], nn.ReLU) for start in starts)
+
+
+# What others see of it
+
+
+def test_nothing_is_left_on_the_model(device: Device, remat_on: Remat) -> None:
+    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    before, names, keys = own_attributes(model), [name for name, _ in model.named_modules()], list(model.state_dict())
+    steady(model, x, remat_on, "left")
+    with remat_on(0.5, "left"):
+        assert [name for name, _ in model.named_modules()] == names
+        assert list(model.state_dict()) == keys
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+        loss = model(x).sum()
+
+    assert own_attributes(model) == before
+    loss.backward()
+    assert own_attributes(model) == before
+    with pytest.raises(RuntimeError, match="shape"), remat_on(0.5, "left"):
+        model(torch.randn(16, 31, device=device.torch_device))
+    assert own_attributes(model) == before
+    compare(model, x, remat_on, "left")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copy_that_is_made_within_runs_as_the_model(
+    copied: Callable[[nn.Module], nn.Module], device: Device, remat_on: Remat
+) -> None:
+    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    steady(model, x, remat_on, "copied")
+    with remat_on(0.5, "copied"):
+        other = copied(model)
+    with torch.no_grad():
+        other[-1].bias.add_(1.0)  # which only the copy has
+    torch.manual_seed(0)
+    wanted = model(x) + 1.0
+    torch.manual_seed(0)
+
+    torch.testing.assert_close(other(x), wanted)
+    compare(copied(other), x, remat_on, "of the copy")
+    for _ in range(4):
+        compare(other, x, remat_on, "of the copy")
+
+
+def test_hooks_on_the_sequential_see_what_they_see_in_the_plain_run(device: Device, remat_on: Remat) -> None:
+    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    seen: list[tuple[type[nn.Module], int, Tensor]] = []
+    model.register_forward_pre_hook(lambda module, args: seen.append((type(module), len(module), args[0].detach())))
+    model.register_forward_hook(lambda module, args, output: seen.append((type(module), len(args), output.detach())))
+    for _ in range(6):
+        seen.clear()
+        compare(model, x, remat_on, "seen")
+        assert [one[:2] for one in seen] == [(nn.Sequential, len(model)), (nn.Sequential, 1)] * 2
+        assert_same_bits([one[2] for one in seen[:2]], [one[2] for one in seen[2:]])
+
+    assert spans_in_plan("seen")
+
+
+def test_layer_with_a_hook_is_in_no_span(device: Device, remat_on: Remat) -> None:
+    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    seen: list[Tensor] = []
+    model[7].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    for _ in range(6):
+        seen.clear()
+        compare(model, x, remat_on, "hooked")
+        assert len(seen) == 2
+
+    found = [tuple(map(int, name.split(":"))) for name in spans_in_plan("hooked")]
+    assert found
+    assert not any(first <= 7 < stop for first, stop in found)
+
+
+def hook(model: nn.Sequential, place: int) -> None:
+    model[place].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def replace_one(model: nn.Sequential, place: int) -> None:
+    model[place] = nn.ReLU(inplace=True)
+
+
+def insert(model: nn.Sequential, place: int) -> None:
+    model.insert(place, nn.Tanh())
+
+
+def append(model: nn.Sequential, place: int) -> None:
+    model.append(nn.Tanh())
+
+
+def override(model: nn.Sequential, place: int) -> None:
+    model.forward = lambda x: nn.Sequential.forward(model, x) * 2  # type: ignore[method-assign]
+
+
+def layer_in_a_span(model: nn.Sequential, tag: str) -> int:
+    """Return the place of a layer that may be another, or have others beside it."""
+    spans = [tuple(map(int, name.split(":"))) for name in spans_in_plan(tag)]
+    places = [place for first, stop in spans for place in range(first, stop)]
+    return next(place for place in places if isinstance(model[place], nn.Dropout | nn.GELU))
+
+
+@pytest.mark.parametrize("change", [hook, replace_one, insert, append, override])
+def test_change_of_the_model_is_noticed(change: Callable[[nn.Sequential, int], None], device: Device, remat_on: Remat) -> None:
+    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    steady(model, x, remat_on, "change")
+    change(model, layer_in_a_span(model, "change"))
+    recorded = []
+    for _ in range(3):
+        compare(model, x, remat_on, "change")
+        recorded.append(memkit.stats("change").is_recorded)
+
+    assert recorded[0]
+
+
+@pytest.mark.parametrize("change", [replace_one, insert, append])
+def test_change_within_the_context_is_heeded(
+    change: Callable[[nn.Sequential, int], None], device: Device, remat_on: Remat
+) -> None:
+    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    steady(model, x, remat_on, "change")
+    place = layer_in_a_span(model, "change")
+    model.zero_grad()
+    torch.manual_seed(2)
+    with remat_on(0.5, "change"):
+        change(model, place)
+        loss = model(x).sum()
+    loss.backward()
+    found = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+    torch.manual_seed(2)
+
+    assert_same_bits(found, train(model, x, nullcontext))
+    compare(model, x, remat_on, "change")
+    assert memkit.stats("change").is_recorded
+
+
+def test_what_is_known_of_a_step_holds_no_module(device: Device, remat_on: Remat) -> None:
+    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    steady(model, x, remat_on, "holds")
+    train(model, x, lambda: remat_on(0.5, "holds"))
+    parts = [weakref.ref(module) for module in model.modules()]
+    del model
+    gc.collect()
+
+    assert [part() for part in parts] == [None] * len(parts)
+
+
+def test_smaller_batch_is_a_deviation_with_the_same_bits(device: Device, remat_on: Remat) -> None:
+    model = with_batch_norm().to(device.torch_device)
+    recorded = []
+    for size in (16, 16, 16, 16, 16, 6, 16, 16, 16):
+        compare(model, torch.randn(size, 32, device=device.torch_device), remat_on, "smaller")
+        recorded.append(memkit.stats("smaller").is_recorded)
+
+    assert recorded == [True, True, True, False, False, False, True, False, False]
+    assert memkit.stats("smaller").num_deviations == 1
+
+
+def test_calls_without_gradients_and_in_checkpoints_are_as_ever(device: Device, remat_on: Remat) -> None:
+    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+
+    def step(context: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
+        torch.manual_seed(3)
+        model.zero_grad()
+        with context():
+            with torch.no_grad():
+                before = model(x)
+            y = model(x + before)
+            loss = (y + checkpoint(model[:6], y, use_reentrant=False)).sum()
+        loss.backward()
+        return [before, loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    for _ in range(6):
+        assert_same_bits(step(lambda: remat_on(0.5, "without")), step(nullcontext))
+
+
+class Fails(nn.GELU):
+    """Raises when it is told to."""
+
+    fails: list[bool]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("told to")
+        return super().forward(x)
+
+
+def test_layer_that_raises_leaves_nothing(device: Device, remat_on: Remat) -> None:
+    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    fails: list[bool] = []
+    for place, layer in enumerate(model):
+        if type(layer) is nn.GELU:
+            model[place] = Fails()
+            model[place].fails = fails
+    steady(model, x, remat_on, "raises")
+    before = own_attributes(model)
+    fails.append(True)
+    with pytest.raises(ValueError, match="told to"), remat_on(0.5, "raises"):
+        model(x)
+    with remat_on(0.5, "raises"):
+        with pytest.raises(ValueError, match="told to"):
+            model(x)
+        fails.clear()
+        torch.manual_seed(4)
+        loss = model(x).sum()
+    model.zero_grad()
+    loss.backward()
+    found = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+    torch.manual_seed(4)
+
+    assert own_attributes(model) == before
+    assert_same_bits(found, train(model, x, nullcontext))
+    for _ in range(3):
+        compare(model, x, remat_on, "raises")
+
+
+@pytest.mark.filterwarnings("ignore:.*saw only tensors on the CPU")
+def test_offload_outside_is_given_what_spans_are_given(device: Device, remat_on: Remat) -> None:
+    def context() -> Around:
+        offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
+        return Around(offload, remat_on(0.4, "inside"))
+
+    for wanted, step in zip(run(flat, device, nullcontext, 6), run(flat, device, context, 6), strict=True):
+        assert_same_bits(step, wanted)
+    assert not memkit.stats("inside").is_recorded
+    assert spans_in_plan("inside")
+
+
+def test_two_forwards_before_their_backwards(device: Device, remat_on: Remat) -> None:
+    model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+
+    def both(context: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
+        torch.manual_seed(5)
+        model.zero_grad()
+        losses = []
+        for scale in (1.0, 2.0):
+            with context():
+                losses.append(model(x * scale).sum())
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    for _ in range(6):
+        assert_same_bits(both(lambda: remat_on(0.4, "two")), both(nullcontext))
+    assert spans_in_plan("two")
+
+
+class Masks(nn.Module):
+    """Has a buffer that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+def test_buffers_that_are_only_read_are_looked_at_in_one_step(
+    device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [Masks() if type(layer) is nn.LayerNorm else layer for layer in flat()]
+    model, x = nn.Sequential(*layers).to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    steady(model, x, remat_on, "read")
+    compare(model, x, remat_on, "read")
+    gc.collect()
+    seen = Seen(list(model.buffers()), monkeypatch)
+    for _ in range(3):
+        train(model, x, lambda: remat_on(0.5, "read"))
+        gc.collect()  # the span of the last step, too
+
+    assert not memkit.stats("read").is_recorded
+    assert (seen.num_clones, seen.num_compared) == (0, 0)
+    monkeypatch.undo()
+
+
+class Counts(nn.GELU):
+    """Counts its calls, in an attribute."""
+
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x)
+
+
+class Other(nn.Sequential):
+    """Calls its children in another way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x) * 0.5
+        return x
+
+
+def test_only_what_may_run_twice_is_in_a_span(device: Device, remat_on: Remat) -> None:
+    layers = [*flat(6), Counts(), *flat(6), Other(*flat(4))]
+    model, x = nn.Sequential(*layers).to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
+    for _ in range(6):
+        compare(model, x, remat_on, "twice")
+
+    (trace,) = remat_states["twice"].traces
+    assert trace.ops is not None
+    found = [tuple(map(int, span.call.name.split(":"))) for span in trace.ops.spans]
+    assert found
+    assert not any(first <= 31 < stop for first, stop in found)
+    assert model[31].num_calls == 12
+
+
+# Regions of spans themselves
+
+
+def gradients(model: nn.Module, x: Tensor, context: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model.zero_grad()
+    with context():
+        loss = sum(model(x * scale).square().mean() for scale in (1.0, 2.0))
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters()), torch.get_rng_state()]
+
+
+def test_span_in_a_span_and_in_a_region_that_is_recomputed() -> None:
+    model, x = flat(4), torch.randn(8, 32)
+    plain = gradients(model, x, nullcontext)
+    inner, outer, next_one = SequentialSpan(model, 2, 4), SequentialSpan(model, 1, 9), SequentialSpan(model, 9, 14)
+    first, second = RegionSpec(calls=frozenset({0})), RegionSpec(calls=frozenset({1}))
+    for chosen in (
+        {inner: RegionSpec(), outer: RegionSpec(), next_one: second},
+        {inner: second, outer: first, next_one: RegionSpec()},
+        {model: first, inner: second, next_one: second},
+        {model: RegionSpec(), inner: RegionSpec(), outer: second},
+    ):
+        regions = Regions(chosen)
+        assert_same_bits(gradients(model, x, lambda: regions), plain)  # noqa: B023
+        assert regions.not_taken == {}
+        assert "forward" not in vars(model)
+
+
+def test_spans_of_two_contexts_take_turns() -> None:
+    model, x = flat(4), torch.randn(8, 32)
+    plain = gradients(model, x, nullcontext)
+    outer, inner = Regions({SequentialSpan(model, 1, 6): RegionSpec()}), Regions({SequentialSpan(model, 3, 8): RegionSpec()})
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    found = gradients(model, x, nullcontext)
+    inner.__exit__(None, None, None)
+
+    assert_same_bits(found, plain)
+    assert "forward" not in vars(model)
+    assert list(inner.num_calls.values()) == []
+    with outer:
+        assert_same_bits(gradients(model, x, lambda: inner), plain)
+    assert "forward" not in vars(model)
+
+
+def test_next_step_after_an_interrupt_has_the_bits_of_the_plain_run() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(inplace=True))
+    model, x = model.append(nn.Linear(8, 8)), torch.randn(4, 8)
+    state = copy.deepcopy(model.state_dict())
+    regions = Regions({SequentialSpan(model, 0, 2): RegionSpec(), SequentialSpan(model, 3, 5): RegionSpec()})
+
+    def step() -> list[Tensor]:
+        model.load_state_dict(state)
+        return gradients(model, x, lambda: regions)
+
+    model.load_state_dict(state)
+    wanted = gradients(model, x, nullcontext)
+    assert_same_bits(step(), wanted)
+
+    for place in interrupts(step, 150):
+        assert_same_bits(step(), wanted), place
+        assert "forward" not in vars(model), place
