@@ -247,3 +247,17 @@ def test_live_bytes_ahead_of_the_backward_are_those_of_steps_without_a_schedule(
         del y
 
     assert found[2] == found[1]
+
+
+def test_cache_of_the_allocator_is_emptied_once(offloads: Offloads, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    x = leaf_on(offloads.device.torch_device)
+    monkeypatch.setattr(type(offloads.device), "empty_cache", lambda _: done.append("emptied"))
+
+    for ratio in (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 1.0):
+        done.append("step")
+        with offloads(ratio):
+            y = chain(x, IN_BATCHES)
+        gradient_of(y, x)
+
+    assert done == [*["step"] * 3, "emptied", *["step"] * 4]

@@ -337,6 +337,9 @@ def _schedule_of(
             device=window.device,
             paused=trace.paused,
         )
+        if not window.has_schedule:
+            window.has_schedule = True
+            window.device.empty_cache()  # which steps that decided as they went have left in more pieces than later ones need
         found = trace.schedule = (key, schedule)
     schedule = found[1]
     return None if schedule.is_passed() else schedule

@@ -58,7 +58,7 @@ class OffloadWindow:
         self._most_forwards = 1
         self._needed_bytes = 0
         """Host memory that the plans needed when the arena was made to fit last."""
-        self._has_warned = self.is_retired = False
+        self._has_warned = self.is_retired = self.has_schedule = False
         self.is_broken = False
         """Whether a call was broken off."""
         self._is_asking = False
