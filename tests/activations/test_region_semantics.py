@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -108,6 +108,27 @@ def test_stops_behind_the_last_tensor_that_is_needed() -> None:
     loss.backward()
 
     assert reached == ["saved", "end"]
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_what_an_op_fills_after_it_was_saved_is_filled(follows: bool) -> None:
+    """`rrelu` saves its noise, then draws it: the recompute may not stop at that save."""
+
+    def computation(x: Tensor) -> Tensor:
+        y = functional.rrelu(x, training=True)
+        return y * 2 if follows else y  # which saves nothing
+
+    module, found = Run(computation), []
+    for context in (nullcontext(), Regions({module: ALL})):
+        torch.manual_seed(3)
+        x = leaf(64, 64)
+        with context:
+            y = module(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        found.append([y.detach(), gradient, torch.get_rng_state()])
+
+    assert_same_bits(*found)
+    assert module.num_runs == 3
 
 
 def test_stops_before_tensors_of_a_graph_that_is_gone() -> None:

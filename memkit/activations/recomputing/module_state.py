@@ -20,7 +20,6 @@ from memkit import torch_private
 from memkit.activations.recomputing.read_only import LearnedReads, ReadOnly, small_of
 from memkit.activations.recomputing.region_inputs import NoRegion
 from memkit.sequentials import SequentialSpan
-from memkit.storages import Geometry, is_range_of_bytes
 
 UPDATED_UNREAD = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """What trains updates its buffers, and makes the same whatever is in them."""
@@ -331,18 +330,6 @@ class ModuleState:
 
 Originals = dict[int, tuple[Tensor, int]]
 """Buffers and their versions, by the addresses of the storages that stand for them."""
-
-
-def original(tensor: Tensor, originals: Originals) -> tuple[Tensor, int]:
-    """Return what a backward is to have of what a recompute has saved, and its version."""
-    storage = tensor.untyped_storage() if is_range_of_bytes(tensor) else None
-    found = None if storage is None else originals.get(torch_private.storage_address(storage))
-    if found is None:
-        return tensor, torch_private.version_of(tensor)
-    if tensor.shape == found[0].shape:
-        return found
-    view = Geometry.of(tensor).over(found[0].untyped_storage())
-    return view, torch_private.version_of(view)
 
 
 def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:

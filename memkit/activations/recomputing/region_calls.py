@@ -15,28 +15,24 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from operator import is_, itemgetter
+from operator import itemgetter
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.recomputing.module_state import NOT_PLAIN, PLAIN, ModuleState, Noted, original, training_flag
+from memkit.activations.recomputing.module_state import NOT_PLAIN, PLAIN, ModuleState, Noted, training_flag
 from memkit.activations.recomputing.read_only import LearnedReads
+from memkit.activations.recomputing.recompute import ADVICE, AS_IT_WAS, CHANGE_LATER, Recompute
 from memkit.activations.recomputing.region_inputs import Inputs, NoRegion
 from memkit.activations.recomputing.stacks import is_going_on, take_off
 from memkit.activations.recomputing.surroundings import (
     GeneratorState,
     Surroundings,
     current_surroundings,
-    set_generators,
-    set_surroundings,
-    states_of,
     states_on,
 )
 from memkit.activations.saved.counts import Counts
@@ -61,10 +57,6 @@ class Placeholder:
     """Once the forward was run again, and until a backward has asked for it."""
     version: int
     """How often that was written to before it was saved."""
-
-
-class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all that is needed
-    """Raised where autograd saves the last tensor that a backward needs."""
 
 
 class Nesting(ABC):
@@ -166,7 +158,10 @@ class RegionCall:
         if inputs.devices:
             devices = devices.union(inputs.devices)
         if devices:
-            self.before += states_on(sorted(devices, key=str))
+            try:
+                self.before += states_on(sorted(devices, key=str))
+            except RuntimeError:
+                raise NoRegion("it is being captured into a CUDA graph") from None
         self.device = torch.get_default_device() if torch_private.num_function_modes() else None
         """Where tensors are made by default, if something says so."""
         self.below: object = None
@@ -209,9 +204,9 @@ class RegionCall:
             tuple(chain.from_iterable(map(partial.__call__, state.parameter_facts))) != self.noted.parameters
             or tuple(map(id, chain.from_iterable(map(dict.values, state.of_parts)))) != state.ids
         ):
-            raise region.error(_AS_IT_WAS, state.what_parameter_has_changed(self.noted), _CHANGE_LATER)
+            raise region.error(AS_IT_WAS, state.what_parameter_has_changed(self.noted), CHANGE_LATER)
         if state.places and (changed := state.what_has_changed(self.noted)):
-            raise region.error(_AS_IT_WAS, changed, _CHANGE_LATER)
+            raise region.error(AS_IT_WAS, changed, CHANGE_LATER)
         try:
             args, kwargs = self.inputs.rebuild()
         except RuntimeError as error:
@@ -226,7 +221,7 @@ class RegionCall:
                 is_whole = recompute.run(args, kwargs)
             if not is_whole:
                 num_saved = f"{recompute.num_saved}"
-                raise region.error(f"its forward to save {len(self.places)} tensors whenever it is run", num_saved, _ADVICE)
+                raise region.error(f"its forward to save {len(self.places)} tensors whenever it is run", num_saved, ADVICE)
         except BaseException:
             recompute.forget()
             raise
@@ -234,143 +229,6 @@ class RegionCall:
             region.counts.num_replays += 1
             if region.counts.trial is not None:
                 region.counts.trial.begin_backward()
-
-
-class Recompute:
-    """One recompute of a call. It is itself the hook that is given what is saved meanwhile, and knows what was set before."""
-
-    __slots__ = (
-        "_attributes",
-        "_before",
-        "_buffers",
-        "_call",
-        "_drawn",
-        "_flags",
-        "_grad",
-        "_last",
-        "_nesting",
-        "_originals",
-        "_places",
-        "num_saved",
-    )
-
-    def __init__(self, call: RegionCall) -> None:
-        state = call.region.state
-        self._call = call
-        self._places: list[Placeholder | None] = list(map(weakref.ref.__call__, call.places))
-        last = len(self._places) - 1
-        while self._places[last] is None:
-            last -= 1
-        self._last = last
-        self.num_saved = 0
-        self._grad = torch.is_grad_enabled()
-        self._before = current_surroundings()
-        self._drawn = states_of(call.drawn) if call.drawn else ()
-        self._buffers = state.others(call.noted) if state.has_others else ()
-        self._originals = state.originals(call.noted, self._buffers) if call.noted.statistics else None
-        self._flags = tuple(map(training_flag, state.parts))
-        try:
-            self._attributes = tuple(
-                chain.from_iterable(map(itemgetter.__call__, state.attribute_getters, state.attribute_dicts))
-            )
-        except KeyError as error:
-            raise call.region.error(_AS_IT_WAS, f"that its attribute {error} was deleted", _CHANGE_LATER) from None
-        self._nesting = call.region.nesting(call) if call.inner else None
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        number = self.num_saved
-        self.num_saved = number + 1
-        if number > self._last:
-            return tensor.detach()  # of a backward in the forward
-        place = self._places[number]
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        if place is not None:
-            if tensor.shape != place.shape or tensor.dtype is not place.dtype:
-                raise self._call.region.error(
-                    f"its forward to save {_described(place.shape, place.dtype)} as number {number} whenever it is run",
-                    _described(tensor.shape, tensor.dtype),
-                    _ADVICE,
-                )
-            place.tensor, place.version = tensor, torch_private.version_of(tensor)
-            if self._originals:
-                place.tensor, place.version = original(tensor, self._originals)
-        if number == self._last:
-            raise _Stop
-        return tensor
-
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Run the forward, with what was set when it ran first, and tell whether all that is needed was made."""
-        call, is_back = self._call, False
-        try:
-            try:
-                if self._nesting is not None:
-                    self._nesting.begin()
-                torch_private.push_saved_tensor_hooks(self, unpack_recomputed)
-                if not self._grad:
-                    torch.set_grad_enabled(True)
-                if self._before != call.surroundings:
-                    set_surroundings(call.surroundings)
-                if call.drawn:
-                    set_generators(call.drawn)
-                for buffers, name, _, other in self._buffers:
-                    buffers[name] = other
-                if not all(map(is_, self._attributes, call.noted.attributes)):
-                    call.region.state.set_attributes(call.noted.attributes)
-                if self._flags != call.noted.flags:
-                    call.region.state.set_flags(call.noted.flags)
-                if call.device is None and not torch_private.num_function_modes():
-                    (call.region.code or call.region.module.forward)(*args, **kwargs)
-                else:
-                    with call.device or torch.device("cpu"):
-                        (call.region.code or call.region.module.forward)(*args, **kwargs)
-            except _Stop:
-                if self.num_saved <= self._last:
-                    raise  # it is another's
-            finally:
-                self._put_back()
-                is_back = True
-        finally:
-            if not is_back:  # an interrupt came in between
-                self._put_back()
-        return self.num_saved > self._last
-
-    def _put_back(self) -> None:
-        """Set what was set before; may be called again."""
-        if self._nesting is not None:
-            self._nesting.end()
-        top = torch_private.top_saved_tensor_hooks(True)
-        if top is not None and top[0] is self:
-            torch_private.pop_saved_tensor_hooks()
-        else:
-            take_off(self)
-        if not self._grad:
-            torch.set_grad_enabled(False)
-        if self._before != self._call.surroundings:
-            set_surroundings(self._before)
-        if self._drawn:
-            set_generators(self._drawn)
-        for buffers, name, buffer, _ in self._buffers:
-            buffers[name] = buffer
-        if self._attributes:
-            self._call.region.state.set_attributes(self._attributes)
-        if self._flags != self._call.noted.flags:
-            self._call.region.state.set_flags(self._flags)
-
-    def forget(self) -> None:
-        """Let go what was made: the rest is missing."""
-        for place in self._places:
-            if place is not None:
-                place.tensor = None
-
-
-_AS_IT_WAS = "what it reads to be in the backward as it was in the forward"
-_CHANGE_LATER = "Change it after the backward"
-_ADVICE = "Is it deterministic, and is what it reads the same in the backward?"
-
-
-def _described(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{list(shape)} of {dtype}"
 
 
 def unpack(place: Placeholder | KeptHandle) -> Tensor:
@@ -389,10 +247,5 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
     return tensor
 
 
-def unpack_recomputed(tensor: Tensor) -> Tensor:
-    """Return what was saved when a forward was run again: a backward may be part of it."""
-    return tensor
-
-
-for _hook in (RegionCall.__call__, Recompute.__call__, unpack, unpack_recomputed):
+for _hook in (RegionCall.__call__, unpack):
     leave_untraced(_hook)

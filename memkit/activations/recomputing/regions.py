@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.recomputing.read_only import LearnedReads
+from memkit.activations.recomputing.recompute import Recompute
 from memkit.activations.recomputing.region_calls import (
     Nesting,
-    Recompute,
     Recomputed,
     RegionCall,
     unpack,

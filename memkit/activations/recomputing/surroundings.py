@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.activations.recomputing.region_inputs import NoRegion
 from memkit.device import default_generator
 from memkit.recording.settings import change_settings, setting_getters
 
@@ -65,17 +64,14 @@ def states_on(devices: Sequence[torch.device]) -> tuple[GeneratorState, ...]:
     """Return where the default generators of some CUDA devices are.
 
     Raises:
-        NoRegion: that is not known, as the work is being captured into a graph.
+        RuntimeError: that is not known, as the work is being captured into a graph.
     """
     states: list[GeneratorState] = []
     for device in devices:
         generator = _of_device.get(device)
         if generator is None:
             generator = _of_device[device] = default_generator(device)
-        try:
-            states.append((generator, (generator.initial_seed(), generator.get_offset())))
-        except RuntimeError:
-            raise NoRegion("it is being captured into a CUDA graph") from None
+        states.append((generator, (generator.initial_seed(), generator.get_offset())))
     return tuple(states)
 
 

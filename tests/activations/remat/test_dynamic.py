@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit.activations.saved import traces
+from memkit.activations.saved import op_trace, traces
 from memkit.activations.saved.state import remat_states
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips
@@ -26,12 +26,12 @@ def _num_planners(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows with each step that is planned."""
     made: list[int] = []
 
-    class Counted(traces.RematPlanner):
+    class Counted(op_trace.RematPlanner):
         def __init__(self, *args: object) -> None:
             super().__init__(*args)
             made.append(1)
 
-    monkeypatch.setattr(traces, "RematPlanner", Counted)
+    monkeypatch.setattr(op_trace, "RematPlanner", Counted)
     return made
 
 
