@@ -21,7 +21,6 @@ class Forecast:
         working_bytes: for each, what was allocated beside the records when it was asked for.
         stays: for each, whether it is on the device from the start.
         limit_bytes: what of the records may be on the device when the backward begins.
-        slack_bytes: by how much fetching ahead may raise what the backward needs without it.
     """
 
     def __init__(
@@ -31,7 +30,6 @@ class Forecast:
         stays: Sequence[bool],
         *,
         limit_bytes: int,
-        slack_bytes: int,
     ) -> None:
         self._used_bytes = tuple(itertools.accumulate(sizes_bytes, initial=0))
         self._working_bytes = tuple(working + size for size, working in zip(sizes_bytes, working_bytes, strict=True))
@@ -39,7 +37,7 @@ class Forecast:
         for place, (size, working, stay) in enumerate(zip(sizes_bytes, self._working_bytes, stays, strict=True)):
             levels.add(place, place + 1, working)
             levels.add(0 if stay else place, place + 1, size)
-        self.peak_bytes = max(limit_bytes + working_bytes[0], levels.peak_bytes + slack_bytes)
+        self.peak_bytes = max(limit_bytes + working_bytes[0], levels.peak_bytes)
         """What the backward may reach: at its begin, or when it needs the most."""
         self._highest: list[list[int]] = []
         """For spans of 1, 2, 4 and more places, by where they begin: the highest level in them, but for what was used before.

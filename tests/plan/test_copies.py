@@ -24,7 +24,6 @@ class Step:
     ready: dict[int, int]
     requests: list[int]
     limit_bytes: int
-    slack_bytes: int
 
     def schedule(self, forecast: Forecast | None = None) -> CopySchedule:
         return schedule_copies(
@@ -70,7 +69,6 @@ def steps(draw: st.DrawFn) -> Step:
         ready,
         [value for value in requests if value >= 0],
         draw(st.integers(0, 8) | st.integers(0, 40 * BATCH_BYTES)),
-        draw(st.sampled_from([0, 1024, BATCH_BYTES, 4 * BATCH_BYTES])),
     )
 
 
@@ -203,7 +201,6 @@ def _forecast_of(step: Step, working_bytes: int) -> Forecast | None:
         [working_bytes * (1 + place % 3) for place in range(len(order))],
         [value not in step.leaving for value in order],
         limit_bytes=step.limit_bytes,
-        slack_bytes=step.slack_bytes,
     )
 
 
@@ -272,7 +269,7 @@ def test_backward_fetches_ahead_only_within_the_limit(step: Step, working_bytes:
 
 def test_chain_leaves_and_comes_back_in_reverse() -> None:
     size = BATCH_BYTES
-    step = Step(dict.fromkeys(range(6), size), frozenset(range(6)), [*range(6)], {}, [*range(6)][::-1], 2 * size, 0)
+    step = Step(dict.fromkeys(range(6), size), frozenset(range(6)), [*range(6)], {}, [*range(6)][::-1], 2 * size)
 
     copies = step.schedule()
 
@@ -286,7 +283,7 @@ def test_chain_leaves_and_comes_back_in_reverse() -> None:
 
 
 def test_nothing_leaves_and_nothing_is_asked_for() -> None:
-    copies = Step({0: 8, 1: 8}, frozenset(), [0, 1, -1, 0], {}, [1, 0], 0, 0).schedule()
+    copies = Step({0: 8, 1: 8}, frozenset(), [0, 1, -1, 0], {}, [1, 0], 0).schedule()
 
     assert copies == CopySchedule(
         out=(), num_sent=(0,) * 5, num_released=(0,) * 5, back=(), requests=(), num_fetched=(), peak_bytes=16

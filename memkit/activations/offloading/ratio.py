@@ -110,7 +110,7 @@ class RatioDecider(RatioSoFar):
         trace = self.trace
         if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
             return None
-        return forecast_of(trace, self._plan, limit_bytes=self.limit_bytes, window_bytes=self.window_bytes)
+        return forecast_of(trace, self._plan, limit_bytes=self.limit_bytes)
 
     def learn(
         self,
@@ -147,7 +147,7 @@ class RatioDecider(RatioSoFar):
             trace.seen, trace.paused, trace.seen_under = seen, paused, under
 
 
-def forecast_of(trace: Trace, plan: Plan | None, *, limit_bytes: int, window_bytes: int) -> Forecast | None:
+def forecast_of(trace: Trace, plan: Plan | None, *, limit_bytes: int) -> Forecast | None:
     """Return how full the device will be in the backward of a trace; None unless one like it was seen."""
     if trace.order is None or not trace.working_bytes:
         return None
@@ -156,5 +156,4 @@ def forecast_of(trace: Trace, plan: Plan | None, *, limit_bytes: int, window_byt
         trace.working_bytes,
         [plan is not None and plan.saves[index].action is Action.KEEP for index in trace.order],
         limit_bytes=limit_bytes,
-        slack_bytes=window_bytes // 8,
     )

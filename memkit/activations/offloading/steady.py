@@ -333,7 +333,7 @@ def _schedule_of(
             plan,
             requests=trace.requests,
             limit_bytes=limit_bytes,
-            forecast=forecast_of(trace, plan, limit_bytes=limit_bytes, window_bytes=plan.window_bytes),
+            forecast=forecast_of(trace, plan, limit_bytes=limit_bytes),
             device=window.device,
             paused=trace.paused,
         )
