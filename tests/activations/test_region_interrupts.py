@@ -54,8 +54,9 @@ def stepping(net: nn.Module, context: Callable[[], AbstractContextManager[Any]])
     return step
 
 
+@pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.full)])
 @pytest.mark.parametrize("nested", [False, True])
-def test_next_step_has_the_bits_of_the_plain_run(nested: bool) -> None:
+def test_next_step_has_the_bits_of_the_plain_run(nested: bool, count: int) -> None:
     plain, net = build(), build()
     wanted = stepping(plain, nullcontext)()
     chosen = {part: ALL for part in net.modules() if nested or part in (net[1], net[2])}
@@ -64,7 +65,7 @@ def test_next_step_has_the_bits_of_the_plain_run(nested: bool) -> None:
     assert_same_bits(step(), wanted)
     around = hooks_around(net)
 
-    for place in interrupts(step, 400):
+    for place in interrupts(step, count):
         assert_same_bits(step(), wanted), place
         assert hooks_around(net) == around, place
         assert not torch.is_autocast_enabled("cpu"), place
@@ -72,7 +73,8 @@ def test_next_step_has_the_bits_of_the_plain_run(nested: bool) -> None:
         torch.autocast_decrement_nesting()
 
 
-def test_loop_goes_on_within_the_context() -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.full)])
+def test_loop_goes_on_within_the_context(count: int) -> None:
     plain, net = build(), build()
     wanted = stepping(plain, nullcontext)()
     step = stepping(net, nullcontext)
@@ -80,7 +82,7 @@ def test_loop_goes_on_within_the_context() -> None:
     with regions:
         assert_same_bits(step(), wanted)
 
-        for place in interrupts(step, 200):
+        for place in interrupts(step, count):
             assert_same_bits(step(), wanted), place
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 

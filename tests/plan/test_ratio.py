@@ -83,7 +83,7 @@ def test_shortest_beginning_that_reaches_the_share_leaves() -> None:
     assert leaving(plan_ratio([30, 20, 10, 40], 0.51, window_bytes=0)) == {0, 1, 2}
 
 
-@pytest.mark.parametrize("num_saves", [10, 100, 1000])
+@pytest.mark.parametrize("num_saves", [10, 100, pytest.param(1000, marks=pytest.mark.full)])
 def test_rounding_of_the_ratio_chooses_nothing_more(num_saves: int) -> None:
     sizes = [7 * MIB] * num_saves
 

@@ -181,7 +181,7 @@ def test_what_only_a_region_reads_is_held_by_it() -> None:
 
 @pytest.mark.parametrize("costs", [ON_HOST, ON_DEVICE])
 @pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("count", [5, 12, 24])
+@pytest.mark.parametrize("count", [5, 12, pytest.param(24, marks=pytest.mark.full)])
 def test_never_slower_than_evenly_spaced_layers(count: int, uneven: bool, costs: HostCosts) -> None:
     planner = layers(count, uneven=uneven).planner(costs)
     for choice in evenly_spaced(planner, "layers"):
@@ -190,7 +190,7 @@ def test_never_slower_than_evenly_spaced_layers(count: int, uneven: bool, costs:
         assert planner.seconds(found) <= planner.seconds(choice)
 
 
-@pytest.mark.parametrize("costs", [ON_HOST, ON_DEVICE])
+@pytest.mark.parametrize("costs", [ON_HOST, pytest.param(ON_DEVICE, marks=pytest.mark.full)])
 @pytest.mark.parametrize("uneven", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_more_budget_never_takes_longer(uneven: bool, costs: HostCosts) -> None:
     whole = layers(24, uneven=uneven).planner(costs)

@@ -158,7 +158,7 @@ def with_spans(build: Build, parent: int, size: int) -> list[ModuleCall]:
 
 @pytest.mark.parametrize("costs", [ON_HOST, ON_DEVICE])
 @pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("count", [5, 12, 24])
+@pytest.mark.parametrize("count", [5, 12, pytest.param(24, marks=pytest.mark.full)])
 def test_model_of_blocks_is_planned_no_worse_with_spans_of_them(count: int, uneven: bool, costs: HostCosts) -> None:
     build = layers(count, uneven=uneven)
     without = build.planner(costs)

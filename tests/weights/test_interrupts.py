@@ -26,6 +26,8 @@ from tests.interrupts import count_lines, hooks_around, interrupt, interrupted_a
 from tests.weights.cases import RUNS, WIDTH, Stack, inputs, only_lora
 
 KINDS = ("frozen", "host", "fused")
+TRAINED = [pytest.param("frozen", marks=pytest.mark.full), "host", "fused"]
+"""Of layers that are trained more is begun and ended than of frozen ones."""
 
 
 class NotingSGD(torch.optim.SGD):
@@ -289,7 +291,7 @@ def _within(context: str, kind: str, count: int) -> None:
 
 
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TRAINED)
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_steps_within_another_context_are_exact_after_interrupts(context: str, kind: str) -> None:
     _within(context, kind, 6)
@@ -348,7 +350,7 @@ def test_interrupt_of_what_a_failed_backward_ends_with_is_mended_by_the_next_for
     case.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TRAINED)
 def test_closing_again_after_an_interrupted_close_leaves_the_model_whole(kind: str) -> None:
     case = Case(kind)
     case.begin()
@@ -447,7 +449,7 @@ def test_construction_that_was_interrupted_at_its_end_leaves_the_model_as_it_was
             memkit.detach(case.model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TRAINED)
 @pytest.mark.parametrize("function", ["note_detached", "close"])
 def test_close_that_was_interrupted_at_its_end_is_over_or_done_by_detach(function: str, kind: str) -> None:
     case = Case(kind)

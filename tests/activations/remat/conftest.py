@@ -32,6 +32,20 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     device.synchronize()  # raises what finalizers have found
 
 
+_SHOWN_BY_THE_REFERENCE_DEVICE = (
+    *("test_budget", "test_region_buffers", "test_region_reasons", "test_regions_in_steps", "test_spans", "test_steady"),
+)
+"""Files whose tests take long, and show the same on the CPU as on the reference device: there, all but the bits of one model is
+left to `full`."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    is_shown = item.path.stem in _SHOWN_BY_THE_REFERENCE_DEVICE
+    if is_shown and params.get("device") == "cpu" and params.get("name") != "dropout":
+        item.add_marker(pytest.mark.full)
+
+
 @pytest.fixture
 def torch_device(device: Device) -> torch.device:
     return device.torch_device
