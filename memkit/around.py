@@ -21,8 +21,9 @@ class Around:
 
     def __init__(self, module: nn.Module, place: str, run: Run) -> None:
         self._module, self._place = module, place
-        self.code: Code = getattr(module, place)
-        self._is_own = place in vars(module)
+        own = vars(module).get(place)  # read once: another thread may put something there, or take it off
+        self.code: Code = getattr(module, place) if own is None else own
+        self._is_own = own is not None
         """Whether the module itself has that attribute, and not its class."""
         self._run: Run | None = run
         """None once it was removed: another may stand in front of it."""

@@ -312,6 +312,31 @@ def test_double_backward_in_the_forward() -> None:
     assert_same_bits(torch.autograd.grad(loss, x), wanted)
 
 
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_backward_in_the_context_counts_calls_within_a_region_once(has_thread: bool) -> None:
+    """The first call of the inner module is no region, in the forward as in the recompute, where it is watched twice."""
+    module, x, found = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), leaf(), []
+    chosen = {module: RegionSpec(calls=frozenset({0})), module[1]: RegionSpec(calls=frozenset({1}))}
+
+    def run_backwards(outputs: list[Tensor]) -> None:
+        for output in outputs:
+            output.sum().backward()
+
+    for context in (nullcontext(), Regions(chosen)):
+        module.zero_grad()
+        with context:
+            outputs = [module(x), module(x * 2)]
+            if has_thread:  # as autograd's own is, for a GPU
+                thread = threading.Thread(target=run_backwards, args=(outputs,))
+                thread.start()
+                thread.join()
+            else:
+                run_backwards(outputs)
+        found.append([parameter.grad for parameter in module.parameters()])
+
+    assert_same_bits(*found)
+
+
 def test_saved_tensors_are_read_twice() -> None:
     region, x = Run(lambda x: SavesTwice.apply(x.sin()) * 3), leaf()
     wanted = torch.autograd.grad(region(x).sum(), x)

@@ -335,3 +335,21 @@ def test_graph_that_is_retained_in_each_step(offloads: Offloads, followed: Follo
             assert_same_bits(torch.autograd.grad(y.sum(), x, retain_graph=not is_last), [wanted])
         del y
         assert followed.take() == [True] * (number >= 2)
+
+
+def test_forward_that_leaves_the_schedule_of_another_trace_for_the_latest(offloads: Offloads) -> None:
+    """What it has saved by then is of two traces: it goes by the plan of the one that it is found to follow."""
+    weight = torch.ones(16).to(offloads.device.torch_device).requires_grad_()
+
+    for number, is_cut in ((2, False), (6, False), (6, False), (4, True), (3, True), (4, True)):
+        found = []
+        for context in (nullcontext, offloads):
+            y = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).to(weight.device) * weight
+            with context():
+                y = y * weight
+                for _ in range(number):
+                    y = y.sin()
+                if is_cut:
+                    y = y[:5].exp()
+            found.append(gradient_of(y, weight))
+        assert_same_bits(found[:1], found[1:])

@@ -58,7 +58,10 @@ class RatioDecider(RatioSoFar):
         """Go on behind the first values of a trace, which another has seen to: some of them are leaving."""
         self._is_partial = True
         for value, key in enumerate(trace.keys[:num_values]):
+            followed = self.follower.trace
             place = self.follower.note(key)
+            if self.follower.trace is not followed:
+                self._take_plan()
             if value in trace.held:
                 self._held.add(value)
             else:

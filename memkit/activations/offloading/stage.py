@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +21,6 @@ from memkit.kept import FlattenedHandle, KeptHandle
 from memkit.plan import Action
 from memkit.storages import is_range_of_bytes, storage_key
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch
-
-if TYPE_CHECKING:
-    pass
 
 _MANY_SAVES, _MOST = 9, 0.75
 """No operator saves so many tensors by itself; and how much of all is too much to be saved at once."""

@@ -7,7 +7,7 @@ Nothing is written to a buffer that the module has: others are put in their plac
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -54,6 +54,7 @@ class Noted:
         "is_known",
         "lost",
         "parameters",
+        "small",
         "statistics",
         "storages",
         "versions",
@@ -75,6 +76,8 @@ class Noted:
     """Of buffers that the forward may write to: what was in them."""
     is_known: bool
     """Whether it was known which these are."""
+    small: dict[int, Tensor]
+    """Of small ones that it is expected to read alone: what was in them, for the recompute, in case it writes unseen."""
     written: frozenset[int]
     """Which buffers it has written to or replaced."""
     lost: int
@@ -182,15 +185,20 @@ class ModuleState:
         noted.versions = _versions_of(noted.buffers)
         noted.is_known, noted.clones = noted.flags in self._written, {}
         noted.written, noted.lost = frozenset(), -1
-        if not noted.is_known and self._is_as_learned(noted):
-            noted.is_known, self._written[noted.flags] = True, noted.written
+        noted.is_known = noted.is_known or self._is_as_learned(noted)
+        last = self._learned.last
+        small = last.small if noted.is_known and last is not None else ()
         places = self._may_write(noted.flags) if noted.is_known else range(len(self.places))
-        if places:
+        noted.small = {}
+        if places or small:
             with torch.no_grad(), torch_private.without_python_dispatch():
-                for place in places:
-                    buffer = noted.buffers[place]
-                    if buffer is not None:
-                        noted.clones[place] = buffer.clone()
+                noted.clones = self._clones(noted, places)
+                noted.small = self._clones(noted, small)
+
+    @staticmethod
+    def _clones(noted: Noted, places: Iterable[int]) -> dict[int, Tensor]:
+        found = ((place, noted.buffers[place]) for place in places)
+        return {place: buffer.clone() for place, buffer in found if buffer is not None}
 
     def _is_as_learned(self, noted: Noted) -> bool:
         """Tell whether the last step has learned that a forward that finds this writes to no buffer."""
@@ -215,7 +223,7 @@ class ModuleState:
             parts=tuple(map(weakref.ref, self.parts)),
             buffers=tuple([None if buffer is None else weakref.ref(buffer) for buffer in noted.buffers]),
             versions=noted.versions,
-            clones=small_of(noted.clones),
+            small=small_of(noted.clones),
         )
 
     def _names(self) -> tuple[str, ...]:
@@ -242,8 +250,8 @@ class ModuleState:
             with torch_private.without_python_dispatch():
                 written |= {place for place, clone in noted.clones.items() if not _are_same(clone, noted.buffers[place])}
             self._learned.last = None if written else self._learn(noted)
-        elif self._learned.last is not None:
-            noted.clones |= self._learned.last.clones_of(written, noted.buffers, noted.versions)
+        else:
+            noted.clones |= noted.small
             self._learned.last = None
         written |= self._may_write(noted.flags)
         noted.lost = next(
@@ -295,6 +303,12 @@ class ModuleState:
                     clone = noted.clones.get(place)
                     before = noted.buffers[place] if clone is None else clone.clone()
                     found.append((buffers, name, buffers.get(name), before))
+        if self.places and noted.small:
+            with torch.no_grad():
+                for place, clone in noted.small.items():
+                    if place not in noted.written:
+                        buffers, name = self.places[place]
+                        found.append((buffers, name, buffers.get(name), clone.clone()))
         return found
 
     @staticmethod

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
-_MOST_KEPT_BYTES = 2**16
-"""Of a buffer this large what is in it is kept: should a forward write to it after all, that is still exact."""
+_MOST_CLONED_BYTES = 2**16
+"""Up to this size a recompute reads a clone of a buffer: should a forward write to that after all, it is still exact."""
 
 
 class LearnedReads:
@@ -43,8 +43,8 @@ class ReadOnly:
     buffers: tuple[weakref.ref[Tensor] | None, ...]
     versions: tuple[int, ...]
     """Those of the buffers."""
-    clones: dict[int, Tensor]
-    """By their places, what is in the small ones."""
+    small: tuple[int, ...]
+    """The places of the small ones."""
 
     def is_of(self, parts: Sequence[nn.Module], buffers: Sequence[Tensor | None]) -> bool:
         """Tell whether these are the same."""
@@ -55,22 +55,7 @@ class ReadOnly:
             and all(map(is_, [known and known() for known in self.buffers], buffers))
         )
 
-    def clones_of(self, places: Iterable[int], buffers: Sequence[Tensor | None], versions: Sequence[int]) -> dict[int, Tensor]:
-        """Return, by their places, what was in buffers that a forward has written to after all, as far as it is known.
 
-        Args:
-            places: of these.
-            buffers, versions: as the forward has found them.
-        """
-        found: dict[int, Tensor] = {}
-        for place in places:
-            known = self.buffers[place] if place < len(self.buffers) else None
-            is_same = known is not None and known() is buffers[place] and self.versions[place] == versions[place]
-            if is_same and place in self.clones:
-                found[place] = self.clones[place]
-        return found
-
-
-def small_of(clones: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Return the clones of buffers that are worth keeping."""
-    return {place: clone for place, clone in clones.items() if clone.untyped_storage().nbytes() <= _MOST_KEPT_BYTES}
+def small_of(clones: dict[int, Tensor]) -> tuple[int, ...]:
+    """Return the places of the buffers that are cloned for each recompute."""
+    return tuple(place for place, clone in clones.items() if clone.untyped_storage().nbytes() <= _MOST_CLONED_BYTES)

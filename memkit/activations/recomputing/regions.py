@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ class _Thread(threading.local):
         """How many calls of each region there were."""
         self.calls: list[RegionCall] = []
         """Those that are going on, the innermost last, perhaps with some that an interrupt has left."""
+        self.counted: dict[Recomputed, FrameType] = {}
+        """For each region the frame of its last call that was counted, until that is over. A region may be hooked twice: by the
+        context, and by a recompute within it, perhaps in another thread."""
+        self.running: set[Recomputed] = set()
+        """The compiled ones that are being called: what is put around these may be put twice as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,7 @@ class Regions(Exclusive):
         self._hooks.remove()
         _end_after(thread.calls, 0)
         thread.is_in, thread.outer, thread.numbers = False, None, {}
+        thread.counted.clear()
 
 
 class RegionModule(Recomputed):
@@ -156,16 +163,23 @@ class RegionModule(Recomputed):
 
     def _run(self, module: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module, which is compiled, is called: see [Note: calls of compiled modules]."""
-        self._before(module, args, kwargs)
+        running = self._common.thread.running
+        if self in running:
+            return code(*args, **kwargs)  # hooked twice
+        running.add(self)
         try:
-            return code(*args, **kwargs)
+            self._before(module, args, kwargs)
+            try:
+                return code(*args, **kwargs)
+            finally:
+                self._after(module, args)
         finally:
-            self._after(module, args)
+            running.discard(self)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The module's forward is about to run."""
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """The module's forward is about to run. Where another thread has removed the hook just now, torch gives no keywords."""
         thread = self._common.thread
-        if not thread.is_in or not torch.is_grad_enabled():
+        if not thread.is_in or kwargs is None or not torch.is_grad_enabled():
             return
         top = torch_private.top_saved_tensor_hooks(True)
         is_own = top is not None and type(top[0]) in _OWN
@@ -177,8 +191,9 @@ class RegionModule(Recomputed):
         frame, calls = sys._getframe(3), thread.calls  # that of `Module._call_impl`
         while calls and not is_on_stack(calls[-1].frame, frame):
             _end_left(calls)  # which an interrupt has left
-        if calls and calls[-1].frame is frame:
+        if thread.counted.get(self) is frame:
             return  # hooked twice
+        thread.counted[self] = frame
         number = thread.numbers.get(self, 0)
         thread.numbers[self] = number + 1
         for call in calls:
@@ -210,6 +225,7 @@ class RegionModule(Recomputed):
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
         """It has returned or raised."""
         calls = self._common.thread.calls
+        self._common.thread.counted.pop(self, None)
         if not calls or calls[-1].region is not self:
             return
         call, frame = calls[-1], sys._getframe(2)

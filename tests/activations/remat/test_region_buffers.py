@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import memkit
+from memkit.activations.recomputing import read_only
 from memkit.activations.saved.state import remat_states
 from memkit.device import Device
 from memkit.errors import ReplayMismatchError
@@ -158,17 +160,54 @@ class Seen:
         monkeypatch.setattr(torch, "equal", compared)
 
 
-def test_buffers_that_are_only_read_are_looked_at_in_one_step(
-    device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_small", [True, False])
+def test_buffers_that_are_only_read_are_compared_in_one_step(
+    is_small: bool, device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not is_small:
+        monkeypatch.setattr(read_only, "_MOST_CLONED_BYTES", 0)
     pair = Pair(Masked, device, remat_on)
     pair.settle()
     seen = Seen([block.mask for block in pair.blocks], monkeypatch)
     for _ in range(3):
         found = pair.train(1)
 
-    assert (seen.num_clones, seen.num_compared) == (0, 0)
+    assert seen.num_compared == 0  # which the host would wait for
+    assert (seen.num_clones > 0) is is_small
     assert_same_bits(found, pair.train(0))
+
+
+class RareInData(Rare):
+    """The same, so that no counter is raised."""
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        if WRITES:
+            self.mask.data.mul_(0.5)
+        return hidden * self.mask.clone()
+
+
+class RareStatistics(Masked):
+    """Updates statistics where a list has anything: by an op that raises no counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(64))
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        return functional.batch_norm(hidden, self.mean, self.mask, training=bool(WRITES))
+
+
+@pytest.mark.parametrize("block", [RareInData, RareStatistics])
+def test_small_buffers_that_are_written_unseen_after_all(
+    block: Callable[[], nn.Module], device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(block, device, remat_on)
+    pair.settle()
+    monkeypatch.setitem(globals(), "WRITES", [True])
+    for _ in range(3):
+        pair.step()
+
+    assert not memkit.stats(TAG).is_recorded
 
 
 @pytest.mark.parametrize("block", [CountsCalls, Sometimes])
