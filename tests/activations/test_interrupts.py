@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
+from memkit.activations.offloading.schedule import Schedule
 from memkit.activations.recomputing import region_plan
 from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import Device
@@ -333,6 +334,40 @@ def test_what_a_schedule_copies_is_held_before_the_copy_is_issued(feature: str, 
     _check(loop, count, within=function, repeats=True)
 
     assert loop.held_bytes() == before
+
+
+@pytest.mark.parametrize("function", ["keep_up", "start", "end_forward"])
+def test_copies_that_take_turns_are_waited_for_after_an_interrupt(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Schedule, "takes_turns", property(lambda _: True, lambda *_: None), raising=False)
+    loop = Loop(FEATURES["offload all"])
+    for _ in range(3):
+        loop.step()
+    before = loop.held_bytes()
+
+    _check(loop, NUM_LINES, within=function, repeats=True)
+
+    assert loop.held_bytes() == before
+
+
+@pytest.mark.parametrize("function", ["stop", "_send_alone", "start", "end_forward"])
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_steps_after_an_interrupt_of_one_that_leaves_its_schedule_are_exact(
+    takes_turns: bool, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Schedule, "takes_turns", property(lambda _: takes_turns, lambda *_: None), raising=False)
+    loop, plain = Loop(FEATURES["offload half in a window"]), _plain()
+    for _ in range(3):
+        loop.step()
+
+    def go_another_way() -> None:
+        with loop._contexts(loop.device)[0]:
+            x = loop.model.layers[0](loop._x).sin().exp()  # type: ignore[index, operator]
+        x.sum().backward()
+
+    for _ in interrupts(go_another_way, NUM_LINES, within=function):
+        for _ in range(3):
+            assert_same_bits(loop.step(), plain)
+        loop.held_bytes()  # no race
 
 
 @pytest.mark.parametrize("count", MANY_LINES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import torch
 
 from memkit import torch_private
 from memkit.device.base import CopyBatch
+from memkit.interrupts import mended
 from memkit.labels import label
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class Life:
         self.forward = forward
 
 
-class ScheduledSends:
+class ScheduledSends(ABC):
     """The forward's half of a `ScheduledForward`: `ScheduledSaves` notes the saves, and here they leave.
 
     Args:
@@ -130,14 +132,19 @@ class ScheduledSends:
             self.held[value] = None
         self.num_released = number + 1
 
+    @abstractmethod
+    def mend(self) -> object:
+        """Put right what was broken off: see [Note: interrupts] in `memkit.interrupts`."""
+
     def take_no_more(self) -> None:
         self.is_forward, saves = False, self.saves()
         if saves is not None and saves.forward is self:
             saves.life = saves.rest = None
 
+    @mended
     def stop(self) -> None:
         """Follow the schedule no further: what comes is another's. What was copied is let go."""
-        with self.lock, self.at_home():
+        with self.at_home():
             if self.is_forward:
                 self.take_no_more()
                 self.was_stopped = True
@@ -203,9 +210,10 @@ class ScheduledSends:
         """How many values a graph may still ask for, as far as is known."""
         return self.num_values if self.life() is not None else sum(value < self.num_values for value in self.schedule.rest)
 
+    @mended
     def end_forward(self) -> None:
         """No more saves belong to the forward."""
-        with self.lock, self.at_home():
+        with self.at_home():
             if self.num_saves < len(self.schedule.saves):
                 self.stop()
             elif self.is_forward:
