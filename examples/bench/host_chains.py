@@ -20,7 +20,7 @@ CHAIN_KIB = (256, 1024)
 FLAT_KIB = 4
 FLAT_STORAGES = (100, 1000, 10_000, 100_000)
 NUM_WEIGHTS = 400
-WARM_STEPS, FEWEST_STEPS = 4, 2
+WARM_STEPS, FEWEST_STEPS = 6, 2
 """What is run at least at each size, where a step takes long."""
 
 
