@@ -2,7 +2,7 @@
 
 from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, limit_of, tell_kept
 from memkit.plan.copies import CopySchedule, schedule_copies
-from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes, timed_saves
+from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes
 from memkit.plan.drop_order import drop_order
 from memkit.plan.eviction import DTRScore, ValueStore, Walk
 from memkit.plan.forecast import Forecast
@@ -82,5 +82,4 @@ __all__ = [
     "spread",
     "takes_peak",
     "tell_kept",
-    "timed_saves",
 ]
