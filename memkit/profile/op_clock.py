@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from memkit import torch_private
 from memkit.modes import Mode
@@ -90,6 +91,10 @@ class OpClock:
                     self.note_value(value, storage)
         self.works.append(work_of(op, args, kwargs, outputs))
         self.live_bytes.append(live.allocated_bytes() - self.base_bytes)
+
+    def see(self, tensor: Tensor) -> None:
+        """Note a tensor that is on the device, which no op has shown perhaps, as one that is made of a list."""
+        self._live.add(tensor)
 
     def number_of(self, storage: torch.UntypedStorage) -> int | None:
         """Return the number of a storage that an op has made; None for all others."""

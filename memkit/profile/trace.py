@@ -62,7 +62,7 @@ def trace_step(step: Step, target: str, min_bytes: int) -> StepTrace:
     if names != [work.name for work in alone.clock.works]:
         raise ProfileError(
             "a trace needs a step that does the same each time; found a forward that has run other ops when it ran again. Take "
-            "out what changes from one forward to the next (a choice by Python's random numbers, a counter), or trace=False"
+            "out what changes from one forward to the next (a counter, a global cache, the time), or pass trace=False"
         )
     lifetimes = _lifetimes(whole, alone)
     trainable = [parameter for module in step.modules() for parameter in module.parameters() if parameter.requires_grad]
@@ -129,6 +129,8 @@ class SavedValues:
 
     def pack(self, tensor: Tensor) -> KeptHandle:
         """Note a save."""
+        with torch_private.without_python_dispatch():
+            self._clock.see(tensor)
         if torch_private.backward_task() != -1:
             return KeptHandle(tensor)
         if type(tensor) not in _PLAIN_TYPES and has_own_dispatch(tensor):

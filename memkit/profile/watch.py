@@ -86,8 +86,12 @@ class LiveStorages(MemoryCounter):
     def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
         """Count the storages of an operation's outputs."""
         for tensor in tensors_in(outputs):
-            for storage in storages_of(tensor):
-                self._add(storage)
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the storages of a tensor that is there, as of one that no operation has shown."""
+        for storage in storages_of(tensor):
+            self._add(storage)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
