@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from memkit import bench
 from memkit.bench import LayerBench, OffloadBench, RematBench, Workload, freeze_layers, predict_offload, sum_of_outputs
 from memkit.bench.engines import checkpointing, torch_baselines
-from memkit.device import Device, cuda_is_available, open_device
+from memkit.bench.machine import measure_machine, spec_text
+from memkit.device import Device, ReferenceDevice, cuda_is_available, open_device
 from memkit.profile import MemoryReport, profile_memory
 from memkit.profile.step import NEEDS_NONE, USE_META, is_out_of_memory
 from memkit.specs import UsageError, build_model, make_input
@@ -120,6 +121,21 @@ def bench_layers(options: argparse.Namespace) -> None:
 
     result = bench.bench_layers(step_of, model, options.ratios, device, train=options.train, num_steps=options.iters)
     _write_bench(result, options)
+
+
+def bench_machine(options: argparse.Namespace) -> None:
+    """Measure this machine's GPU and the link to it."""
+    if options.save is not None:
+        _check_writable(options.save)
+    device = ReferenceDevice() if options.device == "cpu" else open_device(options.device, advice=_REHEARSE)
+    _logger.info("measuring %s", device.name)
+    spec = measure_machine(device)
+    print(spec_text(spec))
+    if options.save is not None:
+        options.save.write_text(spec.to_json() + "\n", encoding="utf-8")
+
+
+_REHEARSE = "Run on a machine with a GPU; --device cpu rehearses without one"
 
 
 def _may_have_grad(tensor: Tensor) -> bool:

@@ -4,7 +4,7 @@
     ├── DeviceUnavailableError     the device that was asked for is not on this machine
     ├── ProfileError               what was asked for cannot be measured here
     │   └── DataDependentError     a run without data met code that needs values
-    ├── ReportFormatError          a file is no memkit report, or is newer than this memkit
+    ├── ReportFormatError          a file is no report, plan or spec of memkit's, or is newer than this memkit
     ├── HostMemoryError            host memory cannot be locked, or a limit on it is met
     ├── BudgetInfeasible           no plan keeps to the budget that was asked for
     ├── LayerOffloadError          streamed weights are not where they were left, or cannot be used like this
@@ -39,7 +39,7 @@ class DataDependentError(ProfileError):
 
 
 class ReportFormatError(MemkitError):
-    """Raised when a file does not hold a memory report that this memkit can read."""
+    """Raised when a file does not hold the memory report, plan or spec of a GPU that this memkit was to read from it."""
 
 
 class HostMemoryError(MemkitError):

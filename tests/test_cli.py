@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memkit import __version__, cli, commands, progress
+from memkit import __version__, arguments, cli, commands, progress
 from memkit.profile import MemoryReport
 from memkit.profile.simulate import TARGETS
 from memkit.profile.table import SORT_KEYS
@@ -358,6 +358,6 @@ def test_choices_are_those_of_the_profile() -> None:
     assert cli._TARGETS == TARGETS
 
 
-@pytest.mark.parametrize("name", sorted(set(cli._DTYPES.values())))
+@pytest.mark.parametrize("name", sorted(set(arguments.DTYPES.values())))
 def test_dtypes_are_torchs(name: str) -> None:
     assert isinstance(getattr(torch, name), torch.dtype)
