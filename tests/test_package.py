@@ -52,10 +52,11 @@ RANKS = {
     "specs": 10,
     "progress": 10,
     "bench": 10,
-    "commands": 11,
-    "cli": 12,
-    "__main__": 13,
-    "__init__": 13,
+    "fronts": 11,
+    "commands": 12,
+    "cli": 13,
+    "__main__": 14,
+    "__init__": 14,
 }
 
 
