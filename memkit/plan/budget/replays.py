@@ -44,6 +44,13 @@ class ReplayCosts:
             self._want(value)
         return self.seconds - before_s
 
+    def drop_telling(self, value: int) -> list[int]:
+        """Let a value that was there be gone; return the ops that run again because of that, and did not before."""
+        self._is_there[value] = 0
+        if value not in self._anchors:
+            self._wanting[value] += 1
+        return self._want(value) if self._wanting[value] else []
+
     def hold(self, value: int) -> float:
         """Let a value that was gone be there; return the seconds that it takes less."""
         before_s = self.seconds
@@ -74,20 +81,22 @@ class ReplayCosts:
         self.drop(anchor)
         return cost_s - gain_s
 
-    def _want(self, value: int) -> None:
+    def _want(self, value: int) -> list[int]:
         maker, ins, num_wanted, wanting, is_there = self._maker, self._ins, self._num_wanted, self._wanting, self._is_there
-        pending = [value]
+        pending, added = [value], list[int]()
         while pending:
             op = maker[pending.pop()]
             if op == NO_OP:
                 continue
             num_wanted[op] += 1
             if num_wanted[op] == 1:
+                added.append(op)
                 self.seconds += self._op_s[op]
                 for source in ins[op]:
                     wanting[source] += 1
                     if wanting[source] == 1 and not is_there[source]:
                         pending.append(source)
+        return added
 
     def _leave(self, value: int) -> None:
         maker, ins, num_wanted, wanting, is_there = self._maker, self._ins, self._num_wanted, self._wanting, self._is_there
