@@ -61,8 +61,6 @@ class GpuSpec:
             _check(name, getattr(self, name), may_be_zero=True)
         for name in ("flops_per_s", "factors"):
             _check_each(name, getattr(self, name), may_be_zero=name == "factors")
-        if not self.flops_per_s:
-            raise ValueError('flops_per_s must name at least one dtype, such as {"float32": 1e13}; found none')
         if not isinstance(self.memory_bytes, int):
             raise ValueError(f"memory_bytes must be a whole number; found {self.memory_bytes!r}")
         if not isinstance(self.is_measured, bool):
@@ -72,11 +70,11 @@ class GpuSpec:
         """Return what an op takes: its bytes or its FLOPs, whichever take longer, times the factor of its kind, and at least a
         launch. One that reads and writes nothing (a view) takes no time.
 
-        A dtype that the spec does not name computes as fast as the slowest that it names.
+        A dtype that the spec does not name computes as fast as the slowest that it names; where it names none, only bytes count.
         """
         if not op.num_bytes and not op.flops:
             return 0.0
-        flops_per_s = self.flops_per_s.get(op.dtype) or min(self.flops_per_s.values())
+        flops_per_s = self.flops_per_s.get(op.dtype) or min(self.flops_per_s.values(), default=math.inf)
         at_full_speed_s = max(op.num_bytes / self.bytes_per_s, op.flops / flops_per_s)
         return max(self.launch_s, at_full_speed_s * self._factor(op, is_backward))
 
@@ -124,6 +122,8 @@ def _spec_from(content: Mapping[str, Any]) -> GpuSpec:
     for name in _NEEDED:
         if name not in content:
             raise ValueError(f'it has no "{name}"')
+    if not content["flops_per_s"]:
+        raise ValueError('flops_per_s must name at least one dtype, such as {"float32": 1e13}; found none')
     return GpuSpec(**{name: value for name, value in content.items() if name in known})
 
 
