@@ -35,7 +35,8 @@ from memkit.bench import OffloadBench, Workload, bench_offload, measure
 from memkit.bench.engines import plain, save_on_cpu, torch_baselines
 from memkit.bench.measure import Engine
 from memkit.device import Device, open_device
-from memkit.plan import Action, plan_ratio, simulate_lanes, timed_saves
+from memkit.plan import Action, plan_ratio, simulate_lanes
+from memkit.profile import timed_saves
 from memkit.transfer import Arena, Lanes, measure_link
 
 MIN_BYTES = 2**20

@@ -22,8 +22,8 @@ from memkit.device import Device, open_device
 from memkit.errors import warn_user
 from memkit.hooks import HookPair, in_checkpoint, innermost_pair
 from memkit.interrupts import Block
-from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak, timed_saves
-from memkit.profile import MemoryReport, find_report
+from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak
+from memkit.profile import MemoryReport, find_report, timed_saves
 from memkit.profile.registry import forget_report
 from memkit.profile.tree import ModuleTree
 from memkit.profiled import refuse_in_profile

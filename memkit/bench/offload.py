@@ -16,8 +16,8 @@ from memkit.bench import engines
 from memkit.bench.curves import draw_curve, draw_names, draw_others, headline, mib, ms, picture, to_json_line, where_of
 from memkit.bench.measure import Engine, Measurement, Workload, timer
 from memkit.device import Device
-from memkit.plan import Action, check_ratio, plan_ratio, roofline_s, simulate_lanes, timed_saves
-from memkit.profile import MemoryReport
+from memkit.plan import Action, check_ratio, plan_ratio, roofline_s, simulate_lanes
+from memkit.profile import MemoryReport, timed_saves
 from memkit.transfer import Link, measure_link
 
 _log = logging.getLogger("memkit.bench")

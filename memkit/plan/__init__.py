@@ -2,7 +2,7 @@
 
 from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, limit_of, tell_kept
 from memkit.plan.copies import CopySchedule, schedule_copies
-from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes, timed_saves
+from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes
 from memkit.plan.drop_order import drop_order
 from memkit.plan.eviction import DTRScore, ValueStore, Walk
 from memkit.plan.forecast import Forecast
@@ -25,8 +25,10 @@ from memkit.plan.residency import (
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.simulation import Outcome, simulate
 from memkit.plan.spans import find_spans
+from memkit.plan.step_trace import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
 from memkit.plan.streaming import LayerCosts, StepPrediction, predict_step, slot_size_of, slot_sizes
 from memkit.plan.timeline import Lane, Levels, Timeline
+from memkit.plan.trace_format import trace_from_plain, trace_to_plain
 
 __all__ = [
     "NO_OP",
@@ -40,8 +42,12 @@ __all__ = [
     "LayerCosts",
     "LayerResidency",
     "Levels",
+    "Lifetime",
     "Lineage",
     "ModuleCall",
+    "ModuleOps",
+    "OpKind",
+    "OpWork",
     "Outcome",
     "Plan",
     "PlannedLayer",
@@ -54,6 +60,7 @@ __all__ = [
     "Step",
     "StepPrediction",
     "StepTime",
+    "StepTrace",
     "TimedSave",
     "Timeline",
     "ValueStore",
@@ -82,5 +89,6 @@ __all__ = [
     "spread",
     "takes_peak",
     "tell_kept",
-    "timed_saves",
+    "trace_from_plain",
+    "trace_to_plain",
 ]

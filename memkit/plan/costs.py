@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from memkit.plan.actions import limit_of
 from memkit.plan.ratio import first_to_leave
 from memkit.plan.timeline import HIDDEN, Lane, Timeline
-from memkit.profile import MemoryReport, SavedCategory
 from memkit.transfer import Link
 
 
@@ -42,30 +41,6 @@ class StepTime:
     def step_s(self) -> float:
         """Forward and backward together."""
         return self.forward_s + self.backward_s
-
-
-def timed_saves(report: MemoryReport, min_bytes: int) -> list[TimedSave]:
-    """Return the storages of a report that `CPUOffload` would count, with their times.
-
-    Raises:
-        ValueError: the report has no times (it is of the meta device, or has no backward).
-    """
-    saves = []
-    for record in report.saved:
-        if record.storage_bytes < min_bytes or record.category is SavedCategory.PARAM_CAST:
-            continue
-        if record.saved_at_s is None:
-            raise ValueError(
-                "the report has no times: profile on a GPU, with backward=True, to know how long the step takes there"
-            )
-        needed_at_s = report.backward_s if record.needed_at_s is None else record.needed_at_s
-        if needed_at_s is None:
-            raise ValueError("the report has no backward: profile with backward=True")
-        is_held = record.category is SavedCategory.INPUT
-        saves.append(
-            TimedSave(num_bytes=record.storage_bytes, saved_at_s=record.saved_at_s, needed_at_s=needed_at_s, is_held=is_held)
-        )
-    return saves
 
 
 def roofline_s(*, forward_s: float, backward_s: float, out_bytes: int, back_bytes: int, link: Link) -> float:

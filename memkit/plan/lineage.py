@@ -39,6 +39,17 @@ class Lineage:
         self.seconds = tuple(seconds)
         self.users, self._num_linked = [], 0
 
+    def __eq__(self, other: object) -> bool:
+        """Tell whether two lineages have the same ops and values, and their ops take as long."""
+        if not isinstance(other, Lineage):
+            return NotImplemented
+        return all(
+            _as_tuple(getattr(self, name)) == _as_tuple(getattr(other, name))
+            for name in ("num_bytes", "maker", "ins", "outs", "taken", "seconds")
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it may grow
+
     def frozen(self) -> Lineage:
         """Return what is known by now, which does not change any more."""
         return self
@@ -80,6 +91,10 @@ class Lineage:
             for value in self.ins[op]:
                 users[value].append(op)
         self._num_linked = len(self.ins)
+
+
+def _as_tuple(known: Sequence[object] | Mapping[int, object]) -> object:
+    return dict(known) if isinstance(known, Mapping) else tuple(known)
 
 
 class GrowingLineage(Lineage):

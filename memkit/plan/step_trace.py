@@ -41,13 +41,18 @@ class OpWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
-    """When the storage of a value is there, counted in ops of the step that have run."""
+    """While which ops of the step the bytes of a value are on the device: from `made_at` up to, and without, `freed_at`.
+
+    One storage may hold several values, one after the other: where an op writes over one, that ends, and the next begins.
+    """
 
     made_at: int
+    """The op that makes it, by its place: its bytes are in `StepTrace.live_bytes` from there on."""
     released_at: int
-    """When nobody but autograd holds it any more: what is dropped or has left is gone from here on, and not sooner."""
+    """The first op while which nobody but autograd holds it: what is dropped or has left is gone from here on, and not sooner.
+    `freed_at` where somebody else holds it as long, or until the backward has begun."""
     freed_at: int
-    """When it goes in the plain step; the number of ops if it outlives that."""
+    """The first op while which it is gone in the plain step; the number of ops if it outlives that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +73,8 @@ class ModuleOps:
 class StepTrace:
     """One training step, forward, loss and backward, on a device that is not there.
 
-    Places count the ops that have run when something happens, from 0 to `len(ops)`.
+    Places count the ops that have run when something happens, from 0 to `len(ops)`: what happens at place 3 comes after
+    `ops[2]` and before `ops[3]`.
     """
 
     model: str
@@ -80,14 +86,15 @@ class StepTrace:
     min_bytes: int
     """Smaller saved storages stay where they are: they are part of the working bytes."""
     ops: tuple[OpWork, ...]
-    """All ops that run, also those that make nothing that is saved: of the forward and the loss, then of the backward."""
+    """All ops that compute or make anything, also those that make nothing that is saved: of the forward and the loss, then of
+    the backward. Views are none."""
     num_forward_ops: int
     step: Step
     """Which op made which value, what is saved, and when it is asked for. Its ops take no seconds."""
     op_places: tuple[int, ...]
     """For each op of the lineage, its place among `ops`."""
     save_places: tuple[int, ...]
-    """For each of `step.saves`, how many ops have run."""
+    """For each of `step.saves`, how many ops have run. An op saves what it reads before it runs, what it makes just after."""
     use_places: tuple[int, ...]
     """For each of `step.uses`, how many ops have run."""
     lifetimes: Mapping[int, Lifetime]

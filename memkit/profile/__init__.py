@@ -3,6 +3,7 @@
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.registry import find_report
 from memkit.profile.report import MemoryReport
+from memkit.profile.timed import timed_saves
 from memkit.profile.tracker import profile_memory
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "SavedTensorRecord",
     "find_report",
     "profile_memory",
+    "timed_saves",
 ]

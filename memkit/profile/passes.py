@@ -5,29 +5,18 @@ Memory and time are never taken in the same run: watching what is saved costs ti
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-
 from memkit.device import Device
-from memkit.errors import DataDependentError, ProfileError
 from memkit.hooks import HookSet, SavedTensorHooks
-from memkit.owners import ModelStorages, StreamedWeights, owners_set_aside
+from memkit.owners import ModelStorages
 from memkit.profile.calls import CallStack
 from memkit.profile.gauges import MemoryGauge, NoGauge, PeakGauge, TimeGauge
-from memkit.profile.restore import preserved
 from memkit.profile.rows import Found
 from memkit.profile.saves import SavedStorages, SaveTimes
 from memkit.profile.signatures import Signatures
-from memkit.profile.simulate import META
-from memkit.profile.simulate.dtypes import MixedDtypesError
-from memkit.profile.simulate.kernels import TargetKernels
-from memkit.profile.simulate.target import TargetMode
-from memkit.profile.simulate.twins import MetaTwins, MixedDevices
 from memkit.profile.step import Step, say_where
 from memkit.profile.tree import ModuleTree
 from memkit.profile.watch import (
@@ -39,6 +28,7 @@ from memkit.profile.watch import (
     ParamCasts,
     Writes,
 )
+from memkit.profile.without_data import as_on_target, refuse_scripted, say_why_not, without_data
 from memkit.storages import unique_storages
 
 
@@ -91,46 +81,14 @@ def simulated_pass(step: Step, tree: ModuleTree, target: str) -> Found:
 
     The model's tensors are replaced by twins without data; `restore.preserved`, around this, puts them back.
     """
-    if any(isinstance(part, torch.jit.ScriptModule) for module in step.modules() for part in module.modules()):
-        raise ProfileError("TorchScript cannot run on the meta device; profile this model with data")
-    step = _without_data(step)
+    refuse_scripted(step)
+    step = without_data(step)
     rounding_bytes = CUDA_ROUNDING_BYTES if target == "cuda" else 1
     live = LiveStorages(step.storages(), elsewhere=step.streamed.parameters, rounding_bytes=rounding_bytes)
     watch = _Watch(step, tree, PeakGauge(live))
-    with _as_on_target(tree, target, watch.note_backend_dependent) as mode, OpWatch(live, *watch.observers):
+    with as_on_target(tree, target, watch.note_backend_dependent) as mode, OpWatch(live, *watch.observers):
         packing = SavedTensorHooks(watch.saves.pack, watch.saves.unpack)
-        return watch.run(packing=packing, at_node=mode.resume, explain=_say_why_not_without_data)
-
-
-def run_without_data(step: Step, target: str, context: AbstractContextManager[Any]) -> None:
-    """Run a step on the meta device as `target` would, its forward in a context, and leave the model as it was.
-
-    Raises:
-        ProfileError, DataDependentError: as `profile_memory` with `device="meta"`.
-    """
-    step.check_surroundings()
-    tree = ModuleTree(step.model)
-    with preserved(step.modules(), META, contents=False), _as_on_target(tree, target, lambda: None) as mode:
-        stack = CallStack(tree, NoGauge())
-        _without_data(step).run(stack, packing=context, at_node=mode.resume, explain=_say_why_not_without_data)
-
-
-@contextmanager
-def _as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable[[], None]) -> Iterator[TargetMode]:
-    # Compiled code has no operations to watch, and nothing to run on without data: it runs as it was written.
-    eager = torch.compiler.set_stance("force_eager") if tree.has_compiled else nullcontext()
-    with (
-        eager,
-        owners_set_aside(),
-        closing(TargetMode(target, backend_dependent=note_backend_dependent)) as mode,
-        mode,
-        MixedDevices(target),
-        TargetKernels(target),
-        warnings.catch_warnings(),
-    ):
-        # Autocast for CUDA turns itself off, with no more than a warning, on a machine without.
-        warnings.filterwarnings("error", message=".*Disabling autocast")
-        yield mode
+        return watch.run(packing=packing, at_node=mode.resume, explain=say_why_not)
 
 
 class _Watch:
@@ -192,42 +150,3 @@ class _Watch:
     def _forward_done(self) -> None:
         self._forward_peak_bytes = self._gauge.take_highest()
         self.saves.start_backward()
-
-
-def _without_data(step: Step) -> Step:
-    twins = MetaTwins(keep_integers=True)
-    for module in step.modules():
-        twins.stand_in(module)
-    args, kwargs = twins.of_tree((step.args, step.kwargs))
-    streamed = StreamedWeights(
-        layers=step.streamed.layers,
-        parameters=tuple(twins.of(parameter) for parameter in step.streamed.parameters),
-        slots=tuple(torch.UntypedStorage(slot.nbytes(), device=META) for slot in step.streamed.slots),
-    )
-    return replace(step, args=args, kwargs=kwargs, streamed=streamed)
-
-
-# How torch says that something cannot be done, or known, without data.
-_NO_DATA = (
-    *("meta tensor", "meta device type tensor", "register_meta function", "with Meta tensors", "from the 'Meta' backend"),
-    *("expected device meta but got", "but got meta"),  # of gradients: a tensor that the forward made on the CPU was written to
-)
-_NO_AUTOCAST = ("Disabling autocast", "unsupported autocast device_type 'meta'", "device type 'meta'")
-
-
-def _say_why_not_without_data(error: Exception, where: str) -> None:
-    text = str(error)
-    if isinstance(error, MixedDtypesError):
-        raise ProfileError(f"{where} cannot run: {text}. {error.advice}") from error
-    first_line = (text.splitlines() or [""])[0]
-    if any(sign in text for sign in _NO_AUTOCAST):
-        raise ProfileError(
-            f"{where} asks for autocast on a device type that this run does not have ({first_line}). Without data, and without "
-            'CUDA, write torch.autocast("cpu", dtype=...): it is treated as the target\'s'
-        ) from error
-    if isinstance(error, (RuntimeError, TypeError, ValueError)) and any(sign in text for sign in _NO_DATA):
-        raise DataDependentError(
-            f"{where} cannot run without data: it reads the value of a tensor, or does something that torch cannot do on the "
-            f"meta device ({first_line}). Profile this model with data, on a device where it can run; a small batch will do"
-        ) from error
-    say_where(error, where)

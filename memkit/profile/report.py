@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from memkit.errors import ReportFormatError
+from memkit.plan import StepTrace, trace_from_plain, trace_to_plain
 from memkit.profile import table
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.tree import OUTSIDE_NAME
 
 SCHEMA = "memkit.MemoryReport"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,8 @@ class MemoryReport:
     """The same for the backward; None if there was none."""
     reserved_peak_bytes: int | None
     """Most bytes that CUDA's caching allocator held from the device during the step."""
+    trace: StepTrace | None = None
+    """The step op by op, where that was asked for: plans are made from it, without running anything."""
 
     @property
     def param_bytes(self) -> int:
@@ -142,8 +145,12 @@ class MemoryReport:
         return table.to_html(self)
 
     def to_json(self) -> str:
-        """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers."""
-        return json.dumps({"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1)
+        """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers. The trace is one long line."""
+        content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(replace(self, trace=None))}
+        del content["trace"]
+        trace = None if self.trace is None else trace_to_plain(self.trace)
+        text = json.dumps(content, indent=1).removesuffix("\n}")
+        return f'{text},\n "trace": {json.dumps(trace, separators=(",", ":"))}\n}}'
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> MemoryReport:
@@ -170,7 +177,7 @@ class MemoryReport:
             )
         try:
             return _report_from(content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ReportFormatError(f"{where} is not a whole memkit report: {type(error).__name__}: {error}") from error
 
     def _bytes_of(self, category: SavedCategory) -> int:
@@ -200,6 +207,7 @@ def _report_from(content: Mapping[str, Any]) -> MemoryReport:
         forward_peak_bytes=content["forward_peak_bytes"],
         backward_peak_bytes=content["backward_peak_bytes"],
         reserved_peak_bytes=content["reserved_peak_bytes"],
+        trace=None if content.get("trace") is None else trace_from_plain(content["trace"]),
     )
     if len(report.modules) < 2 or report.modules[-1].fqn != OUTSIDE_NAME:
         raise ValueError(f'the rows do not end with "{OUTSIDE_NAME}"')

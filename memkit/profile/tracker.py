@@ -29,6 +29,7 @@ from memkit.profile.simulate import META, TARGETS
 from memkit.profile.step import USE_META, Step
 from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
+from memkit.sizes import check_bytes
 from memkit.storages import storage_bytes
 
 _logger = logging.getLogger("memkit.profile")
@@ -47,6 +48,8 @@ def profile_memory(
     sort_by: str | None = None,
     warmup: int = 1,
     print_table: bool = True,
+    trace: bool = False,
+    min_bytes: int | str = "1MiB",
 ) -> MemoryReport:
     """Show, module by module, what a training step of `model` keeps in memory: print the table and return the report.
 
@@ -71,6 +74,9 @@ def profile_memory(
         sort_by: order of the printed rows; see `MemoryReport.to_text`.
         warmup: runs before the ones that are watched; none are made on meta.
         print_table: whether to print `report.to_text(depth=depth, sort_by=sort_by)`.
+        trace: also follow the step op by op, in two more runs without data, for plans: see `MemoryReport.trace`. Needs
+            `device="meta"` and `backward=True`.
+        min_bytes: saved storages smaller than this are not told apart in the trace: bytes, or text such as "1MiB".
 
     Returns:
         The report, whose `str()` is the table. What its figures mean, and do not mean, is said field by field in
@@ -78,11 +84,13 @@ def profile_memory(
 
     Raises:
         TypeError: `model` is no `nn.Module`, or `loss_fn` cannot be called.
-        ValueError: an argument is none of the above, or model and inputs are on different devices.
+        ValueError: an argument is none of the above, model and inputs are on different devices, or a trace is asked for of a
+            run with data or without a backward.
         ProfileError: the profile would record nothing, or do damage: grad mode is off, parameters are not initialized, there
             is nothing to run a backward from, the model is on several devices, sharded, or steps an optimizer in the backward;
             it is called inside of `CPUOffload`, `Rematerialize` or other saved-tensor hooks, or the model enters such a context
-            of memkit's itself, as one that is attached does; on meta, it has gradients that go to the host.
+            of memkit's itself, as one that is attached does; on meta, it has gradients that go to the host. For a trace, the
+            forward runs a backward of its own, or does not run the same ops each time.
         DataDependentError: on meta, the model read the value of a tensor.
         DeviceUnavailableError: the CUDA device is not there.
         Exception: whatever the model raises, with a note that names the module.
@@ -100,7 +108,13 @@ def profile_memory(
     _check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)
     step = replace(step, streamed=find_streamed(step.modules()))
     run_device = _run_device(step, device)
+    traced_bytes = _traced_bytes(step, run_device, trace=trace, min_bytes=min_bytes)
     report = _measure(step, run_device, target=target, tag=tag, warmup=warmup)
+    if traced_bytes is not None:
+        from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
+
+        _logger.info("forward and backward without data, op by op")
+        report = replace(report, trace=trace_step(step, target, traced_bytes))
     file_report(report)
     if print_table:
         print(report.to_text(depth=depth, sort_by=sort_by))
@@ -123,6 +137,22 @@ def _check_arguments(step: Step, *, target: str, tag: str, warmup: int, depth: i
         raise ProfileError("grad mode is off, so autograd saves nothing; call profile_memory outside of torch.no_grad()")
     step.check_surroundings()
     _check_model(step)
+
+
+def _traced_bytes(step: Step, run_device: torch.device, *, trace: bool, min_bytes: int | str) -> int | None:
+    """Return from which size on a trace tells saved storages apart, None without a trace."""
+    num_bytes = check_bytes("min_bytes", min_bytes)
+    if not isinstance(trace, bool):
+        raise ValueError(f"trace is True or False; found {trace!r}")
+    if not trace:
+        return None
+    if run_device != META:
+        raise ValueError(
+            f'trace=True needs device="meta", where no data is needed; found a run on {run_device}. Pass device="meta"'
+        )
+    if not step.backward:
+        raise ValueError("trace=True needs a whole step; found backward=False. Pass backward=True")
+    return num_bytes
 
 
 def _check_model(step: Step) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 import memkit
 from memkit.bench import OffloadBench, bench_offload, predict_offload
 from memkit.device import ReferenceDevice
-from memkit.plan import Action, plan_ratio, simulate_lanes, timed_saves
+from memkit.plan import Action, plan_ratio, simulate_lanes
+from memkit.profile import timed_saves
 from memkit.transfer import Link
 from tests.bench.cases import NUM_LAYERS, assert_draws, assert_fails, run_command, square_layers
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memkit
-from memkit.plan import Action, StepTime, TimedSave, auto_ratio, costs, plan_ratio, roofline_s, simulate_lanes, timed_saves
-from memkit.profile import MemoryReport, SavedCategory
+from memkit.plan import Action, StepTime, TimedSave, auto_ratio, costs, plan_ratio, roofline_s, simulate_lanes
+from memkit.profile import MemoryReport, SavedCategory, timed_saves
 from memkit.transfer import Link
 
 FAST = Link(d2h_bytes_per_s=math.inf, h2d_bytes_per_s=math.inf)

@@ -63,10 +63,10 @@ def _changed(report: MemoryReport, **changes: object) -> str:
         ("", "is not a memkit report: it is not JSON"),
         ("[1, 2]", 'it has no "schema": "memkit.MemoryReport"'),
         ('{"schema": "other"}', 'it has no "schema": "memkit.MemoryReport"'),
-        ('{"schema": "memkit.MemoryReport"}', "has schema version None; this memkit reads versions up to 1"),
+        ('{"schema": "memkit.MemoryReport"}', "has schema version None; this memkit reads versions up to 2"),
         (
-            '{"schema": "memkit.MemoryReport", "schema_version": 2}',
-            "has schema version 2; this memkit reads versions up to 1",
+            '{"schema": "memkit.MemoryReport", "schema_version": 3}',
+            "has schema version 3; this memkit reads versions up to 2",
         ),
         ('{"schema": "memkit.MemoryReport", "schema_version": 1}', "is not a whole memkit report: KeyError: 'tag'"),
     ],

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.seen import SeenSave
-from memkit.plan import NO_OP, Action, Plan, Step, ends_of, plan_ratio
+from memkit.plan import Action, Plan, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.recording.module_calls import NotedCall
 from memkit.recording.recording import Recording
+from memkit.recording.steps import names_of, step_of
 
 _MAX_TRACES = 16
 _MAX_STRANGERS = 8
@@ -139,23 +140,9 @@ def trace_of_ops(
         nodes: the number of the node of the graph that made each.
         is_first: whether no trace was known under the tag.
     """
-    values = dict.fromkeys(saves)
-    recording.sync()
-    lineage, calls = recording.lineage.frozen(), recording.calls
-    made = [value for value in values if lineage.maker[value] != NO_OP]
     marks = {key.value: key.mark for key in keys}  # those given before the save: they tell one trace from another
-    step = Step(
-        lineage=lineage,
-        saves=tuple(saves),
-        uses=tuple(reversed(saves)),
-        use_ends=ends_of(nodes[::-1]),
-        fixed=frozenset(values) - frozenset(made) | {value for value, mark in marks.items() if mark is Action.KEEP},
-        dropped=frozenset(value for value, mark in marks.items() if mark is Action.RECOMPUTE),
-        moved=frozenset(value for value, mark in marks.items() if mark is Action.OFFLOAD),
-        retained_bytes=recording.retained_bytes(),
-        why_kept=recording.why_kept,
-    )
-    names = {value: (str(calls[lineage.maker[value]].func), recording.modules.get(lineage.maker[value], "")) for value in made}
+    step = step_of(recording, saves, nodes, marks)
+    names = names_of(recording, dict.fromkeys(saves))
     return Trace(keys=tuple(keys), funcs=recording.funcs, ops=OpTrace(step, names), is_worth_a_plan=is_first)
 
 

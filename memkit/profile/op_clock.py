@@ -1,0 +1,150 @@
+"""The clock of a trace: every op of a step in its turn, what it does, what is on the device then, and when storages go."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memkit import torch_private
+from memkit.modes import Mode
+from memkit.plan import OpWork
+from memkit.profile.op_work import work_of
+from memkit.profile.watch import LiveStorages, tensors_in
+from memkit.recording.recording import Recording
+from memkit.storages import storage_key, storages_of
+
+if TYPE_CHECKING:
+    from memkit.torch_private import OpOverload
+
+_THERE_BEFORE = -1
+
+
+class OpClock:
+    """Counts ops, from 0, and numbers the storages that they make, from 0.
+
+    What only gives a tensor another shape is no op: it neither computes nor moves anything. The clock holds no tensor.
+
+    Args:
+        live: counts the bytes on the device.
+        before: storages that are there before the step.
+        recording: what the forward's ops are recorded in, if they are. The clock's mode is to be on top of the recorder's.
+    """
+
+    def __init__(self, live: LiveStorages, before: Iterable[torch.UntypedStorage], recording: Recording | None = None) -> None:
+        self._live = live
+        self._recording = recording
+        self._before = list(before)  # held, so that no other storage can have their keys
+        self._numbers: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {
+            storage_key(storage): (weakref.ref(storage), _THERE_BEFORE) for storage in self._before
+        }
+        self._value_in: dict[int, int] = {}
+        self.base_bytes = live.allocated_bytes()
+        """Bytes on the device before the first op."""
+        self.works: list[OpWork] = []
+        self.live_bytes: list[int] = []
+        """Just after each op, beside `base_bytes`."""
+        self.made_at: list[int] = []
+        """For each storage, the op that made it."""
+        self.freed_at: dict[int, int] = {}
+        """For each storage that is gone, how many ops had run by then."""
+        self.op_places: list[int] = []
+        """For each op of the recording, its place among all ops."""
+        self.values: dict[int, tuple[int, int]] = {}
+        """For each value of the recording that is in a storage made here: the storage's number, and the op that made it."""
+        self.overwritten_at: dict[int, int] = {}
+        """For values that are no more in their storage, the op that has put another there."""
+
+    @property
+    def now(self) -> int:
+        """How many ops have run."""
+        return len(self.works)
+
+    def close(self) -> None:
+        """The step is over."""
+        self._before.clear()
+
+    def end_forward(self) -> None:
+        """What comes now is not recorded."""
+        self._recording = None
+
+    def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Note an op that has run."""
+        live, recording = self._live, self._recording
+        before_bytes = live.allocated_bytes()
+        live.saw(op, args, outputs)
+        num_made = len(self.made_at)
+        for storage in _storages_in(outputs):
+            self._number(storage)
+        num_recorded = 0 if recording is None else len(recording.calls) - len(self.op_places)
+        has_made = len(self.made_at) > num_made or live.allocated_bytes() > before_bytes
+        writes = torch_private.schema_of(op).is_mutable and torch.Tag.inplace_view not in op.tags
+        if not (has_made or writes or num_recorded):
+            return
+        if recording is not None:
+            self.op_places += [self.now] * num_recorded
+            for storage in _storages_in([args, list(kwargs.values()), outputs]):
+                value = recording.find(storage)
+                if value is not None:
+                    self.note_value(value, storage)
+        self.works.append(work_of(op, args, kwargs, outputs))
+        self.live_bytes.append(live.allocated_bytes() - self.base_bytes)
+
+    def number_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the number of a storage that an op has made; None for all others."""
+        found = self._numbers.get(storage_key(storage))
+        is_known = found is not None and found[0]() is storage and found[1] != _THERE_BEFORE
+        return found[1] if is_known and found is not None else None
+
+    def _number(self, storage: torch.UntypedStorage) -> None:
+        key = storage_key(storage)
+        found = self._numbers.get(key)
+        if found is None or found[0]() is not storage:
+            number = len(self.made_at)
+            self.made_at.append(self.now)
+            self._numbers[key] = (weakref.ref(storage, self._note_end(number)), number)
+
+    def _note_end(self, number: int) -> Callable[[Any], None]:
+        weak_self = weakref.ref(self)  # the callbacks live as long as the storages, which may outlive the trace
+
+        def note(_: Any) -> None:
+            clock = weak_self()
+            if clock is not None:
+                clock.freed_at[number] = clock.now
+
+        return note
+
+    def note_value(self, value: int, storage: torch.UntypedStorage) -> None:
+        """Note that a value of the recording is in a storage now."""
+        number = self.number_of(storage)
+        if number is None:
+            return
+        before = self._value_in.get(number)
+        if before == value:
+            return
+        if before is not None:
+            self.overwritten_at[before] = self.now
+        self._value_in[number] = value
+        self.values[value] = (number, self.made_at[number] if before is None else self.now)
+
+
+class ClockMode(Mode):
+    """The dispatch mode that shows a clock each op, after it ran."""
+
+    def __init__(self, clock: OpClock) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._clock = clock
+
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outputs = op(*args, **(kwargs or {}))
+        self._clock.saw(op, args, kwargs or {}, outputs)
+        return outputs
+
+
+def _storages_in(nested: Any) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors_in(nested):
+        yield from storages_of(tensor)
