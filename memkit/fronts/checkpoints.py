@@ -1,11 +1,12 @@
 """What checkpointing some of a model's blocks takes, told by the same simulation as a plan.
 
 As with `torch.utils.checkpoint`, what comes into a checkpointed block is held, and all else that is saved in it is made again
-at once when the backward gets there. Ops of the block that nothing saved is made from do not run again.
+when the backward gets there: the ops of the block run again up to the last whose result is saved.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ from memkit.plan.lineage import NO_OP
 from memkit.plan.step_trace import ModuleOps, StepTrace
 
 _NO_LIMIT = 2**62
+_SAVES_ITS_RESULT = re.compile(r"aten\.(relu|sigmoid|tanh|_?softmax|exp)_?\.")
+"""Ops that autograd saves the result of. Source: PyTorch's derivatives.yaml."""
 
 
 def blocks_of(trace: StepTrace) -> list[ModuleOps]:
@@ -80,12 +83,42 @@ def checkpoint_curve(problem: Problem, *, most: int = 12) -> list[CheckpointedBl
     if not blocks:
         return []
     counts = sorted({-(-len(blocks) * step // most) for step in range(1, most + 1)})
-    curve = []
-    for count in counts:
-        chosen = [blocks[place] for place in evenly(count, len(blocks))]
-        found = simulate(problem, with_checkpoints(problem, chosen), _NO_LIMIT)
-        curve.append(CheckpointedBlocks(num_blocks=count, peak_bytes=found.peak_bytes, step_s=found.seconds))
-    return curve
+    return [_checkpointed(problem, [blocks[place] for place in evenly(count, len(blocks))]) for count in counts]
+
+
+def _checkpointed(problem: Problem, blocks: Sequence[ModuleOps]) -> CheckpointedBlocks:
+    actions = with_checkpoints(problem, blocks)
+    found = simulate(problem, actions, _NO_LIMIT)
+    run_again = {op for replay in found.replays for op in replay.ops}
+    more_s, twice_bytes = 0.0, 0
+    for block in blocks:
+        last, num_bytes = _saved_last(problem, actions, block)
+        more_s += sum(problem.op_s[op] for op in range(block.begin, last + 1) if op not in run_again)
+        twice_bytes = max(twice_bytes, num_bytes)
+    turn = problem.num_forward_points
+    forward_bytes, backward_bytes = (max(part, default=0) for part in (found.levels[:turn], found.levels[turn:]))
+    return CheckpointedBlocks(
+        num_blocks=len(blocks),
+        peak_bytes=problem.base_bytes + max(forward_bytes, backward_bytes + twice_bytes),
+        step_s=found.seconds + more_s,
+    )
+
+
+def _saved_last(problem: Problem, actions: Sequence[Action], block: ModuleOps) -> tuple[int, int]:
+    """Return the last op of a block whose result is saved in it, and the bytes of what is saved in it and stays all the same,
+    since it is read behind the block: of that there are two while the block runs again."""
+    lineage, trace = problem.lineage, problem.trace
+    last, num_bytes = block.begin - 1, 0
+    for held, action in zip(problem.values, actions, strict=True):
+        maker = lineage.maker[held.value]
+        if held.is_anchor or maker == NO_OP or not block.begin <= maker < block.end:
+            continue
+        if action is Action.RECOMPUTE:
+            last = max(last, maker)
+        elif _SAVES_ITS_RESULT.search(trace.ops[trace.op_places[maker]].name):
+            last = max(last, maker)
+            num_bytes += held.num_bytes
+    return last, num_bytes
 
 
 def fewest_that_fit(

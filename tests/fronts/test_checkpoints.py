@@ -99,6 +99,33 @@ def test_the_curve_is_as_by_hand() -> None:
     assert [found.peak_bytes for found in curve] == sorted((found.peak_bytes for found in curve), reverse=True)
 
 
+def test_a_result_that_is_saved_and_read_behind_the_block_is_made_again_as_well() -> None:
+    """As in a block that ends with a ReLU."""
+    trace = trace_of_blocks()
+    ends = {layer * OF_A_LAYER + 4 for layer in range(NUM_LAYERS)}
+    ops = tuple(replace(op, name="aten.relu_.default") if op_of in ends else op for op_of, op in enumerate(trace.ops))
+    saves = tuple(sorted({*trace.step.saves, *(end + 1 for end in ends)}))
+    uses = tuple(reversed(saves))
+    num_ops = trace.num_forward_ops
+    lifetimes = {
+        value: replace(life, freed_at=2 * num_ops - value + 1) if value - 1 in ends else life
+        for value, life in trace.lifetimes.items()
+    }
+    trace = replace(
+        trace,
+        ops=ops,
+        step=replace(trace.step, saves=saves, uses=uses, use_ends=()),
+        save_places=saves,
+        use_places=tuple(2 * num_ops - value for value in uses),
+        lifetimes=lifetimes,
+    )
+    problem = make_problem(trace, gpu())
+
+    found = checkpoint_curve(problem)[-1]
+
+    assert found.step_s == pytest.approx(problem.plain_s + NUM_LAYERS * (10 + 400 + 15 + 400 + 8) * 1e-6)
+
+
 def test_of_many_blocks_some_numbers_are_tried() -> None:
     assert [found.num_blocks for found in checkpoint_curve(problem_of_blocks(), most=3)] == [2, 4, 6]
 
