@@ -282,6 +282,7 @@ def test_names_at_the_top_level() -> None:
         "keep",
         "no_offload",
         "offload",
+        "plan_memory",
         "profile_memory",
         "recompute",
         "reset",
