@@ -24,8 +24,8 @@ _MILD = 1.08
 _FINER = 1.5
 """Into how many segments a step is cut: from two on by this factor."""
 _MOST_PARTS = 32
-_SIMULATED_ALONE = 60
-_SIMULATED = 110
+_SIMULATED_ALONE = 150
+_SIMULATED = 250
 """So many plans are simulated, about, with one mechanism and with both."""
 
 
