@@ -5,6 +5,7 @@
     ├── ProfileError               what was asked for cannot be measured here
     │   └── DataDependentError     a run without data met code that needs values
     ├── ReportFormatError          a file is no memkit report, or is newer than this memkit
+    ├── PlanFormatError            a file is no memkit plan, or is newer than this memkit
     ├── HostMemoryError            host memory cannot be locked, or a limit on it is met
     ├── BudgetInfeasible           no plan keeps to the budget that was asked for
     ├── LayerOffloadError          streamed weights are not where they were left, or cannot be used like this
@@ -40,6 +41,10 @@ class DataDependentError(ProfileError):
 
 class ReportFormatError(MemkitError):
     """Raised when a file does not hold a memory report that this memkit can read."""
+
+
+class PlanFormatError(MemkitError):
+    """Raised when a file does not hold a memory plan that this memkit can read."""
 
 
 class HostMemoryError(MemkitError):
