@@ -73,11 +73,16 @@ class _Program:
         self.rows: list[tuple[Row, float]] = []
         self.equal: list[tuple[Row, float]] = []
         needs = first_needs(problem)
-        turn = problem.points[problem.num_forward_points] if problem.num_forward_points < len(problem.points) else problem.num_slots
+        turn = (
+            problem.points[problem.num_forward_points]
+            if problem.num_forward_points < len(problem.points)
+            else problem.num_slots
+        )
         self.turn = turn
         self.gaps = [self._gap(held, needs) for held in problem.values]
         self.leaves = [
-            self._column(1.0 if allowed >= {Action.OFFLOAD} and Action.OFFLOAD in held.choices else 0.0) for held in problem.values
+            self._column(1.0 if allowed >= {Action.OFFLOAD} and Action.OFFLOAD in held.choices else 0.0)
+            for held in problem.values
         ]
         self.drops = [self._column(1.0 if self._may_drop(held) else 0.0) for held in problem.values]
         for held, leaves, drops in zip(problem.values, self.leaves, self.drops, strict=True):
@@ -114,9 +119,9 @@ class _Program:
                 ops[op] = self._column(1.0)
                 pending.extend(lineage.ins[op])
         for index, held in enumerate(problem.values):
-            op = lineage.maker[held.value]
-            if not held.is_anchor and op in ops and held.use < problem.num_slots:
-                self.rows.append(({self.drops[index]: 1.0, ops[op]: -1.0}, 0.0))
+            made_by = lineage.maker[held.value]
+            if not held.is_anchor and made_by in ops and held.use < problem.num_slots:
+                self.rows.append(({self.drops[index]: 1.0, ops[made_by]: -1.0}, 0.0))
         for op, column in ops.items():
             for source in set(lineage.ins[op]):
                 maker, index = lineage.maker[source], problem.index.get(source)
@@ -223,7 +228,7 @@ def _put(row: Row, column: int, share: float) -> None:
     row[column] = row.get(column, 0.0) + share
 
 
-def _matrix(rows: Iterable[Row], num_rows: int, num_columns: int) -> Any:  # noqa: ANN401  # scipy is not typed
+def _matrix(rows: Iterable[Row], num_rows: int, num_columns: int) -> Any:  # scipy is not typed
     from scipy.sparse import csr_array
 
     starts, columns, shares = [0], list[int](), list[float]()

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memkit.plan.actions import Action
-from memkit.plan.budget.replays import ReplayCosts
-from memkit.plan.budget.search import dropped_of
+from memkit.plan.budget.replays import ReplayCosts, dropped_of
 
 if TYPE_CHECKING:
     from memkit.plan.budget.search import Search
@@ -172,4 +171,3 @@ def _with(search: Search, found: Simulated, changes: Sequence[tuple[int, Action]
     for index, action in changes:
         actions[index] = action
     return search.simulate(actions)
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from operator import add
 from typing import TYPE_CHECKING
 
 from memkit.plan.actions import Action
@@ -10,6 +11,7 @@ from memkit.plan.budget.improve import change_single_actions, keep_what_fits, re
 from memkit.plan.budget.replays import ReplayCosts
 from memkit.plan.budget.search import Search
 from memkit.plan.segments import Segments
+from memkit.plan.timeline import Levels
 
 if TYPE_CHECKING:
     from memkit.plan.budget.problem import Problem
@@ -27,6 +29,11 @@ _MOST_PARTS = 32
 _SIMULATED_ALONE = 150
 _SIMULATED = 250
 """So many plans are simulated, about, with one mechanism and with both."""
+_LARGE = 300
+"""Of steps with more values fewer plans are simulated, about in inverse proportion."""
+_FEWEST = 24
+_NUM_LEAST = 2
+"""From so many of the plans that take the fewest bytes on, more is let go to find the least budget."""
 
 
 def search_plan(
@@ -38,39 +45,69 @@ def search_plan(
         problem: the step.
         budget_bytes: what it may take.
         allowed: what may be done with values beside keeping them.
-        starts: plans to begin from as well.
+        starts: steps that are known to keep to the budget: what is found is no slower.
     """
-    both = set(allowed) >= BOTH
-    search = Search(problem, budget_bytes, allowed, most_simulated=_SIMULATED if both else _SIMULATED_ALONE)
+    search = Search(problem, budget_bytes, allowed, most_simulated=_most_simulated(problem, allowed))
     if not search.best.over_bytes:
         return search.best
-    if both:
-        for start in (
-            search_plan(problem, budget_bytes, {_OFFLOAD}),
-            search_plan(problem, budget_bytes, {_RECOMPUTE}),
-            *starts,
-        ):
-            again = search.simulate(start.actions)
-            if is_nearer(start, again, budget_bytes) and start.rank < search.best.rank:
-                search.best = start
-    else:
-        for start in starts:
-            search.simulate(start.actions)
-    if search.allows_offload:
-        search.offload_alone() if not search.allows_recompute else None
-    if search.allows_recompute:
-        _grow_all(search)
-        if search.best.over_bytes or search.best.seconds > _MILD * problem.plain_s:
-            _cut(search)
-        _improve(search)
-    elif search.best.over_bytes:
-        search.grow(search.best.actions)
+    for start in starts:
+        search.consider(start)
+    if not search.allows_recompute:
+        search.offload_alone()
+        if search.best.over_bytes:
+            search.grow(search.best.actions)
+        return search.best
+    _grow_all(search)
+    if search.best.over_bytes or search.best.seconds > _MILD * problem.plain_s:
+        _cut(search)
+    _improve(search)
     return search.best
 
 
-def is_nearer(start: Simulated, again: Simulated, budget_bytes: int) -> bool:
-    """Tell whether a plan that was made elsewhere is better as it was than simulated anew."""
-    return start.peak_bytes <= budget_bytes and start.rank < again.rank
+def search_least(problem: Problem, allowed: Collection[Action] = BOTH) -> Simulated:
+    """Return the step that takes the fewest bytes of those that a short search for it looks at.
+
+    Each begins from a plan where all goes that may, or all between some cuts, and lets more go where most is there.
+    """
+    floor = floor_bytes(problem)
+    search = Search(problem, floor, allowed, most_simulated=_SIMULATED_ALONE)
+    values = problem.values
+    moved = tuple(
+        _OFFLOAD if search.can_leave[index] and not held.is_anchor else action
+        for index, (held, action) in enumerate(zip(values, problem.plain, strict=True))
+    )
+    dropped = tuple(_RECOMPUTE if search.can_drop[index] else action for index, action in enumerate(problem.plain))
+    tried = [search.simulate(actions) for actions in dict.fromkeys((moved, dropped))]
+    if search.allows_recompute:
+        for actions in _cut_plans(search):
+            tried.append(search.simulate(actions))
+            if search.allows_offload:
+                leaving = tuple(
+                    _OFFLOAD if action is _KEEP and search.can_leave[index] else action for index, action in enumerate(actions)
+                )
+                tried.append(search.simulate(leaving))
+    for start in sorted(tried, key=lambda found: (found.peak_bytes, found.seconds))[:_NUM_LEAST]:
+        search.grow(start.actions)
+    return search.least
+
+
+def floor_bytes(problem: Problem) -> int:
+    """Return what every plan takes at least: what is there in each slot whatever is done with values."""
+    levels = Levels(problem.num_slots)
+    for held in problem.values:
+        if held.choices == {_KEEP}:
+            levels.add(held.made, held.freed, held.num_bytes)
+        elif not held.is_anchor:
+            gone = max(held.released, held.saved)
+            levels.add(held.made, gone, held.num_bytes)
+            levels.add(max(held.use, gone), held.freed, held.num_bytes)
+    return problem.base_bytes + max(map(add, problem.working_bytes, levels.each()), default=0)
+
+
+def _most_simulated(problem: Problem, allowed: Collection[Action]) -> int:
+    """Return how many plans are simulated: fewer of a large step, of which each takes longer."""
+    most = _SIMULATED if set(allowed) >= BOTH else _SIMULATED_ALONE
+    return max(_FEWEST, min(most, most * _LARGE // max(len(problem.values), 1)))
 
 
 def _grow_all(search: Search) -> None:
@@ -79,11 +116,15 @@ def _grow_all(search: Search) -> None:
         search.grow(plain)
         return
     costs = ReplayCosts(problem, plain)
-    prices = [-1.0 if held.is_anchor else price for held, price in zip(problem.values, search.prices(costs, plain), strict=True)]
+    prices = [
+        -1.0 if held.is_anchor else price for held, price in zip(problem.values, search.prices(costs, plain), strict=True)
+    ]
     for share in _SHARES:
         search.grow(search.fill_link(plain, prices, share=share))
     search.grow(plain)
-    anchors = [index for index, held in enumerate(problem.values) if held.is_anchor and search.best.actions[index] is not _RECOMPUTE]
+    anchors = [
+        index for index, held in enumerate(problem.values) if held.is_anchor and search.best.actions[index] is not _RECOMPUTE
+    ]
     if anchors:
         seeded = list(plain)
         for index in anchors:
@@ -98,20 +139,7 @@ def _grow_all(search: Search) -> None:
 
 def _cut(search: Search) -> None:
     """Start from cuts as well: what crosses them stays, and all between is dropped."""
-    problem = search.problem
-    segments = Segments(problem.trace.step)
-    saved = [held for held in problem.values if not held.is_anchor]
-    total, parts, tried, seen = sum(held.num_bytes for held in saved), 2.0, list["Simulated"](), set[tuple[Action, ...]]()
-    while parts <= max(_MOST_PARTS, len(saved) // 5):
-        held_there = segments.skeleton(total / parts)
-        parts *= _FINER
-        actions = tuple(
-            _KEEP if held.value in held_there or not (held.is_anchor or search.can_drop[index]) else _RECOMPUTE
-            for index, held in enumerate(problem.values)
-        )
-        if actions not in seen:
-            seen.add(actions)
-            tried.append(search.simulate(actions))
+    tried = [search.simulate(actions) for actions in _cut_plans(search)]
     fitting = sorted((found for found in tried if not found.over_bytes), key=lambda found: found.seconds)
     for found in fitting[:2] or sorted(tried, key=lambda found: found.excess_bytes)[:1]:
         if search.allows_offload:
@@ -126,3 +154,21 @@ def _improve(search: Search) -> None:
     if search.allows_offload:
         found = keep_what_fits(search, trade_places(search, found))
     change_single_actions(search, search.best)
+
+
+def _cut_plans(search: Search) -> list[tuple[Action, ...]]:
+    """Return the plans where what crosses some cuts stays, and all between is dropped, for ever more cuts."""
+    problem = search.problem
+    segments = Segments(problem.trace.step)
+    saved = [held for held in problem.values if not held.is_anchor]
+    total, parts, plans = sum(held.num_bytes for held in saved), 2.0, dict[tuple[Action, ...], None]()
+    while parts <= max(_MOST_PARTS, len(saved) // 5):
+        stays = segments.skeleton(total / parts)
+        parts *= _FINER
+        plans[
+            tuple(
+                _KEEP if held.value in stays or not (held.is_anchor or search.can_drop[index]) else _RECOMPUTE
+                for index, held in enumerate(problem.values)
+            )
+        ] = None
+    return list(plans)

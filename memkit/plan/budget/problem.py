@@ -6,12 +6,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from memkit.plan.actions import Action
-from memkit.plan.gpu import GpuSpec
 from memkit.plan.lineage import NO_OP, Lineage
-from memkit.plan.step_trace import Lifetime, StepTrace
 from memkit.plan.timeline import Levels
+
+if TYPE_CHECKING:
+    from memkit.plan.gpu import GpuSpec
+    from memkit.plan.step_trace import Lifetime, StepTrace
 
 NEVER = -1
 """The point of what does not happen."""

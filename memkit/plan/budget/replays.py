@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from memkit.plan.actions import Action
-from memkit.plan.budget.problem import Problem
 from memkit.plan.lineage import NO_OP, Lineage
+
+if TYPE_CHECKING:
+    from memkit.plan.budget.problem import Problem
 
 
 class ReplayCosts:
@@ -147,7 +150,7 @@ def _reads(problem: Problem, dropped: Iterable[int], is_there: bytearray) -> dic
 
 
 def replay_peak_bytes(lineage: Lineage, ops: Sequence[int], stays: Collection[int]) -> int:
-    """Return the most bytes that ops have made by then and still hold: what no later one of them reads goes, but for what stays.
+    """Return the most bytes that ops have made and still hold: what no later one of them reads goes, but for what stays.
 
     Args:
         lineage: what the ops read and make.
@@ -172,3 +175,8 @@ def replay_peak_bytes(lineage: Lineage, ops: Sequence[int], stays: Collection[in
                 made.discard(value)
                 held_bytes -= sizes[value]
     return peak_bytes
+
+
+def dropped_of(problem: Problem, actions: Iterable[Action]) -> list[int]:
+    """Return the saved values that are made again, as places in `Problem.values`."""
+    return [index for index, action in enumerate(actions) if action is Action.RECOMPUTE and not problem.values[index].is_anchor]

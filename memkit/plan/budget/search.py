@@ -1,10 +1,10 @@
-"""Plans for a budget: the link takes what is dear to make again, and what is cheap for its bytes is dropped until the rest fits."""
+"""Plans for a budget: the link takes what is dear to make again, and what is cheap for its bytes is dropped until all fits."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from memkit.plan.actions import Action
@@ -50,8 +50,8 @@ class Search:
         self.can_keep = [_KEEP in held.choices for held in values]
         self.can_leave = [self.allows_offload and _OFFLOAD in held.choices for held in values]
         self.near_anchors = nearest_anchors(problem) if self.allows_recompute else [()] * len(values)
-        self.num_simulated = 0
-        self.best = self.simulate(problem.plain)
+        self.num_simulated = 1
+        self.best = self.least = simulate(problem, problem.plain, budget_bytes)
 
     @property
     def is_spent(self) -> bool:
@@ -62,9 +62,15 @@ class Search:
         """Simulate a step, and remember it if it is the best so far."""
         found = simulate(self.problem, actions, self.budget_bytes)
         self.num_simulated += 1
-        if self.num_simulated == 1 or found.rank < self.best.rank:
-            self.best = found
+        self.consider(found)
         return found
+
+    def consider(self, found: Simulated) -> None:
+        """Remember a step if it is the best so far, or takes the fewest bytes."""
+        if found.rank < self.best.rank:
+            self.best = found
+        if (found.peak_bytes, found.seconds) < (self.least.peak_bytes, self.least.seconds):
+            self.least = found
 
     def price(self, costs: ReplayCosts, index: int, actions: Sequence[Action]) -> tuple[float, int]:
         """Return the least seconds for each byte that dropping a value takes: alone, or with an anchor held for it; and that
@@ -87,7 +93,7 @@ class Search:
         ]
 
     def fill_link(self, actions: Sequence[Action], prices: Sequence[float], *, share: float = 1.0) -> list[Action]:
-        """Return the plan where, as the forward goes, whenever the lane out is idle the dearest value that is there is put on it.
+        """Return the plan where, whenever the lane out is idle in the forward, the dearest value that is there is put on it.
 
         Args:
             actions: what is done otherwise. What is dropped may leave as well, if it has a price.
@@ -233,10 +239,3 @@ def nearest_anchors(problem: Problem) -> list[tuple[int, ...]]:
                             anchors.add(place)
         found.append(tuple(sorted(anchors, key=lambda place: -values[place].made)[:_NUM_ANCHORS]))
     return found
-
-
-def dropped_of(problem: Problem, actions: Iterable[Action]) -> list[int]:
-    """Return the saved values that are made again, as places in `Problem.values`."""
-    return [
-        index for index, action in enumerate(actions) if action is _RECOMPUTE and not problem.values[index].is_anchor
-    ]

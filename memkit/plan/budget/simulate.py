@@ -1,4 +1,4 @@
-"""One step under an action for each value: when copies begin, when they are let go and fetched, what runs again, bytes, seconds.
+"""One step under an action for each value: when copies begin, are let go and fetched, what runs again, bytes, seconds.
 
 What is on the device follows from saves and requests alone: clocks decide which of them a copy is let go at as the plan is
 made, and from then on compute waits there for the copy. So a lane that is slower than it was thought to be costs time, never
@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
+from typing import TYPE_CHECKING
 
 from memkit.plan.actions import Action
-from memkit.plan.budget.problem import Problem
 from memkit.plan.budget.replays import first_and_last_reads, replay_peak_bytes
 from memkit.plan.lineage import NO_OP
 from memkit.plan.timeline import Lane, Levels, Timeline
+
+if TYPE_CHECKING:
+    from memkit.plan.budget.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ class Simulated:
     """What a step takes."""
 
     actions: tuple[Action, ...]
-    """What is done: what would leave and come back without ever being let go stays, an anchor that no replay reads is not held."""
+    """What is done: what would leave and come back without being let go stays, an anchor that no replay reads is not held."""
     seconds: float
     peak_bytes: int
     """The most bytes at once, with the base."""
@@ -68,7 +71,7 @@ class Simulated:
     moves: tuple[Move, ...]
     replays: tuple[Replay, ...]
     held_until: dict[int, int]
-    """For each value that a replay reads, by its number in the lineage, the slot of the last such replay: until then it is held."""
+    """For each value of the lineage that a replay reads, the slot of the last such replay: until then it is held."""
     levels: tuple[int, ...]
     """The most bytes at each point and up to the next, beside the base, but for what is fetched before it is needed."""
 
@@ -86,9 +89,9 @@ class Simulated:
 def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int) -> Simulated:
     """Return what a step takes under one action for each value.
 
-    Copies leave in the order of saves. They are let go once they are over, and sooner, so that compute waits for them, where the
-    step is above the budget. What comes back is fetched in the order in which it is needed, each as early as that keeps to the
-    budget. A replay makes one value, and what it makes on the way stays if it is wanted later and there is room.
+    Copies leave in the order of saves. They are let go once they are over, and sooner, so that compute waits for them, where
+    the step is above the budget. What comes back is fetched in the order in which it is needed, each as early as that keeps to
+    the budget. A replay makes one value, and what it makes on the way stays if it is wanted later and there is room.
 
     Args:
         problem: the step.

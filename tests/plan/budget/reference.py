@@ -1,5 +1,5 @@
-"""What a step takes that goes by given moments, told in the plainest way: every byte is looked for in every slot, and every copy
-is followed by itself."""
+"""What a step takes that goes by given moments, told in the plainest way: every byte is looked for in every slot, and every
+copy is followed by itself."""
 
 from __future__ import annotations
 

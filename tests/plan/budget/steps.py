@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memkit.plan import GrowingLineage, Step
 from memkit.plan.gpu import GpuSpec
-from memkit.plan.step_trace import Lifetime, OpKind, OpWork, StepTrace
+from memkit.plan.step_trace import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
 
 MIB = 2**20
 
@@ -91,7 +91,7 @@ def make_trace(
         base_bytes=base_mib * MIB,
         trainable_numel=0,
         trainable_bytes=0,
-        names=names or {value: (f"layers.{value // 4}", f"op{value - 1}") for value in range(1, num_ops + 1)},
+        names=names or {value: (f"op{value - 1}", f"layers.{value // 4}") for value in range(1, num_ops + 1)},
     )
 
 
@@ -126,4 +126,8 @@ def layers(num_layers: int) -> StepTrace:
         ]
         saved += [first, first + 1, first + 2, first + 3]
         residual = first + 4
-    return make_trace(ops, saved, extra=[4] * (2 * len(ops)))
+    trace = make_trace(ops, saved, extra=[4] * (2 * len(ops)))
+    calls = [
+        ModuleOps(module=f"layers.{layer}", kind="Layer", begin=5 * layer, end=5 * layer + 5) for layer in range(num_layers)
+    ]
+    return replace(trace, modules=tuple(calls))

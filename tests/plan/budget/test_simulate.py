@@ -34,7 +34,8 @@ def test_plain_step_takes_what_the_trace_says() -> None:
 
     assert plain.seconds == pytest.approx(900e-6)
     assert plain.peak_bytes == 40 * MIB == problem.plain_peak_bytes == problem.trace.peak_bytes
-    assert not plain.moves and not plain.replays
+    assert not plain.moves
+    assert not plain.replays
 
 
 def test_dropped_value_is_gone_from_its_last_reader_to_its_request() -> None:
