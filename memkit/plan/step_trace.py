@@ -87,7 +87,7 @@ class StepTrace:
     """Smaller saved storages stay where they are: they are part of the working bytes."""
     ops: tuple[OpWork, ...]
     """All ops that compute or make anything, also those that make nothing that is saved: of the forward and the loss, then of
-    the backward. Views are none."""
+    the backward. What returns a view is none."""
     num_forward_ops: int
     step: Step
     """Which op made which value, what is saved, and when it is asked for. Its ops take no seconds."""

@@ -25,7 +25,7 @@ _THERE_BEFORE = -1
 class OpClock:
     """Counts ops, from 0, and numbers the storages that they make, from 0.
 
-    What only gives a tensor another shape is no op: it neither computes nor moves anything. The clock holds no tensor.
+    What returns a view is no op: it neither computes nor moves anything. The clock holds no tensor.
 
     Args:
         live: counts the bytes on the device.
@@ -80,8 +80,7 @@ class OpClock:
             self._number(storage)
         num_recorded = 0 if recording is None else len(recording.calls) - len(self.op_places)
         has_made = len(self.made_at) > num_made or live.allocated_bytes() > before_bytes
-        writes = torch_private.schema_of(op).is_mutable and torch.Tag.inplace_view not in op.tags
-        if not (has_made or writes or num_recorded):
+        if not (has_made or num_recorded or torch_private.schema_of(op).is_mutable):
             return
         if recording is not None:
             self.op_places += [self.now] * num_recorded

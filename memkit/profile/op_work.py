@@ -50,11 +50,16 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs
     made = list(tensors_in(outputs))
     return OpWork(
         name=str(op),
-        kind=next((kind for kind, pattern in _KINDS if pattern.search(name)), OpKind.POINTWISE),
+        kind=kind_of(name),
         flops=_flops(op, args, kwargs, outputs),
         num_bytes=_num_bytes(op, name, args, kwargs, given, made),
         dtype=dtype_name(_computed_in(given or made)),
     )
+
+
+def kind_of(name: str) -> OpKind:
+    """Return what limits an op, by its name without namespace and overload, such as "mm"."""
+    return next((kind for kind, pattern in _KINDS if pattern.search(name)), OpKind.POINTWISE)
 
 
 def _computed_in(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -80,7 +85,7 @@ def _num_bytes(
     given: Sequence[Tensor],
     made: Sequence[Tensor],
 ) -> int:
-    if _UNFILLED.search(name):
+    if _UNFILLED.search(name) or torch.Tag.inplace_view in op.tags:
         return 0
     kind = op_kinds().of(op)
     written = [kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None for key in kind.written]

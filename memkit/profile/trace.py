@@ -50,6 +50,7 @@ def trace_step(step: Step, target: str, min_bytes: int) -> StepTrace:
         ProfileError: the step cannot run on meta, runs a backward within its forward, or does not do the same twice.
         DataDependentError: it reads the value of a tensor.
     """
+    torch_private.require(torch_private.Feature.REMAT)  # ops are recorded, as it does
     refuse_scripted(step)
     tree = ModuleTree(step.model, step.streamed)
     with preserved(step.modules(), META, contents=False):
