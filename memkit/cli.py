@@ -139,6 +139,8 @@ def _check_model(options: argparse.Namespace) -> None:
         return
     if options.needs_input and not options.inputs:
         options.refuse("the following arguments are required: --input")
+    if getattr(options, "needs_gpu", False) and options.gpu is None:
+        options.refuse("the following arguments are required: --gpu")
     if not all(options.spec.partition(":")):
         options.refuse(f"SPEC must be torchvision:NAME or package.module:factory; found {options.spec!r}")
 
@@ -173,7 +175,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument(
         "--gpu",
-        required=True,
         metavar="NAME|FILE",
         help="H200, H100, A100-80, L40S, RTX 4090, RTX 3090, RTX 3060, GH200, or a file of `memkit bench machine`",
     )
@@ -204,7 +205,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_dtypes(parser, of_autocast="as CUDA's autocast would")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, and the plans, to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against peak into FILE (.png, .svg)")
-    parser.set_defaults(command="plan")
+    parser.set_defaults(command="plan", needs_gpu=True)
 
 
 _BENCH_MACHINE: dict[str, Any] = {

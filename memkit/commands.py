@@ -15,9 +15,9 @@ from memkit.bench import LayerBench, OffloadBench, RematBench, Workload, freeze_
 from memkit.bench.engines import checkpointing, torch_baselines
 from memkit.bench.machine import measure_machine, spec_text
 from memkit.device import Device, ReferenceDevice, cuda_is_available, open_device
+from memkit.fronts import command
 from memkit.profile import MemoryReport, profile_memory
 from memkit.profile.step import NEEDS_NONE, USE_META, is_out_of_memory
-from memkit.fronts import command
 from memkit.specs import UsageError, autocast, build_model, make_input
 from memkit.transfer import Link
 

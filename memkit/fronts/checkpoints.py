@@ -52,7 +52,7 @@ def evenly(num_chosen: int, num_all: int) -> list[int]:
 
 
 def with_checkpoints(problem: Problem, blocks: Sequence[ModuleOps]) -> tuple[Action, ...]:
-    """Return the action for each value of a problem under which some blocks are checkpointed and the rest of the step is plain."""
+    """Return for each value of a problem what is done with it if some blocks are checkpointed and the rest is plain."""
     lineage, actions = problem.lineage, list(problem.plain)
     block_of = dict[int, int]()
     for number, block in enumerate(blocks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,9 +39,7 @@ def draw(front: Front, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_line(
-    axes: Axes, style: str, label: str, points: list[tuple[int | None, float | None]] | list[tuple[int, float]], plain_s: float
-) -> None:
+def _draw_line(axes: Axes, style: str, label: str, points: Sequence[tuple[int | None, float | None]], plain_s: float) -> None:
     there = [(peak / _GIB, seconds / plain_s) for peak, seconds in points if peak is not None and seconds is not None]
     if there:
         axes.plot([peak for peak, _ in there], [share for _, share in there], style, label=label)

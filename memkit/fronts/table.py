@@ -33,9 +33,10 @@ def to_text(front: Front) -> str:
         for place, (above, below) in enumerate(_HEADS)
     ]
     cells = [_cells(row, front.plain_s, unit_bytes) for row in front.rows]
-    widths = [max(map(len, column)) for column in zip(*([head[0] for head in heads], [head[1] for head in heads], *cells))]
+    above = [[head[level] for head in heads] for level in (0, 1)]
+    widths = [max(map(len, column)) for column in zip(*above, *cells, strict=True)]
     lines = [*_headline(front), ""]
-    lines += [_line([head[level] for head in heads], widths) for level in (0, 1)]
+    lines += [_line(row, widths) for row in above]
     lines.append(" ".join("-" * width for width in widths))
     lines += [_line(row, widths) for row in cells]
     return "\n".join([*lines, "", *_below(front)])

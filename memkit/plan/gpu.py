@@ -70,7 +70,7 @@ class GpuSpec:
         """Return what an op takes: its bytes or its FLOPs, whichever take longer, times the factor of its kind, and at least a
         launch. One that reads and writes nothing (a view) takes no time.
 
-        A dtype that the spec does not name computes as fast as the slowest that it names; where it names none, only bytes count.
+        A dtype that the spec does not name computes as fast as the slowest that it names; if it names none, only bytes count.
         """
         if not op.num_bytes and not op.flops:
             return 0.0

@@ -15,7 +15,7 @@ from memkit.fronts.table import to_text
 MIB = 2**20
 FRONT = Front(
     model="ResNet",
-    inputs="(256, 3, 224, 224) float32",
+    inputs="float32[256, 3, 224, 224]",
     gpu="H200",
     is_measured=True,
     optimizer=None,
@@ -55,7 +55,7 @@ FRONT = Front(
 )
 
 TEXT = """\
-ResNet, (256, 3, 224, 224) float32, on H200 (predicted)
+ResNet, float32[256, 3, 224, 224], on H200 (predicted)
 
 budget  peak  step     / bound again moved kept/moved/  off- recom- check-
    GiB   GiB    ms plain    >=    ms   GiB       again  load   pute  point
@@ -77,7 +77,7 @@ def test_what_was_not_measured_is_marked_and_states_are_named() -> None:
     text = to_text(replace(FRONT, is_measured=False, optimizer="adamw", gpu="RTX 4090"))
 
     assert text.startswith(
-        "ResNet, (256, 3, 224, 224) float32, with the states of adamw, on RTX 4090\n(predicted; not measured)\n\n"
+        "ResNet, float32[256, 3, 224, 224], with the states of adamw, on RTX 4090\n(predicted; not measured)\n\n"
     )
 
 

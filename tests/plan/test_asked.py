@@ -56,9 +56,11 @@ def test_gpus_are_named_or_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(replace(find_gpu("H100"), name="mine").to_json())
 
-    named, read = plan(gpu="h100"), plan(gpu=str(path))
+    much_work = replace(TRACE, ops=tuple(replace(op, flops=1e9 * op.flops) for op in TRACE.ops))
 
-    assert read.predicted_s == named.predicted_s != plan(gpu="RTX 3060").predicted_s
+    named, read = plan(source=much_work, gpu="h100"), plan(source=much_work, gpu=str(path))
+
+    assert read.predicted_s == named.predicted_s < plan(source=much_work, gpu="RTX 3060").predicted_s
 
 
 @pytest.mark.parametrize(("optimizer", "num_states"), [(None, 0), ("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2)])
