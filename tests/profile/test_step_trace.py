@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import random
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,60 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit.activations.rematerialize import _Within
-from memkit.activations.saved.state import RematState, remat_states
-from memkit.device import CpuDevice, ReferenceDevice
-from memkit.errors import ProfileError, ReportFormatError
-from memkit.plan import NO_OP, Lifetime, ModuleOps, OpKind, OpWork, Step, StepTrace
-from memkit.profile import MemoryReport, SavedCategory
-from memkit.profile.step import Step as ProfiledStep
-from memkit.profile.without_data import run_without_data
+from memkit.activations.saved.state import remat_states
+from memkit.device import ReferenceDevice
+from memkit.plan import NO_OP, Lifetime, ModuleOps, OpKind, OpWork, StepTrace
+from memkit.profile import SavedCategory
 from tests.activations import cases
 from tests.models import CASES, NAMES
-
-KIB = 1024
-
-
-def profile(model: nn.Module, *inputs: Any, min_bytes: int = 1, **options: Any) -> MemoryReport:
-    report: MemoryReport = memkit.profile_memory(
-        model, *inputs, device="meta", backward=True, print_table=False, trace=True, min_bytes=min_bytes, **options
-    )
-    return report
-
-
-def trace(model: nn.Module, *inputs: Any, **options: Any) -> StepTrace:
-    found = profile(model, *inputs, **options).trace
-    assert found is not None
-    return found
-
-
-def learned(model: nn.Module, *inputs: Any, target: str = "cuda") -> tuple[Step, dict[int, tuple[str, str]]]:
-    """Return what a `Rematerialize` that drops nothing learns of the step, without data."""
-    state = RematState("trace")
-    options = memkit.Rematerialize(1.0, "trace", min_bytes=1, device=CpuDevice(torch.device("meta")))._options
-    step = ProfiledStep(model=model, args=inputs, kwargs={}, loss_fn=None, backward=True)
-    run_without_data(step, target, _Within(state, options))
-    found = state.traces.latest
-    assert found is not None
-    assert found.ops is not None
-    return found.ops.step, found.ops.names
-
-
-def untimed(step: Step) -> Step:
-    return replace(step, lineage=step.lineage.with_seconds([0.0] * len(step.lineage.ins)))
-
-
-class Weighted(nn.Module):
-    """One function of an input and a weight of shape (32, 32)."""
-
-    def __init__(self, call: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.call = call
-        self.weight = nn.Parameter(torch.randn(32, 32))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.call(x, self.weight)
-
+from tests.profile.traced import KIB, LlamaBlock, Weighted, learned, profile, trace, untimed
 
 # Steps by hand
 
@@ -313,38 +262,6 @@ def test_model_is_as_learned_and_counted(name: str, target: str) -> None:
     assert_as_learned_and_counted(case.model(), *case.inputs(), target=target)
 
 
-class LlamaBlock(nn.Module):
-    """One block of a Llama: norms in float32, rotary positions, causal attention, a gated MLP."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.norms = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(2))
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return weight * wide.to(x.dtype)
-
-    def rotated(self, x: Tensor) -> Tensor:
-        angles = torch.outer(torch.arange(x.shape[2], device=x.device), torch.arange(x.shape[3], device=x.device) / x.shape[3])
-        first, second = x.chunk(2, dim=-1)
-        return x * angles.cos().to(x.dtype) + torch.cat((-second, first), -1) * angles.sin().to(x.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv(self.normed(x, self.norms[0])).view(batch, length, 3, self.num_heads, -1)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(self.rotated(query), self.rotated(key), value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        hidden = self.normed(x, self.norms[1])
-        return x + self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
-
-
 def test_blocks_of_a_llama_are_as_learned_and_counted() -> None:
     model = nn.Sequential(*[LlamaBlock(64, 4) for _ in range(2)]).bfloat16()
 
@@ -379,7 +296,7 @@ def test_it_is_what_a_run_with_data_teaches(name: str) -> None:
     memkit.reset("with data")
 
 
-@pytest.mark.parametrize("min_bytes", [1, 2 * KIB, 64 * KIB])
+@pytest.mark.parametrize("min_bytes", [2 * KIB, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 64 * KIB))])
 def test_saved_values_are_the_storages_of_the_report(min_bytes: int) -> None:
     model = torchvision.models.resnet18()
     report = profile(model, torch.empty(2, 3, 32, 32), min_bytes=min_bytes)
@@ -443,142 +360,6 @@ def test_streamed_weights_count_as_in_the_report() -> None:
     assert report.trace.base_bytes == report.before_bytes < plain.base_bytes
     assert report.trace.peak_bytes == max(report.forward_peak_bytes or 0, report.backward_peak_bytes or 0)
     assert report.trace.step == plain.step
-
-
-# JSON
-
-
-def test_json_gives_an_equal_trace_back() -> None:
-    report = profile(CASES["conv_inplace"].model(), *CASES["conv_inplace"].inputs())
-
-    again = MemoryReport.from_json(report.to_json())
-
-    assert again == report
-    assert again.trace == report.trace != None  # noqa: E711  # the field, not a truth
-    assert json.loads(report.to_json())["schema_version"] == 2
-
-
-def test_report_without_a_trace_and_of_version_1_is_read() -> None:
-    report = replace(profile(nn.Linear(8, 8), torch.randn(4, 8)), trace=None)
-    content = json.loads(report.to_json())
-    assert content.pop("trace") is None
-    content["schema_version"] = 1
-
-    assert MemoryReport.from_json(json.dumps(content)) == report
-
-
-def _damage_place(content: dict[str, Any]) -> None:
-    content["save_places"][0] = 10**6
-
-
-def _damage_value(content: dict[str, Any]) -> None:
-    content["step"]["saves"][0] = 10**6
-
-
-def _damage_length(content: dict[str, Any]) -> None:
-    content["live_bytes"].pop()
-
-
-def _damage_kind(content: dict[str, Any]) -> None:
-    content["ops"][0][1] = 99
-
-
-def _damage_negative(content: dict[str, Any]) -> None:
-    content["ops"][0][0] = -1
-
-
-def _damage_lineage(content: dict[str, Any]) -> None:
-    content["step"]["ins"][0] = [10**6]
-
-
-def _damage_life(content: dict[str, Any]) -> None:
-    content["lifetimes"][0][1] = 10**6
-
-
-def _damage_number(content: dict[str, Any]) -> None:
-    content["base_bytes"] = "many"
-
-
-def _damage_field(content: dict[str, Any]) -> None:
-    del content["step"]["uses"]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        _damage_place,
-        _damage_value,
-        _damage_length,
-        _damage_kind,
-        _damage_negative,
-        _damage_lineage,
-        _damage_life,
-        _damage_number,
-        _damage_field,
-    ],
-)
-def test_damaged_trace(damage: Callable[[dict[str, Any]], None]) -> None:
-    content = json.loads(profile(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), torch.randn(4, 8)).to_json())
-    damage(content["trace"])
-
-    with pytest.raises(ReportFormatError, match="not a whole memkit report"):
-        MemoryReport.from_json(json.dumps(content))
-
-
-# What is refused
-
-
-def test_trace_needs_a_run_without_data() -> None:
-    with pytest.raises(ValueError, match=r'^trace=True needs device="meta".* found a run on cpu\. Pass device="meta"$'):
-        memkit.profile_memory(nn.Linear(2, 2), torch.randn(2, 2), backward=True, trace=True)
-
-
-def test_trace_needs_a_backward() -> None:
-    with pytest.raises(ValueError, match=r"^trace=True needs a whole step; found backward=False\. Pass backward=True$"):
-        memkit.profile_memory(nn.Linear(2, 2), torch.randn(2, 2), device="meta", trace=True)
-
-
-def test_forward_that_changes_is_refused() -> None:
-    class Changing(nn.Module):
-        num_calls = 0
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            type(self).num_calls += 1
-            for _ in range(self.num_calls):
-                x = self.linear(x)
-            return x
-
-    with pytest.raises(ProfileError, match="a trace needs a step that does the same each time"):
-        profile(Changing(), torch.randn(4, 8))
-
-
-def test_random_numbers_of_python_are_the_same_in_both_runs() -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                if random.random() < 0.5:
-                    x = layer(x)
-            return self.layers[0](x)
-
-    assert_is_whole(trace(Dropping(), torch.randn(4, 8)))
-
-
-def test_backward_in_the_forward_is_refused() -> None:
-    def call(x: Tensor, w: Tensor) -> Tensor:
-        y = (x @ w).sin()
-        (grad,) = torch.autograd.grad(y.sum(), w, create_graph=True)
-        return y + x @ grad
-
-    with pytest.raises(ProfileError, match="found a forward that runs a backward of its own"):
-        profile(Weighted(call), torch.randn(4, 32))
 
 
 # Large steps

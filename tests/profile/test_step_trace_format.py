@@ -1,0 +1,193 @@
+"""Traces in JSON, and what cannot be traced."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit import torch_private
+from memkit.errors import ProfileError, ReportFormatError
+from memkit.plan import GrowingLineage
+from memkit.profile import MemoryReport
+from tests.models import CASES
+from tests.profile.traced import Weighted, profile, trace
+
+# JSON
+
+
+def test_json_gives_an_equal_trace_back() -> None:
+    report = profile(CASES["conv_inplace"].model(), *CASES["conv_inplace"].inputs())
+
+    again = MemoryReport.from_json(report.to_json())
+
+    assert again == report
+    assert again.trace == report.trace != None  # noqa: E711  # the field, not a truth
+    assert json.loads(report.to_json())["schema_version"] == 2
+
+
+def test_report_without_a_trace_and_of_version_1_is_read() -> None:
+    report = replace(profile(nn.Linear(8, 8), torch.randn(4, 8)), trace=None)
+    content = json.loads(report.to_json())
+    assert content.pop("trace") is None
+    content["schema_version"] = 1
+
+    assert MemoryReport.from_json(json.dumps(content)) == report
+
+
+def _damage_place(content: dict[str, Any]) -> None:
+    content["save_places"][0] = 10**6
+
+
+def _damage_value(content: dict[str, Any]) -> None:
+    content["step"]["saves"][0] = 10**6
+
+
+def _damage_length(content: dict[str, Any]) -> None:
+    content["live_bytes"].pop()
+
+
+def _damage_kind(content: dict[str, Any]) -> None:
+    content["ops"][0][1] = 99
+
+
+def _damage_negative(content: dict[str, Any]) -> None:
+    content["ops"][0][0] = -1
+
+
+def _damage_lineage(content: dict[str, Any]) -> None:
+    content["step"]["ins"][0] = [10**6]
+
+
+def _damage_life(content: dict[str, Any]) -> None:
+    content["lifetimes"][0][1] = 10**6
+
+
+def _damage_number(content: dict[str, Any]) -> None:
+    content["base_bytes"] = "many"
+
+
+def _damage_field(content: dict[str, Any]) -> None:
+    del content["step"]["uses"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _damage_place,
+        _damage_value,
+        _damage_length,
+        _damage_kind,
+        _damage_negative,
+        _damage_lineage,
+        _damage_life,
+        _damage_number,
+        _damage_field,
+    ],
+)
+def test_damaged_trace(damage: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(profile(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), torch.randn(4, 8)).to_json())
+    damage(content["trace"])
+
+    with pytest.raises(ReportFormatError, match="not a whole memkit report"):
+        MemoryReport.from_json(json.dumps(content))
+
+
+# What is refused
+
+
+def test_trace_needs_a_run_without_data() -> None:
+    with pytest.raises(ValueError, match=r'^trace=True needs device="meta".* found a run on cpu\. Pass device="meta"$'):
+        memkit.profile_memory(nn.Linear(2, 2), torch.randn(2, 2), backward=True, trace=True)
+
+
+def test_trace_needs_a_backward() -> None:
+    with pytest.raises(ValueError, match=r"^trace=True needs a whole step; found backward=False\. Pass backward=True$"):
+        memkit.profile_memory(nn.Linear(2, 2), torch.randn(2, 2), device="meta", trace=True)
+
+
+def test_forward_that_changes_is_refused() -> None:
+    class Changing(nn.Module):
+        num_calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).num_calls += 1
+            for _ in range(self.num_calls):
+                x = self.linear(x)
+            return x
+
+    with pytest.raises(ProfileError, match="a trace needs a step that does the same each time"):
+        profile(Changing(), torch.randn(4, 8))
+
+
+def test_random_numbers_of_python_are_the_same_in_both_runs() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if random.random() < 0.5:
+                    x = layer(x)
+            return self.layers[0](x)
+
+    assert trace(Dropping(), torch.randn(4, 8)).step.saves
+
+
+def test_backward_in_the_forward_is_refused() -> None:
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        y = (x @ w).sin()
+        (grad,) = torch.autograd.grad(y.sum(), w, create_graph=True)
+        return y + x @ grad
+
+    with pytest.raises(ProfileError, match="found a forward that runs a backward of its own"):
+        profile(Weighted(call), torch.randn(4, 32))
+
+
+def test_forward_that_fails_leaves_nothing_on() -> None:
+    class Failing(nn.Module):
+        num_calls, fails_at = 0, 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).num_calls += 1
+            if self.num_calls == self.fails_at:
+                raise RuntimeError("no more")
+            return self.linear(x)
+
+    for Failing.fails_at in (2, 3):  # after the profile's run the whole step, then the forward alone
+        Failing.num_calls, model = 0, Failing()
+
+        with pytest.raises(RuntimeError, match="no more"):
+            profile(model, torch.randn(4, 8))
+
+        assert torch_private.num_dispatch_modes() == 0
+        assert not model._forward_hooks
+        assert all(not parameter.is_meta for parameter in model.parameters())
+
+
+def test_lineages_are_equal_by_what_is_in_them() -> None:
+    def lineage(num_bytes: int, *, taken: tuple[int, ...] = ()) -> GrowingLineage:
+        made = GrowingLineage()
+        made.add_op([made.add_root(8)], [num_bytes], taken=taken)
+        return made
+
+    assert lineage(8) == lineage(8).frozen() == lineage(8)
+    assert lineage(8) != lineage(16)
+    assert lineage(8) != lineage(8, taken=(0,))
+    assert lineage(8) != lineage(8).with_seconds([1.0])
