@@ -15,6 +15,7 @@ _GIB = 2**30
 FACTORS: Mapping[str, float] = {
     "convolution": 1.45,
     "convolution_backward": 3.0,
+    "convolution_of_few": 10.4,
     "norm": 2.45,
     "pool": 2.17,
     "matmul": 1.23,
@@ -28,7 +29,7 @@ FACTORS: Mapping[str, float] = {
     "aten._fused_rms_norm_backward": 1.0,
 }
 """By how much the ops of a ResNet-50 in float32 (channels first, TF32) and of a Llama in bfloat16 miss the H200's full speed.
-Nobody has measured others: they are taken for every GPU."""
+Nobody has measured others: they are taken for every GPU. That of a convolution of few channels is of the ResNet's first."""
 
 _OF_MEMORY, _OF_FLOPS = 4.0 / 4.8, 0.7075
 """What a large copy and a large matrix product reach on an H200 of what its datasheet names. Taken for every GPU."""

@@ -187,6 +187,6 @@ def test_resnet50_takes_about_what_was_measured(capsys: pytest.CaptureFixture[st
 
     rows = rows_of(out)
     assert float(rows[0][1]) == pytest.approx(21347 / 1024, rel=0.01)
-    assert float(rows[0][2]) == pytest.approx(115.5, rel=0.05)
+    assert float(rows[0][2]) == pytest.approx(115.5, rel=0.02)
     assert float(rows[1][3]) < 1.08
     assert float(rows[2][-1]) == pytest.approx(1.292, abs=0.02)
