@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memkit.activations.attach import attach  # there, since `memkit.activations.attach` is a module as well
     from memkit.activations.stats import stats
     from memkit.attached import detach
-    from memkit.plan import schedules
+    from memkit.plan import plan_memory, schedules
     from memkit.profile import profile_memory
     from memkit.weights import GradScaler, LayerOffload
 
@@ -37,6 +37,7 @@ __all__ = [
     "keep",
     "no_offload",
     "offload",
+    "plan_memory",
     "profile_memory",
     "recompute",
     "reset",
@@ -55,6 +56,7 @@ _HOMES = {
     "keep": "memkit.activations",
     "no_offload": "memkit.activations",
     "offload": "memkit.activations",
+    "plan_memory": "memkit.plan",
     "profile_memory": "memkit.profile",
     "recompute": "memkit.activations",
     "reset": "memkit.activations",

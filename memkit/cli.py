@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from memkit import arguments
 from memkit._torch_floor import require_torch, torch_version
 from memkit._version import __version__
 from memkit.errors import MemkitError
 from memkit.progress import progress
-from memkit.sizes import check_budget
-
-_DTYPES = {
-    **dict.fromkeys(("float32", "fp32", "f32", "float"), "float32"),
-    **dict.fromkeys(("float64", "fp64", "f64", "double"), "float64"),
-    **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
-    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
-    **dict.fromkeys(("int64", "i64", "long"), "int64"),
-    **dict.fromkeys(("int32", "i32", "int"), "int32"),
-    **dict.fromkeys(("int16", "i16", "short"), "int16"),
-    **dict.fromkeys(("int8", "i8"), "int8"),
-    **dict.fromkeys(("uint8", "u8"), "uint8"),
-    "bool": "bool",
-    **dict.fromkeys(("complex64", "c64"), "complex64"),
-}
-"""What people write for a dtype, and what `torch` calls it."""
 
 _TARGETS = ("cuda", "cpu")
 _SORT_KEYS = ("activation", "self", "params", "calls", "peak", "forward", "backward", "name")
-"""As `profile_memory` and `MemoryReport.to_text` take them."""
+_OPTIMIZERS = ("adamw", "adam", "momentum", "sgd")
+"""As `profile_memory`, `MemoryReport.to_text` and `plan_memory` take them."""
 
 _logger = logging.getLogger("memkit.cli")
 
@@ -100,18 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device", choices=("meta", "cpu", "cuda"), help="where to run; default: cuda if there is one, else meta"
     )
     profile.add_argument("--target", choices=_TARGETS, help="with --device meta: whose kernels to imitate; default: cuda")
-    profile.add_argument(
-        "--dtype",
-        type=_float_dtype,
-        metavar="DTYPE",
-        help="cast the model to this dtype (bf16, fp16, fp64, ...), and inputs that name none",
-    )
-    profile.add_argument(
-        "--autocast",
-        type=_half_dtype,
-        metavar="DTYPE",
-        help="run under torch.autocast with this dtype (bf16, fp16); with --device meta as the target's autocast would",
-    )
+    _add_dtypes(profile, of_autocast="with --device meta as the target's autocast would")
     profile.add_argument("--backward", action="store_true", help="run the backward as well, from the sum of the outputs")
     profile.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE")
     profile.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to FILE")
@@ -128,11 +102,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_view(show)
     show.set_defaults(command="show")
 
+    _add_plan(commands.add_parser("plan", **_PLAN))
+
     bench = commands.add_parser("bench", help="time a training step with and without memkit", allow_abbrev=False)
     benches = bench.add_subparsers(title="benches", required=True, metavar="BENCH")
     _add_bench_offload(benches.add_parser("offload", **_BENCH_OFFLOAD))
     _add_bench_remat(benches.add_parser("remat", **_BENCH_REMAT))
     _add_bench_layers(benches.add_parser("layers", **_BENCH_LAYERS))
+    _add_bench_machine(benches.add_parser("machine", **_BENCH_MACHINE))
     return parser
 
 
@@ -148,7 +125,7 @@ def _add_model(
         "--input",
         dest="inputs",
         action="append",
-        type=_input,
+        type=arguments.input_of,
         metavar="SHAPE[:DTYPE]",
         help=inputs,
     )
@@ -162,8 +139,89 @@ def _check_model(options: argparse.Namespace) -> None:
         return
     if options.needs_input and not options.inputs:
         options.refuse("the following arguments are required: --input")
+    if getattr(options, "needs_gpu", False) and options.gpu is None:
+        options.refuse("the following arguments are required: --gpu")
     if not all(options.spec.partition(":")):
         options.refuse(f"SPEC must be torchvision:NAME or package.module:factory; found {options.spec!r}")
+
+
+def _add_dtypes(parser: argparse.ArgumentParser, *, of_autocast: str) -> None:
+    parser.add_argument(
+        "--dtype",
+        type=arguments.float_dtype,
+        metavar="DTYPE",
+        help="cast the model to this dtype (bf16, fp16, fp64, ...), and inputs that name none",
+    )
+    parser.add_argument(
+        "--autocast",
+        type=arguments.half_dtype,
+        metavar="DTYPE",
+        help=f"run under torch.autocast with this dtype (bf16, fp16); {of_autocast}",
+    )
+
+
+_PLAN: dict[str, Any] = {
+    "help": "predict, without a GPU, how fast a training step is under memory budgets",
+    "description": (
+        "Predict, without a GPU, how long a training step of a model takes on a GPU under memory budgets: with the best mix of "
+        "keeping, offloading and recomputing what autograd saves, and with each of them alone."
+    ),
+    "epilog": "example: memkit plan torchvision:resnet50 --input 256x3x224x224 --gpu H200 --budget 16GiB,12GiB,8GiB",
+    "allow_abbrev": False,
+}
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME|FILE",
+        help="H200, H100, A100-80, L40S, RTX 4090, RTX 3090, RTX 3060, GH200, or a file of `memkit bench machine`",
+    )
+    budgets = parser.add_mutually_exclusive_group()
+    budgets.add_argument(
+        "--budget",
+        dest="budgets",
+        type=arguments.budgets,
+        metavar="B,B,...",
+        help="bytes on the GPU in all, such as 12GiB, or shares of the plain peak",
+    )
+    budgets.add_argument(
+        "--steps",
+        type=arguments.positive,
+        metavar="N",
+        help="so many budgets, from the plain peak (or the GPU's memory) down to the least; default: 8",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=_OPTIMIZERS,
+        help="count this optimizer's states as well; default: none, as before its first step",
+    )
+    parser.add_argument(
+        "--batch-search",
+        action="store_true",
+        help="find the largest batch, the first size of all inputs, that fits the largest --budget, or the GPU's memory",
+    )
+    _add_dtypes(parser, of_autocast="as CUDA's autocast would")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, and the plans, to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against peak into FILE (.png, .svg)")
+    parser.set_defaults(command="plan", needs_gpu=True)
+
+
+_BENCH_MACHINE: dict[str, Any] = {
+    "help": "measure this machine's GPU and link, for `memkit plan --gpu FILE`",
+    "description": "Measure what this machine's GPU and the link to it can do: memory, matrix products, copies.",
+    "epilog": "example: memkit bench machine --save my_gpu.json",
+    "allow_abbrev": False,
+}
+
+
+def _add_bench_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write what was measured to FILE")
+    parser.add_argument(
+        "--device", default="cuda", metavar="DEVICE", help='which; default: cuda. "cpu" rehearses on memkit\'s reference device'
+    )
+    parser.set_defaults(command="bench_machine")
 
 
 _BENCH_OFFLOAD: dict[str, Any] = {
@@ -177,12 +235,14 @@ _BENCH_OFFLOAD: dict[str, Any] = {
 def _add_bench_offload(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, spec=f"{_AS_PROFILE}; with --predict, a report that it wrote", needs_input=False)
     parser.add_argument(
-        "--ratios", type=_ratios, default=[0.0, 0.1, 0.3, 0.5, 1.0], metavar="R,R,...", help="default: 0,0.1,0.3,0.5,1"
+        "--ratios", type=arguments.ratios, default=[0.0, 0.1, 0.3, 0.5, 1.0], metavar="R,R,...", help="default: 0,0.1,0.3,0.5,1"
     )
     parser.add_argument("--peers", action="store_true", help="time torch's save_on_cpu and checkpointing as well")
     _add_bench_output(parser)
     parser.add_argument("--predict", action="store_true", help="measure nothing; compute from a report with times")
-    parser.add_argument("--link-gbps", type=_speed, metavar="G", help="with --predict: speed of the link in GB/s each way")
+    parser.add_argument(
+        "--link-gbps", type=arguments.speed, metavar="G", help="with --predict: speed of the link in GB/s each way"
+    )
     parser.set_defaults(command="bench_offload")
 
 
@@ -198,7 +258,7 @@ def _add_bench_remat(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument(
         "--budgets",
-        type=_budgets,
+        type=arguments.budgets,
         default=[1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2],
         metavar="B,B,...",
         help="shares of the saved bytes, or bytes such as 8GiB; default: 1,0.8,0.6,0.5,0.4,0.3,0.2",
@@ -223,7 +283,7 @@ def _add_bench_layers(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument(
         "--ratios",
-        type=_ratios,
+        type=arguments.ratios,
         default=[0.0, 0.25, 0.5, 0.75, 1.0],
         metavar="R,R,...",
         help="shares of the layers' bytes; default: 0,0.25,0.5,0.75,1",
@@ -244,94 +304,18 @@ def _add_bench_layers(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--iters", type=_positive, default=20, metavar="N", help="steps that count in each median; default: 20")
+    parser.add_argument(
+        "--iters", type=arguments.positive, default=20, metavar="N", help="steps that count in each median; default: 20"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time and peak memory into FILE (.png, .svg)")
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--depth", type=_count, metavar="N", help="fold modules below this depth (the model is at 0)")
+    parser.add_argument("--depth", type=arguments.count, metavar="N", help="fold modules below this depth (the model is at 0)")
     parser.add_argument("--sort", choices=_SORT_KEYS, help="order of the rows; default: the order of the model")
-    parser.add_argument("--top", type=_count, metavar="N", help="show only the first N rows")
+    parser.add_argument("--top", type=arguments.count, metavar="N", help="show only the first N rows")
     parser.add_argument("--full", action="store_true", help="show all columns, and identical siblings one by one")
-
-
-def _input(text: str) -> tuple[tuple[int, ...], str | None]:
-    """Return the sizes that a text such as 8x2048:int64 names, and the dtype as `torch` names it, if there is one."""
-    shape_text, colon, dtype_text = text.partition(":")
-    sizes = shape_text.split("x")
-    if not all(size.isdecimal() for size in sizes):
-        raise argparse.ArgumentTypeError(f"needs sizes of 0 or more joined by x, such as 256x3x224x224; found {shape_text!r}")
-    if colon and dtype_text not in _DTYPES:
-        raise argparse.ArgumentTypeError(f"knows no dtype {dtype_text!r}; it knows {', '.join(_DTYPES)}")
-    return tuple(map(int, sizes)), _DTYPES[dtype_text] if colon else None
-
-
-def _float_dtype(text: str) -> str:
-    return _one_of(text, ("float32", "float64", "float16", "bfloat16"))
-
-
-def _half_dtype(text: str) -> str:
-    return _one_of(text, ("float16", "bfloat16"))
-
-
-def _one_of(text: str, names: Sequence[str]) -> str:
-    if _DTYPES.get(text) not in names:
-        known = [spelling for spelling, name in _DTYPES.items() if name in names]
-        raise argparse.ArgumentTypeError(f"needs one of {', '.join(known)}; found {text!r}")
-    return _DTYPES[text]
-
-
-def _ratios(text: str) -> list[float]:
-    try:
-        ratios = [float(part) for part in text.split(",")]
-    except ValueError:
-        ratios = []
-    if not ratios or not all(0 <= ratio <= 1 for ratio in ratios):
-        raise argparse.ArgumentTypeError(f"needs numbers from 0 to 1 joined by commas, such as 0,0.5,1; found {text!r}")
-    return ratios
-
-
-def _budgets(text: str) -> list[float | str]:
-    return [_budget(part.strip()) for part in text.split(",")]
-
-
-def _budget(text: str) -> float | str:
-    """Return a share where it is a number up to 1, and bytes where it is a whole number above, or has a unit."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.inf
-    budget = share if share <= 1 or (share < math.inf and not text.isdecimal()) else text
-    try:
-        check_budget(budget)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"needs shares above 0 and up to 1, or bytes, joined by commas, such as 1,0.5,8GiB; found {text!r}: {error}"
-        ) from None
-    return budget
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"needs a whole number, 1 or more; found {text!r}")
-    return int(text)
-
-
-def _speed(text: str) -> float:
-    try:
-        speed = float(text)
-    except ValueError:
-        speed = 0.0
-    if not 0 < speed < float("inf"):
-        raise argparse.ArgumentTypeError(f"needs a positive number of GB/s; found {text!r}")
-    return speed
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"needs a whole number, 0 or more; found {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

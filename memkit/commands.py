@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -14,10 +13,12 @@ from torch import Tensor, nn
 from memkit import bench
 from memkit.bench import LayerBench, OffloadBench, RematBench, Workload, freeze_layers, predict_offload, sum_of_outputs
 from memkit.bench.engines import checkpointing, torch_baselines
-from memkit.device import Device, cuda_is_available, open_device
+from memkit.bench.machine import measure_machine, spec_text
+from memkit.device import Device, ReferenceDevice, cuda_is_available, open_device
+from memkit.fronts import command
 from memkit.profile import MemoryReport, profile_memory
 from memkit.profile.step import NEEDS_NONE, USE_META, is_out_of_memory
-from memkit.specs import UsageError, build_model, make_input
+from memkit.specs import UsageError, autocast, build_model, make_input
 from memkit.transfer import Link
 
 _DTYPE = "float32"
@@ -48,7 +49,7 @@ def profile(options: argparse.Namespace) -> None:
         if is_out_of_memory(error):
             raise UsageError(f"out of memory while building model and inputs; {NEEDS_NONE}") from error
         raise
-    with _autocast(options.autocast, device):
+    with autocast(options.autocast, device):
         report = profile_memory(
             model,
             *inputs,
@@ -65,27 +66,26 @@ def profile(options: argparse.Namespace) -> None:
     _print_view(report, options)
 
 
-def _autocast(name: str | None, device: torch.device) -> AbstractContextManager[object]:
-    if name is None:
-        return nullcontext()
-    # On meta, autocast of any kind is taken for the target's, and that for the CPU is there on every machine.
-    return torch.autocast("cpu" if device.type == "meta" else device.type, getattr(torch, name))
-
-
 def show(options: argparse.Namespace) -> None:
     """Print a report that was written to a file."""
     _print_view(MemoryReport.from_json(options.report), options)
 
 
+def plan(options: argparse.Namespace) -> None:
+    """Predict a step under memory budgets."""
+    _check_output(options)
+    command.plan(options)
+
+
 def bench_offload(options: argparse.Namespace) -> None:
     """Time steps at several offload ratios, or compute them from a report."""
-    _check_bench_output(options)
+    _check_output(options)
     _write_bench(_predicted(options) if options.predict else _measured(options), options)
 
 
 def bench_remat(options: argparse.Namespace) -> None:
     """Time steps at several budgets of `Rematerialize`."""
-    _check_bench_output(options)
+    _check_output(options)
     _check_cuda("there is no peak to lower. `memkit profile --device meta` shows what a model saves")
     workload, device = _workload(options)
     peers = checkpointing(workload.model) if options.peers else {}
@@ -96,7 +96,7 @@ def bench_layers(options: argparse.Namespace) -> None:
     """Time steps with several shares of the layers streamed."""
     if not options.backward and options.train != "frozen":
         raise UsageError(f"--train {options.train} needs a backward; found --no-backward. Leave one of the two out")
-    _check_bench_output(options)
+    _check_output(options)
     _check_cuda("there is nothing to stream to")
     device = open_device(torch.device("cuda"))
     model = build_model(options.spec, torch.device("cpu")).train(options.backward)
@@ -122,11 +122,26 @@ def bench_layers(options: argparse.Namespace) -> None:
     _write_bench(result, options)
 
 
+def bench_machine(options: argparse.Namespace) -> None:
+    """Measure this machine's GPU and the link to it."""
+    if options.save is not None:
+        _check_writable(options.save)
+    device = ReferenceDevice() if options.device == "cpu" else open_device(options.device, advice=_REHEARSE)
+    _logger.info("measuring %s", device.name)
+    spec = measure_machine(device)
+    print(spec_text(spec))
+    if options.save is not None:
+        options.save.write_text(spec.to_json() + "\n", encoding="utf-8")
+
+
+_REHEARSE = "Run on a machine with a GPU; --device cpu rehearses without one"
+
+
 def _may_have_grad(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _check_bench_output(options: argparse.Namespace) -> None:
+def _check_output(options: argparse.Namespace) -> None:
     for path in (options.json, options.plot):
         if path is not None:
             _check_writable(path)

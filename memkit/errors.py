@@ -4,7 +4,8 @@
     ├── DeviceUnavailableError     the device that was asked for is not on this machine
     ├── ProfileError               what was asked for cannot be measured here
     │   └── DataDependentError     a run without data met code that needs values
-    ├── ReportFormatError          a file is no memkit report, or is newer than this memkit
+    ├── ReportFormatError          a file is no memkit report, or no spec of a GPU, or is newer than this memkit
+    ├── PlanFormatError            a file is no memkit plan, or is newer than this memkit
     ├── HostMemoryError            host memory cannot be locked, or a limit on it is met
     ├── BudgetInfeasible           no plan keeps to the budget that was asked for
     ├── LayerOffloadError          streamed weights are not where they were left, or cannot be used like this
@@ -39,7 +40,11 @@ class DataDependentError(ProfileError):
 
 
 class ReportFormatError(MemkitError):
-    """Raised when a file does not hold a memory report that this memkit can read."""
+    """Raised when a file does not hold a memory report, or the spec of a GPU, that this memkit can read."""
+
+
+class PlanFormatError(MemkitError):
+    """Raised when a file does not hold a memory plan that this memkit can read."""
 
 
 class HostMemoryError(MemkitError):

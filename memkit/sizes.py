@@ -94,11 +94,12 @@ def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False
     return num_bytes
 
 
-def check_budget(budget: int | float | str) -> int | float:
+def check_budget(budget: int | float | str, *, share: str = "share of the saved bytes that stays") -> int | float:
     """Return a budget as bytes (an int) or as a share of what is there (a float above 0, at most 1).
 
     Args:
         budget: bytes, text such as "8GiB", or a share as a float.
+        share: what a float says, for the errors.
 
     Raises:
         TypeError: it is neither a number nor text.
@@ -114,19 +115,18 @@ def check_budget(budget: int | float | str) -> int | float:
             is_small = 1 < budget < _FEWEST_BUDGET_BYTES
             hint = f'"{budget:g}B" or "{budget:g}GiB"' if is_small else 'an int, or text such as "8GiB"'
             raise ValueError(
-                "a budget that is a float is the share of the saved bytes that stays, above 0 and at most 1; "
-                f"found {budget}. For bytes write {hint}"
+                f"a budget that is a float is the {share}, above 0 and at most 1; found {budget}. For bytes write {hint}"
             )
         return budget
     if isinstance(budget, bool) or not isinstance(budget, Integral | str):
         raise TypeError(f'budget is bytes (an int), text such as "8GiB", or a share (a float up to 1); found {budget!r}')
     if isinstance(budget, str):
-        share = re.fullmatch(r"\s*(\d*\.\d+|\d+(?:\.\d+)?\s*%)\s*", budget)
-        if share is not None:
-            text = share[1]
+        number = re.fullmatch(r"\s*(\d*\.\d+|\d+(?:\.\d+)?\s*%)\s*", budget)
+        if number is not None:
+            text = number[1]
             value = float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
             raise ValueError(
-                f'budget="{budget}" has no unit of bytes. For a share of the saved bytes that stays write the float {value:g}, '
+                f'budget="{budget}" has no unit of bytes. For a {share} write the float {value:g}, '
                 'for bytes an int, or text such as "8GiB"'
             )
     if str(budget).strip() == "1":

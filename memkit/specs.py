@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ def make_input(shape: tuple[int, ...], dtype_name: str, device: torch.device) ->
         return torch.randn(shape, dtype=dtype, device=device)
     # 0 is a valid index into anything that has elements; a mask of ones hides nothing.
     return torch.full(shape, dtype == torch.bool, dtype=dtype, device=device)
+
+
+def autocast(name: str | None, device: torch.device) -> AbstractContextManager[object]:
+    """Return `torch.autocast` with the dtype of a name, or nothing for None."""
+    if name is None:
+        return nullcontext()
+    # On meta, autocast of any kind is taken for the target's, and that for the CPU is there on every machine.
+    return torch.autocast("cpu" if device.type == "meta" else device.type, getattr(torch, name))
 
 
 def build_model(spec: str, device: torch.device) -> nn.Module:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memkit import __version__, cli, commands, progress
+from memkit import __version__, arguments, cli, commands, progress
+from memkit.plan import asked
 from memkit.profile import MemoryReport
 from memkit.profile.simulate import TARGETS
 from memkit.profile.table import SORT_KEYS
@@ -251,6 +252,8 @@ def test_what_is_quick_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
     ("command", "example"),
     [
         (["profile"], "memkit profile torchvision:resnet50 --input 256x3x224x224"),
+        (["plan"], "memkit plan torchvision:resnet50 --input 256x3x224x224 --gpu H200"),
+        (["bench", "machine"], "memkit bench machine --save"),
         (["bench", "offload"], "memkit bench offload torchvision:resnet50 --input 256x3x224x224"),
         (["bench", "remat"], "memkit bench remat torchvision:resnet50 --input 256x3x224x224"),
         (["bench", "layers"], "memkit bench layers torchvision:vit_l_16 --input 32x3x224x224"),
@@ -356,8 +359,9 @@ def test_interrupt_is_one_line_at_any_time(when: str, tmp_path: Path) -> None:
 def test_choices_are_those_of_the_profile() -> None:
     assert tuple(SORT_KEYS) == cli._SORT_KEYS
     assert cli._TARGETS == TARGETS
+    assert tuple(asked._STATES) == cli._OPTIMIZERS
 
 
-@pytest.mark.parametrize("name", sorted(set(cli._DTYPES.values())))
+@pytest.mark.parametrize("name", sorted(set(arguments.DTYPES.values())))
 def test_dtypes_are_torchs(name: str) -> None:
     assert isinstance(getattr(torch, name), torch.dtype)

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 import memkit
+from memkit.cli import main
+from memkit.plan.gpus import GPUS
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import Streamer
@@ -201,3 +203,35 @@ def test_check_of_pictures_can_fail(tmp_path: Path) -> None:
     moved.write_text(text.replace(f"M {line[1]} ", f"M {float(line[1]) + 5} "))
 
     assert _curve_of(moved) != _curve_of(PICTURES[0])
+
+
+@pytest.mark.full
+def test_page_on_planning_shows_the_table_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "plan.md"
+    (command,) = _blocks(page, "console")
+    (table,) = _blocks(page, "text")
+
+    assert main(command.removeprefix("$ memkit").split()) == 0
+
+    assert _without_bounds(capsys.readouterr().out) == _without_bounds(table)
+
+
+def _without_bounds(text: str) -> list[list[str]]:
+    """Return the words of each line, but for the bounds, which need scipy."""
+    return [words[:4] + words[5:] if len(words) == 11 else words for words in map(str.split, text.splitlines())]
+
+
+def test_page_on_planning_knows_the_gpus() -> None:
+    text = (ROOT / "docs" / "plan.md").read_text()
+    found = re.findall(r"^\| ([\w -]+) \| ([\d.]+) \| (\d+) \| (\d+), (\d+) \| ", text, re.MULTILINE)
+    rows = {row[0]: row[1:] for row in found}
+
+    assert rows == {
+        name: (
+            f"{spec.memory_bytes / 2**30:g}",
+            f"{spec.bytes_per_s / 1e9:.0f}",
+            f"{spec.flops_per_s['bfloat16'] / 1e12:.0f}",
+            f"{spec.flops_per_s['float32'] / 1e12:.0f}",
+        )
+        for name, spec in GPUS.items()
+    }

@@ -22,6 +22,7 @@ RANKS = {
     "errors": 0,
     "interrupts": 0,
     "sizes": 0,
+    "arguments": 1,
     "_torch_floor": 0,
     "torch_lookup": 1,
     "torch_private": 2,
@@ -51,10 +52,11 @@ RANKS = {
     "specs": 10,
     "progress": 10,
     "bench": 10,
-    "commands": 11,
-    "cli": 12,
-    "__main__": 13,
-    "__init__": 13,
+    "fronts": 11,
+    "commands": 12,
+    "cli": 13,
+    "__main__": 14,
+    "__init__": 14,
 }
 
 
@@ -280,6 +282,7 @@ def test_names_at_the_top_level() -> None:
         "keep",
         "no_offload",
         "offload",
+        "plan_memory",
         "profile_memory",
         "recompute",
         "reset",

@@ -16,6 +16,7 @@ from memkit.device.base import Device
 _COPIED_BYTES = {"cuda": 2**28}
 _MATRIX_DIM = {"cuda": 4096}
 _LAUNCH_S = 4e-6
+_NUM_SMALL_OPS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,30 @@ def _measure(device: Device) -> Ceilings:
         matrix = torch.zeros(dim, dim, device=where)
         multiplied_s = _fastest_s(device, lambda: matrix @ matrix)
     return Ceilings(bytes_per_s=2 * num_bytes / copied_s, flops_per_s=2 * dim**3 / multiplied_s)
+
+
+def measure_flops(device: Device, dtype: torch.dtype) -> float | None:
+    """Return the floating-point operations per second of a large matrix product, of values that are not zeros, in the precision
+    that is set; None where the device cannot multiply in that dtype."""
+    dim = _MATRIX_DIM.get(device.torch_device.type, 256)
+    try:
+        matrix = (torch.arange(dim * dim, device=device.torch_device) % 251).sub(125).div(125).to(dtype).view(dim, dim)
+        return 2 * dim**3 / _fastest_s(device, lambda: matrix @ matrix)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return None
+
+
+def measure_launch(device: Device) -> float:
+    """Return the seconds that each of many small ops takes, one after the other."""
+    small = torch.zeros(1, device=device.torch_device)
+
+    def run() -> None:
+        for _ in range(_NUM_SMALL_OPS):
+            small.add_(0)
+
+    return _fastest_s(device, run) / _NUM_SMALL_OPS
 
 
 def _fastest_s(device: Device, run: Any) -> float:

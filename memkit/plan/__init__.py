@@ -1,11 +1,15 @@
 """Decide: pure functions from sizes and times to plans. No tensor is touched here."""
 
 from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, limit_of, tell_kept
+from memkit.plan.asked import plan_memory
+from memkit.plan.budget import MemoryPlan
 from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes
 from memkit.plan.drop_order import drop_order
 from memkit.plan.eviction import DTRScore, ValueStore, Walk
 from memkit.plan.forecast import Forecast
+from memkit.plan.gpu import GpuSpec
+from memkit.plan.gpus import find_gpu
 from memkit.plan.lineage import NO_OP, GrowingLineage, Lineage, Step, ends_of
 from memkit.plan.planner import RematPlanner
 from memkit.plan.ratio import RatioSoFar, check_ratio, plan_ratio
@@ -36,6 +40,7 @@ __all__ = [
     "CopySchedule",
     "DTRScore",
     "Forecast",
+    "GpuSpec",
     "GrowingLineage",
     "HostCosts",
     "Lane",
@@ -44,6 +49,7 @@ __all__ = [
     "Levels",
     "Lifetime",
     "Lineage",
+    "MemoryPlan",
     "ModuleCall",
     "ModuleOps",
     "OpKind",
@@ -70,12 +76,14 @@ __all__ = [
     "check_ratio",
     "drop_order",
     "ends_of",
+    "find_gpu",
     "find_spans",
     "infeasible",
     "limit_of",
     "plan_again",
     "plan_auto",
     "plan_budget",
+    "plan_memory",
     "plan_ratio",
     "plan_resident",
     "plan_streamed_ratio",

@@ -22,6 +22,8 @@ class OpKind(str, Enum):
     POOL = "pool"
     POINTWISE = "pointwise"
     """All others: bound by the bytes that they read and write."""
+    CONVOLUTION_OF_FEW = "convolution_of_few"
+    """Of at most 3 channels, forward, as the first of most nets: far slower than others of its bytes and FLOPs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ _KINDS = (  # the first that matches
     (OpKind.NORM, re.compile(r"(batch|layer|group|instance|rms)_norm")),
     (OpKind.POOL, re.compile(r"_pool\d?d|max_pool|avg_pool")),
 )
+_FEW_CHANNELS = 3
 _UNFILLED = re.compile(r"^(new_)?empty")
 _SPARSE_READERS = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss2d_forward"})
 """Of their first argument they read no more bytes than they write, or next to none."""
@@ -50,11 +51,16 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs
     made = list(tensors_in(outputs))
     return OpWork(
         name=str(op),
-        kind=kind_of(name),
+        kind=OpKind.CONVOLUTION_OF_FEW if _has_few_channels(name, given) else kind_of(name),
         flops=_flops(op, args, kwargs, outputs),
         num_bytes=_num_bytes(op, name, args, kwargs, given, made),
         dtype=dtype_name(_computed_in(given or made)),
     )
+
+
+def _has_few_channels(name: str, given: Sequence[Tensor]) -> bool:
+    """Tell whether an op is the forward of a convolution whose input, [batch, channels, ...], has few channels."""
+    return name == "convolution" and given[0].dim() > 2 and given[0].shape[1] <= _FEW_CHANNELS
 
 
 def kind_of(name: str) -> OpKind:

@@ -59,6 +59,46 @@ def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int =
     )
 
 
+def measure_both_ways(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:
+    """Return the bytes per second that go each way while copies go both ways at once: the median of several.
+
+    Args:
+        num_bytes: size of each copy.
+        repeats: how often a copy out and one back are timed, after once that is not.
+
+    Raises:
+        HostMemoryError: there is no room in host memory for twice `num_bytes`.
+        torch.OutOfMemoryError: there is none on the device.
+    """
+    arena = Arena(device)
+    try:
+        return num_bytes / max(_seconds_of_both(device, arena, num_bytes, repeats), 1e-9)
+    finally:
+        arena.give_all()
+        arena.close()
+
+
+def _seconds_of_both(device: Device, arena: Arena, num_bytes: int, repeats: int) -> float:
+    """Return the median seconds from when a copy out and a copy back may begin to when the later of them is done."""
+    lanes, both_s = Lanes(device), []
+    storages = device.allocate(num_bytes), device.allocate(num_bytes)
+    out_span, back_span = arena.take(num_bytes), arena.take(num_bytes)
+    try:
+        lanes.copy_out(storages[1], back_span, after=device.record_event())
+        device.synchronize()
+        for _ in range(1 + repeats):
+            ready = device.record_event()
+            out = lanes.copy_out(storages[0], out_span, after=ready)
+            back = lanes.copy_back(back_span, storages[1], after=(ready,))
+            device.synchronize()
+            both_s.append(max(ready.elapsed_s(out.done), ready.elapsed_s(back.done)))
+    finally:
+        device.synchronize()
+        arena.give(out_span)
+        arena.give(back_span)
+    return statistics.median(both_s[1:])
+
+
 def _seconds(device: Device, arena: Arena, num_bytes: int, repeats: int, *, num_copies: int) -> tuple[float, float]:
     """Return the median seconds of a copy out and of a copy back, of several that stand in line behind a first one."""
     lanes, storage, span = Lanes(device), device.allocate(num_bytes), arena.take(num_bytes)

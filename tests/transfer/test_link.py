@@ -116,3 +116,10 @@ def test_interrupt_that_keeps_a_span_from_its_taker_is_what_the_caller_sees(monk
         measure_link(device, num_bytes=KIB, repeats=1)
 
     assert not device._pinned
+
+
+def test_both_ways_at_once_is_the_slower_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ClockedDevice()
+
+    assert link.measure_both_ways(device, num_bytes=1000 * KIB) == pytest.approx(1000 * KIB / 6e-3)  # one queue: 2 and 4 ms
+    assert device.pinned == set()

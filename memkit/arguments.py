@@ -1,0 +1,102 @@
+"""From the text of an argument of the `memkit` command to its value. No torch here."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+
+from memkit.sizes import check_budget
+
+DTYPES = {
+    **dict.fromkeys(("float32", "fp32", "f32", "float"), "float32"),
+    **dict.fromkeys(("float64", "fp64", "f64", "double"), "float64"),
+    **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+    **dict.fromkeys(("int64", "i64", "long"), "int64"),
+    **dict.fromkeys(("int32", "i32", "int"), "int32"),
+    **dict.fromkeys(("int16", "i16", "short"), "int16"),
+    **dict.fromkeys(("int8", "i8"), "int8"),
+    **dict.fromkeys(("uint8", "u8"), "uint8"),
+    "bool": "bool",
+    **dict.fromkeys(("complex64", "c64"), "complex64"),
+}
+"""What people write for a dtype, and what `torch` calls it."""
+
+
+def input_of(text: str) -> tuple[tuple[int, ...], str | None]:
+    """Return the sizes that a text such as 8x2048:int64 names, and the dtype as `torch` names it, if there is one."""
+    shape_text, colon, dtype_text = text.partition(":")
+    sizes = shape_text.split("x")
+    if not all(size.isdecimal() for size in sizes):
+        raise argparse.ArgumentTypeError(f"needs sizes of 0 or more joined by x, such as 256x3x224x224; found {shape_text!r}")
+    if colon and dtype_text not in DTYPES:
+        raise argparse.ArgumentTypeError(f"knows no dtype {dtype_text!r}; it knows {', '.join(DTYPES)}")
+    return tuple(map(int, sizes)), DTYPES[dtype_text] if colon else None
+
+
+def float_dtype(text: str) -> str:
+    return _one_of(text, ("float32", "float64", "float16", "bfloat16"))
+
+
+def half_dtype(text: str) -> str:
+    return _one_of(text, ("float16", "bfloat16"))
+
+
+def _one_of(text: str, names: Sequence[str]) -> str:
+    if DTYPES.get(text) not in names:
+        known = [spelling for spelling, name in DTYPES.items() if name in names]
+        raise argparse.ArgumentTypeError(f"needs one of {', '.join(known)}; found {text!r}")
+    return DTYPES[text]
+
+
+def ratios(text: str) -> list[float]:
+    try:
+        ratios = [float(part) for part in text.split(",")]
+    except ValueError:
+        ratios = []
+    if not ratios or not all(0 <= ratio <= 1 for ratio in ratios):
+        raise argparse.ArgumentTypeError(f"needs numbers from 0 to 1 joined by commas, such as 0,0.5,1; found {text!r}")
+    return ratios
+
+
+def budgets(text: str) -> list[float | str]:
+    return [_budget(part.strip()) for part in text.split(",")]
+
+
+def _budget(text: str) -> float | str:
+    """Return a share where it is a number up to 1, and bytes where it is a whole number above, or has a unit."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.inf
+    budget = share if share <= 1 or (share < math.inf and not text.isdecimal()) else text
+    try:
+        check_budget(budget)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"needs shares above 0 and up to 1, or bytes, joined by commas, such as 1,0.5,8GiB; found {text!r}: {error}"
+        ) from None
+    return budget
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"needs a whole number, 1 or more; found {text!r}")
+    return int(text)
+
+
+def speed(text: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if not 0 < speed < float("inf"):
+        raise argparse.ArgumentTypeError(f"needs a positive number of GB/s; found {text!r}")
+    return speed
+
+
+def count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"needs a whole number, 0 or more; found {text!r}")
+    return int(text)

@@ -1,0 +1,105 @@
+"""What `memkit plan` does, once its arguments are read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from memkit.fronts.batches import largest
+from memkit.fronts.front import LargestBatch
+from memkit.fronts.picture import draw
+from memkit.fronts.rows import make_front
+from memkit.fronts.table import to_text
+from memkit.plan.asked import budget_bytes_of, problem_of, trace_of
+from memkit.plan.budget import Problem, least_budget
+from memkit.plan.gpus import find_gpu
+from memkit.profile import profile_memory
+from memkit.specs import UsageError, autocast, build_model, make_input
+
+T = TypeVar("T")
+_DTYPE = "float32"
+"""Of inputs for which none is named."""
+_NUM_BUDGETS = 8
+_MOST_TRACES = 14
+"""For how many batches a step is traced."""
+
+_logger = logging.getLogger("memkit.cli")
+
+
+def plan(options: argparse.Namespace) -> None:
+    """Trace the model without data, plan its step for each budget, print the table, write the files."""
+    gpu = _said_as("--gpu", lambda: find_gpu(options.gpu))
+    meta = torch.device("meta")
+    _logger.info("building %s", options.spec)
+    model = build_model(options.spec, meta).train()
+    if options.dtype is not None:
+        model = model.to(getattr(torch, options.dtype))
+
+    def problem_with(batch: int | None) -> Problem:
+        shapes = [(shape if batch is None else (batch, *shape[1:]), name) for shape, name in options.inputs]
+        inputs = [make_input(shape, name or options.dtype or _DTYPE, meta) for shape, name in shapes]
+        with autocast(options.autocast, meta):
+            report = profile_memory(
+                model, *inputs, backward=True, device="meta", target="cuda", trace=True, tag=options.spec, print_table=False
+            )
+        return problem_of(trace_of(report), gpu, options.optimizer)
+
+    _logger.info("tracing %s", options.spec)
+    problem = problem_with(None)
+    limits = _said_as("--budget", lambda: [budget_bytes_of(budget, problem) for budget in options.budgets or ()])
+    _logger.info("planning for the %s", gpu.name)
+    front, plans = make_front(problem, limits or None, num_budgets=options.steps or _NUM_BUDGETS, optimizer=options.optimizer)
+    if options.batch_search:
+        limit = max(limits) if limits else gpu.memory_bytes
+        front = replace(front, batch=_largest_batch(problem, problem_with, limit, options))
+    if options.json is not None:
+        contents = {budget_bytes: json.loads(plan.to_json()) for budget_bytes, plan in plans.items()}
+        options.json.write_text(front.to_json(contents) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        draw(front, options.plot)
+    print(to_text(front))
+
+
+def _said_as(option: str, read: Callable[[], T]) -> T:
+    """Return what an option says; what is wrong with it is told of the option."""
+    try:
+        return read()
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+def _largest_batch(
+    problem: Problem, problem_with: Callable[[int | None], Problem], budget_bytes: int, options: argparse.Namespace
+) -> LargestBatch:
+    """Return the largest batch that fits, plain and planned: each that is tried is traced anew."""
+    sizes = {shape[0] for shape, _ in options.inputs if shape}
+    if len(sizes) != 1 or 0 in sizes or not all(shape for shape, _ in options.inputs):
+        raise UsageError(
+            "--batch-search needs inputs whose first sizes are the batch: equal, and 1 or more; "
+            f"found {', '.join('x'.join(map(str, shape)) for shape, _ in options.inputs)}. Leave it out"
+        )
+    (begin,) = sizes
+    traced = {begin: problem}
+
+    def of(batch: int) -> Problem:
+        if batch not in traced:
+            _logger.info("tracing a batch of %d", batch)
+            traced[batch] = problem_with(batch)
+        return traced[batch]
+
+    half = _MOST_TRACES // 2
+    plain = largest(lambda batch: of(batch).plain_peak_bytes, budget_bytes, begin=begin, most=half)
+    planned = largest(lambda batch: least_budget(of(batch)), budget_bytes, begin=max(plain[0], 1), most=half)
+    return LargestBatch(
+        budget_bytes=budget_bytes,
+        num_plain=plain[0],
+        num_planned=planned[0],
+        is_plain_found=plain[1],
+        is_planned_found=planned[1],
+    )

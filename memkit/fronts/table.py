@@ -1,0 +1,96 @@
+"""A front as text, in 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from memkit.fronts.front import Front, FrontRow
+from memkit.sizes import format_bytes
+
+_COLUMNS = 80
+_HEADS = (
+    ("", "budget"),
+    ("", "peak"),
+    ("step", "ms"),
+    ("/", "plain"),
+    ("bound", ">="),
+    ("again", "ms"),
+    ("moved", ""),
+    ("kept/moved/", "again"),
+    ("off-", "load"),
+    ("recom-", "pute"),
+    ("check-", "point"),
+)
+_BUDGET, _PEAK, _MOVED = 0, 1, 6
+
+
+def to_text(front: Front) -> str:
+    """Return the table, one row per budget, with what is said of the whole above and below it."""
+    unit, unit_bytes = ("GiB", 2**30) if front.plain_peak_bytes >= 2**30 else ("MiB", 2**20)
+    heads = [
+        (below, unit) if place in (_BUDGET, _PEAK) else ("moved", unit) if place == _MOVED else (above, below)
+        for place, (above, below) in enumerate(_HEADS)
+    ]
+    cells = [_cells(row, front.plain_s, unit_bytes) for row in front.rows]
+    above = [[head[level] for head in heads] for level in (0, 1)]
+    widths = [max(map(len, column)) for column in zip(*above, *cells, strict=True)]
+    lines = [*_headline(front), ""]
+    lines += [_line(row, widths) for row in above]
+    lines.append(" ".join("-" * width for width in widths))
+    lines += [_line(row, widths) for row in cells]
+    return "\n".join([*lines, "", *_below(front)])
+
+
+def _headline(front: Front) -> list[str]:
+    states = "" if front.optimizer is None else f", with the states of {front.optimizer}"
+    how = "predicted" if front.is_measured else "predicted; not measured"
+    return textwrap.wrap(f"{front.model}, {front.inputs}{states}, on {front.gpu} ({how})", _COLUMNS)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _cells(row: FrontRow, plain_s: float, unit_bytes: int) -> list[str]:
+    def size(num_bytes: int | None) -> str:
+        return "-" if num_bytes is None else f"{num_bytes / unit_bytes:.2f}"
+
+    def share(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{seconds / plain_s:.3f}" if plain_s else "1.000"
+
+    fits = row.step_s is not None
+    return [
+        size(row.budget_bytes),
+        size(row.peak_bytes),
+        "-" if row.step_s is None else f"{row.step_s * 1e3:.1f}",
+        share(row.step_s),
+        share(row.bound_s),
+        f"{row.replayed_s * 1e3:.1f}" if fits else "-",
+        size(row.moved_bytes) if fits else "-",
+        f"{row.num_kept}/{row.num_moved}/{row.num_again}" if fits else "-",
+        share(row.offload_s),
+        share(row.recompute_s),
+        share(None if row.checkpoint is None else row.checkpoint.step_s),
+    ]
+
+
+def _below(front: Front) -> list[str]:
+    op = front.least_op.removeprefix("aten.").partition(".")[0]
+    where = ", ".join(part for part in (front.least_module, op) if part)
+    least = f"least budget: {size_text(front.least_bytes)}" + (f" (set by {where})" if where else "")
+    lines = [
+        f"plain peak: {size_text(front.plain_peak_bytes)}, step {front.plain_s * 1e3:.1f} ms",
+        *textwrap.wrap(least, _COLUMNS),
+    ]
+    batch = front.batch
+    if batch is not None:
+        plain = f"{batch.num_plain}{'' if batch.is_plain_found else ' or more'}"
+        planned = f"{batch.num_planned}{'' if batch.is_planned_found else ' or more'}"
+        lines.append(f"the largest batch that fits in {size_text(batch.budget_bytes)}: plain {plain}, planned {planned}")
+    return lines
+
+
+def size_text(num_bytes: int) -> str:
+    """Return bytes as GiB with two decimals from 1 GiB on, else as `format_bytes` does."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else format_bytes(num_bytes)

@@ -1,0 +1,30 @@
+"""One budget for the device: which values of a step stay, leave for host memory, or are made again."""
+
+from memkit.plan.budget.bound import bound_s, why_no_bound
+from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
+from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly, plan_budgets, with_action
+from memkit.plan.budget.portfolio import floor_bytes
+from memkit.plan.budget.problem import HeldValue, Problem, make_problem
+from memkit.plan.budget.simulate import Move, Replay, Simulated, simulate
+
+__all__ = [
+    "HeldValue",
+    "JointPlanner",
+    "MemoryPlan",
+    "Move",
+    "PlannedReplay",
+    "PlannedStep",
+    "PlannedValue",
+    "Problem",
+    "Replay",
+    "Simulated",
+    "bound_s",
+    "floor_bytes",
+    "least_budget",
+    "make_problem",
+    "plan_budget_jointly",
+    "plan_budgets",
+    "simulate",
+    "why_no_bound",
+    "with_action",
+]

@@ -1,0 +1,258 @@
+"""From a step and a budget of the whole device to a plan, or to what is in the way of one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from memkit.errors import BudgetInfeasible
+from memkit.plan.actions import Action
+from memkit.plan.budget.bound import bound_s, why_no_bound
+from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
+from memkit.plan.budget.portfolio import BOTH, floor_bytes, search_least, search_plan
+from memkit.plan.budget.simulate import simulate
+from memkit.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from memkit.plan.budget.problem import HeldValue, Problem
+    from memkit.plan.budget.simulate import Move, Simulated
+
+
+class JointPlanner:
+    """The plans of one step, for one budget after the other. What was found for a smaller budget is a plan for a larger one.
+
+    Args:
+        problem: the step.
+        actions: what may be done with values beside keeping them.
+    """
+
+    def __init__(self, problem: Problem, actions: Collection[Action] = BOTH) -> None:
+        self.problem, self.actions = problem, frozenset(actions) & BOTH
+        self._alone = [JointPlanner(problem, {action}) for action in sorted(self.actions)] if self.actions == BOTH else []
+        self._found: list[Simulated] = []
+        self._least: Simulated | None = None
+
+    def least(self) -> Simulated:
+        """Return the step that takes the fewest bytes of those that a search for it looks at: the same whatever was planned
+        before."""
+        if self._least is None:
+            found = [search_least(self.problem, self.actions), *(planner.least() for planner in self._alone)]
+            self._least = min(found, key=lambda step: (step.peak_bytes, step.seconds))
+        return self._least
+
+    def best(self, budget_bytes: int) -> Simulated:
+        """Return the fastest step within a budget that was found.
+
+        Raises:
+            BudgetInfeasible: none was found.
+        """
+        if budget_bytes >= self.problem.plain_peak_bytes:
+            return simulate(self.problem, self.problem.plain, budget_bytes)
+        least = self.least()
+        if least.peak_bytes > budget_bytes:
+            raise self._infeasible(budget_bytes, least)
+        starts = [found for found in (least, *self._found) if found.peak_bytes <= budget_bytes]
+        for planner in self._alone:
+            if planner.least().peak_bytes <= budget_bytes:
+                starts.append(planner.best(budget_bytes))
+        starts = [_within(start, self.problem, budget_bytes) for start in starts]
+        found = search_plan(self.problem, budget_bytes, self.actions, starts=starts)
+        self._found.append(found)
+        return found
+
+    def plan(self, budget_bytes: int, *, with_bound: bool = False) -> MemoryPlan:
+        """Return the plan for a budget.
+
+        Args:
+            budget_bytes: what the step may take, with all that is counted as there before.
+            with_bound: compute the lower bound as well, where scipy is there.
+
+        Raises:
+            BudgetInfeasible: none was found. It names the least budget that one was found for, what no plan goes below, and
+                what is there where most is.
+        """
+        return self.told(self.best(budget_bytes), budget_bytes, with_bound=with_bound)
+
+    def told(self, found: Simulated, budget_bytes: int, *, with_bound: bool = False) -> MemoryPlan:
+        """Return a simulated step as a plan."""
+        problem, gpu = self.problem, self.problem.gpu
+        moves = {move.index: move for move in found.moves}
+        replays_s = {replay.index: sum(problem.op_s[op] for op in replay.ops) for replay in found.replays}
+        values = tuple(
+            self._planned(index, held, found.actions[index], moves.get(index), replays_s.get(index, 0.0), found)
+            for index, held in enumerate(problem.values)
+            if not (held.is_anchor and found.actions[index] is Action.RECOMPUTE)
+        )
+        replays = tuple(
+            PlannedReplay(
+                request=self._request_of(replay.point),
+                value=problem.values[replay.index].value,
+                ops=replay.ops,
+                stays=tuple(problem.values[index].value for index in replay.stays),
+            )
+            for replay in found.replays
+        )
+        least_s = bound_s(problem, budget_bytes, allowed=self.actions) if with_bound else None
+        return MemoryPlan(
+            budget_bytes=budget_bytes,
+            predicted_s=found.seconds,
+            plain_s=problem.plain_s,
+            predicted_peak_bytes=found.peak_bytes,
+            plain_peak_bytes=problem.plain_peak_bytes,
+            min_budget_bytes=min(self.least().peak_bytes, found.peak_bytes),
+            replayed_s=found.replayed_s,
+            stall_s=found.stall_s,
+            moved_bytes=found.moved_bytes,
+            gpu=gpu.name,
+            is_measured=gpu.is_measured,
+            step=PlannedStep.of(problem.trace),
+            values=values,
+            replays=replays,
+            bound_s=least_s,
+            notes=(why_no_bound(),) if with_bound and least_s is None else (),
+        )
+
+    def _planned(
+        self, index: int, held: HeldValue, action: Action, move: Move | None, cost_s: float, found: Simulated
+    ) -> PlannedValue:
+        problem, gpu = self.problem, self.problem.gpu
+        op, module = problem.trace.names.get(held.value, ("", ""))
+        read = found.held_until.get(held.value)
+        planned = PlannedValue(
+            value=held.value,
+            action=action,
+            num_bytes=held.num_bytes,
+            cost_s=cost_s,
+            module=module,
+            op=op,
+            reason=self._reason(held, action),
+            held_until=-1 if read is None or action is Action.RECOMPUTE else problem.request_at[read],
+            is_anchor=held.is_anchor,
+        )
+        if move is None:
+            return planned
+        link_s = 2 * gpu.copy_latency_s + held.num_bytes * (1 / gpu.d2h_bytes_per_s + 1 / gpu.h2d_bytes_per_s)
+        return replace(
+            planned,
+            link_s=link_s,
+            copy_at=problem.save_at[problem.points[move.copy]],
+            let_go_at=self._save_of(move.let_go),
+            fetch_at=self._request_of(move.fetch),
+            needed_at=self._request_of(move.need),
+        )
+
+    def _save_of(self, point: int) -> int:
+        """Return the save that a point is, behind the last one for a request."""
+        if point >= self.problem.num_forward_points:
+            return len(self.problem.trace.step.saves)
+        return self.problem.save_at[self.problem.points[point]]
+
+    def _request_of(self, point: int) -> int:
+        return self.problem.request_at[self.problem.points[point]]
+
+    def _reason(self, held: HeldValue, action: Action) -> str:
+        if held.is_anchor:
+            return "smaller than what is made from it"
+        if held.choices == {Action.KEEP}:
+            step = self.problem.trace.step
+            return step.why_kept.get(held.value, "asked for" if held.value in step.fixed else "held by others until it is used")
+        if held.choices == {Action.RECOMPUTE}:
+            return "asked for"
+        if action is Action.KEEP:
+            return "fits the budget"
+        if action is Action.RECOMPUTE:
+            return "cheap for its bytes"
+        return "dear to make again" if Action.RECOMPUTE in held.choices else "no op can make it again"
+
+    def _infeasible(self, budget_bytes: int, least: Simulated) -> BudgetInfeasible:
+        """Return what to raise, which tells what fills the device where most is there."""
+        problem, slot = self.problem, least.worst_slot
+        module, op = problem.module_at(slot)
+        working = problem.working_bytes[slot]
+        held = max(least.peak_bytes - problem.base_bytes - working, 0)
+        where = f"{module or problem.trace.model}, while {op} runs" if op else module or problem.trace.model
+        return BudgetInfeasible(
+            f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest that a plan was found for is "
+            f"{format_bytes(least.peak_bytes)}, and none takes less than {format_bytes(floor_bytes(problem))}. "
+            f"Most is there in {where}: {format_bytes(working)} of gradients and temporaries, {format_bytes(held)} of saved values and what is "
+            f"made again, {format_bytes(problem.base_bytes)} that is there all along",
+            least.peak_bytes,
+        )
+
+
+def _within(start: Simulated, problem: Problem, budget_bytes: int) -> Simulated:
+    """Return a step that keeps to a smaller budget as one under this one."""
+    return replace(start, over_bytes=0, excess_bytes=0) if start.excess_bytes else start
+
+
+def plan_budget_jointly(
+    problem: Problem, budget_bytes: int, *, actions: Collection[Action] = BOTH, with_bound: bool = False
+) -> MemoryPlan:
+    """Return the best mix of keep, offload and recompute that was found for a budget of the whole device.
+
+    It is never slower than the best plan of one of `actions` alone.
+
+    Args:
+        problem: the step.
+        budget_bytes: what the step may take, with all that is counted as there before.
+        actions: what may be done with values beside keeping them.
+        with_bound: compute the lower bound as well, where scipy is there.
+
+    Raises:
+        BudgetInfeasible: none was found; see `JointPlanner.plan`.
+    """
+    return JointPlanner(problem, actions).plan(budget_bytes, with_bound=with_bound)
+
+
+def plan_budgets(
+    problem: Problem, budgets: Iterable[int], *, actions: Collection[Action] = BOTH, with_bound: bool = False
+) -> dict[int, MemoryPlan | BudgetInfeasible]:
+    """Return a plan for each of several budgets, or why there is none. A larger budget is never slower than a smaller one.
+
+    Args:
+        problem: the step.
+        budgets: bytes, in any order.
+        actions: what may be done with values beside keeping them.
+        with_bound: compute the lower bounds as well, where scipy is there.
+    """
+    planner, asked = JointPlanner(problem, actions), list(budgets)
+    plans: dict[int, MemoryPlan | BudgetInfeasible] = {}
+    for budget_bytes in sorted(asked):
+        try:
+            plans[budget_bytes] = planner.plan(budget_bytes, with_bound=with_bound)
+        except BudgetInfeasible as error:
+            plans[budget_bytes] = error
+    return {budget_bytes: plans[budget_bytes] for budget_bytes in asked}
+
+
+def least_budget(problem: Problem, *, actions: Collection[Action] = BOTH) -> int:
+    """Return the least bytes that a plan was found for: one for these bytes will be found again."""
+    return JointPlanner(problem, actions).least().peak_bytes
+
+
+def with_action(problem: Problem, plan: MemoryPlan, value: int, action: Action) -> MemoryPlan:
+    """Return a plan with another action for one value, simulated anew: it may take more than its budget.
+
+    Args:
+        problem: the step that the plan is for.
+        plan: the plan.
+        value: its number in the lineage.
+        action: what to do with it; to recompute an anchor is not to hold it.
+
+    Raises:
+        ValueError: the plan is for another step, or this cannot be done with the value.
+    """
+    plan.check(problem.trace)
+    index = problem.index.get(value)
+    if index is None or action not in problem.values[index].choices:
+        choices = sorted(choice.value for choice in problem.values[index].choices) if index is not None else []
+        can = f"it can be: {', '.join(choices)}" if choices else "nothing is decided on it"
+        raise ValueError(f"{action.value} is not possible for value {value}: {can}")
+    planned = {entry.value: entry.action for entry in plan.values}
+    actions = [planned.get(held.value, Action.RECOMPUTE if held.is_anchor else Action.KEEP) for held in problem.values]
+    actions[index] = action
+    found = simulate(problem, actions, plan.budget_bytes)
+    told = JointPlanner(problem).told(found, plan.budget_bytes)
+    values = tuple(replace(entry, reason="asked for") if entry.value == value else entry for entry in told.values)
+    return replace(told, values=values, min_budget_bytes=plan.min_budget_bytes)

@@ -1,0 +1,272 @@
+"""What a planner decides on: one step cut into slots, what it takes in each, and the values that may leave or be dropped."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from memkit.plan.actions import Action
+from memkit.plan.lineage import NO_OP, Lineage
+from memkit.plan.timeline import Levels
+
+if TYPE_CHECKING:
+    from memkit.plan.gpu import GpuSpec
+    from memkit.plan.step_trace import Lifetime, StepTrace
+
+NEVER = -1
+"""The point of what does not happen."""
+_ANY = frozenset(Action)
+_KEEP = frozenset({Action.KEEP})
+_MOVE = frozenset({Action.KEEP, Action.OFFLOAD})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldValue:
+    """A value that something can be decided on: a saved one, or an *anchor*, which replays may start from if it is held.
+
+    All its moments are slots. To recompute an anchor is not to hold it.
+    """
+
+    value: int
+    """Its number in the lineage."""
+    num_bytes: int
+    made: int
+    saved: int
+    """Its first save; of an anchor the first save after it was made."""
+    released: int
+    """From here on nobody but autograd holds it, and for an anchor nobody at all."""
+    use: int
+    """Its first request; of an anchor the first slot behind the step."""
+    freed: int
+    """When it goes in the plain step."""
+    choices: frozenset[Action]
+    is_anchor: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One step on one GPU.
+
+    A *slot* is what runs between two of the moments at which something is saved, asked for, made, released or freed. A *point*
+    is a slot that begins with a save or a request: only there can anything be done. The first point is the begin of the step.
+    """
+
+    trace: StepTrace
+    gpu: GpuSpec
+    base_bytes: int
+    """What is there all along: parameters, buffers, inputs, optimizer states."""
+    places: tuple[int, ...]
+    """For each slot, how many ops have run when it begins."""
+    starts_s: tuple[float, ...]
+    """When each slot begins in the plain step; behind the last, when the step ends."""
+    working_bytes: tuple[int, ...]
+    """The most bytes in each slot, beside the base and the saved values."""
+    request_bytes: tuple[int, ...]
+    """The same as each slot begins: what replays come on top of."""
+    values: tuple[HeldValue, ...]
+    """Saved ones in the order of first saves, then anchors."""
+    index: Mapping[int, int]
+    """The place of each value of the lineage among `values`."""
+    points: tuple[int, ...]
+    """The slots of the points."""
+    num_forward_points: int
+    """The first point with a request."""
+    op_s: tuple[float, ...]
+    """What each op of the lineage takes."""
+    retained: Mapping[int, tuple[int, int]]
+    """Roots that are no values of the problem and are gone unless they are held: from which slot on, and bytes."""
+    plain: tuple[Action, ...]
+    """The plain step: all saved values stay, no anchor is held."""
+    plain_peak_bytes: int
+    save_at: Mapping[int, int] = field(default_factory=dict)
+    """The last save of the step at each slot where one is."""
+    request_at: Mapping[int, int] = field(default_factory=dict)
+    """The first request of the step at each slot where one is."""
+
+    @property
+    def lineage(self) -> Lineage:
+        """Which op makes which value."""
+        return self.trace.step.lineage
+
+    @property
+    def num_slots(self) -> int:
+        """Into how many slots the step is cut."""
+        return len(self.places)
+
+    @property
+    def plain_s(self) -> float:
+        """What the plain step takes."""
+        return self.starts_s[-1]
+
+    def point_of(self, slot: int) -> int:
+        """Return the last point that is not after a slot; behind the step the number of points."""
+        return len(self.points) if slot >= self.num_slots else bisect_right(self.points, slot) - 1
+
+    def module_at(self, slot: int) -> tuple[str, str]:
+        """Return the module and the op that run as a slot takes most bytes. A backward op has no module: that of the value
+        that is asked for last before it is told."""
+        place = min(self._fullest_place(slot), len(self.trace.ops) - 1)
+        if place < 0:
+            return "", ""
+        op, trace = self.trace.ops[place].name, self.trace
+        if place < trace.num_forward_ops:
+            made = bisect_left(trace.op_places, place)
+            calls = [call for call in trace.modules if call.begin <= made < call.end]
+            return (calls[-1].module if calls else ""), op
+        asked = bisect_right(trace.use_places, place) - 1
+        while asked >= 0:
+            module = trace.names.get(trace.step.uses[asked], ("", ""))[1]
+            if module:
+                return module, op
+            asked -= 1
+        return "", op
+
+    def _fullest_place(self, slot: int) -> int:
+        end = self.places[slot + 1] if slot + 1 < self.num_slots else len(self.trace.ops)
+        return max(range(self.places[slot], end), key=self.trace.live_bytes.__getitem__, default=self.places[slot])
+
+
+def make_problem(trace: StepTrace, gpu: GpuSpec, *, optimizer_bytes: int = 0) -> Problem:
+    """Return what there is to decide on in a step.
+
+    Args:
+        trace: the step.
+        gpu: what its ops and its copies take.
+        optimizer_bytes: what else is on the device all along.
+    """
+    step, lineage, num_ops = trace.step, trace.step.lineage, len(trace.ops)
+    first_save, first_use = dict[int, int](), dict[int, int]()
+    for value, place in zip(step.saves, trace.save_places, strict=True):
+        first_save.setdefault(value, place)
+    for value, place in zip(step.uses, trace.use_places, strict=True):
+        first_use.setdefault(value, place)
+    saved = {value: trace.lifetimes[value] for value in first_save if value in trace.lifetimes}
+    anchors = _anchors(trace, saved)
+    places = _cuts(trace, [*saved.values(), *anchors.values()])
+    num_slots = len(places)
+
+    def slot(place: int) -> int:
+        return num_slots if place >= num_ops else bisect_right(places, place) - 1
+
+    seconds = [gpu.seconds(op, is_backward=index >= trace.num_forward_ops) for index, op in enumerate(trace.ops)]
+    reached = [0.0, *accumulate(seconds)]
+    beside = _beside(trace, saved)
+    ends = [*places[1:], num_ops]
+    working = tuple(max(beside[begin:end], default=0) for begin, end in zip(places, ends, strict=True))
+    asked = tuple(beside[begin - 1] if begin else 0 for begin in places)
+    save_slots = [slot(place) for place in trace.save_places]
+    use_slots = [slot(place) for place in trace.use_places]
+    turn = slot(trace.num_forward_ops)
+    points = sorted({0, *(at for at in save_slots if at < turn), *(at for at in use_slots if turn <= at < num_slots)})
+    values: list[HeldValue] = []
+    for value, life in saved.items():
+        use = slot(first_use.get(value, num_ops))
+        held = HeldValue(
+            value=value,
+            num_bytes=lineage.num_bytes[value],
+            made=slot(life.made_at),
+            saved=slot(first_save[value]),
+            released=min(slot(life.released_at), num_slots),
+            use=use,
+            freed=slot(life.freed_at),
+            choices=_choices(
+                trace, value, is_movable=slot(life.released_at) < use and turn <= use and slot(first_save[value]) < turn
+            ),
+        )
+        values.append(held)
+    for value, life in anchors.items():
+        after = bisect_left(points, slot(life.made_at) + 1)
+        copied = points[after] if after < len(points) and points[after] < turn else NEVER
+        choices = frozenset({Action.RECOMPUTE, Action.KEEP} | ({Action.OFFLOAD} if copied != NEVER else set()))
+        values.append(
+            HeldValue(
+                value=value,
+                num_bytes=lineage.num_bytes[value],
+                made=slot(life.made_at),
+                saved=copied,
+                released=min(slot(life.released_at), turn),
+                use=num_slots,
+                freed=min(slot(life.released_at), turn),
+                choices=choices,
+                is_anchor=True,
+            )
+        )
+    index = {held.value: place for place, held in enumerate(values)}
+    levels = Levels(num_slots)
+    for held in values:
+        if not held.is_anchor:
+            levels.add(held.made, held.freed, held.num_bytes)
+    base_bytes = trace.base_bytes + optimizer_bytes
+    return Problem(
+        trace=trace,
+        gpu=gpu,
+        base_bytes=base_bytes,
+        places=tuple(places),
+        starts_s=tuple(reached[place] for place in (*places, num_ops)),
+        working_bytes=working,
+        request_bytes=asked,
+        values=tuple(values),
+        index=index,
+        points=tuple(points),
+        num_forward_points=bisect_left(points, turn),
+        op_s=tuple(gpu.seconds(trace.ops[place], is_backward=False) for place in trace.op_places),
+        retained={
+            root: (slot(trace.lifetimes[root].released_at) if root in trace.lifetimes else 0, num_bytes)
+            for root, num_bytes in step.retained_bytes.items()
+            if root not in index
+        },
+        plain=tuple(
+            Action.RECOMPUTE if held.is_anchor or held.choices == {Action.RECOMPUTE} else Action.KEEP for held in values
+        ),
+        plain_peak_bytes=base_bytes + max(map(sum, zip(working, levels.each()[:num_slots], strict=True)), default=0),
+        save_at={at: ordinal for ordinal, at in enumerate(save_slots)},
+        request_at={at: len(use_slots) - 1 - ordinal for ordinal, at in enumerate(reversed(use_slots))},
+    )
+
+
+def _choices(trace: StepTrace, value: int, *, is_movable: bool) -> frozenset[Action]:
+    """Return what may be done with a saved value."""
+    step = trace.step
+    can_be_made = step.lineage.maker[value] != NO_OP
+    if not is_movable or (value in step.fixed and can_be_made):
+        return _KEEP
+    if not can_be_made or value in step.fixed:
+        return _MOVE
+    return frozenset({Action.RECOMPUTE}) if value in step.dropped else _ANY
+
+
+def _anchors(trace: StepTrace, saved: Mapping[int, Lifetime]) -> dict[int, Lifetime]:
+    """Return the values that are not saved and that saved ones are made from."""
+    lineage = trace.step.lineage
+    ops, pending = set[int](), list(saved)
+    while pending:
+        op = lineage.maker[pending.pop()]
+        if op != NO_OP and op not in ops:
+            ops.add(op)
+            pending.extend(lineage.ins[op])
+    read = {value for op in ops for value in lineage.ins[op]}
+    written = {over for pairs in lineage.taken.values() for over, _ in pairs}
+    return {
+        value: trace.lifetimes[value]
+        for value in sorted(read - saved.keys() - written)
+        if lineage.maker[value] != NO_OP and value in trace.lifetimes
+    }
+
+
+def _cuts(trace: StepTrace, lifetimes: list[Lifetime]) -> list[int]:
+    """Return the places at which slots begin."""
+    cuts = {0, trace.num_forward_ops, *trace.save_places, *trace.use_places}
+    for life in lifetimes:
+        cuts.update((life.made_at, life.released_at, life.freed_at))
+    return sorted(place for place in cuts if 0 <= place < len(trace.ops)) or [0]
+
+
+def _beside(trace: StepTrace, saved: Mapping[int, Lifetime]) -> list[int]:
+    """Return for each op the bytes that are neither base nor saved values."""
+    levels = Levels(len(trace.ops))
+    for value, life in saved.items():
+        levels.add(max(life.made_at, 0), min(life.freed_at, len(trace.ops)), trace.step.lineage.num_bytes[value])
+    return [max(live - held, 0) for live, held in zip(trace.live_bytes, levels.each(), strict=False)]

@@ -1,0 +1,378 @@
+"""One step under an action for each value: when copies begin, are let go and fetched, what runs again, bytes, seconds.
+
+What is on the device follows from saves and requests alone: clocks decide which of them a copy is let go at as the plan is
+made, and from then on compute waits there for the copy. So a lane that is slower than it was thought to be costs time, never
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import add
+from typing import TYPE_CHECKING
+
+from memkit.plan.actions import Action
+from memkit.plan.budget.replays import first_and_last_reads, replay_peak_bytes
+from memkit.plan.lineage import NO_OP
+from memkit.plan.timeline import Lane, Levels, Timeline
+
+if TYPE_CHECKING:
+    from memkit.plan.budget.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One value that leaves and comes back. All its moments are points of the problem."""
+
+    index: int
+    """Its place in `Problem.values`."""
+    copy: int
+    """When its copy to the host is put on the lane."""
+    let_go: int
+    """When compute waits for that copy, and the device forgets the value."""
+    fetch: int
+    """When its copy back is put on the lane."""
+    need: int
+    """When compute waits for that one: its first request, or the first replay that reads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What one request lets run again."""
+
+    index: int
+    """The value that is asked for, by its place in `Problem.values`."""
+    point: int
+    ops: tuple[int, ...]
+    stays: tuple[int, ...]
+    """Other dropped values that are made on the way and stay until they are freed, by their places in `Problem.values`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What a step takes."""
+
+    actions: tuple[Action, ...]
+    """What is done: what would leave and come back without being let go stays, an anchor that no replay reads is not held."""
+    seconds: float
+    peak_bytes: int
+    """The most bytes at once, with the base."""
+    over_bytes: int
+    """Bytes above the budget at the worst slot; 0 if it fits."""
+    excess_bytes: int
+    """The same, summed over all points."""
+    worst_slot: int
+    replayed_s: float
+    stall_s: float
+    """What compute waits for copies, either way."""
+    moved_bytes: int
+    """Bytes that leave; as many come back."""
+    moves: tuple[Move, ...]
+    replays: tuple[Replay, ...]
+    held_until: dict[int, int]
+    """For each value of the lineage that a replay reads, the slot of the last such replay: until then it is held."""
+    levels: tuple[int, ...]
+    """The most bytes at each point and up to the next, beside the base, but for what is fetched before it is needed."""
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Of two steps the lower one is better: that which fits, or comes nearer to it, then the faster."""
+        return self.excess_bytes, self.seconds
+
+    @property
+    def num_replayed_ops(self) -> int:
+        """How many ops run again."""
+        return sum(len(replay.ops) for replay in self.replays)
+
+
+def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int) -> Simulated:
+    """Return what a step takes under one action for each value.
+
+    Copies leave in the order of saves. They are let go once they are over, and sooner, so that compute waits for them, where
+    the step is above the budget. What comes back is fetched in the order in which it is needed, each as early as that keeps to
+    the budget. A replay makes one value, and what it makes on the way stays if it is wanted later and there is room.
+
+    Args:
+        problem: the step.
+        actions: for each of `Problem.values` one of its choices.
+        budget_bytes: what the step may take, with the base. A step that takes more is told as it is.
+    """
+    while True:
+        run = _Run(problem, actions, budget_bytes - problem.base_bytes)
+        stays = run.memory()
+        if not stays:
+            return run.outcome()
+        changed = list(actions)
+        for index in stays:
+            changed[index] = Action.RECOMPUTE if problem.values[index].is_anchor and index in run.unread else Action.KEEP
+        actions = changed
+
+
+class _Run:
+    """One walk over a step: forward with its lane, what is asked for, what is fetched, and then the clock of the backward."""
+
+    def __init__(self, problem: Problem, actions: Sequence[Action], limit_bytes: int) -> None:
+        self.problem, self.actions, self.limit_bytes = problem, actions, limit_bytes
+        self.values = problem.values
+        self.back = problem.num_forward_points
+        self.timeline = Timeline()
+        self.unread = set[int]()
+        self.stall_s = 0.0
+        self.moves: list[Move] = []
+        self.replays: list[Replay] = []
+        self.let_go: dict[int, int] = {}
+        self._is_there = bytearray(len(problem.lineage.maker))
+        dropped: list[int] = []
+        for index, (held, action) in enumerate(zip(self.values, actions, strict=True)):
+            if action is not Action.RECOMPUTE:
+                self._is_there[held.value] = 1
+            elif not held.is_anchor and held.use < problem.num_slots:
+                dropped.append(index)
+        dropped.sort(key=lambda index: (self.values[index].use, -self.values[index].made))
+        self.dropped = dropped
+        self.first_read, self.last_read = first_and_last_reads(problem, dropped, self._is_there)
+        self.need: dict[int, int] = {}
+        """For each value that is to leave, the point at which it is to be back."""
+
+    def memory(self) -> list[int]:
+        """Walk over the bytes of the step; return the values that are to leave or be held for nothing, if there are any: then
+        the walk is not over."""
+        problem = self.problem
+        occupied = self._static()
+        if self.unread:
+            return list(self.unread)
+        slots = list(map(add, problem.working_bytes, occupied))
+        points = problem.points
+        ends = (*points[1:], problem.num_slots)
+        self.slots = slots
+        self.levels = [max(slots[begin:end]) for begin, end in zip(points, ends, strict=True)]
+        self._forward()
+        self._replay_all([problem.request_bytes[slot] + occupied[slot] for slot in points])
+        self.beside_fetches = tuple(self.levels)
+        staying = self._staying()
+        if not staying:
+            self._fetch()
+        return staying
+
+    def _static(self) -> list[int]:
+        """Return for each slot the bytes of values, as far as neither lanes nor what is made on the way decides on them."""
+        problem, num_slots = self.problem, self.problem.num_slots
+        levels = Levels(num_slots)
+        put = levels.add
+        first_back = problem.points[self.back] if self.back < len(problem.points) else num_slots
+        first_read, last_read = self.first_read, self.last_read
+        for index, (held, action) in enumerate(zip(self.values, self.actions, strict=True)):
+            num_bytes = held.num_bytes
+            if action is Action.RECOMPUTE:
+                if not held.is_anchor:
+                    gone = max(held.released, held.saved)
+                    put(held.made, gone, num_bytes)
+                    put(max(held.use, gone), held.freed, num_bytes)
+                continue
+            last = last_read.get(held.value, -1)
+            if held.is_anchor and last < 0:
+                self.unread.add(index)
+                continue
+            begin, end = held.released if held.is_anchor else held.made, max(held.freed, last + 1)
+            if action is Action.OFFLOAD:
+                need = min(held.use, first_read.get(held.value, num_slots))
+                self.need[index] = problem.point_of(need)
+                put(begin, first_back, num_bytes)
+                put(need, end, num_bytes)
+            else:
+                put(begin, end, num_bytes)
+        for root, (begin, num_bytes) in problem.retained.items():
+            if root in last_read:
+                put(begin, last_read[root] + 1, num_bytes)
+        return levels.each()[:num_slots]
+
+    def _forward(self) -> None:
+        """Let the forward go: copies leave, and what is copied is let go."""
+        problem, values, timeline, limit_bytes = self.problem, self.values, self.timeline, self.limit_bytes
+        gpu, points, starts_s, levels = problem.gpu, problem.points, problem.starts_s, self.levels
+        copied_at: dict[int, list[int]] = {}
+        for index in self.need:
+            copied_at.setdefault(values[index].saved, []).append(index)
+        leaving: list[tuple[float, int]] = []
+        gone_bytes = 0
+        for point in range(self.back):
+            slot = points[point]
+            moment_s = starts_s[slot]
+            now_s = timeline.now_s(moment_s)
+            for index in copied_at.get(slot, ()):
+                copy_s = values[index].num_bytes / gpu.d2h_bytes_per_s
+                leaving.append((timeline.issue(Lane.OUT, copy_s, after_s=now_s, latency_s=gpu.copy_latency_s), index))
+            if leaving:
+                level = levels[point] - gone_bytes
+                rest: list[tuple[float, int]] = []
+                for end_s, index in leaving:
+                    held = values[index]
+                    if held.released <= slot and (end_s <= timeline.now_s(moment_s) or level > limit_bytes):
+                        self.stall_s += timeline.wait(moment_s, end_s)
+                        self.let_go[index] = point
+                        gone_bytes += held.num_bytes
+                        level -= held.num_bytes
+                    else:
+                        rest.append((end_s, index))
+                leaving = rest
+            levels[point] -= gone_bytes
+        self.leaving = leaving
+        if leaving:
+            self._free_s = leaving[-1][0]
+
+    def _replay_all(self, asked: list[int]) -> None:
+        """Let all that was dropped be made again, in the order of requests.
+
+        Args:
+            asked: for each point the bytes there as its requests begin, but for what was made on the way.
+        """
+        problem, values, lineage = self.problem, self.values, self.problem.lineage
+        levels, static = self.levels, list(self.levels)
+        is_there, index_of, limit_bytes = self._is_there, problem.index, self.limit_bytes
+        maker, ins, outs = lineage.maker, lineage.ins, lineage.outs
+        until: dict[int, int] = {}
+        peaks: dict[int, int] = {}
+        for wanted in self.dropped:
+            held = values[wanted]
+            value, slot = held.value, held.use
+            if value in until:
+                continue
+            point = problem.point_of(slot)
+            ops, pending = set[int](), [maker[value]]
+            while pending:
+                op = pending.pop()
+                if op in ops or op == NO_OP:
+                    continue
+                ops.add(op)
+                for source in ins[op]:
+                    if not is_there[source] and until.get(source, -1) <= slot:
+                        pending.append(maker[source])
+            ordered = sorted(ops)
+            until[value] = held.freed
+            found = sorted(
+                (values[index].use, index)
+                for op in ordered
+                for index in (index_of[made] for made in outs[op] if made in index_of and made not in until)
+                if slot <= values[index].use < values[index].freed
+                and not values[index].is_anchor
+                and not is_there[values[index].value]
+            )
+            stays: list[int] = []
+            same_bytes, beside_bytes = held.num_bytes, asked[point] + levels[point] - static[point]
+            for use, index in found:
+                num_bytes = values[index].num_bytes
+                if use == slot:
+                    same_bytes += num_bytes
+                else:
+                    later = problem.point_of(use)
+                    if max(levels[point:later]) + num_bytes > limit_bytes:
+                        continue
+                    levels[point:later] = [level + num_bytes for level in levels[point:later]]
+                stays.append(index)
+            peak = self._peak_of(ordered, held.value, stays) + beside_bytes - same_bytes
+            until.update((values[index].value, values[index].freed) for index in stays)
+            peaks[point] = max(peaks.get(point, 0), peak)
+            self.replays.append(Replay(index=wanted, point=point, ops=tuple(ordered), stays=tuple(stays)))
+        for point, peak in peaks.items():
+            levels[point] = max(levels[point], peak)
+        self.replay_peaks = peaks
+
+    def _peak_of(self, ops: Sequence[int], value: int, stays: Sequence[int]) -> int:
+        kept = {value, *(self.values[index].value for index in stays)}
+        if len(ops) == 1 and not stays:
+            return sum(self.problem.lineage.num_bytes[made] for made in self.problem.lineage.outs[ops[0]])
+        return replay_peak_bytes(self.problem.lineage, ops, kept)
+
+    def _staying(self) -> list[int]:
+        """Return what has not been let go by the first request, and need not be."""
+        levels, back, found = self.levels, self.back, list[int]()
+        room = list(levels)
+        for index in sorted((index for _, index in self.leaving), key=lambda index: (self.need[index], index)):
+            need, num_bytes = self.need[index], self.values[index].num_bytes
+            if need <= back or max(room[back:need]) + num_bytes <= self.limit_bytes:
+                room[back:need] = [level + num_bytes for level in room[back:need]]
+                found.append(index)
+        return found
+
+    def _fetch(self) -> None:
+        """Let all that has left come back, each as early as there is room all along."""
+        levels, values, limit_bytes = self.levels, self.values, self.limit_bytes
+        previous = self.back
+        point_of = self.problem.point_of
+        for index in sorted(self.need, key=lambda index: (self.need[index], -values[index].saved, index)):
+            need, num_bytes = self.need[index], values[index].num_bytes
+            fetch = max(need, previous)
+            room_bytes = limit_bytes - num_bytes
+            while fetch > previous:
+                start = max(previous, fetch - 64)
+                if max(levels[start:fetch]) <= room_bytes:
+                    fetch = start
+                    continue
+                while levels[fetch - 1] <= room_bytes:
+                    fetch -= 1
+                break
+            if fetch < need:
+                levels[fetch:need] = [level + num_bytes for level in levels[fetch:need]]
+            fetch = min(fetch, need)
+            previous = max(previous, fetch)
+            copy = point_of(values[index].saved)
+            self.moves.append(Move(index=index, copy=copy, let_go=self.let_go.get(index, self.back), fetch=fetch, need=need))
+
+    def outcome(self) -> Simulated:
+        """Return what the step takes, with the clock of its backward."""
+        problem, levels, limit_bytes = self.problem, self.levels, self.limit_bytes
+        replayed_s = self._backward()
+        over = [level - limit_bytes for level in levels]
+        worst = max(range(len(levels)), key=levels.__getitem__)
+        peak = max(levels[worst], 0)
+        return Simulated(
+            actions=tuple(self.actions),
+            seconds=problem.plain_s + self.timeline.late_s,
+            peak_bytes=problem.base_bytes + peak,
+            over_bytes=max(peak - limit_bytes, 0),
+            excess_bytes=sum(excess for excess in over if excess > 0),
+            worst_slot=self._slot_of(worst),
+            replayed_s=replayed_s,
+            stall_s=self.stall_s,
+            moved_bytes=sum(self.values[move.index].num_bytes for move in self.moves),
+            moves=tuple(self.moves),
+            replays=tuple(self.replays),
+            held_until=self.last_read,
+            levels=self.beside_fetches,
+        )
+
+    def _slot_of(self, point: int) -> int:
+        """Return the slot of a point and up to the next at which most is there."""
+        points, slots = self.problem.points, self.slots
+        begin = points[point]
+        if self.replay_peaks.get(point, -1) >= self.beside_fetches[point]:
+            return begin
+        end = points[point + 1] if point + 1 < len(points) else self.problem.num_slots
+        return max(range(begin, end), key=slots.__getitem__)
+
+    def _backward(self) -> float:
+        """Let the backward go; return what replays take."""
+        problem, values, timeline = self.problem, self.values, self.timeline
+        gpu, points, starts_s, op_s = problem.gpu, problem.points, problem.starts_s, problem.op_s
+        fetched: dict[int, list[Move]] = {}
+        needed: dict[int, list[int]] = {}
+        for move in self.moves:
+            fetched.setdefault(move.fetch, []).append(move)
+            needed.setdefault(move.need, []).append(move.index)
+        replays_s: dict[int, float] = {}
+        for replay in self.replays:
+            replays_s[replay.point] = replays_s.get(replay.point, 0.0) + sum(op_s[op] for op in replay.ops)
+        if self.leaving and self.back < len(points):
+            self.stall_s += timeline.wait(starts_s[points[self.back]], self._free_s)
+        there_s: dict[int, float] = {}
+        for point in range(self.back, len(points)):
+            moment_s = starts_s[points[point]]
+            for move in fetched.get(point, ()):
+                copy_s = values[move.index].num_bytes / gpu.h2d_bytes_per_s
+                after_s = timeline.now_s(moment_s)
+                there_s[move.index] = timeline.issue(Lane.BACK, copy_s, after_s=after_s, latency_s=gpu.copy_latency_s)
+            for index in needed.get(point, ()):
+                self.stall_s += timeline.wait(moment_s, there_s[index])
+            timeline.late_s += replays_s.get(point, 0.0)
+        return sum(replays_s.values())

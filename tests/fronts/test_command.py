@@ -1,0 +1,192 @@
+"""`memkit plan`: from arguments to a table, files, or one line of what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memkit.plan import MemoryPlan
+from memkit.plan.gpus import find_gpu
+from tests.bench.cases import assert_fails, run_command
+
+MIB = 2**20
+MODELS = """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+def blocks():
+    return nn.Sequential(*[Block() for _ in range(6)])
+
+def bilinear():
+    return nn.Bilinear(64, 64, 8)
+"""
+PLAN = ["plan", "models_to_plan:blocks", "--input", "4096x256", "--gpu", "RTX 4090"]
+
+
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models_to_plan.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def rows_of(out: str) -> list[list[str]]:
+    lines = out.splitlines()
+    begin = next(place for place, line in enumerate(lines) if line.startswith("---"))
+    return [line.split() for line in lines[begin + 1 : lines.index("", begin)]]
+
+
+def test_budgets_run_from_the_plain_peak_to_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_command(capsys, *PLAN, "--steps", "3")
+
+    rows = rows_of(out)
+    assert status == 0
+    assert out.startswith("Sequential, float32[4096, 256], on RTX 4090 (predicted; not measured)\n")
+    assert max(map(len, out.splitlines())) <= 80
+    assert [len(row) for row in rows] == [11, 11, 11]
+    assert rows[0][3] == "1.000"
+    assert float(rows[0][0]) == pytest.approx(float(re.findall(r"plain peak: ([\d.]+) MiB", out)[0]))
+    assert float(rows[-1][0]) == pytest.approx(float(re.findall(r"least budget: ([\d.]+) MiB", out)[0]))
+    assert all(float(row[1]) <= float(row[0]) for row in rows)
+    times = [float(row[3]) for row in rows]
+    assert times == sorted(times)
+
+
+def test_files_hold_the_rows_and_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "front.json"
+
+    run_command(capsys, *PLAN, "--budget", "200MiB,0.6", "--optimizer", "adamw", "--json", str(path))
+
+    content: dict[str, Any] = json.loads(path.read_text())
+    assert (content["gpu"], content["optimizer"], content["is_measured"]) == ("RTX 4090", "adamw", False)
+    assert [row["budget_bytes"] for row in content["rows"]] == [200 * MIB, int(0.6 * content["plain_peak_bytes"])]
+    for row in content["rows"]:
+        plan = MemoryPlan.from_json(json.dumps(content["plans"][str(row["budget_bytes"])]))
+        assert plan.predicted_peak_bytes == row["peak_bytes"] <= row["budget_bytes"]
+        assert plan.predicted_s == row["step_s"] <= min(row["offload_s"] or 1e9, row["recompute_s"] or 1e9)
+
+
+def test_states_of_the_optimizer_and_dtypes_count(capsys: pytest.CaptureFixture[str]) -> None:
+    def plain_peak_mib(*options: str) -> float:
+        out = run_command(capsys, *PLAN, "--budget", "1.0", *options)[1]
+        return float(re.findall(r"plain peak: ([\d.]+) MiB", out)[0])
+
+    params_mib = 6 * (256 * 1024 * 2 + 1024 + 256) * 4 / MIB
+    plain = plain_peak_mib()
+    assert plain_peak_mib("--optimizer", "adamw") == pytest.approx(plain + 2 * params_mib, abs=0.02)
+    assert plain_peak_mib("--dtype", "bf16") == pytest.approx(plain / 2, rel=0.05)
+    assert plain_peak_mib("--autocast", "bf16") < plain
+
+
+def test_a_budget_that_is_too_small_is_a_row_without_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(run_command(capsys, *PLAN, "--budget", "150MiB,10MiB")[1])
+
+    assert rows[0][2] != "-"
+    assert rows[1] == ["10.00", *["-"] * 10]
+
+
+@pytest.mark.full
+def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    def plain_peak_mib(batch: int) -> float:
+        out = run_command(capsys, *PLAN[:3], f"{batch}x256", *PLAN[4:], "--budget", "1.0")[1]
+        return float(re.findall(r"plain peak: ([\d.]+) MiB", out)[0])
+
+    out = run_command(capsys, *PLAN, "--budget", "200MiB", "--batch-search")[1]
+
+    plain, planned = map(int, re.findall(r"fits in 200.00 MiB: plain (\d+), planned (\d+)", out)[0])
+    assert planned > plain
+    assert plain_peak_mib(plain) <= 200 < plain_peak_mib(plain + 1)
+
+
+def test_a_measured_spec_is_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(find_gpu("H200").to_json().replace('"H200"', '"mine"'))
+
+    out = run_command(capsys, *PLAN[:5], str(path), "--budget", "0.8")[1]
+
+    assert ", on mine (predicted)\n" in out
+
+
+def test_models_without_blocks_have_no_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run_command(
+        capsys, "plan", "models_to_plan:bilinear", *["--input", "4096x64"] * 2, "--gpu", "H200", "--budget", "1.0"
+    )[1]
+
+    assert rows_of(out)[0][-1] == "-"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "torch.nn:ReLU", "--input", "2"], "required: --gpu (see `memkit plan --help`)"),
+        (["plan", "torch.nn:ReLU", "--gpu", "H200"], "required: --input"),
+        (["plan", "relu", "--input", "2", "--gpu", "H200"], "SPEC must be torchvision:NAME or package.module:factory"),
+        ([*PLAN[:5], "RTX 4080"], "--gpu: memkit knows H200, H100"),
+        ([*PLAN[:5], "no_such.json"], "No such file or directory: 'no_such.json'"),
+        ([*PLAN[:5], __file__], "is not the spec of a GPU: it is not JSON"),
+        ([*PLAN, "--budget", "12"], 'reads as 12 bytes or as 12 GiB. Write "12B" or "12GiB"'),
+        ([*PLAN, "--budget", "1,x"], "needs shares above 0 and up to 1, or bytes"),
+        ([*PLAN, "--budget", "1,30GiB"], "--budget: a budget must be within what the RTX 4090 has, 23.50 GiB"),
+        ([*PLAN, "--budget", "30MiB"], "a budget of 30.00 MiB cannot be kept to"),
+        ([*PLAN, "--budget", "0.5", "--steps", "2"], "argument --steps: not allowed with argument --budget"),
+        ([*PLAN, "--steps", "0"], "argument --steps: needs a whole number, 1 or more"),
+        ([*PLAN, "--optimizer", "lion"], "argument --optimizer: invalid choice: 'lion'"),
+        ([*PLAN, "--json", "/no/such/folder/x.json"], "No such file or directory"),
+        ([*PLAN[:3], "4096x255", *PLAN[4:]], "memkit: raised in 0.up (Linear)"),
+        (
+            ["plan", "models_to_plan:bilinear", "--input", "8x64", "--input", "4x64", "--gpu", "H200", "--batch-search"],
+            "raised in (model)",
+        ),
+        (["plan", "torch.nn:ReLU", "--input", "8", "--gpu", "H200"], "nothing requires grad"),
+    ],
+)
+def test_failures_are_one_line_and_status_two(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert_fails(capsys, arguments, message)
+
+
+def test_what_no_batch_is_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "models_of_two.py").write_text(
+        "from torch import nn\n"
+        "class Two(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.fc = nn.Linear(4, 4)\n"
+        "    def forward(self, x, y):\n"
+        "        return self.fc(x).sum() + y.sum()\n"
+    )
+
+    assert_fails(
+        capsys,
+        ["plan", "models_of_two:Two", "--input", "8x4", "--input", "3x4", "--gpu", "H200", "--batch-search", "--budget", "1.0"],
+        "--batch-search needs inputs whose first sizes are the batch: equal, and 1 or more; found 8x4, 3x4. Leave it out",
+    )
+
+
+def test_a_step_that_no_card_of_the_kind_has_room_for(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*PLAN[:3], "9000000x256", *PLAN[4:5], "RTX 3060"]
+
+    assert_fails(capsys, arguments, "at the least; the RTX 3060 has 11.60 GiB. Make the batch smaller, or name another GPU")
+
+
+@pytest.mark.full
+def test_resnet50_takes_about_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """On an H200: 21347 MiB, 115.5 ms; with all blocks checkpointed 1.292 of that at 9043 MiB."""
+    out = run_command(
+        capsys, "plan", "torchvision:resnet50", "--input", "256x3x224x224", "--gpu", "H200", "--budget", "1.0,0.5,8.9GiB"
+    )[1]
+
+    rows = rows_of(out)
+    assert float(rows[0][1]) == pytest.approx(21347 / 1024, rel=0.01)
+    assert float(rows[0][2]) == pytest.approx(115.5, rel=0.02)
+    assert float(rows[1][3]) < 1.08
+    assert float(rows[2][-1]) == pytest.approx(1.292, abs=0.02)

@@ -1,0 +1,309 @@
+"""Plans for a budget: against all there are, the best single mechanism, smaller budgets and a lower bound."""
+
+import itertools
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from memkit.errors import BudgetInfeasible, PlanFormatError
+from memkit.plan import Action
+from memkit.plan.budget import (
+    JointPlanner,
+    MemoryPlan,
+    Problem,
+    Simulated,
+    bound_s,
+    floor_bytes,
+    least_budget,
+    make_problem,
+    plan_budget_jointly,
+    plan_budgets,
+    simulate,
+    with_action,
+)
+from tests.plan.budget.steps import MIB, gpu, layers, random_trace
+
+OFFLOAD, RECOMPUTE, KEEP = Action.OFFLOAD, Action.RECOMPUTE, Action.KEEP
+SHARES = (0.9, 0.75, 0.6, 0.45)
+
+
+def problem_of(seed: int, num_ops: int = 0) -> Problem:
+    return make_problem(random_trace(seed, num_ops), gpu((4_000, 40_000, 400_000)[seed % 3]))
+
+
+def seconds_of(problem: Problem, budget_bytes: int, *actions: Action) -> float:
+    try:
+        return plan_budget_jointly(problem, budget_bytes, actions=actions).predicted_s
+    except BudgetInfeasible:
+        return math.inf
+
+
+def all_steps(problem: Problem, budget_bytes: int) -> list[Simulated]:
+    choices = [sorted(held.choices) for held in problem.values]
+    return [simulate(problem, actions, budget_bytes) for actions in itertools.product(*choices)]
+
+
+def tiny(seed: int) -> Problem:
+    for number in itertools.count(1000 * seed):
+        problem = problem_of(number, 4 + number % 3)
+        if 3 <= len(problem.values) <= 6:
+            return problem
+    raise AssertionError
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_plan_is_near_the_best_there_is(seed: int) -> None:
+    problem = tiny(seed)
+    budget_bytes = round(SHARES[seed % 4] * problem.plain_peak_bytes)
+    best = min((step.seconds for step in all_steps(problem, budget_bytes) if not step.over_bytes), default=math.inf)
+
+    found = seconds_of(problem, budget_bytes, OFFLOAD, RECOMPUTE)
+
+    assert found >= best * (1 - 1e-9)
+    assert found <= 1.05 * best
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_least_budget_is_near_the_least_there_is(seed: int) -> None:
+    problem = tiny(seed)
+    least = min(step.peak_bytes for step in all_steps(problem, floor_bytes(problem)))
+
+    found = least_budget(problem)
+
+    assert floor_bytes(problem) <= least <= found <= 1.05 * least
+    assert plan_budget_jointly(problem, found).predicted_peak_bytes <= found
+
+
+def check_never_worse(seed: int) -> None:
+    problem = problem_of(seed)
+    budget_bytes = round(SHARES[seed % 4] * problem.plain_peak_bytes)
+
+    joint = seconds_of(problem, budget_bytes, OFFLOAD, RECOMPUTE)
+
+    assert joint <= min(seconds_of(problem, budget_bytes, OFFLOAD), seconds_of(problem, budget_bytes, RECOMPUTE))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_never_worse_than_one_mechanism(seed: int) -> None:
+    check_never_worse(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hundred", range(10))
+def test_never_worse_than_one_mechanism_on_a_thousand_steps(hundred: int) -> None:
+    for seed in range(100 * hundred, 100 * (hundred + 1)):
+        check_never_worse(seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_larger_budget_is_never_slower(seed: int) -> None:
+    problem = problem_of(seed, 20)
+    budgets = [round(share / 20 * problem.plain_peak_bytes) for share in range(21, 1, -1)]
+
+    plans = plan_budgets(problem, budgets)
+
+    found = [plan.predicted_s if isinstance(plan, MemoryPlan) else math.inf for plan in plans.values()]
+    assert list(plans) == budgets
+    assert found == sorted(found)
+    for budget_bytes, plan in plans.items():
+        if isinstance(plan, MemoryPlan):
+            assert plan.predicted_peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
+    pytest.importorskip("scipy")
+    problem = tiny(seed)
+    for share in SHARES:
+        budget_bytes = round(share * problem.plain_peak_bytes)
+        steps = [step.seconds for step in all_steps(problem, budget_bytes) if not step.over_bytes]
+
+        bound = bound_s(problem, budget_bytes)
+
+        assert bound is not None
+        assert problem.plain_s <= bound
+        assert bound <= min(steps, default=math.inf)
+
+
+def test_bound_is_near_the_plan() -> None:
+    pytest.importorskip("scipy")
+    problem = make_problem(layers(12), gpu(40_000))
+
+    plan = plan_budget_jointly(problem, problem.plain_peak_bytes // 2, with_bound=True)
+
+    assert plan.bound_s is not None
+    assert plan.bound_s <= plan.predicted_s <= 1.03 * plan.bound_s
+
+
+def test_bound_is_none_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memkit.plan.budget.bound.find_spec", lambda name: None)
+    problem = problem_of(0)
+
+    plan = plan_budget_jointly(problem, problem.plain_peak_bytes, with_bound=True)
+
+    assert plan.bound_s is None
+    assert "it needs scipy (pip install torch-memkit[bound])" in plan.explain()
+
+
+def test_budget_that_keeps_all_changes_nothing() -> None:
+    problem = make_problem(layers(3), gpu())
+
+    plan = plan_budget_jointly(problem, problem.plain_peak_bytes)
+
+    assert plan.is_plain
+    assert plan.predicted_s == plan.plain_s
+    assert plan.moved_bytes == plan.recompute_bytes == 0
+
+
+def test_what_the_free_link_takes_costs_nothing() -> None:
+    problem = make_problem(layers(12), gpu(20_000))
+
+    plan = plan_budget_jointly(problem, round(0.93 * problem.plain_peak_bytes))
+
+    assert plan.offload_bytes > 0
+    assert plan.predicted_s <= 1.001 * plan.plain_s
+
+
+def test_both_mechanisms_beat_each_alone() -> None:
+    problem = make_problem(layers(12), gpu(20_000))
+    budget_bytes = round(0.5 * problem.plain_peak_bytes)
+
+    joint = seconds_of(problem, budget_bytes, OFFLOAD, RECOMPUTE)
+
+    assert joint < 0.99 * seconds_of(problem, budget_bytes, RECOMPUTE)
+    assert joint < 0.8 * seconds_of(problem, budget_bytes, OFFLOAD)
+
+
+def test_budget_that_is_too_small_names_the_least_and_what_fills_it() -> None:
+    problem = make_problem(layers(4), gpu())
+
+    with pytest.raises(BudgetInfeasible) as caught:
+        plan_budget_jointly(problem, 20 * MIB)
+
+    assert caught.value.smallest_bytes == least_budget(problem)
+    text = str(caught.value)
+    assert text.startswith("a budget of 20.00 MiB cannot be kept to: the smallest that a plan was found for is ")
+    assert re.search(r"Most is there in layers\.\d, while op\d+ runs: \d+\.00 MiB of gradients and temporaries, ", text)
+    assert text.endswith("10.00 MiB that is there all along")
+
+
+def test_optimizer_states_are_there_all_along() -> None:
+    trace = layers(4)
+    without, beside = make_problem(trace, gpu()), make_problem(trace, gpu(), optimizer_bytes=50 * MIB)
+
+    assert beside.plain_peak_bytes == without.plain_peak_bytes + 50 * MIB
+    assert least_budget(beside) == least_budget(without) + 50 * MIB
+
+
+def test_what_the_user_asked_for_is_done() -> None:
+    trace = layers(4)
+    trace = replace(trace, step=replace(trace.step, fixed=frozenset({2}), dropped=frozenset({1})))
+    problem = make_problem(trace, gpu())
+
+    for share in (0.9, 0.5):
+        plan = plan_budget_jointly(problem, round(share * problem.plain_peak_bytes))
+
+        actions = {value.value: value.action for value in plan.values}
+        assert actions[1] is RECOMPUTE
+        assert actions[2] is KEEP
+
+
+def test_moments_are_saves_and_requests() -> None:
+    problem = make_problem(layers(8), gpu(20_000))
+    step = problem.trace.step
+
+    plan = plan_budget_jointly(problem, round(0.5 * problem.plain_peak_bytes))
+
+    moved = [value for value in plan.values if value.action is OFFLOAD]
+    assert moved
+    for value in moved:
+        assert 0 <= value.copy_at <= value.let_go_at <= len(step.saves)
+        assert 0 <= value.fetch_at <= value.needed_at < len(step.uses)
+        if not value.is_anchor:
+            assert step.saves[value.copy_at] == value.value
+            assert value.needed_at <= step.uses.index(value.value)
+    assert [step.uses[replay.request] for replay in plan.replays] == [replay.value for replay in plan.replays]
+    made = {value for replay in plan.replays for value in (replay.value, *replay.stays)}
+    assert made == {value.value for value in plan.values if value.action is RECOMPUTE}
+
+
+def test_totals_are_those_of_the_values() -> None:
+    problem = make_problem(layers(8), gpu(20_000))
+
+    plan = plan_budget_jointly(problem, round(0.5 * problem.plain_peak_bytes))
+
+    saved = sum(problem.lineage.num_bytes[value] for value in set(problem.trace.step.saves))
+    assert plan.kept_bytes + plan.offload_bytes + plan.recompute_bytes == saved
+    assert plan.moved_bytes == sum(value.num_bytes for value in plan.values if value.action is OFFLOAD)
+    assert sum(value.cost_s for value in plan.values) == pytest.approx(plan.replayed_s)
+    assert plan.predicted_s == pytest.approx(plan.plain_s + plan.replayed_s + plan.stall_s)
+
+
+def test_json_gives_the_plan_back() -> None:
+    problem = make_problem(layers(6), gpu(20_000))
+    plan = plan_budget_jointly(problem, round(0.5 * problem.plain_peak_bytes))
+
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 2}, "this text has schema version 2; this memkit reads versions up to 1. Update memkit"),
+        ({"schema": "other"}, 'this text is not a memkit plan: it has no "schema": "memkit.MemoryPlan"'),
+        ({"values": [{"value": 1}]}, "this text is not a whole memkit plan: KeyError: 'action'"),
+    ],
+)
+def test_json_of_something_else_is_refused(change: dict[str, object], message: str) -> None:
+    problem = make_problem(layers(2), gpu())
+    content = json.loads(plan_budget_jointly(problem, problem.plain_peak_bytes).to_json())
+
+    with pytest.raises(PlanFormatError, match=re.escape(message)):
+        MemoryPlan.from_json(json.dumps(content | change))
+    with pytest.raises(PlanFormatError, match="not JSON"):
+        MemoryPlan.from_json("{")
+
+
+def test_plan_of_another_step_names_the_first_difference() -> None:
+    problem, other = make_problem(layers(2), gpu()), layers(3)
+    plan = plan_budget_jointly(problem, problem.plain_peak_bytes)
+
+    plan.check(layers(2))
+    with pytest.raises(ValueError, match=r"for another step: it has 8 saves, this one 12\. Plan this step anew"):
+        plan.check(other)
+
+
+def test_changed_action_is_simulated_anew() -> None:
+    problem = make_problem(layers(4), gpu())
+    plan = plan_budget_jointly(problem, problem.plain_peak_bytes)
+
+    changed = with_action(problem, plan, 2, RECOMPUTE)
+
+    assert changed.replayed_s == pytest.approx(400e-6)
+    assert changed.predicted_s == pytest.approx(plan.plain_s + changed.replayed_s)
+    with pytest.raises(ValueError, match="offload is not possible for value 99: nothing is decided on it"):
+        with_action(problem, plan, 99, OFFLOAD)
+
+
+def test_explains_by_module() -> None:
+    problem = make_problem(layers(4), gpu(20_000))
+
+    plan = plan_budget_jointly(problem, round(0.5 * problem.plain_peak_bytes))
+
+    table = plan.explain(0).splitlines()
+    assert table[0].split() == ["module", "action", "values", "size", "again", "(ms)", "link", "(ms)", "why"]
+    assert any(line.startswith("-") and "recompute" in line and "cheap for its bytes" in line for line in table)
+    assert "GPU: made up; predictions for it are not measured" in table
+    assert "layers.0" in plan.explain(2)
+    assert "op0" in plan.explain()
+
+
+def test_planner_gives_a_single_plan_that_agrees_with_several() -> None:
+    problem = problem_of(3, 20)
+    budget_bytes = round(0.6 * problem.plain_peak_bytes)
+
+    assert plan_budgets(problem, [budget_bytes])[budget_bytes] == plan_budget_jointly(problem, budget_bytes)
+    assert JointPlanner(problem).plan(budget_bytes) == plan_budget_jointly(problem, budget_bytes)

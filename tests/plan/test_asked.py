@@ -1,0 +1,138 @@
+"""`memkit.plan_memory`: what it takes, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memkit
+from memkit.errors import BudgetInfeasible, ReportFormatError
+from memkit.plan import MemoryPlan
+from memkit.plan.asked import budget_bytes_of, problem_of
+from memkit.plan.gpus import find_gpu
+from memkit.plan.step_trace import StepTrace
+from tests.plan.budget.steps import MIB, gpu, layers
+
+GPU = gpu()
+TRACE = replace(layers(4), trainable_numel=3 * MIB, trainable_bytes=6 * MIB)
+
+
+@dataclass(frozen=True)
+class Report:
+    trace: StepTrace | None
+
+
+def plan(**changes: Any) -> MemoryPlan:
+    asked: dict[str, Any] = {"source": TRACE, "budget": 0.7, "gpu": GPU, **changes}
+    return memkit.plan_memory(asked.pop("source"), **asked)
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_bytes"),
+    [
+        (0.7, int(0.7 * TRACE.peak_bytes)),
+        (1.0, TRACE.peak_bytes),
+        ("300MiB", 300 * MIB),
+        (300 * MIB, 300 * MIB),
+        ("0.25 GiB", 256 * MIB),
+    ],
+)
+def test_budgets_are_shares_or_bytes(budget: float | str, num_bytes: int) -> None:
+    planned = plan(budget=budget)
+
+    assert planned.budget_bytes == num_bytes
+    assert planned.predicted_peak_bytes <= num_bytes
+    assert planned.predicted_s >= planned.plain_s
+
+
+def test_a_report_with_a_trace_is_as_good_as_the_trace() -> None:
+    assert plan(source=Report(TRACE)) == plan()
+
+
+def test_gpus_are_named_or_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(replace(find_gpu("H100"), name="mine").to_json())
+
+    much_work = replace(TRACE, ops=tuple(replace(op, flops=1e9 * op.flops) for op in TRACE.ops))
+
+    named, read = plan(source=much_work, gpu="h100"), plan(source=much_work, gpu=str(path))
+
+    assert read.predicted_s == named.predicted_s < plan(source=much_work, gpu="RTX 3060").predicted_s
+
+
+@pytest.mark.parametrize(("optimizer", "num_states"), [(None, 0), ("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2)])
+def test_states_of_the_optimizer_are_there_all_along(optimizer: str | None, num_states: int) -> None:
+    problem = problem_of(TRACE, GPU, optimizer)
+
+    assert problem.plain_peak_bytes == TRACE.peak_bytes + num_states * 6 * MIB
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budget": 12}, 'budget=12 reads as 12 bytes or as 12 GiB. Write "12B" or "12GiB"'),
+        ({"budget": 5000}, 'budget=5000 reads as 4.88 KiB or as 5000 MiB. Write "5000B" or "5000MiB"; an int is bytes'),
+        ({"budget": 1.5}, "a budget that is a float is the share of the plain step's peak, above 0 and at most 1; found 1.5"),
+        ({"budget": 0.0}, "above 0 and at most 1; found 0.0"),
+        ({"budget": "0.5"}, "For a share of the plain step's peak write the float 0.5"),
+        ({"budget": "much"}, 'found "much"'),
+        ({"budget": "-1GiB"}, 'found "-1GiB"'),
+        ({"budget": -1}, "budget must be more than 0 bytes; found -1"),
+        (
+            {"budget": "1000GiB", "gpu": "RTX 3060"},
+            "a budget must be within what the RTX 3060 has, 11.60 GiB; found '1000GiB', which is 1000.00 GiB. Lower the budget",
+        ),
+        ({"gpu": "RTX 9999"}, "memkit knows H200, H100"),
+        ({"optimizer": "lion"}, "optimizer must be one of adamw, adam, momentum, sgd, or None; found 'lion'"),
+        (
+            {"source": Report(None)},
+            'Profile with profile_memory(model, ..., device="meta", backward=True, trace=True)',
+        ),
+    ],
+)
+def test_wrong_values_say_what_to_give(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        plan(**changes)
+
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budget": None}, "budget is bytes (an int), text such as"),
+        ({"budget": True}, "found True"),
+        ({"gpu": None}, "gpu is a name such as"),
+        ({"source": "report.json"}, "a plan is made from a memkit.profile.MemoryReport or its trace; found str"),
+    ],
+)
+def test_wrong_types_say_what_to_give(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        plan(**changes)
+
+    assert message in str(raised.value)
+
+
+def test_a_spec_that_is_wrong_names_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(find_gpu("H100").to_json().replace('"bytes_per_s": ', '"bytes_per_s": -'))
+
+    with pytest.raises(ReportFormatError, match=r"bad\.json' is not the whole spec of a GPU: bytes_per_s must be above 0"):
+        plan(gpu=path)
+
+
+def test_what_cannot_be_kept_to_names_the_least() -> None:
+    with pytest.raises(BudgetInfeasible) as raised:
+        plan(budget=11 * MIB)
+
+    assert raised.value.smallest_bytes > 11 * MIB
+    assert plan(budget=raised.value.smallest_bytes).predicted_peak_bytes <= raised.value.smallest_bytes
+
+
+def test_shares_count_the_optimizer() -> None:
+    problem = problem_of(TRACE, GPU, "adamw")
+
+    assert budget_bytes_of(0.5, problem) == int(0.5 * (TRACE.peak_bytes + 12 * MIB))
