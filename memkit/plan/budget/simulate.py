@@ -7,8 +7,12 @@ bytes.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from operator import add
 from typing import TYPE_CHECKING
 
@@ -194,7 +198,9 @@ class _Run:
         copied_at: dict[int, list[int]] = {}
         for index in self.need:
             copied_at.setdefault(values[index].saved, []).append(index)
-        leaving: list[tuple[float, int]] = []
+        on_lane: deque[tuple[float, int]] = deque()
+        copied: list[tuple[int, int]] = []
+        """What is copied and was still held by others: from which slot on it is not."""
         gone_bytes = 0
         for point in range(self.back):
             slot = points[point]
@@ -202,24 +208,25 @@ class _Run:
             now_s = timeline.now_s(moment_s)
             for index in copied_at.get(slot, ()):
                 copy_s = values[index].num_bytes / gpu.d2h_bytes_per_s
-                leaving.append((timeline.issue(Lane.OUT, copy_s, after_s=now_s, latency_s=gpu.copy_latency_s), index))
-            if leaving:
-                level = levels[point] - gone_bytes
-                rest: list[tuple[float, int]] = []
-                for end_s, index in leaving:
-                    held = values[index]
-                    if held.released <= slot and (end_s <= timeline.now_s(moment_s) or level > limit_bytes):
-                        self.stall_s += timeline.wait(moment_s, end_s)
-                        self.let_go[index] = point
-                        gone_bytes += held.num_bytes
-                        level -= held.num_bytes
-                    else:
-                        rest.append((end_s, index))
-                leaving = rest
+                on_lane.append((timeline.issue(Lane.OUT, copy_s, after_s=now_s, latency_s=gpu.copy_latency_s), index))
+            while True:
+                while on_lane and on_lane[0][0] <= now_s:
+                    index = on_lane.popleft()[1]
+                    heappush(copied, (values[index].released, index))
+                while copied and copied[0][0] <= slot:
+                    index = heappop(copied)[1]
+                    self.let_go[index] = point
+                    gone_bytes += values[index].num_bytes
+                if levels[point] - gone_bytes <= limit_bytes:
+                    break
+                end_s = next((end_s for end_s, index in on_lane if values[index].released <= slot), math.inf)
+                if end_s == math.inf:
+                    break
+                self.stall_s += timeline.wait(moment_s, end_s)
+                now_s = end_s
             levels[point] -= gone_bytes
-        self.leaving = leaving
-        if leaving:
-            self._free_s = leaving[-1][0]
+        self.leaving = [*(index for _, index in copied), *(index for _, index in on_lane)]
+        self._free_s = timeline.free_s(Lane.OUT)
 
     def _replay_all(self, asked: list[int]) -> None:
         """Let all that was dropped be made again, in the order of requests.
@@ -258,18 +265,11 @@ class _Run:
                 and not values[index].is_anchor
                 and not is_there[values[index].value]
             )
-            stays: list[int] = []
-            same_bytes, beside_bytes = held.num_bytes, asked[point] + levels[point] - static[point]
-            for use, index in found:
-                num_bytes = values[index].num_bytes
-                if use == slot:
-                    same_bytes += num_bytes
-                else:
-                    later = problem.point_of(use)
-                    if max(levels[point:later]) + num_bytes > limit_bytes:
-                        continue
-                    levels[point:later] = [level + num_bytes for level in levels[point:later]]
-                stays.append(index)
+            beside_bytes = asked[point] + levels[point] - static[point]
+            at_once = [index for use, index in found if use == slot]
+            later = [(problem.point_of(use), index) for use, index in found if use > slot]
+            stays = [*at_once, *self._fitting(levels, point, later)]
+            same_bytes = held.num_bytes + sum(values[index].num_bytes for index in at_once)
             peak = self._peak_of(ordered, held.value, stays) + beside_bytes - same_bytes
             until.update((values[index].value, values[index].freed) for index in stays)
             peaks[point] = max(peaks.get(point, 0), peak)
@@ -286,38 +286,72 @@ class _Run:
 
     def _staying(self) -> list[int]:
         """Return what has not been let go by the first request, and need not be."""
-        levels, back, found = self.levels, self.back, list[int]()
-        room = list(levels)
-        for index in sorted((index for _, index in self.leaving), key=lambda index: (self.need[index], index)):
-            need, num_bytes = self.need[index], self.values[index].num_bytes
-            if need <= back or max(room[back:need]) + num_bytes <= self.limit_bytes:
-                room[back:need] = [level + num_bytes for level in room[back:need]]
-                found.append(index)
-        return found
+        return self._fitting(list(self.levels), self.back, sorted((self.need[index], index) for index in self.leaving))
+
+    def _fitting(self, levels: list[int], begin: int, wanted: Sequence[tuple[int, int]]) -> list[int]:
+        """Add to levels those values that fit from a point on up to another, the one that ends first first; return them.
+
+        Args:
+            levels: bytes at each point.
+            begin: the point.
+            wanted: for each value the other point and its place in `Problem.values`, in that order.
+        """
+        fitting: list[tuple[int, int]] = []
+        reached, most = begin, 0
+        smallest = min((self.values[index].num_bytes for _, index in wanted), default=0)
+        for end, index in wanted:
+            if end > reached:
+                most, reached = max(most, max(levels[reached:end])), end
+            if most + smallest > self.limit_bytes:
+                break
+            num_bytes = self.values[index].num_bytes
+            if most + num_bytes <= self.limit_bytes:
+                most += num_bytes
+                fitting.append((end, index))
+        added = sum(self.values[index].num_bytes for _, index in fitting)
+        reached = begin
+        for end, index in fitting:
+            if end > reached:
+                levels[reached:end] = [level + added for level in levels[reached:end]]
+                reached = end
+            added -= self.values[index].num_bytes
+        return [index for _, index in fitting]
 
     def _fetch(self) -> None:
         """Let all that has left come back, each as early as there is room all along."""
-        levels, values, limit_bytes = self.levels, self.values, self.limit_bytes
-        previous = self.back
-        point_of = self.problem.point_of
-        for index in sorted(self.need, key=lambda index: (self.need[index], -values[index].saved, index)):
+        levels, values, limit_bytes, point_of = self.levels, self.values, self.limit_bytes, self.problem.point_of
+        previous, fetched_bytes, gone_bytes, done = self.back, 0, 0, self.back
+        order = sorted(self.need, key=lambda index: (self.need[index], -values[index].saved, index))
+        ends = [self.need[index] for index in order]
+        added = Levels(len(levels))
+        # What was fetched for earlier needs is there up to these. So the level of a point, less the bytes needed by then, plus all
+        # that was fetched, is what is there, and the last point without room is on a stack of those that no later one tops.
+        stack: list[int] = []
+        tops: list[int] = []
+        position = 0
+        for index in order:
             need, num_bytes = self.need[index], values[index].num_bytes
-            fetch = max(need, previous)
-            room_bytes = limit_bytes - num_bytes
-            while fetch > previous:
-                start = max(previous, fetch - 64)
-                if max(levels[start:fetch]) <= room_bytes:
-                    fetch = start
-                    continue
-                while levels[fetch - 1] <= room_bytes:
-                    fetch -= 1
-                break
-            if fetch < need:
-                levels[fetch:need] = [level + num_bytes for level in levels[fetch:need]]
+            while done < need:
+                while position < len(ends) and ends[position] <= done:
+                    gone_bytes += values[order[position]].num_bytes
+                    position += 1
+                top = levels[done] - gone_bytes
+                while tops and tops[-1] <= top:
+                    tops.pop()
+                    stack.pop()
+                tops.append(top)
+                stack.append(done)
+                done += 1
+            room_bytes = limit_bytes - num_bytes - fetched_bytes
+            place = bisect_left(tops, -room_bytes, key=lambda top: -top)  # the tops fall: those before are above
+            fetch = min(max(previous, stack[place - 1] + 1 if place else previous), max(need, previous))
+            fetched_bytes += num_bytes
+            previous = fetch
             fetch = min(fetch, need)
-            previous = max(previous, fetch)
+            added.add(fetch, need, num_bytes)
             copy = point_of(values[index].saved)
             self.moves.append(Move(index=index, copy=copy, let_go=self.let_go.get(index, self.back), fetch=fetch, need=need))
+        self.levels = list(map(add, levels, added.each()))
 
     def outcome(self) -> Simulated:
         """Return what the step takes, with the clock of its backward."""
@@ -363,7 +397,7 @@ class _Run:
         replays_s: dict[int, float] = {}
         for replay in self.replays:
             replays_s[replay.point] = replays_s.get(replay.point, 0.0) + sum(op_s[op] for op in replay.ops)
-        if self.leaving and self.back < len(points):
+        if self.leaving and self.back < len(points):  # what was not let go by now is at the first request
             self.stall_s += timeline.wait(starts_s[points[self.back]], self._free_s)
         there_s: dict[int, float] = {}
         for point in range(self.back, len(points)):
