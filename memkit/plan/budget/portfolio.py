@@ -26,10 +26,10 @@ _MILD = 1.08
 _FINER = 1.5
 """Into how many segments a step is cut: from two on by this factor."""
 _MOST_PARTS = 32
-_SIMULATED_ALONE = 150
-_SIMULATED = 250
+_SIMULATED_ALONE = 120
+_SIMULATED = 200
 """So many plans are simulated, about, with one mechanism and with both."""
-_LARGE = 300
+_LARGE = 220
 """Of steps with more values fewer plans are simulated, about in inverse proportion."""
 _FEWEST = 24
 _NUM_LEAST = 2

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from memkit.plan.budget.problem import Problem
 
 
+_EVERYTHING = 2**62
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
     """One value that leaves and comes back. All its moments are points of the problem."""
@@ -90,7 +93,7 @@ class Simulated:
         return sum(len(replay.ops) for replay in self.replays)
 
 
-def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int) -> Simulated:
+def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int, *, most_replayed_s: float = math.inf) -> Simulated:
     """Return what a step takes under one action for each value.
 
     Copies leave in the order of saves. They are let go once they are over, and sooner, so that compute waits for them, where
@@ -101,10 +104,14 @@ def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int) -> 
         problem: the step.
         actions: for each of `Problem.values` one of its choices.
         budget_bytes: what the step may take, with the base. A step that takes more is told as it is.
+        most_replayed_s: a step whose replays take longer is not looked at any further: it takes for ever, and everything.
     """
     while True:
         run = _Run(problem, actions, budget_bytes - problem.base_bytes)
+        run.most_replayed_s = most_replayed_s
         stays = run.memory()
+        if run.most_replayed_s < 0:
+            return run.given_up()
         if not stays:
             return run.outcome()
         changed = list(actions)
@@ -123,6 +130,8 @@ class _Run:
         self.timeline = Timeline()
         self.unread = set[int]()
         self.stall_s = 0.0
+        self.most_replayed_s = math.inf
+        """What replays may still take; below 0 the walk was given up."""
         self.moves: list[Move] = []
         self.replays: list[Replay] = []
         self.let_go: dict[int, int] = {}
@@ -153,6 +162,8 @@ class _Run:
         self.levels = [max(slots[begin:end]) for begin, end in zip(points, ends, strict=True)]
         self._forward()
         self._replay_all([problem.request_bytes[slot] + occupied[slot] for slot in points])
+        if self.most_replayed_s < 0:
+            return []
         self.beside_fetches = tuple(self.levels)
         staying = self._staying()
         if not staying:
@@ -256,6 +267,9 @@ class _Run:
                     if not is_there[source] and until.get(source, -1) <= slot:
                         pending.append(maker[source])
             ordered = sorted(ops)
+            self.most_replayed_s -= sum(problem.op_s[op] for op in ordered)
+            if self.most_replayed_s < 0:
+                return
             until[value] = held.freed
             found = sorted(
                 (values[index].use, index)
@@ -374,6 +388,24 @@ class _Run:
             replays=tuple(self.replays),
             held_until=self.last_read,
             levels=self.beside_fetches,
+        )
+
+    def given_up(self) -> Simulated:
+        """Return what stands for a step that was not looked at to its end."""
+        return Simulated(
+            actions=tuple(self.actions),
+            seconds=math.inf,
+            peak_bytes=_EVERYTHING,
+            over_bytes=_EVERYTHING,
+            excess_bytes=_EVERYTHING,
+            worst_slot=0,
+            replayed_s=math.inf,
+            stall_s=0.0,
+            moved_bytes=0,
+            moves=(),
+            replays=(),
+            held_until={},
+            levels=tuple(self.levels),
         )
 
     def _slot_of(self, point: int) -> int:
