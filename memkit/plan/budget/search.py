@@ -28,6 +28,10 @@ _AT_ONCE = 0.6
 _FEW_BYTES = 256 * 2**20
 """Of no more than so much all is dropped at once."""
 _MOST_ROUNDS = 80
+_SLACK = 3.0
+_LITTLE = 0.5
+"""Once a plan fits, nor are those whose replays take so many times longer than what it costs, and this share of the plain step:
+less dear ones may yet be improved."""
 _MOST_REPLAYED = 4.0
 """Plans whose replays take longer than so many plain steps are not looked at."""
 _MOST_STALE = 5
@@ -64,7 +68,8 @@ class Search:
         """Simulate a step, and remember it if it is the best so far."""
         most_s = _MOST_REPLAYED * self.problem.plain_s
         if not self.best.over_bytes:
-            most_s = min(most_s, self.best.seconds - self.problem.plain_s + 1e-9)
+            beside_s = self.best.seconds - self.problem.plain_s
+            most_s = min(most_s, max(_SLACK * beside_s, _LITTLE * self.problem.plain_s))
         found = simulate(self.problem, actions, self.budget_bytes, most_replayed_s=most_s)
         self.num_simulated += 1
         self.consider(found)

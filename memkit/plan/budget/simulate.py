@@ -247,7 +247,7 @@ class _Run:
         """
         problem, values, lineage = self.problem, self.values, self.problem.lineage
         levels, static = self.levels, list(self.levels)
-        is_there, index_of, limit_bytes = self._is_there, problem.index, self.limit_bytes
+        is_there, index_of = self._is_there, problem.index
         maker, ins, outs = lineage.maker, lineage.ins, lineage.outs
         until: dict[int, int] = {}
         peaks: dict[int, int] = {}
@@ -338,8 +338,10 @@ class _Run:
         order = sorted(self.need, key=lambda index: (self.need[index], -values[index].saved, index))
         ends = [self.need[index] for index in order]
         added = Levels(len(levels))
-        # What was fetched for earlier needs is there up to these. So the level of a point, less the bytes needed by then, plus all
-        # that was fetched, is what is there, and the last point without room is on a stack of those that no later one tops.
+        # What was fetched for earlier needs is there up to these. So the level of a point, less the bytes needed by then,
+        # plus all
+        # that was fetched, is what is there, and
+        # the last point without room is on a stack of those that no later one tops.
         stack: list[int] = []
         tops: list[int] = []
         position = 0
