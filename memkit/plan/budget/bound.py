@@ -124,15 +124,15 @@ class _Program:
                 self.rows.append(({self.drops[index]: 1.0, ops[made_by]: -1.0}, 0.0))
         for op, column in ops.items():
             for source in set(lineage.ins[op]):
-                maker, index = lineage.maker[source], problem.index.get(source)
+                maker, place = lineage.maker[source], problem.index.get(source)
                 if maker == NO_OP:
                     continue
                 row: Row = {column: 1.0}
                 _put(row, ops[maker], -1.0)
-                if index is None:
+                if place is None:
                     self.rows.append((row, 0.0))
                 else:
-                    _put(row, self.drops[index], 1.0)  # runs again at least as far as dropped and read: both - 1
+                    _put(row, self.drops[place], 1.0)  # runs again at least as far as dropped and read: both - 1
                     self.rows.append((row, 1.0))
         total: Row = {column: 1e3 * problem.op_s[op] for op, column in ops.items()}
         for late in self.late[self.turn :]:

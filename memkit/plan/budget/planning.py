@@ -175,8 +175,8 @@ class JointPlanner:
         return BudgetInfeasible(
             f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest that a plan was found for is "
             f"{format_bytes(least.peak_bytes)}, and none takes less than {format_bytes(floor_bytes(problem))}. "
-            f"Most is there in {where}: {format_bytes(working)} of gradients and temporaries, {format_bytes(held)} of saved values and what is "
-            f"made again, {format_bytes(problem.base_bytes)} that is there all along",
+            f"Most is there in {where}: {format_bytes(working)} of gradients and temporaries, {format_bytes(held)} of saved "
+            f"values and what is made again, {format_bytes(problem.base_bytes)} that is there all along",
             least.peak_bytes,
         )
 

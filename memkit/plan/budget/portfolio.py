@@ -26,10 +26,10 @@ _MILD = 1.08
 _FINER = 1.5
 """Into how many segments a step is cut: from two on by this factor."""
 _MOST_PARTS = 32
-_SIMULATED_ALONE = 150
-_SIMULATED = 250
+_SIMULATED_ALONE = 90
+_SIMULATED = 150
 """So many plans are simulated, about, with one mechanism and with both."""
-_LARGE = 300
+_LARGE = 220
 """Of steps with more values fewer plans are simulated, about in inverse proportion."""
 _FEWEST = 24
 _NUM_LEAST = 2
@@ -120,7 +120,11 @@ def _grow_all(search: Search) -> None:
         -1.0 if held.is_anchor else price for held, price in zip(problem.values, search.prices(costs, plain), strict=True)
     ]
     for share in _SHARES:
+        if search.is_spent:
+            return
         search.grow(search.fill_link(plain, prices, share=share))
+    if search.is_spent:
+        return
     search.grow(plain)
     anchors = [
         index for index, held in enumerate(problem.values) if held.is_anchor and search.best.actions[index] is not _RECOMPUTE

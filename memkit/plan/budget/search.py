@@ -28,6 +28,12 @@ _AT_ONCE = 0.6
 _FEW_BYTES = 256 * 2**20
 """Of no more than so much all is dropped at once."""
 _MOST_ROUNDS = 80
+_SLACK = 3.0
+_LITTLE = 0.5
+"""Once a plan fits, nor are those whose replays take so many times longer than what it costs, and this share of the plain step:
+less dear ones may yet be improved."""
+_MOST_REPLAYED = 4.0
+"""Plans whose replays take longer than so many plain steps are not looked at."""
 _MOST_STALE = 5
 """So many rounds in a row may bring nothing."""
 
@@ -60,7 +66,11 @@ class Search:
 
     def simulate(self, actions: Sequence[Action]) -> Simulated:
         """Simulate a step, and remember it if it is the best so far."""
-        found = simulate(self.problem, actions, self.budget_bytes)
+        most_s = _MOST_REPLAYED * self.problem.plain_s
+        if not self.best.over_bytes:
+            beside_s = self.best.seconds - self.problem.plain_s
+            most_s = min(most_s, max(_SLACK * beside_s, _LITTLE * self.problem.plain_s))
+        found = simulate(self.problem, actions, self.budget_bytes, most_replayed_s=most_s)
         self.num_simulated += 1
         self.consider(found)
         return found
@@ -139,6 +149,8 @@ class Search:
             found = self.simulate(current)
             if not found.over_bytes:
                 return found
+            if found.seconds == math.inf:
+                return None  # replays take longer than what was found, and more is still to be dropped
             stale, least = (stale + 1, least) if found.excess_bytes >= least else (0, found.excess_bytes)
             if stale > _MOST_STALE or not self.allows_recompute:
                 break

@@ -7,8 +7,12 @@ bytes.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from operator import add
 from typing import TYPE_CHECKING
 
@@ -19,6 +23,9 @@ from memkit.plan.timeline import Lane, Levels, Timeline
 
 if TYPE_CHECKING:
     from memkit.plan.budget.problem import Problem
+
+
+_EVERYTHING = 2**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +93,7 @@ class Simulated:
         return sum(len(replay.ops) for replay in self.replays)
 
 
-def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int) -> Simulated:
+def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int, *, most_replayed_s: float = math.inf) -> Simulated:
     """Return what a step takes under one action for each value.
 
     Copies leave in the order of saves. They are let go once they are over, and sooner, so that compute waits for them, where
@@ -97,10 +104,14 @@ def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int) -> 
         problem: the step.
         actions: for each of `Problem.values` one of its choices.
         budget_bytes: what the step may take, with the base. A step that takes more is told as it is.
+        most_replayed_s: a step whose replays take longer is not looked at any further: it takes for ever, and everything.
     """
     while True:
         run = _Run(problem, actions, budget_bytes - problem.base_bytes)
+        run.most_replayed_s = most_replayed_s
         stays = run.memory()
+        if run.most_replayed_s < 0:
+            return run.given_up()
         if not stays:
             return run.outcome()
         changed = list(actions)
@@ -119,6 +130,8 @@ class _Run:
         self.timeline = Timeline()
         self.unread = set[int]()
         self.stall_s = 0.0
+        self.most_replayed_s = math.inf
+        """What replays may still take; below 0 the walk was given up."""
         self.moves: list[Move] = []
         self.replays: list[Replay] = []
         self.let_go: dict[int, int] = {}
@@ -149,6 +162,8 @@ class _Run:
         self.levels = [max(slots[begin:end]) for begin, end in zip(points, ends, strict=True)]
         self._forward()
         self._replay_all([problem.request_bytes[slot] + occupied[slot] for slot in points])
+        if self.most_replayed_s < 0:
+            return []
         self.beside_fetches = tuple(self.levels)
         staying = self._staying()
         if not staying:
@@ -194,7 +209,9 @@ class _Run:
         copied_at: dict[int, list[int]] = {}
         for index in self.need:
             copied_at.setdefault(values[index].saved, []).append(index)
-        leaving: list[tuple[float, int]] = []
+        on_lane: deque[tuple[float, int]] = deque()
+        copied: list[tuple[int, int]] = []
+        """What is copied and was still held by others: from which slot on it is not."""
         gone_bytes = 0
         for point in range(self.back):
             slot = points[point]
@@ -202,24 +219,25 @@ class _Run:
             now_s = timeline.now_s(moment_s)
             for index in copied_at.get(slot, ()):
                 copy_s = values[index].num_bytes / gpu.d2h_bytes_per_s
-                leaving.append((timeline.issue(Lane.OUT, copy_s, after_s=now_s, latency_s=gpu.copy_latency_s), index))
-            if leaving:
-                level = levels[point] - gone_bytes
-                rest: list[tuple[float, int]] = []
-                for end_s, index in leaving:
-                    held = values[index]
-                    if held.released <= slot and (end_s <= timeline.now_s(moment_s) or level > limit_bytes):
-                        self.stall_s += timeline.wait(moment_s, end_s)
-                        self.let_go[index] = point
-                        gone_bytes += held.num_bytes
-                        level -= held.num_bytes
-                    else:
-                        rest.append((end_s, index))
-                leaving = rest
+                on_lane.append((timeline.issue(Lane.OUT, copy_s, after_s=now_s, latency_s=gpu.copy_latency_s), index))
+            while True:
+                while on_lane and on_lane[0][0] <= now_s:
+                    index = on_lane.popleft()[1]
+                    heappush(copied, (values[index].released, index))
+                while copied and copied[0][0] <= slot:
+                    index = heappop(copied)[1]
+                    self.let_go[index] = point
+                    gone_bytes += values[index].num_bytes
+                if levels[point] - gone_bytes <= limit_bytes:
+                    break
+                end_s = next((end_s for end_s, index in on_lane if values[index].released <= slot), math.inf)
+                if end_s == math.inf:
+                    break
+                self.stall_s += timeline.wait(moment_s, end_s)
+                now_s = end_s
             levels[point] -= gone_bytes
-        self.leaving = leaving
-        if leaving:
-            self._free_s = leaving[-1][0]
+        self.leaving = [*(index for _, index in copied), *(index for _, index in on_lane)]
+        self._free_s = timeline.free_s(Lane.OUT)
 
     def _replay_all(self, asked: list[int]) -> None:
         """Let all that was dropped be made again, in the order of requests.
@@ -229,7 +247,7 @@ class _Run:
         """
         problem, values, lineage = self.problem, self.values, self.problem.lineage
         levels, static = self.levels, list(self.levels)
-        is_there, index_of, limit_bytes = self._is_there, problem.index, self.limit_bytes
+        is_there, index_of = self._is_there, problem.index
         maker, ins, outs = lineage.maker, lineage.ins, lineage.outs
         until: dict[int, int] = {}
         peaks: dict[int, int] = {}
@@ -249,6 +267,9 @@ class _Run:
                     if not is_there[source] and until.get(source, -1) <= slot:
                         pending.append(maker[source])
             ordered = sorted(ops)
+            self.most_replayed_s -= sum(problem.op_s[op] for op in ordered)
+            if self.most_replayed_s < 0:
+                return
             until[value] = held.freed
             found = sorted(
                 (values[index].use, index)
@@ -258,18 +279,11 @@ class _Run:
                 and not values[index].is_anchor
                 and not is_there[values[index].value]
             )
-            stays: list[int] = []
-            same_bytes, beside_bytes = held.num_bytes, asked[point] + levels[point] - static[point]
-            for use, index in found:
-                num_bytes = values[index].num_bytes
-                if use == slot:
-                    same_bytes += num_bytes
-                else:
-                    later = problem.point_of(use)
-                    if max(levels[point:later]) + num_bytes > limit_bytes:
-                        continue
-                    levels[point:later] = [level + num_bytes for level in levels[point:later]]
-                stays.append(index)
+            beside_bytes = asked[point] + levels[point] - static[point]
+            at_once = [index for use, index in found if use == slot]
+            later = [(problem.point_of(use), index) for use, index in found if use > slot]
+            stays = [*at_once, *self._fitting(levels, point, later)]
+            same_bytes = held.num_bytes + sum(values[index].num_bytes for index in at_once)
             peak = self._peak_of(ordered, held.value, stays) + beside_bytes - same_bytes
             until.update((values[index].value, values[index].freed) for index in stays)
             peaks[point] = max(peaks.get(point, 0), peak)
@@ -286,38 +300,74 @@ class _Run:
 
     def _staying(self) -> list[int]:
         """Return what has not been let go by the first request, and need not be."""
-        levels, back, found = self.levels, self.back, list[int]()
-        room = list(levels)
-        for index in sorted((index for _, index in self.leaving), key=lambda index: (self.need[index], index)):
-            need, num_bytes = self.need[index], self.values[index].num_bytes
-            if need <= back or max(room[back:need]) + num_bytes <= self.limit_bytes:
-                room[back:need] = [level + num_bytes for level in room[back:need]]
-                found.append(index)
-        return found
+        return self._fitting(list(self.levels), self.back, sorted((self.need[index], index) for index in self.leaving))
+
+    def _fitting(self, levels: list[int], begin: int, wanted: Sequence[tuple[int, int]]) -> list[int]:
+        """Add to levels those values that fit from a point on up to another, the one that ends first first; return them.
+
+        Args:
+            levels: bytes at each point.
+            begin: the point.
+            wanted: for each value the other point and its place in `Problem.values`, in that order.
+        """
+        fitting: list[tuple[int, int]] = []
+        reached, most = begin, 0
+        smallest = min((self.values[index].num_bytes for _, index in wanted), default=0)
+        for end, index in wanted:
+            if end > reached:
+                most, reached = max(most, max(levels[reached:end])), end
+            if most + smallest > self.limit_bytes:
+                break
+            num_bytes = self.values[index].num_bytes
+            if most + num_bytes <= self.limit_bytes:
+                most += num_bytes
+                fitting.append((end, index))
+        added = sum(self.values[index].num_bytes for _, index in fitting)
+        reached = begin
+        for end, index in fitting:
+            if end > reached:
+                levels[reached:end] = [level + added for level in levels[reached:end]]
+                reached = end
+            added -= self.values[index].num_bytes
+        return [index for _, index in fitting]
 
     def _fetch(self) -> None:
         """Let all that has left come back, each as early as there is room all along."""
-        levels, values, limit_bytes = self.levels, self.values, self.limit_bytes
-        previous = self.back
-        point_of = self.problem.point_of
-        for index in sorted(self.need, key=lambda index: (self.need[index], -values[index].saved, index)):
+        levels, values, limit_bytes, point_of = self.levels, self.values, self.limit_bytes, self.problem.point_of
+        previous, fetched_bytes, gone_bytes, done = self.back, 0, 0, self.back
+        order = sorted(self.need, key=lambda index: (self.need[index], -values[index].saved, index))
+        ends = [self.need[index] for index in order]
+        added = Levels(len(levels))
+        # What was fetched for earlier needs is there up to these. So the level of a point, less the bytes needed by then,
+        # plus all
+        # that was fetched, is what is there, and
+        # the last point without room is on a stack of those that no later one tops.
+        stack: list[int] = []
+        tops: list[int] = []
+        position = 0
+        for index in order:
             need, num_bytes = self.need[index], values[index].num_bytes
-            fetch = max(need, previous)
-            room_bytes = limit_bytes - num_bytes
-            while fetch > previous:
-                start = max(previous, fetch - 64)
-                if max(levels[start:fetch]) <= room_bytes:
-                    fetch = start
-                    continue
-                while levels[fetch - 1] <= room_bytes:
-                    fetch -= 1
-                break
-            if fetch < need:
-                levels[fetch:need] = [level + num_bytes for level in levels[fetch:need]]
+            while done < need:
+                while position < len(ends) and ends[position] <= done:
+                    gone_bytes += values[order[position]].num_bytes
+                    position += 1
+                top = levels[done] - gone_bytes
+                while tops and tops[-1] <= top:
+                    tops.pop()
+                    stack.pop()
+                tops.append(top)
+                stack.append(done)
+                done += 1
+            room_bytes = limit_bytes - num_bytes - fetched_bytes
+            place = bisect_left(tops, -room_bytes, key=lambda top: -top)  # the tops fall: those before are above
+            fetch = min(max(previous, stack[place - 1] + 1 if place else previous), max(need, previous))
+            fetched_bytes += num_bytes
+            previous = fetch
             fetch = min(fetch, need)
-            previous = max(previous, fetch)
+            added.add(fetch, need, num_bytes)
             copy = point_of(values[index].saved)
             self.moves.append(Move(index=index, copy=copy, let_go=self.let_go.get(index, self.back), fetch=fetch, need=need))
+        self.levels = list(map(add, levels, added.each()))
 
     def outcome(self) -> Simulated:
         """Return what the step takes, with the clock of its backward."""
@@ -342,6 +392,24 @@ class _Run:
             levels=self.beside_fetches,
         )
 
+    def given_up(self) -> Simulated:
+        """Return what stands for a step that was not looked at to its end."""
+        return Simulated(
+            actions=tuple(self.actions),
+            seconds=math.inf,
+            peak_bytes=_EVERYTHING,
+            over_bytes=_EVERYTHING,
+            excess_bytes=_EVERYTHING,
+            worst_slot=0,
+            replayed_s=math.inf,
+            stall_s=0.0,
+            moved_bytes=0,
+            moves=(),
+            replays=(),
+            held_until={},
+            levels=tuple(self.levels),
+        )
+
     def _slot_of(self, point: int) -> int:
         """Return the slot of a point and up to the next at which most is there."""
         points, slots = self.problem.points, self.slots
@@ -363,7 +431,7 @@ class _Run:
         replays_s: dict[int, float] = {}
         for replay in self.replays:
             replays_s[replay.point] = replays_s.get(replay.point, 0.0) + sum(op_s[op] for op in replay.ops)
-        if self.leaving and self.back < len(points):
+        if self.leaving and self.back < len(points):  # what was not let go by now is at the first request
             self.stall_s += timeline.wait(starts_s[points[self.back]], self._free_s)
         there_s: dict[int, float] = {}
         for point in range(self.back, len(points)):
