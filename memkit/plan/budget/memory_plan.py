@@ -26,7 +26,11 @@ NEVER = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedValue:
-    """What is to happen to one value. Its moments are ordinals: of saves before the backward, of its requests after."""
+    """What is to happen to one value.
+
+    Its moments are ordinals, of saves in the forward and of requests in the backward: of several saves with no op between them
+    the last, of several such requests the first.
+    """
 
     value: int
     """Its number in the lineage of the step."""
@@ -47,7 +51,7 @@ class PlannedValue:
     """The save at which compute waits for that copy and the device forgets the value; the number of saves for the first
     request."""
     fetch_at: int = NEVER
-    """The request at which its copy back begins."""
+    """The request at which its copy back begins. Of those that begin at one request, what is needed first goes first."""
     needed_at: int = NEVER
     """The request at which compute waits for that one: its own, or that of the first replay that reads it."""
     held_until: int = NEVER
@@ -61,6 +65,7 @@ class PlannedReplay:
     """What one request lets run again."""
 
     request: int
+    """That for the value, or the first of several with no op between them: all their replays run before it is answered."""
     value: int
     ops: tuple[int, ...]
     """Of the lineage of the step, in this order."""
@@ -132,7 +137,8 @@ class MemoryPlan:
     predicted_peak_bytes: int
     plain_peak_bytes: int
     min_budget_bytes: int
-    """The least budget that a plan was found for; not the least that there is."""
+    """The least budget for which a plan is found: below it `BudgetInfeasible` is raised. Not the least that there is: a plan for
+    more may happen to take a little less."""
     replayed_s: float
     stall_s: float
     """What compute waits for copies."""

@@ -100,7 +100,7 @@ class JointPlanner:
             plain_s=problem.plain_s,
             predicted_peak_bytes=found.peak_bytes,
             plain_peak_bytes=problem.plain_peak_bytes,
-            min_budget_bytes=min(self.least().peak_bytes, found.peak_bytes),
+            min_budget_bytes=self.least().peak_bytes,
             replayed_s=found.replayed_s,
             stall_s=found.stall_s,
             moved_bytes=found.moved_bytes,

@@ -77,6 +77,19 @@ def test_least_budget_is_near_the_least_there_is(seed: int) -> None:
     assert plan_budget_jointly(problem, found).predicted_peak_bytes <= found
 
 
+def test_plan_of_fewer_bytes_than_the_least_budget_does_not_claim_them_as_a_budget() -> None:
+    problem = problem_of(33)
+    least = least_budget(problem)
+
+    plan = plan_budget_jointly(problem, round(0.5 * problem.plain_peak_bytes))
+
+    assert plan.predicted_peak_bytes < least  # or this test is about nothing
+    assert plan.min_budget_bytes == least
+    assert plan_budget_jointly(problem, plan.min_budget_bytes).min_budget_bytes == least
+    with pytest.raises(BudgetInfeasible):
+        plan_budget_jointly(problem, plan.min_budget_bytes - 1)
+
+
 def check_never_worse(seed: int) -> None:
     problem = problem_of(seed)
     budget_bytes = round(SHARES[seed % 4] * problem.plain_peak_bytes)
