@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _TOLERANCE = 1e-6
 """The solver may miss its rows by about so much: the bound is lower by this share."""
+_INFEASIBLE = 2
+"""What `scipy.optimize.linprog` calls a program that nothing satisfies; 1, 3 and 4 are failures."""
 
 Row = dict[int, float]
 
 
 def why_no_bound() -> str:
     """Return what to say where there is no bound, "" where there is one."""
-    if find_spec("scipy") is None:
+    found = find_spec("scipy")
+    if found is None or found.origin is None:  # a folder of that name is no package
         return "no lower bound: it needs scipy (pip install torch-memkit[bound])"
     return ""
 
@@ -38,7 +41,7 @@ def bound_s(
     problem: Problem, budget_bytes: int, *, allowed: Collection[Action] = frozenset({Action.OFFLOAD, Action.RECOMPUTE})
 ) -> float | None:
     """Return the seconds that no plan of a step under a budget can beat; infinity where none keeps to it, and None without
-    scipy (see `why_no_bound`).
+    scipy (see `why_no_bound`) or where its solver gives up.
 
     Args:
         problem: the step.
@@ -48,7 +51,7 @@ def bound_s(
     if why_no_bound():
         return None
     found_s = _Program(problem, budget_bytes - problem.base_bytes, frozenset(allowed)).solve()
-    return found_s if found_s == math.inf else max(problem.plain_s, found_s * (1 - _TOLERANCE))
+    return found_s if found_s is None or found_s == math.inf else max(problem.plain_s, found_s * (1 - _TOLERANCE))
 
 
 def first_needs(problem: Problem) -> dict[int, int]:
@@ -208,8 +211,8 @@ class _Program:
             if needed_mib > 0:
                 self.rows.append(({dropped[slot]: -1.0, alone[slot]: -1.0}, -needed_mib))
 
-    def solve(self) -> float:
-        """Return the least seconds."""
+    def solve(self) -> float | None:
+        """Return the least seconds; None where the solver does not find them."""
         from scipy.optimize import linprog
 
         found: Any = linprog(  # scipy is not typed
@@ -221,7 +224,9 @@ class _Program:
             bounds=[(0.0, None if most == math.inf else most) for most in self.upper],
             method="highs",
         )
-        return self.problem.plain_s + float(found.fun) / 1e3 if found.status == 0 else math.inf
+        if found.status == _INFEASIBLE:
+            return math.inf
+        return self.problem.plain_s + float(found.fun) / 1e3 if found.status == 0 else None
 
 
 def _put(row: Row, column: int, share: float) -> None:

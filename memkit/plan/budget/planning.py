@@ -110,7 +110,7 @@ class JointPlanner:
             values=values,
             replays=replays,
             bound_s=least_s,
-            notes=(why_no_bound(),) if with_bound and least_s is None else (),
+            notes=(why_no_bound() or "no lower bound: its solver gave up",) if with_bound and least_s is None else (),
         )
 
     def _planned(
