@@ -98,10 +98,9 @@ class GpuSpec:
             ReportFormatError: it is no spec, a field of it is missing or wrong, or it was written by a newer memkit.
             OSError: the file cannot be read.
         """
-        text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8")
         where = "this text" if isinstance(source, str) else f"'{os.fspath(source)}'"
         try:
-            content = json.loads(text)
+            content = json.loads(source if isinstance(source, str) else Path(source).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ReportFormatError(f"{where} is not the spec of a GPU: it is not JSON ({error}). {_ASK}") from error
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:

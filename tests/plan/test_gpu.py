@@ -109,6 +109,14 @@ def test_specs_are_read_from_files(tmp_path: Path) -> None:
     assert find_gpu(SPEC) is SPEC
 
 
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(b"\xff\xfe\x00")
+
+    with pytest.raises(ReportFormatError, match=r"mine\.json' is not the spec of a GPU: it is not JSON"):
+        find_gpu(path)
+
+
 def test_a_file_that_is_not_there_is_told() -> None:
     with pytest.raises(FileNotFoundError, match=r"no_such\.json"):
         find_gpu("no_such.json")

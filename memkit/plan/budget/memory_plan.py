@@ -137,8 +137,8 @@ class MemoryPlan:
     predicted_peak_bytes: int
     plain_peak_bytes: int
     min_budget_bytes: int
-    """The least budget for which a plan is found: below it `BudgetInfeasible` is raised. Not the least that there is: a plan for
-    more may happen to take a little less."""
+    """The least budget for which a plan is found: below it `BudgetInfeasible` is raised. Not the least that there is: a plan
+    for a larger one may happen to take a little less."""
     replayed_s: float
     stall_s: float
     """What compute waits for copies."""
@@ -271,11 +271,10 @@ class MemoryPlan:
             PlanFormatError: it is no memory plan, or it was written by a newer memkit.
             OSError: the file cannot be read.
         """
-        text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8")
         where = "this text" if isinstance(source, str) else f"'{os.fspath(source)}'"
         try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
+            content = json.loads(source if isinstance(source, str) else Path(source).read_text(encoding="utf-8"))
+        except ValueError as error:
             raise PlanFormatError(
                 f"{where} is not a memkit plan: it is not JSON ({error}). To read a file, pass a pathlib.Path"
             ) from error
@@ -300,6 +299,11 @@ def _plan_from(content: dict[str, Any]) -> MemoryPlan:
     """Return the plan that JSON tells. Any: JSON."""
     known = {entry.name for entry in fields(MemoryPlan)}
     plain = {name: content[name] for name in known & content.keys() - {"step", "values", "replays", "notes"}}
+    for name, value in plain.items():
+        if name.endswith("_bytes") and type(value) is not int:
+            raise TypeError(f"{name} must be a whole number; found {value!r}")
+        if name.endswith("_s") and type(value) not in (int, float) and (name, value) != ("bound_s", None):
+            raise TypeError(f"{name} must be a number; found {value!r}")
     step = dict(content["step"])
     step["saves"] = tuple((int(value), int(num_bytes)) for value, num_bytes in step["saves"])
     step["uses"] = tuple(step["uses"])

@@ -4,7 +4,10 @@ import itertools
 import json
 import math
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +25,7 @@ from memkit.plan.budget import (
     plan_budget_jointly,
     plan_budgets,
     simulate,
+    why_no_bound,
     with_action,
 )
 from tests.plan.budget.steps import MIB, gpu, layers, random_trace
@@ -161,6 +165,23 @@ def test_bound_is_none_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "it needs scipy (pip install torch-memkit[bound])" in plan.explain()
 
 
+def test_folder_called_scipy_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "scipy").mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.setattr("sys.modules", {name: module for name, module in sys.modules.items() if name != "scipy"})
+
+    assert why_no_bound().startswith("no lower bound")
+
+
+@pytest.mark.parametrize(("status", "expected"), [(2, math.inf), (4, None)])
+def test_bound_is_none_where_the_solver_fails(monkeypatch: pytest.MonkeyPatch, status: int, expected: float | None) -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    problem = problem_of(0)
+    monkeypatch.setattr(optimize, "linprog", lambda *_, **__: SimpleNamespace(status=status, fun=None))
+
+    assert bound_s(problem, problem.plain_peak_bytes // 2) == expected
+
+
 def test_budget_that_keeps_all_changes_nothing() -> None:
     problem = make_problem(layers(3), gpu())
 
@@ -278,6 +299,30 @@ def test_json_of_something_else_is_refused(change: dict[str, object], message: s
         MemoryPlan.from_json(json.dumps(content | change))
     with pytest.raises(PlanFormatError, match="not JSON"):
         MemoryPlan.from_json("{")
+
+
+def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff\xfe\x00")
+
+    with pytest.raises(PlanFormatError, match=r"plan\.json' is not a memkit plan: it is not JSON"):
+        MemoryPlan.from_json(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("budget_bytes", "12", "budget_bytes must be a whole number; found '12'"),
+        ("predicted_peak_bytes", 1.5, "predicted_peak_bytes must be a whole number; found 1.5"),
+        ("predicted_s", None, "predicted_s must be a number; found None"),
+    ],
+)
+def test_json_of_a_plan_with_other_figures_is_refused(name: str, value: object, message: str) -> None:
+    problem = make_problem(layers(2), gpu())
+    content = json.loads(plan_budget_jointly(problem, problem.plain_peak_bytes).to_json())
+
+    with pytest.raises(PlanFormatError, match=re.escape(message)):
+        MemoryPlan.from_json(json.dumps(content | {name: value}))
 
 
 def test_plan_of_another_step_names_the_first_difference() -> None:
