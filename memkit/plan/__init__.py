@@ -1,6 +1,15 @@
 """Decide: pure functions from sizes and times to plans. No tensor is touched here."""
 
 from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, limit_of, tell_kept
+from memkit.plan.budget import (
+    JointPlanner,
+    MemoryPlan,
+    Problem,
+    least_budget,
+    make_problem,
+    plan_budget_jointly,
+    plan_budgets,
+)
 from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes, timed_saves
 from memkit.plan.drop_order import drop_order
@@ -36,16 +45,19 @@ __all__ = [
     "Forecast",
     "GrowingLineage",
     "HostCosts",
+    "JointPlanner",
     "Lane",
     "LayerCosts",
     "LayerResidency",
     "Levels",
     "Lineage",
+    "MemoryPlan",
     "ModuleCall",
     "Outcome",
     "Plan",
     "PlannedLayer",
     "PlannedSave",
+    "Problem",
     "RatioSoFar",
     "RegionChoice",
     "RegionPlanner",
@@ -65,10 +77,14 @@ __all__ = [
     "ends_of",
     "find_spans",
     "infeasible",
+    "least_budget",
     "limit_of",
+    "make_problem",
     "plan_again",
     "plan_auto",
     "plan_budget",
+    "plan_budget_jointly",
+    "plan_budgets",
     "plan_ratio",
     "plan_resident",
     "plan_streamed_ratio",
