@@ -206,6 +206,7 @@ def test_a_failed_run_leaves_no_file(capsys: pytest.CaptureFixture[str], tmp_pat
     assert not path.exists()
 
 
+@pytest.mark.full
 def test_reader_that_stops_early_is_no_error() -> None:
     command = f"{sys.executable} -m memkit {' '.join(RESNET)} --full | head -n 1"
 

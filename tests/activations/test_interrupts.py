@@ -336,15 +336,18 @@ def test_what_a_schedule_copies_is_held_before_the_copy_is_issued(feature: str, 
     assert loop.held_bytes() == before
 
 
+@pytest.mark.parametrize("count", MANY_LINES)
 @pytest.mark.parametrize("function", ["keep_up", "start", "end_forward"])
-def test_copies_that_take_turns_are_waited_for_after_an_interrupt(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_take_turns_are_waited_for_after_an_interrupt(
+    function: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Schedule, "takes_turns", property(lambda _: True, lambda *_: None), raising=False)
     loop = Loop(FEATURES["offload all"])
     for _ in range(3):
         loop.step()
     before = loop.held_bytes()
 
-    _check(loop, NUM_LINES, within=function, repeats=True)
+    _check(loop, count, within=function, repeats=True)
 
     assert loop.held_bytes() == before
 

@@ -5,7 +5,8 @@ from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedSte
 from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly, plan_budgets, with_action
 from memkit.plan.budget.portfolio import floor_bytes
 from memkit.plan.budget.problem import HeldValue, Problem, make_problem
-from memkit.plan.budget.simulate import Move, Replay, Simulated, simulate
+from memkit.plan.budget.simulate import simulate
+from memkit.plan.budget.simulated import Move, Replay, Simulated
 
 __all__ = [
     "HeldValue",

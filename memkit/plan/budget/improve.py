@@ -11,7 +11,7 @@ from memkit.plan.budget.replays import ReplayCosts, dropped_of
 
 if TYPE_CHECKING:
     from memkit.plan.budget.search import Search
-    from memkit.plan.budget.simulate import Simulated
+    from memkit.plan.budget.simulated import Simulated
 
 _KEEP, _OFFLOAD, _RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 _LESS_S = 1e-9

@@ -16,7 +16,7 @@ from memkit.sizes import format_bytes
 
 if TYPE_CHECKING:
     from memkit.plan.budget.problem import HeldValue, Problem
-    from memkit.plan.budget.simulate import Move, Simulated
+    from memkit.plan.budget.simulated import Move, Simulated
 
 
 class JointPlanner:

@@ -15,7 +15,7 @@ from memkit.plan.timeline import Levels
 
 if TYPE_CHECKING:
     from memkit.plan.budget.problem import Problem
-    from memkit.plan.budget.simulate import Simulated
+    from memkit.plan.budget.simulated import Simulated
 
 _KEEP, _OFFLOAD, _RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 BOTH = frozenset({_OFFLOAD, _RECOMPUTE})
@@ -26,10 +26,10 @@ _MILD = 1.08
 _FINER = 1.5
 """Into how many segments a step is cut: from two on by this factor."""
 _MOST_PARTS = 32
-_SIMULATED_ALONE = 90
-_SIMULATED = 150
+_SIMULATED_ALONE = 150
+_SIMULATED = 190
 """So many plans are simulated, about, with one mechanism and with both."""
-_LARGE = 220
+_LARGE = 160
 """Of steps with more values fewer plans are simulated, about in inverse proportion."""
 _FEWEST = 24
 _NUM_LEAST = 2

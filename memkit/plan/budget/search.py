@@ -14,7 +14,7 @@ from memkit.plan.lineage import NO_OP
 
 if TYPE_CHECKING:
     from memkit.plan.budget.problem import Problem
-    from memkit.plan.budget.simulate import Simulated
+    from memkit.plan.budget.simulated import Simulated
 
 _KEEP, _OFFLOAD, _RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 _NUM_ANCHORS = 3

@@ -278,6 +278,7 @@ def test_word_of_the_users_has_the_next_steps_recorded(
     assert recorded == [True] * 3 + [False] * 3 + [True] * 3
 
 
+@pytest.mark.full
 def test_verify_and_dtr_and_given_plans_are_recorded(device: Device, remat_on: Remat) -> None:
     model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     for _ in range(2):

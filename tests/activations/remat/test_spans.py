@@ -236,6 +236,7 @@ def test_nothing_is_left_on_the_model(device: Device, remat_on: Remat) -> None:
     compare(model, x, remat_on, "left")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copy_that_is_made_within_runs_as_the_model(
     copied: Callable[[nn.Module], nn.Module], device: Device, remat_on: Remat
@@ -356,6 +357,7 @@ def test_what_is_known_of_a_step_holds_no_module(device: Device, remat_on: Remat
     assert [part() for part in parts] == [None] * len(parts)
 
 
+@pytest.mark.full
 def test_smaller_batch_is_a_deviation_with_the_same_bits(device: Device, remat_on: Remat) -> None:
     model = with_batch_norm().to(device.torch_device)
     recorded = []
@@ -367,6 +369,7 @@ def test_smaller_batch_is_a_deviation_with_the_same_bits(device: Device, remat_o
     assert memkit.stats("smaller").num_deviations == 1
 
 
+@pytest.mark.full
 def test_calls_without_gradients_and_in_checkpoints_are_as_ever(device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
 
@@ -396,6 +399,7 @@ class Fails(nn.GELU):
         return super().forward(x)
 
 
+@pytest.mark.full
 def test_layer_that_raises_leaves_nothing(device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
     fails: list[bool] = []
@@ -437,6 +441,7 @@ def test_offload_outside_is_given_what_spans_are_given(device: Device, remat_on:
     assert spans_in_plan("inside")
 
 
+@pytest.mark.full
 def test_two_forwards_before_their_backwards(device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
 
@@ -566,6 +571,7 @@ def test_spans_of_two_contexts_take_turns() -> None:
     assert "forward" not in vars(model)
 
 
+@pytest.mark.full
 def test_next_step_after_an_interrupt_has_the_bits_of_the_plain_run() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(inplace=True))
     model, x = model.append(nn.Linear(8, 8)), torch.randn(4, 8)

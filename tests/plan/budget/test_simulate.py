@@ -7,7 +7,8 @@ import pytest
 
 from memkit.plan import Action
 from memkit.plan.budget.problem import Problem, make_problem
-from memkit.plan.budget.simulate import Simulated, simulate
+from memkit.plan.budget.simulate import simulate
+from memkit.plan.budget.simulated import Simulated
 from tests.plan.budget import reference
 from tests.plan.budget.steps import MIB, gpu, make_trace, random_trace
 
