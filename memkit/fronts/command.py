@@ -58,12 +58,12 @@ def plan(options: argparse.Namespace) -> None:
     if options.batch_search:
         limit = max(limits) if limits else gpu.memory_bytes
         front = replace(front, batch=_largest_batch(problem, problem_with, limit, options))
+    print(to_text(front), flush=True)  # ahead of files, which may fail
     if options.json is not None:
         contents = {budget_bytes: json.loads(plan.to_json()) for budget_bytes, plan in plans.items()}
         options.json.write_text(front.to_json(contents) + "\n", encoding="utf-8")
     if options.plot is not None:
         draw(front, options.plot)
-    print(to_text(front))
 
 
 def _said_as(option: str, read: Callable[[], T]) -> T:

@@ -76,6 +76,8 @@ class Front:
     least_op: str
     rows: tuple[FrontRow, ...]
     batch: LargestBatch | None = None
+    notes: tuple[str, ...] = ()
+    """What makes the figures unsure."""
 
     def to_json(self, plans: Mapping[int, Any]) -> str:
         """Return all figures, and plans by their budgets in bytes, as JSON."""

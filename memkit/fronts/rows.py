@@ -10,7 +10,7 @@ from memkit.fronts.checkpoints import checkpoint_curve, fewest_that_fit
 from memkit.fronts.front import CheckpointedBlocks, Front, FrontRow
 from memkit.fronts.table import size_text
 from memkit.plan.actions import Action
-from memkit.plan.budget import JointPlanner, MemoryPlan, Problem
+from memkit.plan.budget import JointPlanner, MemoryPlan, Problem, unsure
 
 
 def budgets_between(most_bytes: int, least_bytes: int, num_budgets: int) -> list[int]:
@@ -81,6 +81,7 @@ def make_front(
         least_bytes=least.peak_bytes,
         least_module=module,
         least_op=op,
+        notes=tuple(unsure(problem)),
         rows=tuple(
             FrontRow(budget_bytes=limit)
             if limit not in plans

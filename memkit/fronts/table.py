@@ -88,7 +88,7 @@ def _below(front: Front) -> list[str]:
         plain = f"{batch.num_plain}{'' if batch.is_plain_found else ' or more'}"
         planned = f"{batch.num_planned}{'' if batch.is_planned_found else ' or more'}"
         lines.append(f"the largest batch that fits in {size_text(batch.budget_bytes)}: plain {plain}, planned {planned}")
-    return lines
+    return [*lines, *(line for note in front.notes for line in textwrap.wrap(f"note: {note}", _COLUMNS))]
 
 
 def size_text(num_bytes: int) -> str:

@@ -48,7 +48,8 @@ def plan_memory(
 
     Raises:
         BudgetInfeasible: no plan keeps to the budget.
-        ReportFormatError: the file holds no spec of a GPU.
+        OSError: the file cannot be read.
+        ReportFormatError: it holds no spec of a GPU.
         TypeError: `source`, `budget` or `gpu` is of no such kind.
         ValueError: the report has no trace; the budget is not positive, reads in two ways, or is more than the GPU has; memkit
             knows no such GPU or optimizer.
@@ -84,7 +85,8 @@ def trace_of(source: TracedReport | StepTrace) -> StepTrace:
 def problem_of(trace: StepTrace, gpu: GpuSpec, optimizer: str | None) -> Problem:
     """Return what there is to plan in a step on a GPU, with the states of an optimizer there all along."""
     if optimizer is not None and optimizer not in _STATES:
-        raise ValueError(f"optimizer must be one of {', '.join(_STATES)}, or None; found {optimizer!r}")
+        found = repr(optimizer) if isinstance(optimizer, str) else f"a {type(optimizer).__name__}"
+        raise ValueError(f"optimizer must be one of {', '.join(_STATES)}, or None; found {found}")
     num_states = 0 if optimizer is None else _STATES[optimizer]
     return make_problem(trace, gpu, optimizer_bytes=num_states * trace.trainable_bytes)
 

@@ -7,11 +7,11 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from memkit.errors import ReportFormatError
 from memkit.plan.step_trace import OpWork
+from memkit.schemas import read_json
 
 SCHEMA = "memkit.GpuSpec"
 SCHEMA_VERSION = 1
@@ -98,18 +98,9 @@ class GpuSpec:
             ReportFormatError: it is no spec, a field of it is missing or wrong, or it was written by a newer memkit.
             OSError: the file cannot be read.
         """
-        where = "this text" if isinstance(source, str) else f"'{os.fspath(source)}'"
-        try:
-            content = json.loads(source if isinstance(source, str) else Path(source).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ReportFormatError(f"{where} is not the spec of a GPU: it is not JSON ({error}). {_ASK}") from error
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-            raise ReportFormatError(f'{where} is not the spec of a GPU: it has no "schema": "{SCHEMA}". {_ASK}')
-        version = content.get("schema_version")
-        if not isinstance(version, int) or version > SCHEMA_VERSION:
-            raise ReportFormatError(
-                f"{where} has schema version {version}; this memkit reads versions up to {SCHEMA_VERSION}. Update memkit."
-            )
+        content, where = read_json(
+            source, schema=SCHEMA, version=SCHEMA_VERSION, what="the spec of a GPU", error=ReportFormatError, do=_ASK
+        )
         try:
             return _spec_from(content)
         except ValueError as error:

@@ -113,6 +113,10 @@ class StepTrace:
     modules: tuple[ModuleOps, ...] = ()
     """The calls of modules in the forward, in the order in which they begin."""
 
+    backend_dependent: tuple[str, ...] = ()
+    """The modules with ops of which only the backend knows what they run, save and reserve, as cuDNN's LSTM: their bytes and
+    their work are those of the ops that PyTorch would run without it."""
+
     @property
     def peak_bytes(self) -> int:
         """The most bytes of the plain step at once."""

@@ -37,6 +37,7 @@ def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
         "lifetimes": [[value, life.made_at, life.released_at, life.freed_at] for value, life in trace.lifetimes.items()],
         "names": [[value, texts.number(op), texts.number(module)] for value, (op, module) in trace.names.items()],
         "modules": [[texts.number(call.module), texts.number(call.kind), call.begin, call.end] for call in trace.modules],
+        "backend_dependent": trace.backend_dependent,
         "step": {
             "num_bytes": lineage.num_bytes,
             "ins": lineage.ins,
@@ -94,6 +95,7 @@ def trace_from_plain(content: Mapping[str, Any]) -> StepTrace:
             ModuleOps(module=text(module), kind=text(kind), begin=_whole(begin), end=_whole(end))
             for module, kind, begin, end in content["modules"]
         ),
+        backend_dependent=tuple(map(str, content["backend_dependent"])),
     )
     _check(trace)
     return trace

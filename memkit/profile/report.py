@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from memkit.errors import ReportFormatError
@@ -17,6 +16,7 @@ from memkit.plan import StepTrace, trace_from_plain, trace_to_plain
 from memkit.profile import table
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.tree import OUTSIDE_NAME
+from memkit.schemas import read_json
 
 SCHEMA = "memkit.MemoryReport"
 SCHEMA_VERSION = 2
@@ -160,21 +160,9 @@ class MemoryReport:
             ReportFormatError: it is no memory report, or it was written by a newer memkit.
             OSError: the file cannot be read.
         """
-        text = source if isinstance(source, str) else Path(source).read_text(encoding="utf-8")
-        where = "this text" if isinstance(source, str) else f"'{os.fspath(source)}'"
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ReportFormatError(
-                f"{where} is not a memkit report: it is not JSON ({error}). To read a file, pass a pathlib.Path"
-            ) from error
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-            raise ReportFormatError(f'{where} is not a memkit report: it has no "schema": "{SCHEMA}"')
-        version = content.get("schema_version")
-        if not isinstance(version, int) or version > SCHEMA_VERSION:
-            raise ReportFormatError(
-                f"{where} has schema version {version}; this memkit reads versions up to {SCHEMA_VERSION}. Update memkit."
-            )
+        content, where = read_json(
+            source, schema=SCHEMA, version=SCHEMA_VERSION, what="a memkit report", error=ReportFormatError
+        )
         try:
             return _report_from(content)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

@@ -85,6 +85,7 @@ def trace_step(step: Step, target: str, min_bytes: int) -> StepTrace:
         trainable_bytes=sum(parameter.numel() * parameter.itemsize for parameter in trainable),
         names=names_of(whole.recording, lifetimes),
         modules=whole.modules,
+        backend_dependent=whole.backend_dependent,
     )
 
 
@@ -221,6 +222,7 @@ class _Whole:
     step: PlannedStep
     num_forward_ops: int
     modules: tuple[ModuleOps, ...]
+    backend_dependent: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +241,11 @@ def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int) -> _Wh
     saves = SavedValues(recording, clock, min_bytes)
     spans = _ModuleSpans(tree, recording)
     found: list[tuple[PlannedStep, int]] = []
-    with as_on_target(tree, target, _nothing) as mode, ExitStack() as watching:
+    stack, backend_dependent = CallStack(tree, spans), dict[int, None]()
+    with (
+        as_on_target(tree, target, lambda: backend_dependent.setdefault(stack.current)) as mode,
+        ExitStack() as watching,
+    ):
         watching.enter_context(ModuleTrail(recording))
         watching.enter_context(Recorder(recording, op_kinds(), default_generator, lambda *_: 0.0))
         watching.enter_context(ClockMode(clock))
@@ -253,7 +259,7 @@ def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int) -> _Wh
             watching.enter_context(ClockMode(clock))
 
         step.run(
-            CallStack(tree, spans),
+            stack,
             packing=SavedTensorHooks(saves.pack, saves.unpack),
             forward_done=forward_done,
             at_node=mode.resume,
@@ -268,6 +274,7 @@ def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int) -> _Wh
         step=replace(planned, uses=tuple(saves.uses), use_ends=ends_of(saves.use_nodes)),
         num_forward_ops=num_forward_ops,
         modules=tuple(spans.modules()),
+        backend_dependent=tuple(tree.nodes[index].fqn for index in sorted(backend_dependent)),
     )
 
 

@@ -168,7 +168,7 @@ def test_a_missing_field_is_named(name: str) -> None:
         ("no json", "it is not JSON"),
         ("[]", 'it has no "schema": "memkit.GpuSpec"'),
         ('{"schema": "memkit.MemoryReport"}', 'it has no "schema": "memkit.GpuSpec"'),
-        ('{"schema": "memkit.GpuSpec"}', "has schema version None; this memkit reads versions up to 1"),
+        ('{"schema": "memkit.GpuSpec"}', '"schema_version" must be a whole number from 1 on; found None'),
         (
             '{"schema": "memkit.GpuSpec", "schema_version": 2}',
             "has schema version 2; this memkit reads versions up to 1. Update",

@@ -15,7 +15,7 @@ import memkit
 from memkit.activations.saved.state import remat_states
 from memkit.device import ReferenceDevice
 from memkit.plan import NO_OP, Lifetime, ModuleOps, OpKind, OpWork, StepTrace
-from memkit.profile import SavedCategory
+from memkit.profile import MemoryReport, SavedCategory
 from tests.activations import cases
 from tests.models import CASES, NAMES
 from tests.profile.traced import KIB, LlamaBlock, Weighted, learned, profile, trace, untimed
@@ -377,3 +377,22 @@ def test_resnet50_takes_what_was_measured() -> None:
     assert report.trace.peak_bytes == pytest.approx(21347 * 2**20, rel=0.005)  # measured on an H200
     assert taken_s < 5
     assert len(report.to_json()) < 2**20
+
+
+def test_modules_of_which_only_the_backend_knows_what_they_do_are_named() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(8, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x)[0])  # type: ignore[no-any-return]
+
+    x = torch.empty(3, 2, 8)
+    report = memkit.profile_memory(Recurrent(), x, device="meta", backward=True, trace=True, print_table=False)
+    assert report.trace is not None
+
+    assert report.trace.backend_dependent == ("rnn",)
+    assert report.marked("backend-dependent") == ("rnn",)
+    assert any("in rnn" in note for note in memkit.plan_memory(report, budget="1GiB", gpu="H200").notes)
+    assert MemoryReport.from_json(report.to_json()).trace == report.trace

@@ -2,7 +2,7 @@
 
 from memkit.plan.budget.bound import bound_s, why_no_bound
 from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
-from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly, plan_budgets, with_action
+from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly, plan_budgets, unsure, with_action
 from memkit.plan.budget.portfolio import floor_bytes
 from memkit.plan.budget.problem import HeldValue, Problem, make_problem
 from memkit.plan.budget.simulate import simulate
@@ -26,6 +26,7 @@ __all__ = [
     "plan_budget_jointly",
     "plan_budgets",
     "simulate",
+    "unsure",
     "why_no_bound",
     "with_action",
 ]

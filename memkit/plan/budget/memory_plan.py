@@ -3,17 +3,18 @@ and as a table."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
 from memkit.errors import PlanFormatError
 from memkit.plan.actions import Action
+from memkit.schemas import read_json
 from memkit.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -86,11 +87,14 @@ class PlannedStep:
     """For each save its value and bytes, in order."""
     uses: tuple[int, ...]
     """The value of each request, in order."""
+    ops_digest: str
+    """Of which values each op reads and makes: replays name ops by their numbers."""
 
     @classmethod
     def of(cls, trace: StepTrace) -> PlannedStep:
         """Return what a plan remembers of a step."""
-        sizes = trace.step.lineage.num_bytes
+        lineage = trace.step.lineage
+        sizes, read_and_made = lineage.num_bytes, repr((tuple(lineage.ins), tuple(lineage.outs)))
         return cls(
             model=trace.model,
             inputs=trace.inputs,
@@ -99,6 +103,7 @@ class PlannedStep:
             num_ops=len(trace.ops),
             saves=tuple((value, sizes[value]) for value in trace.step.saves),
             uses=tuple(trace.step.uses),
+            ops_digest=hashlib.sha256(read_and_made.encode()).hexdigest(),
         )
 
     def difference(self, other: PlannedStep) -> str:
@@ -120,7 +125,7 @@ class PlannedStep:
             there, here = getattr(self, what), getattr(other, what)
             if there != here:
                 return f"{what.replace('num_', 'number of ').replace('_', ' ')}: {there} there, {here} here"
-        return ""
+        return "" if self.ops_digest == other.ops_digest else "its ops read or make other values"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,20 +276,7 @@ class MemoryPlan:
             PlanFormatError: it is no memory plan, or it was written by a newer memkit.
             OSError: the file cannot be read.
         """
-        where = "this text" if isinstance(source, str) else f"'{os.fspath(source)}'"
-        try:
-            content = json.loads(source if isinstance(source, str) else Path(source).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise PlanFormatError(
-                f"{where} is not a memkit plan: it is not JSON ({error}). To read a file, pass a pathlib.Path"
-            ) from error
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-            raise PlanFormatError(f'{where} is not a memkit plan: it has no "schema": "{SCHEMA}"')
-        version = content.get("schema_version")
-        if not isinstance(version, int) or version > SCHEMA_VERSION:
-            raise PlanFormatError(
-                f"{where} has schema version {version}; this memkit reads versions up to {SCHEMA_VERSION}. Update memkit."
-            )
+        content, where = read_json(source, schema=SCHEMA, version=SCHEMA_VERSION, what="a memkit plan", error=PlanFormatError)
         try:
             return _plan_from(content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -72,10 +72,11 @@ class JointPlanner:
             BudgetInfeasible: none was found. It names the least budget that one was found for, what no plan goes below, and
                 what is there where most is.
         """
-        return self.told(self.best(budget_bytes), budget_bytes, with_bound=with_bound)
+        found = self.best(budget_bytes)
+        return self.told(found, budget_bytes, self.least().peak_bytes, with_bound=with_bound)
 
-    def told(self, found: Simulated, budget_bytes: int, *, with_bound: bool = False) -> MemoryPlan:
-        """Return a simulated step as a plan."""
+    def told(self, found: Simulated, budget_bytes: int, least_bytes: int, *, with_bound: bool = False) -> MemoryPlan:
+        """Return a simulated step as a plan; `least_bytes` is the least budget that one was found for."""
         problem, gpu = self.problem, self.problem.gpu
         moves = {move.index: move for move in found.moves}
         replays_s = {replay.index: sum(problem.op_s[op] for op in replay.ops) for replay in found.replays}
@@ -94,13 +95,14 @@ class JointPlanner:
             for replay in found.replays
         )
         least_s = bound_s(problem, budget_bytes, allowed=self.actions) if with_bound else None
+        missing = (why_no_bound() or "no lower bound: its solver gave up",) if with_bound and least_s is None else ()
         return MemoryPlan(
             budget_bytes=budget_bytes,
             predicted_s=found.seconds,
             plain_s=problem.plain_s,
             predicted_peak_bytes=found.peak_bytes,
             plain_peak_bytes=problem.plain_peak_bytes,
-            min_budget_bytes=self.least().peak_bytes,
+            min_budget_bytes=least_bytes,
             replayed_s=found.replayed_s,
             stall_s=found.stall_s,
             moved_bytes=found.moved_bytes,
@@ -110,7 +112,7 @@ class JointPlanner:
             values=values,
             replays=replays,
             bound_s=least_s,
-            notes=(why_no_bound() or "no lower bound: its solver gave up",) if with_bound and least_s is None else (),
+            notes=(*unsure(problem), *missing),
         )
 
     def _planned(
@@ -179,6 +181,13 @@ class JointPlanner:
             f"values and what is made again, {format_bytes(problem.base_bytes)} that is there all along",
             least.peak_bytes,
         )
+
+
+def unsure(problem: Problem) -> Iterator[str]:
+    """Yield what makes predictions for a step unsure."""
+    modules = [name or problem.trace.model for name in problem.trace.backend_dependent]
+    if modules:
+        yield f"only the backend knows what runs in {', '.join(modules)}, and what it saves: bytes and time are guesses there"
 
 
 def _within(start: Simulated, problem: Problem, budget_bytes: int) -> Simulated:
@@ -253,6 +262,6 @@ def with_action(problem: Problem, plan: MemoryPlan, value: int, action: Action) 
     actions = [planned.get(held.value, Action.RECOMPUTE if held.is_anchor else Action.KEEP) for held in problem.values]
     actions[index] = action
     found = simulate(problem, actions, plan.budget_bytes)
-    told = JointPlanner(problem).told(found, plan.budget_bytes)
+    told = JointPlanner(problem).told(found, plan.budget_bytes, plan.min_budget_bytes)
     values = tuple(replace(entry, reason="asked for") if entry.value == value else entry for entry in told.values)
-    return replace(told, values=values, min_budget_bytes=plan.min_budget_bytes)
+    return replace(told, values=values)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from memkit.errors import BudgetInfeasible, PlanFormatError
-from memkit.plan import Action
+from memkit.plan import Action, GrowingLineage
 from memkit.plan.budget import (
     JointPlanner,
     MemoryPlan,
@@ -332,6 +332,18 @@ def test_plan_of_another_step_names_the_first_difference() -> None:
     plan.check(layers(2))
     with pytest.raises(ValueError, match=r"for another step: it has 8 saves, this one 12\. Plan this step anew"):
         plan.check(other)
+
+
+def test_plan_of_a_step_whose_ops_make_other_values_is_refused() -> None:
+    trace = layers(2)
+    problem, lineage = make_problem(trace, gpu()), GrowingLineage()
+    plan = plan_budget_jointly(problem, problem.plain_peak_bytes)
+    for name in ("num_bytes", "maker", "outs"):
+        setattr(lineage, name, list(getattr(trace.step.lineage, name)))
+    lineage.ins = [(), *trace.step.lineage.ins[1:]]
+
+    with pytest.raises(ValueError, match="for another step: its ops read or make other values"):
+        plan.check(replace(trace, step=replace(trace.step, lineage=lineage)))
 
 
 def test_changed_action_is_simulated_anew() -> None:
