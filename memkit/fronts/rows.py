@@ -65,7 +65,7 @@ def make_front(
             refused.append(error)
     if refused and not plans:
         raise refused[-1]
-    offload, recompute = (_alone(problem, only, plans) for only in (Action.OFFLOAD, Action.RECOMPUTE))
+    offload, recompute = (_alone(planner, only, plans) for only in (Action.OFFLOAD, Action.RECOMPUTE))
     curve = checkpoint_curve(problem)
     plain = CheckpointedBlocks(num_blocks=0, peak_bytes=problem.plain_peak_bytes, step_s=problem.plain_s)
     module, op = problem.module_at(least.worst_slot)
@@ -92,9 +92,9 @@ def make_front(
     return front, plans
 
 
-def _alone(problem: Problem, only: Action, budgets: Iterable[int]) -> dict[int, float]:
+def _alone(joint: JointPlanner, only: Action, budgets: Iterable[int]) -> dict[int, float]:
     """Return what the step takes under each budget with one mechanism alone, where it can be kept to."""
-    planner = JointPlanner(problem, {only})
+    planner = joint.alone[only]
     least_bytes = planner.least().peak_bytes
     return {limit: planner.best(limit).seconds for limit in sorted(budgets) if limit >= least_bytes}
 

@@ -1,8 +1,8 @@
 """Decide: pure functions from sizes and times to plans. No tensor is touched here."""
 
 from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, limit_of, tell_kept
-from memkit.plan.asked import plan_memory
-from memkit.plan.budget import MemoryPlan
+from memkit.plan.asked import budget_or_share, plan_memory
+from memkit.plan.budget import JointPlanner, MemoryPlan, Problem, make_problem
 from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes
 from memkit.plan.drop_order import drop_order
@@ -43,6 +43,7 @@ __all__ = [
     "GpuSpec",
     "GrowingLineage",
     "HostCosts",
+    "JointPlanner",
     "Lane",
     "LayerCosts",
     "LayerResidency",
@@ -58,6 +59,7 @@ __all__ = [
     "Plan",
     "PlannedLayer",
     "PlannedSave",
+    "Problem",
     "RatioSoFar",
     "RegionChoice",
     "RegionPlanner",
@@ -72,6 +74,7 @@ __all__ = [
     "ValueStore",
     "Walk",
     "auto_ratio",
+    "budget_or_share",
     "call_schedule",
     "check_ratio",
     "drop_order",
@@ -80,6 +83,7 @@ __all__ = [
     "find_spans",
     "infeasible",
     "limit_of",
+    "make_problem",
     "plan_again",
     "plan_auto",
     "plan_budget",

@@ -91,14 +91,25 @@ def problem_of(trace: StepTrace, gpu: GpuSpec, optimizer: str | None) -> Problem
     return make_problem(trace, gpu, optimizer_bytes=num_states * trace.trainable_bytes)
 
 
-def budget_bytes_of(budget: int | float | str, problem: Problem) -> int:
-    """Return a budget in bytes, and refuse one that the GPU does not have."""
+def budget_or_share(budget: int | float | str) -> int | float:
+    """Return a budget of the device as bytes, or as a share of the plain step's peak.
+
+    Raises:
+        TypeError: it is neither a number nor text.
+        ValueError: it is out of range, or reads in two ways.
+    """
     checked = check_budget(budget, share="share of the plain step's peak")
     if isinstance(checked, int) and isinstance(budget, Integral) and checked < _FEWEST_BYTES:
         raise ValueError(
             f"budget={budget!r} reads as {format_bytes(checked)} or as {checked} MiB. "
             f'Write "{checked}B" or "{checked}MiB"; an int is bytes, at least {_FEWEST_BYTES}'
         )
+    return checked
+
+
+def budget_bytes_of(budget: int | float | str, problem: Problem) -> int:
+    """Return a budget in bytes, and refuse one that the GPU does not have."""
+    checked = budget_or_share(budget)
     budget_bytes = checked if isinstance(checked, int) else int(checked * problem.plain_peak_bytes)
     gpu = problem.gpu
     if budget_bytes > gpu.memory_bytes:

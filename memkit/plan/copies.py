@@ -42,6 +42,8 @@ class CopySchedule:
     """For each request, how many of the batches that come back are on the lane before it is served."""
     peak_bytes: int
     """The most bytes of these values on the device in the forward."""
+    num_released_at_request: int = 0
+    """How many of what leaves the device has let go of once the backward asks for anything, if more than before."""
 
 
 def schedule_copies(

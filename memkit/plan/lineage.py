@@ -122,6 +122,11 @@ class GrowingLineage(Lineage):
         self.maker.append(NO_OP)
         return len(self.maker) - 1
 
+    def add_roots(self, sizes_bytes: Sequence[int]) -> None:
+        """Add such values, one after the other."""
+        self.num_bytes += sizes_bytes
+        self.maker += [NO_OP] * len(sizes_bytes)
+
     def add_op(
         self, ins: Sequence[int], outs_bytes: Sequence[int], seconds: float = 0.0, taken: Iterable[int] = ()
     ) -> tuple[int, ...]:

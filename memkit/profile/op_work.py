@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from memkit import torch_private
+from memkit.device.ceilings import flops_of
 from memkit.plan import OpKind, OpWork
 from memkit.profile.signatures import dtype_name
 from memkit.profile.watch import tensors_in
@@ -44,7 +44,7 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs
         args, kwargs: what it was given.
         outputs: what it has returned.
 
-    Source: FLOPs by `torch.utils.flop_counter.flop_registry`: two for each multiplication with its addition.
+    Source: `flops_of`.
     """
     name = str(torch_private.schema_of(op).name).rpartition("::")[2]
     given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
@@ -52,7 +52,7 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs
     return OpWork(
         name=str(op),
         kind=OpKind.CONVOLUTION_OF_FEW if _has_few_channels(name, given) else kind_of(name),
-        flops=_flops(op, args, kwargs, outputs),
+        flops=flops_of(op, args, kwargs, outputs),
         num_bytes=_num_bytes(op, name, args, kwargs, given, made),
         dtype=dtype_name(_computed_in(given or made)),
     )
@@ -71,16 +71,6 @@ def kind_of(name: str) -> OpKind:
 def _computed_in(tensors: Sequence[Tensor]) -> torch.dtype:
     floating = (tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())
     return next(floating, tensors[0].dtype if tensors else torch.get_default_dtype())
-
-
-def _flops(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> float:
-    count = flop_registry.get(op.overloadpacket)
-    if count is None:
-        return 0.0
-    try:
-        return float(count(*args, **kwargs, out_val=outputs))
-    except (AssertionError, IndexError, TypeError, ValueError):  # it is written for the usual shapes
-        return 0.0
 
 
 def _num_bytes(

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -18,6 +18,7 @@ from memkit.schemas import read_json
 from memkit.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from memkit.plan.lineage import Step
     from memkit.plan.step_trace import StepTrace
 
 SCHEMA = "memkit.MemoryPlan"
@@ -74,6 +75,16 @@ class PlannedReplay:
     """Other values that are made on the way, and stay for their own requests."""
 
 
+def _saves_of(step: Step) -> tuple[tuple[int, int], ...]:
+    sizes = step.lineage.num_bytes
+    return tuple((value, sizes[value]) for value in step.saves)
+
+
+def _digest_of(step: Step) -> str:
+    read_and_made = repr((tuple(step.lineage.ins), tuple(step.lineage.outs)))
+    return hashlib.sha256(read_and_made.encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
     """Which step a plan is for."""
@@ -93,21 +104,34 @@ class PlannedStep:
     @classmethod
     def of(cls, trace: StepTrace) -> PlannedStep:
         """Return what a plan remembers of a step."""
-        lineage = trace.step.lineage
-        sizes, read_and_made = lineage.num_bytes, repr((tuple(lineage.ins), tuple(lineage.outs)))
         return cls(
             model=trace.model,
             inputs=trace.inputs,
             target=trace.target,
             num_forward_ops=trace.num_forward_ops,
             num_ops=len(trace.ops),
-            saves=tuple((value, sizes[value]) for value in trace.step.saves),
+            saves=_saves_of(trace.step),
             uses=tuple(trace.step.uses),
-            ops_digest=hashlib.sha256(read_and_made.encode()).hexdigest(),
+            ops_digest=_digest_of(trace.step),
         )
 
     def difference(self, other: PlannedStep) -> str:
         """Return the first thing in which another step differs, "" if nothing does that a plan goes by."""
+        difference = self._difference_of_values(other)
+        if difference:
+            return difference
+        for what in ("model", "inputs", "target", "num_forward_ops", "num_ops"):
+            there, here = getattr(self, what), getattr(other, what)
+            if there != here:
+                return f"{what.replace('num_', 'number of ').replace('_', ' ')}: {there} there, {here} here"
+        return ""
+
+    def difference_of(self, step: Step) -> str:
+        """Return the first thing in which a step differs that runs, "" if nothing does."""
+        here = replace(self, saves=_saves_of(step), uses=tuple(step.uses), ops_digest=_digest_of(step))
+        return self._difference_of_values(here)
+
+    def _difference_of_values(self, other: PlannedStep) -> str:
         for index, (mine, theirs) in enumerate(zip(self.saves, other.saves, strict=False)):
             if mine != theirs:
                 return (
@@ -121,10 +145,6 @@ class PlannedStep:
         for index, (asked, asks) in enumerate(zip(self.uses, other.uses, strict=True)):
             if asked != asks:
                 return f"request {index} asks for value {asked} there, and for value {asks} here"
-        for what in ("model", "inputs", "target", "num_forward_ops", "num_ops"):
-            there, here = getattr(self, what), getattr(other, what)
-            if there != here:
-                return f"{what.replace('num_', 'number of ').replace('_', ' ')}: {there} there, {here} here"
         return "" if self.ops_digest == other.ops_digest else "its ops read or make other values"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from memkit.errors import BudgetInfeasible
 from memkit.plan.actions import Action
 from memkit.plan.budget.bound import bound_s, why_no_bound
+from memkit.plan.budget.improve import without_needless_moves
 from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
 from memkit.plan.budget.portfolio import BOTH, floor_bytes, search_least, search_plan
 from memkit.plan.budget.simulate import simulate
@@ -29,15 +30,19 @@ class JointPlanner:
 
     def __init__(self, problem: Problem, actions: Collection[Action] = BOTH) -> None:
         self.problem, self.actions = problem, frozenset(actions) & BOTH
-        self._alone = [JointPlanner(problem, {action}) for action in sorted(self.actions)] if self.actions == BOTH else []
-        self._found: list[Simulated] = []
+        self.alone = (
+            {action: JointPlanner(problem, {action}) for action in sorted(self.actions)} if self.actions == BOTH else {}
+        )
+        """For each of two actions, the plans with that one alone."""
+        self._found: dict[int, Simulated] = {}
+        """By budget."""
         self._least: Simulated | None = None
 
     def least(self) -> Simulated:
         """Return the step that takes the fewest bytes of those that a search for it looks at: the same whatever was planned
         before."""
         if self._least is None:
-            found = [search_least(self.problem, self.actions), *(planner.least() for planner in self._alone)]
+            found = [search_least(self.problem, self.actions), *(planner.least() for planner in self.alone.values())]
             self._least = min(found, key=lambda step: (step.peak_bytes, step.seconds))
         return self._least
 
@@ -52,13 +57,16 @@ class JointPlanner:
         least = self.least()
         if least.peak_bytes > budget_bytes:
             raise self._infeasible(budget_bytes, least)
-        starts = [found for found in (least, *self._found) if found.peak_bytes <= budget_bytes]
-        for planner in self._alone:
+        starts = [found for found in (least, *self._found.values()) if found.peak_bytes <= budget_bytes]
+        for planner in self.alone.values():
             if planner.least().peak_bytes <= budget_bytes:
                 starts.append(planner.best(budget_bytes))
         starts = [_within(start, self.problem, budget_bytes) for start in starts]
+        if budget_bytes in self._found:  # what was found under others since may be better
+            return min(starts, key=lambda start: start.rank)
         found = search_plan(self.problem, budget_bytes, self.actions, starts=starts)
-        self._found.append(found)
+        found = without_needless_moves(self.problem, found, budget_bytes)
+        self._found[budget_bytes] = found
         return found
 
     def plan(self, budget_bytes: int, *, with_bound: bool = False) -> MemoryPlan:
@@ -173,11 +181,13 @@ class JointPlanner:
         module, op = problem.module_at(slot)
         working = problem.working_bytes[slot]
         held = max(least.peak_bytes - problem.base_bytes - working, 0)
-        where = f"{module or problem.trace.model}, while {op} runs" if op else module or problem.trace.model
+        name = module or problem.trace.model
+        where = ", while ".join([*([f"in {name}"] if name else []), *([f"{op} runs"] if op else [])])
+        where = where if name or not op else f"while {where}"
         return BudgetInfeasible(
             f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest that a plan was found for is "
             f"{format_bytes(least.peak_bytes)}, and none takes less than {format_bytes(floor_bytes(problem))}. "
-            f"Most is there in {where}: {format_bytes(working)} of gradients and temporaries, {format_bytes(held)} of saved "
+            f"Most is there {where}: {format_bytes(working)} of gradients and temporaries, {format_bytes(held)} of saved "
             f"values and what is made again, {format_bytes(problem.base_bytes)} that is there all along",
             least.peak_bytes,
         )

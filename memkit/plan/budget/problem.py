@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -115,7 +115,7 @@ class Problem:
         if place < trace.num_forward_ops:
             made = bisect_left(trace.op_places, place)
             calls = [call for call in trace.modules if call.begin <= made < call.end]
-            return (calls[-1].module if calls else ""), op
+            return (calls[-1].module if calls else self._named_before(made)), op
         asked = bisect_right(trace.use_places, place) - 1
         while asked >= 0:
             module = trace.names.get(trace.step.uses[asked], ("", ""))[1]
@@ -124,18 +124,27 @@ class Problem:
             asked -= 1
         return "", op
 
+    def _named_before(self, op: int) -> str:
+        """Return the module of the last saved value that was made by then, where calls of modules were not noted."""
+        names, outs = self.trace.names, self.lineage.outs
+        found = (names[value][1] for made in range(min(op, len(outs) - 1), -1, -1) for value in outs[made] if value in names)
+        return "" if self.trace.modules else next(found, "")
+
     def _fullest_place(self, slot: int) -> int:
         end = self.places[slot + 1] if slot + 1 < self.num_slots else len(self.trace.ops)
         return max(range(self.places[slot], end), key=self.trace.live_bytes.__getitem__, default=self.places[slot])
 
 
-def make_problem(trace: StepTrace, gpu: GpuSpec, *, optimizer_bytes: int = 0) -> Problem:
+def make_problem(
+    trace: StepTrace, gpu: GpuSpec, *, optimizer_bytes: int = 0, measured_s: Sequence[float] | None = None
+) -> Problem:
     """Return what there is to decide on in a step.
 
     Args:
         trace: the step.
         gpu: what its ops and its copies take.
         optimizer_bytes: what else is on the device all along.
+        measured_s: what each of its ops takes, if that was measured; else what they would take on the GPU.
     """
     step, lineage, num_ops = trace.step, trace.step.lineage, len(trace.ops)
     first_save, first_use = dict[int, int](), dict[int, int]()
@@ -151,7 +160,9 @@ def make_problem(trace: StepTrace, gpu: GpuSpec, *, optimizer_bytes: int = 0) ->
     def slot(place: int) -> int:
         return num_slots if place >= num_ops else bisect_right(places, place) - 1
 
-    seconds = [gpu.seconds(op, is_backward=index >= trace.num_forward_ops) for index, op in enumerate(trace.ops)]
+    seconds = measured_s
+    if seconds is None:
+        seconds = [gpu.seconds(op, is_backward=index >= trace.num_forward_ops) for index, op in enumerate(trace.ops)]
     reached = [0.0, *accumulate(seconds)]
     beside = _beside(trace, saved)
     ends = [*places[1:], num_ops]
@@ -173,7 +184,9 @@ def make_problem(trace: StepTrace, gpu: GpuSpec, *, optimizer_bytes: int = 0) ->
             use=use,
             freed=slot(life.freed_at),
             choices=_choices(
-                trace, value, is_movable=slot(life.released_at) < use and turn <= use and slot(first_save[value]) < turn
+                trace,
+                value,
+                is_movable=slot(life.released_at) < use and turn <= use < num_slots and slot(first_save[value]) < turn,
             ),
         )
         values.append(held)
@@ -212,7 +225,7 @@ def make_problem(trace: StepTrace, gpu: GpuSpec, *, optimizer_bytes: int = 0) ->
         index=index,
         points=tuple(points),
         num_forward_points=bisect_left(points, turn),
-        op_s=tuple(gpu.seconds(trace.ops[place], is_backward=False) for place in trace.op_places),
+        op_s=tuple(seconds[place] for place in trace.op_places),
         retained={
             root: (slot(trace.lifetimes[root].released_at) if root in trace.lifetimes else 0, num_bytes)
             for root, num_bytes in step.retained_bytes.items()

@@ -64,11 +64,7 @@ class Simulated:
     """The most bytes at each point and up to the next, beside the base, but for what is fetched before it is needed."""
 
     @property
-    def rank(self) -> tuple[int, float]:
-        """Of two steps the lower one is better: that which fits, or comes nearer to it, then the faster."""
-        return self.excess_bytes, self.seconds
-
-    @property
-    def num_replayed_ops(self) -> int:
-        """How many ops run again."""
-        return sum(len(replay.ops) for replay in self.replays)
+    def rank(self) -> tuple[int, float, int]:
+        """Of two steps the lower one is better: that which fits, or comes nearer to it, then the faster, then that which moves
+        less."""
+        return self.excess_bytes, self.seconds, self.moved_bytes

@@ -24,6 +24,7 @@ from memkit.plan.budget import (
     make_problem,
     plan_budget_jointly,
     plan_budgets,
+    planning,
     simulate,
     why_no_bound,
     with_action,
@@ -332,6 +333,16 @@ def test_plan_of_another_step_names_the_first_difference() -> None:
     plan.check(layers(2))
     with pytest.raises(ValueError, match=r"for another step: it has 8 saves, this one 12\. Plan this step anew"):
         plan.check(other)
+
+
+def test_budget_that_was_planned_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(layers(4), gpu())
+    planner, budget_bytes = JointPlanner(problem), int(0.7 * problem.plain_peak_bytes)
+    found = planner.best(budget_bytes)
+    monkeypatch.setattr(planning, "search_plan", None)
+
+    assert planner.best(budget_bytes) == found
+    assert all(planner.alone[action].best(budget_bytes).seconds >= found.seconds for action in planner.alone)
 
 
 def test_plan_of_a_step_whose_ops_make_other_values_is_refused() -> None:
