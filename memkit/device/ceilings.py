@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,19 +29,9 @@ class Ceilings:
     """Floating-point operations of a matrix product, in the precision that is set."""
 
     def estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
-        """Return what an op takes at least: the bytes of its tensors or its FLOPs, and a launch.
-
-        Source: `torch.utils.flop_counter.flop_registry`.
-        """
+        """Return what an op takes at least: the bytes of its tensors or its FLOPs, and a launch."""
         num_bytes = _bytes_in(args) + _bytes_in(results)
-        count = flop_registry.get(getattr(func, "overloadpacket", None))
-        flops = 0.0
-        if count is not None:
-            try:
-                flops = count(*args, out_val=results)
-            except Exception:  # an op that the registry knows with other arguments
-                flops = 0.0
-        return _LAUNCH_S + max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+        return _LAUNCH_S + max(num_bytes / self.bytes_per_s, flops_of(func, args, {}, results) / self.flops_per_s)
 
 
 GUESSED = Ceilings(bytes_per_s=1e12, flops_per_s=1e14)
@@ -67,6 +57,20 @@ def _measure(device: Device) -> Ceilings:
         matrix = torch.zeros(dim, dim, device=where)
         multiplied_s = _fastest_s(device, lambda: matrix @ matrix)
     return Ceilings(bytes_per_s=2 * num_bytes / copied_s, flops_per_s=2 * dim**3 / multiplied_s)
+
+
+def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> float:
+    """Return the floating-point operations of an op, two for each multiplication with its addition; 0 where they are not known.
+
+    Source: `torch.utils.flop_counter.flop_registry`.
+    """
+    count = flop_registry.get(getattr(func, "overloadpacket", None))
+    if count is None:
+        return 0.0
+    try:
+        return float(count(*args, **kwargs, out_val=results))
+    except Exception:  # an op that the registry knows with other arguments
+        return 0.0
 
 
 def measure_flops(device: Device, dtype: torch.dtype) -> float | None:

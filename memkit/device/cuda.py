@@ -259,6 +259,8 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self._spare_events: list[CudaEvent] = []
         self._raw_stream: tuple[int | None, Any] = (None, None)
+        self._streams: dict[int, CudaStream] = {}
+        """Those that were current, by their numbers: CUDA gives none of torch's back."""
         self._runtime: Any = torch.cuda.cudart()  # a module made in C++: torch has no types for it
 
     def __eq__(self, other: object) -> bool:
@@ -275,7 +277,11 @@ class CudaDevice(Device):
         return torch.cuda.get_device_name(self.torch_device)
 
     def current_stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self.torch_device))
+        number = torch_private.raw_stream(self.torch_device.index)
+        stream = self._streams.get(number)
+        if stream is None:  # to ask torch takes the host 6 us
+            stream = self._streams[number] = CudaStream(torch.cuda.current_stream(self.torch_device))
+        return stream
 
     def stream_number(self) -> int:
         return torch_private.raw_stream(self.torch_device.index)
@@ -302,7 +308,7 @@ class CudaDevice(Device):
 
     def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> CudaEvent:
         event = self._spare_events.pop() if timed and self._spare_events else CudaEvent(timed=timed)
-        event.event.record(torch.cuda.current_stream(self.torch_device) if stream is None else _of(stream))
+        event.event.record(_of(self.current_stream() if stream is None else stream))
         return event
 
     def wait_event(self, stream: Stream, event: Event) -> None:

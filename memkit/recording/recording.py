@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,12 @@ from memkit.device.base import Device, Event
 from memkit.kept import KeptHandle
 from memkit.plan import NO_OP, GrowingLineage
 from memkit.recording.recorded import Call, CostKey, tensors_in
-from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch
+from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch, written_error
 from memkit.recording.settings import current_settings
 from memkit.storages import Geometry, byte_view, is_range_of_bytes
+
+if TYPE_CHECKING:
+    from memkit.recording.expected import Expected
 
 
 class Recording:
@@ -74,6 +77,8 @@ class Recording:
         self.overwritten = set[int]()
         """Values over which an op has written. What was saved of them may be whole: writes to the parts of `unsafe_chunk` count
         for each part alone."""
+        self.expected: Expected | None = None
+        """What is known ahead: see `memkit.recording.expected`."""
         self.num_values = 0
         self.held_bytes = 0
         """Bytes of the roots that are held here and by nothing else."""
@@ -98,8 +103,7 @@ class Recording:
         lineage, calls, known_s = self.lineage, self.calls, self.known_s
         for op in range(len(lineage.ins), len(calls)):
             call = calls[op]
-            while len(lineage.maker) < call.first:
-                lineage.add_root(self._root_bytes(len(lineage.maker)))
+            self._sync_roots(call.first)
             notes = call.notes
             skipped = notes.written if notes is not None and notes.is_whole else ()
             seconds = known_s[op] if op < len(known_s) else self.seconds.get(op, 0.0)
@@ -109,12 +113,12 @@ class Recording:
                 seconds,
                 () if notes is None or notes.is_whole else notes.written,
             )
-        while len(lineage.maker) < self.num_values:
-            lineage.add_root(self._root_bytes(len(lineage.maker)))
+        self._sync_roots(self.num_values)
 
-    def _root_bytes(self, value: int) -> int:
-        root = self.roots.get(value)
-        return 0 if root is None else root.num_bytes  # an interrupt has left the number unused
+    def _sync_roots(self, end: int) -> None:
+        found = map(self.roots.get, range(len(self.lineage.maker), end))
+        # Where there is none, an interrupt has left the number unused, or no op was recorded that has made the value.
+        self.lineage.add_roots([0 if root is None else root.num_bytes for root in found])
 
     # Values
 
@@ -148,6 +152,7 @@ class Recording:
         is_inside: bool,
         is_written: bool = False,
         is_hidden: bool = False,
+        number: int = -1,
     ) -> int:
         """Return a new value that is in a tensor's storage from now on, and that nothing here makes.
 
@@ -155,14 +160,17 @@ class Recording:
             is_inside: whether it was made here, so that nothing else may hold it.
             is_written: whether it was just written, so that the tensor's counter is about to be raised.
             is_hidden: whether it may be written to without a trace.
+            number: that of the value, which no other has, where it is known ahead; by default the next one.
 
         Raises:
             RuntimeError: the tensor is no range of bytes: what reads it cannot run again.
         """
         if not is_range_of_bytes(tensor):
             raise RuntimeError("what is no range of bytes is no value")
-        value = self.num_values
-        self.num_values = value + 1  # first: an interrupt leaves a number that no value has, and none that two have
+        value = number
+        if number < 0:
+            value = self.num_values
+            self.num_values = value + 1  # first: an interrupt leaves a number that no value has, and none that two have
         version = None if is_written or tensor.is_inference() else torch_private.version_of(tensor)
         base = torch_private.base_of(tensor)  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
         root = self.roots[value] = Root(tensor if base is None else base, storage, version, is_inside=is_inside)
@@ -193,7 +201,7 @@ class Recording:
         while True:
             maker = self.lineage.maker[value]
             if maker == NO_OP:
-                return math.inf
+                return found if self.expected is not None and value in self.expected.unmade else math.inf
             call = self.calls[maker]
             place = value - call.first - (0 if call.notes is None else len(call.notes.places))
             if call.notes is None or place < 0:
@@ -202,13 +210,12 @@ class Recording:
 
     def add_call(self, call: Call, storages: Sequence[torch.UntypedStorage]) -> range:
         """Return the values that a call has made, which are in these storages from now on."""
-        value, current = call.first, self.current
-        self.num_values = value + len(storages)  # first, as in `add_root`
+        current = self.current
+        self.num_values = call.first + len(storages)  # first, as in `add_root`
         self.calls.append(call)
-        for storage in storages:
+        for value, storage in enumerate(storages, start=call.first):
             current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
-            value += 1
-        return range(call.first, value)
+        return range(call.first, self.num_values)
 
     def add_roots(self, results: Any, why_kept: str = "") -> None:
         """Note what an op has returned that is not run again, and why, where a user may wonder."""
@@ -261,8 +268,8 @@ class Recording:
                 held.version = torch_private.version_of(held.alias)
 
     def hold_made(self, value: int, tensor: Tensor, *, is_written: bool = False) -> None:
-        """Hold a value that an op has just made."""
-        if self.holder is not None:
+        """Hold a value that an op has just made, unless nothing tells whether it is written to later."""
+        if self.holder is not None and not tensor.is_inference():
             held = self.holder.hold(value, tensor)
             if is_written:
                 held.version = None
@@ -273,6 +280,8 @@ class Recording:
         value = self.value_of(target)
         root = self.roots.get(value)
         self.note_effect(target, value)
+        if self.expected is not None and value in self.expected.sources:  # no op was recorded that could make it again
+            self.pinned.setdefault(value, KeptHandle(byte_view(target.untyped_storage())))
         self.before_write(value)
         return root is None or root.is_inside
 
@@ -337,6 +346,8 @@ class Recording:
 
     def root_storage(self, value: int) -> torch.UntypedStorage:
         """Return the storage of a root that is held: see `Root.held_storage`."""
+        if value not in self.roots:
+            raise written_error()
         return self.roots[value].held_storage()
 
     # The end

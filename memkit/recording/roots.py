@@ -97,3 +97,11 @@ def alias_in_dispatch(tensor: Tensor) -> Tensor:
     """Return an alias of a tensor that shares its version counter, though autograd's layers are off, as they are in a mode."""
     with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
         return tensor.detach()
+
+
+def written_error() -> RuntimeError:
+    """Return what to raise where a saved tensor was written to that others are made from, and that nothing makes again."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a saved tensor, from "
+        "which others are made again. Hint: write to it after the backward, or mark with memkit.keep what is computed from it."
+    )
