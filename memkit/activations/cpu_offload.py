@@ -14,8 +14,8 @@ from memkit.activations.context import ForwardContext
 from memkit.activations.offloading.stage import MovingStage
 from memkit.activations.offloading.steady import OffloadOptions, paused
 from memkit.activations.recomputing.budget import marks_alone
-from memkit.activations.recomputing.stage import open_recording
-from memkit.activations.saved.entry import NO_PAIR, Entry, entries_around, is_in_last, stop_recording, unpack
+from memkit.activations.recomputing.opening import open_recording
+from memkit.activations.saved.entry import NO_PAIR, Entry, entries_around, refuse_in_budget, stop_recording, unpack
 from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.stats import fragmentation_hint, report_from
 from memkit.device import Device, open_device
@@ -128,9 +128,11 @@ class CPUOffload(ForwardContext):
                 "checkpoint. Put the context around the checkpoint: then what the checkpoint saves is offloaded"
             )
         stop_recording()
-        if is_in_last():
+        last = next((entry for entry in entries_around() if entry.is_last), None)
+        if last is not None:
+            refuse_in_budget(self._title)
             raise ValueError(
-                f"{self._title} was entered inside a Rematerialize, which would see no saved tensor any more. "
+                f"{self._title} was entered inside a {last.name}, which would see no saved tensor any more. "
                 "Put CPUOffload around it: then what Rematerialize keeps may be offloaded"
             )
         if is_on:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,11 +11,13 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.context import ForwardContext
-from memkit.activations.recomputing.budget import NO_BUDGET, RematOptions
+from memkit.activations.recomputing.budget import RematOptions
+from memkit.activations.recomputing.figures import remat_figures
+from memkit.activations.recomputing.opening import open_recording
 from memkit.activations.recomputing.settling import NEXT_STEPS
-from memkit.activations.recomputing.stage import RecordingStage, open_recording
+from memkit.activations.recomputing.stage import RecordingStage
 from memkit.activations.recomputing.steady import open_steady
-from memkit.activations.saved.entry import Entry, entries_around, stop_recording
+from memkit.activations.saved.entry import Entry, entries_around, refuse_in_budget, stop_recording
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.stats import report_from
 from memkit.device import CpuDevice, Device, is_capturing, open_device
@@ -25,7 +26,6 @@ from memkit.interrupts import Block
 from memkit.plan import DTRScore, Plan
 from memkit.profile.step import Step as ProfiledStep
 from memkit.profiled import refuse_in_profile
-from memkit.recording.cost import recording_cost_s
 from memkit.recording.ops import names_of_ops, op_kinds
 from memkit.sizes import check_budget, check_bytes, format_bytes
 
@@ -155,16 +155,18 @@ class Rematerialize(ForwardContext):
                 "checkpoint. Put the context around the checkpoint, or leave out the checkpoint"
             )
         stop_recording()
-        if any(entry.recording is not None for entry in entries_around()):
+        outer = next((entry.name for entry in entries_around() if entry.recording is not None), None)
+        if outer is not None:
+            refuse_in_budget(self._title)
             raise ValueError(
-                f"{self._title} was entered inside another Rematerialize: one budget holds for all that is "
+                f"{self._title} was entered inside another {outer}: one budget holds for all that is "
                 "saved. Use memkit.keep, memkit.offload and memkit.recompute to treat parts of a model differently"
             )
         if is_on:
-            outer = innermost_hooks()
-            steady = open_steady(self.tag, self._options, outer)
+            hooks = innermost_hooks()
+            steady = open_steady(self.tag, self._options, hooks)
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
-            entry.recording = steady or open_recording(self.tag, self._options, outer=outer, settling=NEXT_STEPS)
+            entry.recording = steady or open_recording(self.tag, self._options, outer=hooks, settling=NEXT_STEPS)
             entry.recording.model = None if self._model is None else self._model()
             entry.begin(None if steady is None else steady.pair)
 
@@ -246,39 +248,4 @@ class _Within:
         self._entry.end(has_failed=kind is not None)
 
 
-def _figures(tag: str) -> dict[str, Any] | None:
-    """Return what `Rematerialize` knows under a tag, by the fields of `SavedTensorStats`."""
-    state = remat_states.get(tag)
-    if state is None:
-        return None
-    with state.lock:
-        state.sweep()
-        counts, ledgers = state.counts, [window.ledger for window in state.windows()]
-        counter = None if state.costs.device is None else state.costs.device.memory_counter()
-        return {
-            "num_iterations": state.num_iterations - state.num_inner,
-            "live_records": sum(ledger.num_records for ledger in ledgers),
-            "live_bytes": sum(ledger.live_bytes for ledger in ledgers),
-            "peak_allocated_bytes": None if counter is None else counter.peak_bytes(),
-            "peak_reserved_bytes": None if counter is None else counter.peak_reserved_bytes(),
-            "num_deviations": state.num_deviations,
-            "budget_bytes": None if counts.budget_bytes >= NO_BUDGET else math.ceil(counts.budget_bytes),
-            "follows_plan": counts.follows_plan,
-            "num_ops": counts.num_ops,
-            "is_recorded": state.is_recorded,
-            "recorder_s": counts.num_ops * recording_cost_s() if state.is_recorded else 0.0,
-            "num_saved": counts.num_saved,
-            "saved_bytes": counts.saved_bytes,
-            "num_kept": counts.num_saved - counts.num_dropped,
-            "num_dropped": counts.num_dropped,
-            "dropped_bytes": counts.dropped_bytes,
-            "ledger_peak_bytes": counts.peak_bytes,
-            "num_replays": counts.num_replays,
-            "num_replayed_ops": counts.num_replayed_ops + counts.num_replays * counts.ops_of_region,
-            "estimated_replay_s": counts.replayed_s + counts.num_replays * counts.region_s,
-            "measured_replay_s": counts.replayed.total_s(),
-            **(counts.figures_of_copies() if counts.moved_out.num_copies else {}),
-        }
-
-
-report_from(Rematerialize.__name__, tags=lambda: list(remat_states), figures=_figures)
+report_from(Rematerialize.__name__, tags=lambda: list(remat_states), figures=remat_figures)

@@ -27,6 +27,10 @@ def _of_remat(default: Any = 0) -> Any:
     return _of("Rematerialize", default)
 
 
+def _of_budget(default: Any = 0) -> Any:
+    return _of("MemoryBudget", default)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensorStats:
     """What memkit's contexts did under one tag with what autograd saved. Unless said otherwise, in the last iteration.
@@ -38,7 +42,7 @@ class SavedTensorStats:
 
     tag: str
     contexts: tuple[str, ...]
-    """Which kinds of context were entered under the tag: "CPUOffload", "Rematerialize"."""
+    """Which kinds of context were entered under the tag: "CPUOffload", "Rematerialize", "MemoryBudget"."""
     num_iterations: int
     """Entries with grad mode on, since the tag was new or reset. A `Rematerialize` inside of a `CPUOffload` under the same tag
     is part of that one's iteration, however often it is entered there."""
@@ -121,6 +125,21 @@ class SavedTensorStats:
     measured_replay_s: float = _of_remat(0.0)
     """What they took: on a device read from events, as far as they are reached."""
 
+    predicted_peak_bytes: int | None = _of_budget(None)
+    """What the plan says that the step takes on the device at most; None before there is one."""
+    step_peak_bytes: int | None = _of_budget(None)
+    """What the last step took that was looked at: those that follow a new plan are."""
+    predicted_s: float | None = _of_budget(None)
+    """What the plan says that the step takes, from the entry to the end of the backward."""
+    step_s: float | None = _of_budget(None)
+    """What the last one took that is over by now."""
+    plain_s: float | None = _of_budget(None)
+    """What the step would take with nothing moved and nothing recomputed, as far as is known."""
+    min_budget_bytes: int | None = _of_budget(None)
+    """The least budget that a plan was found for."""
+    num_plans: int = _of_budget()
+    """How many plans were made since the tag was new or reset."""
+
     @property
     def ratio(self) -> float:
         """The offload ratio asked for in the last iteration; 0 before the first."""
@@ -142,14 +161,15 @@ class SavedTensorStats:
         rows += [
             _row(item.name, getattr(self, item.name))
             for item in fields(self)
-            if item.name not in ("tag", "contexts", "ratios", "hint") and _is_used_by(item, self.contexts)
+            if item.name not in ("tag", "contexts", "ratios", "hint") and self._shows(item)
         ]
         table = tabulate(rows, tablefmt="plain", colalign=("left", "right"), disable_numparse=True)
         return f"{table}\n{self.hint}" if self.hint else table
 
-
-def _is_used_by(item: Field[Any], contexts: tuple[str, ...]) -> bool:
-    return item.metadata.get(_USED_BY, contexts[0]) in contexts
+    def _shows(self, item: Field[Any]) -> bool:
+        """Tell whether contexts under the tag fill a figure in. `MemoryBudget` does what both others do."""
+        used_by = item.metadata.get(_USED_BY, self.contexts[0])
+        return used_by in self.contexts or ("MemoryBudget" in self.contexts and getattr(self, item.name) != item.default)
 
 
 def _row(name: str, value: Any) -> tuple[str, str]:

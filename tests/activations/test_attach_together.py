@@ -66,6 +66,24 @@ def test_what_is_not_recomputed_is_moved_in_either_order(order: tuple[str, ...])
     assert stats.moved_out_bytes > 0
 
 
+@pytest.mark.filterwarnings(NO_PLAN_FITS)
+@pytest.mark.parametrize("name", ["CPUOffload", "Rematerialize"])
+def test_budget_is_attached_alone(name: str) -> None:
+    model = _model()
+    plain = _gradients(model)
+    budget = memkit.attach(model, memkit.MemoryBudget(0.5, "alone", min_bytes=0, device=DEVICE))
+    other = memkit.attach(model, CONTEXTS[name]())  # type: ignore[arg-type]  # it is a context
+    with pytest.raises(ValueError, match=rf'was entered inside a ({name} \(tag "together"\)|MemoryBudget \(tag "alone"\))'):
+        _gradients(model)
+    other.remove()
+
+    for _ in range(4):
+        assert_same_bits(_gradients(model), plain)
+    budget.remove()
+    assert_same_bits(_gradients(model), plain)
+    assert innermost_pack() is None
+
+
 def test_handle_is_removed_whichever_was_attached_first() -> None:
     model = _model()
     plain = _gradients(model)

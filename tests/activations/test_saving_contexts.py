@@ -24,6 +24,8 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
     "CPUOffload on a device": lambda: memkit.CPUOffload(0.5, "saved", min_bytes=0, device=CpuDevice()),
     "Rematerialize": lambda: memkit.Rematerialize(0.5, "saved", min_bytes=0),
     "Rematerialize with pure ops": lambda: memkit.Rematerialize(0.5, "saved", min_bytes=0, pure_ops=["mylib::*"]),
+    "MemoryBudget": lambda: memkit.MemoryBudget(0.5, "saved", min_bytes=0),
+    "MemoryBudget on a device": lambda: memkit.MemoryBudget("1GiB", "saved", min_bytes=0, device=CpuDevice()),
     "no_offload": memkit.no_offload,
 }
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -66,7 +68,7 @@ def test_nobody_is_in_what_is_made_of_a_context_that_somebody_is_in(name: str, w
     assert not made.is_entered
 
 
-@pytest.mark.parametrize("name", ["CPUOffload", "Rematerialize"])
+@pytest.mark.parametrize("name", ["CPUOffload", "Rematerialize", "MemoryBudget"])
 def test_reference_device_is_copied_with_a_context_and_is_not_pickled(name: str) -> None:
     device = ReferenceDevice()
     context = getattr(memkit, name)(0.5, "saved", min_bytes=0, device=device)

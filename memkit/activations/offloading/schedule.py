@@ -324,7 +324,7 @@ def make_schedule(
     """
     sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
     leaving = frozenset(value for value in sizes_bytes if plan.saves[value].action is Action.OFFLOAD)
-    ready = _ready(seen)
+    ready = ready_at(seen)
     parts = [
         schedule_copies(
             sizes_bytes,
@@ -355,7 +355,7 @@ def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) ->
     return replace(part, requests=tuple(requests), num_fetched=tuple(num_fetched))
 
 
-def _ready(seen: Sequence[SeenSave]) -> dict[int, int]:
+def ready_at(seen: Sequence[SeenSave]) -> dict[int, int]:
     """Return for each value that is saved before it is written the next save of another node."""
     ready: dict[int, int] = {}
     known, waiting = set[int](), list[tuple[int, int]]()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +61,8 @@ class ScheduledForward(ScheduledFetches):
         self._spans = list(spans)
         self._lent: dict[int, list[KeptHandle]] = {}
         """For values that are asked for again, what was handed out over what was fetched."""
+        self.on_end: Callable[[], None] | None = None
+        """Called once, when a backward has ended well."""
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
         """What is held for a copy alone, which may be under way."""
 
@@ -133,6 +135,7 @@ class ScheduledForward(ScheduledFetches):
         number, num_known = self._num_backwards, len(self.schedule.parts)
         if number == 0:
             self.end_forward()
+            self._release_late()
         else:
             self._has_left = self._has_left or self._is_asking
             self._give_up_fetched()
@@ -142,6 +145,13 @@ class ScheduledForward(ScheduledFetches):
         self.task, self._num_backwards, self._is_asking = task, number + 1, True
         me = weakref.ref(self)
         backwards.on_end(lambda has_failed: _end_backward(me, task, has_failed=has_failed))
+
+    def _release_late(self) -> None:
+        """Let go of what the device need not have once the backward asks for anything."""
+        late = self.schedule.copies.num_released_at_request
+        if late > self.num_released and not self.was_stopped:
+            with self.at_home():
+                self.keep_up(self.num_sent, late)
 
     def _storage_of(self, value: int) -> torch.UntypedStorage:
         """Return the storage with the bytes of a value, for work on the current stream."""
@@ -222,6 +232,9 @@ class ScheduledForward(ScheduledFetches):
             self._give_up_fetched()
             if self.is_spent:
                 self.window.settle()
+        if self.on_end is not None and not has_failed:
+            on_end, self.on_end = self.on_end, None
+            on_end()
 
     def _give_up_fetched(self) -> None:
         for number in dict.fromkeys(self._coming.values()):

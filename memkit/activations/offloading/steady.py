@@ -234,21 +234,34 @@ def follow_schedule(
     window.settle()
     place = 0 if behind is None else behind.num_saves
     trace = _trace_with(window, asked, tensor, place, paused, behind)
-    if trace is None or not _is_free(window):
+    if trace is None or not is_free(window):
         return None
     window.fit_arena(max(known.plan(ratio, window_bytes).offload_bytes for known in window.traces))
     schedule = _schedule_of(trace, window, (asked, ratio, window_bytes, len(trace.held)), ratio, window_bytes)
     if schedule is None or not all(save.is_kept for save in schedule.saves[:place]):
         return None
+    made = open_scheduled(window, schedule, trace, counts)
+    if made is None:
+        return None
+    made.num_saves = made.began_at = place
+    made.tried = (trace, *(() if behind is None or behind.began_at < place else behind.tried))
+    made.num_pauses = len(paused)
+    return made
+
+
+def open_scheduled(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
+    """Return a forward that follows a schedule; None if the host memory for it is not there. The caller holds the lock of the
+    window, of which `is_free` has told that nothing is likely to ask for anything.
+
+    Args:
+        trace: what it was made from.
+        counts: what is done is counted there.
+    """
     spans = _spans_for(schedule, window)
     if spans is None:
         return None
     placement = schedule.place(spans, window.device, window.lanes) if any(spans) else None
-    made = ScheduledForward(window, schedule, placement, spans, trace, counts)
-    made.num_saves = made.began_at = place
-    made.tried = (trace, *(() if behind is None or behind.began_at < place else behind.tried))
-    made.num_pauses = len(paused)
-    window.scheduled = made
+    window.scheduled = made = ScheduledForward(window, schedule, placement, spans, trace, counts)
     return made
 
 
@@ -305,7 +318,7 @@ def _trace_with(
     return expected if expected in found else next(iter(found), None)
 
 
-def _is_free(window: OffloadWindow) -> bool:
+def is_free(window: OffloadWindow) -> bool:
     """Tell whether no graph is likely to ask for anything."""
     ledger, is_used = window.ledger, window.scheduled is not None or window.is_broken or window.is_retired
     if is_used or window.device.is_capturing():

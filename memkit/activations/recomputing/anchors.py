@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.activations.saved.records import Handle
+from memkit.activations.saved.records import Handle, Residency
 from memkit.storages import Geometry
 from memkit.torch_state import sharing_counters
 
@@ -28,6 +29,8 @@ class Anchors:
     def __init__(self, window: OffloadWindow) -> None:
         self._window = window
         self._handles: dict[int, Handle] = {}
+        self._known: dict[int, weakref.ref[Handle]] = {}
+        """Those that were let go of as well: what is made from them may hold them."""
 
     @property
     def last(self) -> int:
@@ -38,12 +41,15 @@ class Anchors:
         """See `memkit.recording.roots.Holder`."""
         handle = self._open(tensor)
         self._handles[value] = handle
+        self._known[value] = weakref.ref(handle)
         return handle
 
     def copy(self, value: int) -> None:
         """See `memkit.recording.roots.Holder`."""
         handle = self._handles.get(value)
-        if handle is not None:
+        if handle is not None and handle.record.residency is Residency.LEAVING:
+            self._window.ledger.release(handle.record)  # the lane reads what is about to be written to
+        if handle is not None and handle.geometry is None:
             alias = handle.alias
             self._handles[value] = self._open(Geometry.of(alias).over(alias.untyped_storage().clone()))
 
@@ -51,11 +57,24 @@ class Anchors:
         """See `memkit.recording.roots.Holder`."""
         self._handles.pop(value, None)
 
+    def handle(self, value: int) -> Handle | None:
+        """Return the handle of a value that is held and was not written to."""
+        handle, known = self._handles.get(value), self._known.get(value)
+        if handle is None and known is not None:
+            handle = known()
+        return handle if handle is not None and (handle.version is None or handle.is_unchanged()) else None
+
     def find(self, value: int) -> torch.UntypedStorage | None:
-        """Return the storage of a value that is held and was not written to."""
-        handle = self._handles.get(value)
-        is_there = handle is not None and (handle.version is None or handle.is_unchanged())
-        return handle.alias.untyped_storage() if handle is not None and is_there else None
+        """Return a storage with the bytes of such a value, to be read by work on the current stream."""
+        handle = self.handle(value)
+        if handle is None:
+            return None
+        window = self._window
+        if handle.geometry is not None:  # it has left
+            return window.lend(handle)
+        storage = handle.alias.untyped_storage()
+        window.device.note_read(storage)
+        return storage
 
     def _open(self, tensor: Tensor) -> Handle:
         window = self._window

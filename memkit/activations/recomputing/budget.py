@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from memkit.activations.recomputing.decider import Decider
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.traces import Follower, SaveKey, Trace, Traces
+from memkit.activations.saved.traces import Follower, Trace, Traces
 from memkit.device import Device
 from memkit.errors import BudgetInfeasible
 from memkit.plan import Action, DTRScore, Plan, infeasible, tell_kept
@@ -63,20 +64,26 @@ class RematOptions:
 
 def marks_alone(min_bytes: int, device: Device | None) -> RematOptions:
     """Return what drops nothing but what the user asks for."""
+    no_plan = "dtr"  # a plan would also drop what others bring along, as that takes no time
+    return recorded_alone(min_bytes, device, op_kinds(), policy=no_plan)
+
+
+def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, policy: str = "plan") -> RematOptions:
+    """Return what has all steps recorded, and holds them to no budget of its own."""
     return RematOptions(
         budget=NO_BUDGET,
-        policy="dtr",  # a plan would also drop what others bring along, as that takes no time
+        policy=policy,
         plan=None,
         score=DTRScore(),
         min_bytes=min_bytes,
         strict=False,
         verify=False,
         device=device,
-        kinds=op_kinds(),
+        kinds=kinds,
     )
 
 
-class BudgetDecider:
+class BudgetDecider(Decider):
     """Says for each save of one forward whether it is dropped at once.
 
     Args:
@@ -104,11 +111,9 @@ class BudgetDecider:
         raises: bool,
         with_regions: Callable[[Trace, Plan], int | None] | None = None,
     ) -> None:
-        self.follower = Follower(traces if options.policy != "dtr" else Traces())
+        super().__init__(Follower(traces if options.policy != "dtr" else Traces()))
         self.plan: Plan | None = None
         """The plan that is followed, None where the score decides."""
-        self.limit_bytes = math.inf
-        """What saved values and replays may take on the device."""
         self._actions: dict[int, Action] = {}
         self._options = options
         self._counts = counts
@@ -121,44 +126,22 @@ class BudgetDecider:
         self._follow(plan)
 
     @property
-    def known_s(self) -> Sequence[float]:
-        """What each op takes, as far as the forward that is followed has told."""
-        trace = self.follower.trace
-        return () if trace is None or trace.ops is None else trace.ops.step.lineage.seconds
+    def follows_plan(self) -> bool:
+        return self.plan is not None
 
     @property
     def retained(self) -> frozenset[int]:
-        """Values that autograd does not save, and that the plan needs."""
         return frozenset() if self.plan is None else self.plan.retained
 
-    @property
-    def num_seen(self) -> int:
-        """How many forwards were like the one that is followed."""
-        trace = self.follower.trace
-        return 0 if trace is None or trace.ops is None else trace.ops.num_seen
-
-    def note(self, key: SaveKey, funcs: list[object]) -> bool:
-        """Take note of a save; tell whether that has changed the plan."""
-        trace = self.follower.trace
-        self.follower.note(key, funcs)
-        if self.follower.trace is trace:
-            return False
+    def _change_plan(self) -> None:
         self._follow(self._plan_of(self.follower.trace, raises=False))
-        return True
 
     def action(self, value: int, held_bytes: int) -> Action | None:
-        """Return what is done with a value as soon as it is saved; None where this decider has no reason to do anything: it
-        stays as far as this context goes, until room is short.
-
-        Args:
-            held_bytes: what would be held with it, if there is a context outside that takes what is not dropped.
-        """
         if self.plan is not None:
             return self._actions.get(value)
         return Action.RECOMPUTE if held_bytes > self.limit_bytes else None
 
-    def grow(self) -> None:
-        """What is saved has grown, and with it a budget that is a share of it."""
+    def grow(self) -> None:  # a budget that is a share of what is saved
         if self.plan is None:
             self._set_limit()
 

@@ -41,12 +41,12 @@ class CompiledCalls:
     one of these runs.
 
     Args:
-        tag: that of the context.
+        title: what the user calls the context.
         recorder, trail: what must be off.
     """
 
-    def __init__(self, tag: str, recorder: Recorder, trail: ModuleTrail) -> None:
-        self._tag = tag
+    def __init__(self, title: str, recorder: Recorder, trail: ModuleTrail) -> None:
+        self._title = title
         self._recorder, self._trail = recorder, trail
         self._thread = threading.get_ident()
         self._finding, self._outermost, self._around = HookSet(), HookSet(), HookSet()
@@ -197,7 +197,7 @@ class CompiledCalls:
 
     def _refusal(self, found: str) -> str:
         return (
-            f'Rematerialize (tag "{self._tag}") needs a model that is not compiled itself, though modules in it may be; found '
+            f"{self._title} needs a model that is not compiled itself, though modules in it may be; found "
             f"that {found} in the context. Compile each block of the model by itself (block.compile()) and call the model, "
             "which calls the blocks; or leave out torch.compile; or leave out the context and set "
             "torch._functorch.config.activation_memory_budget, which recomputes inside of what is compiled"

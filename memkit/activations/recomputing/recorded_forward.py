@@ -7,19 +7,19 @@ import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.activations.offloading.ratio import RatioDecider
-from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.recomputing.anchors import Anchors
+from memkit.activations.recomputing.sources import Sources
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.forward import Contents, Forward, SavedValues, contents_of
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.op_trace import OpTrace
-from memkit.activations.saved.records import Handle, Record, Residency
+from memkit.activations.saved.records import Handle, Record, Residency, Unpacker
 from memkit.device import CpuDevice
 from memkit.device.base import Stream
 from memkit.errors import ReplayMismatchError, note_on
@@ -30,9 +30,14 @@ from memkit.recording.replay import Replay
 from memkit.sizes import format_mib
 from memkit.storages import counted_by
 
+if TYPE_CHECKING:
+    from memkit.activations.offloading.window import OffloadWindow
+
 
 class RecordedForward(SavedValues):
     """The saved values of one forward.
+
+    `moves` tells whether what leaves for host memory is its own as well, or has records of its own in `moving`.
 
     Args:
         recording: what made them.
@@ -41,6 +46,8 @@ class RecordedForward(SavedValues):
         limit_bytes: what they and the replays may take on the device.
         counts: what is done is counted there.
     """
+
+    moves = False
 
     def __init__(
         self, recording: Recording, window: OffloadWindow, score: DTRScore, limit_bytes: float, counts: Counts
@@ -53,6 +60,8 @@ class RecordedForward(SavedValues):
         self.trace: OpTrace | None = None
         """What is known of forwards like this one."""
         self.window = window
+        self.unpacker: Unpacker = window
+        """What brings the tensors of its records back."""
         self.saves = recording.saved
         """The value of each save that counts."""
         self.uses: list[int] = []
@@ -70,10 +79,10 @@ class RecordedForward(SavedValues):
         """What else is saved: small values, and those that may leave for host memory."""
         self._offered: dict[Contents, tuple[weakref.ref[Tensor], int]] = {}
         """Which value another context was given, by what was in the tensor; with what counts the writes to that."""
-        self._secured: dict[int, bool] = {}
         self._dropped = set[int]()
         self._replay = Replay(recording)
         self._anchors = recording.holder = Anchors(window)
+        self._sources = Sources(recording, self, self._anchors)
         self._saved_at: dict[int, int] = {}
         self._streams: dict[Stream, None] = {}
         self._places: dict[int, list[int]] = {}
@@ -112,6 +121,17 @@ class RecordedForward(SavedValues):
             found = self._offered[contents] = (weakref.ref(root), value)
         return found[1] == value
 
+    def leave(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, node: int) -> None:
+        """Have a record of its own leave for host memory, once the op that saves it is over.
+
+        Args:
+            node: the number of the node of the graph that saves it.
+        """
+        raise AssertionError("what leaves has records of its own")
+
+    def end_save(self, node: int) -> None:
+        """All is done with one more save, by a node of the graph."""
+
     def is_saved(self, value: int) -> bool:
         """Tell whether a value that counts was saved before."""
         return value in self._saved_at
@@ -124,6 +144,8 @@ class RecordedForward(SavedValues):
     def open_moving(self) -> Forward:
         """Return what leaves in this forward. It does not know the recording, which a graph need not keep for what has left."""
         if self.moving is None:
+            from memkit.activations.offloading.ratio import RatioDecider  # only few forwards have such
+
             self.moving = Forward(RatioDecider(self.window.traces, 1.0, None), self.counts)
             self.window.open_forward(self.moving)
         return self.moving
@@ -186,6 +208,9 @@ class RecordedForward(SavedValues):
         place = next((place for place in self._places.get(value, ()) if place >= self._now), None)
         self._now = self._now + 1 if place is None else place + 1
 
+    def end_backward(self) -> None:
+        """A backward has ended well."""
+
     def learn_order(self) -> None:
         """Learn what the first backward has asked for, if it was a whole one."""
         trace = self.trace
@@ -208,7 +233,7 @@ class RecordedForward(SavedValues):
             return False
         if self.lineage.maker[value] == NO_OP or value in self.recording.pinned:
             return True
-        return self._anchors.find(value) is not None or self.other(value) is not None
+        return self._anchors.handle(value) is not None or self.other(value) is not None
 
     def is_wanted(self, value: int) -> bool:
         record = self.record_of(value)
@@ -224,18 +249,27 @@ class RecordedForward(SavedValues):
 
     def _has_copy(self, record: Record) -> bool:
         """Tell whether a record's bytes are in host memory, or on their way."""
-        return record.span is not None and record.value not in self.recording.overwritten
+        return record.span is not None and self._is_as_saved(record)
 
     def _storage_of_record(self, record: Record) -> torch.UntypedStorage | None:
         """Return a storage that has the bytes of a record, None if none has."""
         if record.residency is Residency.BACK:
-            return self.ledger.fetched_copy(record)
-        if record.residency is Residency.DROPPED or record.value in self.recording.overwritten:
+            storage = self.ledger.fetched_copy(record)
+            # A mark has given the user's storage back; and one from the host has what was written over the value meanwhile.
+            may_be_written = record.span is not None or (storage is not None and storage is record.original())
+            return None if may_be_written and not self._is_as_saved(record) else storage
+        if record.residency is Residency.DROPPED or not self._is_as_saved(record):
             return None  # if the original lives on, that may end while a replay makes room
-        for handle in record.live_handles():
-            if handle.is_unchanged():
-                return handle.alias.untyped_storage() if handle.geometry is None else record.original()
-        return None
+        handle = next(record.live_handles(), None)
+        if handle is None:
+            return None
+        return handle.alias.untyped_storage() if handle.geometry is None else record.original()
+
+    def _is_as_saved(self, record: Record) -> bool:
+        """Tell whether what a record was saved from was not written to since, by an op that was recorded or any other."""
+        if record.value in self.recording.overwritten:
+            return False
+        return all(handle.is_unchanged() for handle in record.live_handles())
 
     def other(self, value: int) -> KeptHandle | None:
         """Return the handle of a value that was saved and is no record of this context's, if a graph may still ask for it."""
@@ -260,7 +294,6 @@ class RecordedForward(SavedValues):
             return self.recording.root_storage(value)
         storage = self._anchors.find(value)
         if storage is not None:
-            self.ledger.device.note_read(storage)
             return storage
         handle = handle or self.other(value)
         assert handle is not None
@@ -268,44 +301,13 @@ class RecordedForward(SavedValues):
 
     def secure(self, value: int) -> bool:
         """Hold all roots that a value is made from; tell whether it can be made again."""
-        self.recording.sync()
-        lineage, secured = self.lineage, self._secured
-        found, pending = set[int](), [value]
-        while pending:
-            value_here = pending.pop()
-            if value_here in found or value_here in secured:
-                continue
-            found.add(value_here)
-            if lineage.maker[value_here] != NO_OP:
-                pending.extend(lineage.ins[lineage.maker[value_here]])
-        for value_here in sorted(found):  # what a value is made from comes before it
-            maker = lineage.maker[value_here]
-            if maker == NO_OP:
-                secured[value_here] = self.recording.hold(value_here, counts=self.record_of(value_here) is None) or self._pin(
-                    value_here
-                )
-            else:
-                secured[value_here] = all(secured[source] or self._pin(source) for source in lineage.ins[maker])
-        return secured[value]
-
-    def _pin(self, value: int) -> bool:
-        """Hold a value that cannot be made again, if it is there."""
-        if value in self.recording.pinned:
-            return True
-        handle = self.other(value)
-        record = None if value in self.recording.overwritten else self.record_of(value)
-        if handle is None and record is not None:
-            held = next((held for held in record.live_handles() if held.geometry is None and held.is_unchanged()), None)
-            handle = None if held is None else KeptHandle(held.alias)  # the handle itself holds the forward
-        if handle is None:
-            return False
-        self.recording.pinned[value] = handle
-        return True
+        return self._sources.secure(value)
 
     def drop(self, value: int) -> bool:
         record = self.record_of(value)
-        if record is None or record.residency is Residency.DROPPED or not self.secure(value):
+        if record is None or record.residency is Residency.DROPPED or (handles := self._sources.handles_for(value)) is None:
             return False
+        record.hold(handles)
         self.ledger.drop(record)
         if value not in self._dropped:
             self._dropped.add(value)
@@ -392,5 +394,7 @@ def _end_backward(window: OffloadWindow, reference: weakref.ref[RecordedForward]
         with window.lock:
             forward = reference()  # ahead of the sweep, after which nothing else may hold it
             window.settle()
-            if forward is not None and is_first:
-                forward.learn_order()
+            if forward is not None:
+                forward.end_backward()
+                if is_first:
+                    forward.learn_order()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +14,14 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, Settling
 from memkit.activations.recomputing.compiled_calls import CompiledCalls
+from memkit.activations.recomputing.decider import Decider
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.entry import Entry, Stage, handing_on, is_within
+from memkit.activations.saved.entry import Stage, handing_on
 from memkit.activations.saved.records import Handle
+from memkit.activations.saved.seen import NO_VALUE
 from memkit.activations.saved.settled import SizesSeen
 from memkit.activations.saved.small import all_too_small
-from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.saved.traces import SaveKey
 from memkit.device import CpuDevice, default_generator, open_device
 from memkit.hooks import SavedTensorHooks
@@ -28,6 +31,11 @@ from memkit.recording.recording import Recording
 from memkit.recording.trail import ModuleTrail
 from memkit.storages import is_range_of_bytes
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, is_traced, leave_mode
+
+if TYPE_CHECKING:
+    from memkit.activations.offloading.window import OffloadWindow
+    from memkit.activations.saved.state import RematState
+    from memkit.recording.recorder import Recorder
 
 _LOGGER = logging.getLogger(__name__)
 _NUM_WATCHED, _NUM_NOTED = 4, 2
@@ -58,8 +66,6 @@ class RecordingStage(Stage):
         outer: SavedTensorHooks | None = None,
         settling: Settling | None = None,
     ) -> None:
-        from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
-
         self._state = state
         self._lock = state.lock
         self._options = options
@@ -77,15 +83,16 @@ class RecordingStage(Stage):
         self.counts = Counts(trial=state.trial)
         state.know(options.kinds)
         self._forward = self._open_forward(raises=options.strict)
-        plan = self._decider.plan
+        decider = self._decider
+        plan = decider.plan if isinstance(decider, BudgetDecider) else None
         may_keep_all = self._needs_plan and plan is not None and not plan.dropped
         self._sizes = SizesSeen(options.min_bytes) if may_keep_all else None
-        self.recorder = Recorder(self._forward.recording, options.kinds, default_generator, state.costs.estimate_s)
-        trace, number = self._decider.follower.trace, state.num_iterations
+        self.recorder = self._make_recorder()
+        trace, number = decider.follower.trace, state.num_iterations
         notes_calls = self._needs_plan and (trace is None or trace.num_noted < _NUM_NOTED)
         self._trail = ModuleTrail(self._forward.recording, notes_calls=notes_calls)
         self._watches_modules = options.verify or notes_calls or (trace is None and number < _NUM_WATCHED)
-        self._compiled = CompiledCalls(state.tag, self.recorder, self._trail)
+        self._compiled = CompiledCalls(f'{state.name} (tag "{state.tag}")', self.recorder, self._trail)
         self._is_over = False
 
     def begin(self) -> None:
@@ -106,9 +113,10 @@ class RecordingStage(Stage):
             return
         with self._lock:
             self._end_forward(learn=not has_failed)
-            if not has_failed and self._settling is not None:
+            decider = self._decider
+            if not has_failed and self._settling is not None and isinstance(decider, BudgetDecider):
                 is_timed = self._forward.recording.is_timed
-                self._settling.settle(self._state, self._options, self._decider, self._sizes, is_timed)
+                self._settling.settle(self._state, self._options, decider, self._sizes, is_timed)
         self._is_over = True
         del self._forward, self._decider, self.recorder  # they hold the recording, and this
 
@@ -119,24 +127,40 @@ class RecordingStage(Stage):
         state, options = self._state, self._options
         state.sweep()
         state.read_times()
-        with_regions = None if self._settling is None else functools.partial(self._settling.with_regions, state, options)
-        self._decider = decider = BudgetDecider(
-            options, state.traces, self.counts, state.counts, state.warn_once, raises=raises, with_regions=with_regions
-        )
+        self._decider = decider = self._decide(raises=raises)
         self._note_plan()
         trace, device = decider.follower.trace, self._device or CpuDevice()
         recording = Recording(
             device,
             known_s=decider.known_s,
-            retained=decider.retained,
+            retained=frozenset(decider.retained),
             is_timed=state.num_iterations == 1 if trace is None else not state.are_measured(),
             is_verified=options.verify,
         )
-        return RecordedForward(recording, state.window(device), options.score, decider.limit_bytes, self.counts)
+        return self._make_forward(recording, state.window(device))
+
+    def _decide(self, *, raises: bool) -> Decider:
+        """Return what says for each save of a forward what is done with it."""
+        state, options = self._state, self._options
+        with_regions = None if self._settling is None else functools.partial(self._settling.with_regions, state, options)
+        return BudgetDecider(
+            options, state.traces, self.counts, state.counts, state.warn_once, raises=raises, with_regions=with_regions
+        )
+
+    def _make_forward(self, recording: Recording, window: OffloadWindow) -> RecordedForward:
+        """Return what has the saved values of a forward that begins."""
+        return RecordedForward(recording, window, self._options.score, self._decider.limit_bytes, self.counts)
+
+    def _make_recorder(self) -> Recorder:
+        """Return what records the ops."""
+        from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
+
+        return Recorder(self._forward.recording, self._options.kinds, default_generator, self._state.costs.estimate_s)
 
     def _note_plan(self) -> None:
         """Remember the plan that is followed, to be shown."""
-        state, plan = self._state, self._decider.plan
+        state, decider = self._state, self._decider
+        plan = decider.plan if isinstance(decider, BudgetDecider) else None
         if plan is not None and plan is not state.plan:
             _LOGGER.debug('Rematerialize (tag "%s"): %s', state.tag, plan)
             state.plan = plan
@@ -154,7 +178,7 @@ class RecordingStage(Stage):
         recording = forward.recording
         counts.num_ops += len(recording.funcs)
         counts.peak_bytes = max(counts.peak_bytes, forward.walk.peak_bytes)
-        counts.is_to_be_judged = learn and self._decider.plan is None
+        counts.is_to_be_judged = learn and not self._decider.follows_plan
         if counts.is_to_be_judged:
             counts.largest_bytes = max(counts.largest_bytes, recording.largest_bytes)
         if learn and follower.keys and self._options.policy != "dtr":
@@ -219,11 +243,10 @@ class RecordingStage(Stage):
             self._sizes.note(tensor, storage)
         recording = forward.recording
         found = recording.current.get(torch_private.storage_address(storage))
-        if found is None or found[0]() is not storage:
-            if not self._compiled.has_made(storage):
-                return self._hand_on(tensor)  # it was there before
-            found = (weakref.ref(storage), self._compiled.add_made(tensor, storage))
-        value, num_bytes = found[1], storage.nbytes()
+        value = found[1] if found is not None and found[0]() is storage else self._add_unseen(tensor, storage)
+        if value == NO_VALUE:
+            return self._hand_on(tensor)  # it was there before
+        num_bytes = storage.nbytes()
         root = recording.roots.get(value)
         if root is not None and not root.is_inside:
             return self._hand_on(tensor)  # it is the caller's
@@ -261,33 +284,43 @@ class RecordingStage(Stage):
             held_bytes = forward.live_bytes + forward.offered_bytes + num_bytes if self._has_outer else 0
             action = forward.marks.get(value) or self._decider.action(value, held_bytes)
             drops = action is Action.RECOMPUTE and value not in forward.others  # one that was offered is offered again
-            if action is Action.OFFLOAD or (self._has_outer and not (drops and forward.secure(value))):
+            leaves = action is Action.OFFLOAD
+            if (leaves and not forward.moves) or (self._has_outer and not (drops and forward.secure(value))):
                 forward.offered_bytes += num_bytes
-                return self._offer(forward, value, tensor, action if action is Action.OFFLOAD else forward.marks.get(value))
-            handle = ledger.open(tensor, storage, window, node)
+                return self._offer(forward, value, tensor, action if leaves else forward.marks.get(value))
+            handle = ledger.open(tensor, storage, forward.unpacker, node)
             record = handle.record
             record.maker, record.value = forward, value
             forward.note_record(value, record)
-            if forward.marks.get(value) is not Action.KEEP and root is None:
+            is_made = root is None and (recording.expected is None or value not in recording.expected.unmade)
+            if forward.marks.get(value) is not Action.KEEP and is_made:
                 forward.walk.admit(value)
                 if drops:
                     forward.walk.drop(value)
+            if leaves:
+                forward.leave(record, tensor, storage, node)
         else:
-            handle = ledger.add_handle(record, tensor, window, node)
-        if forward.live_bytes > forward.walk.limit_bytes:
+            handle = ledger.add_handle(record, tensor, forward.unpacker, node)
+        limit_bytes = forward.walk.limit_bytes
+        if limit_bytes != math.inf and forward.live_bytes > limit_bytes:
             forward.make_room()
         forward.walk.note_peak()
+        forward.end_save(node)
         return handle
+
+    def _add_unseen(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
+        """Return the number of what is in a tensor that no recorded op has made or read; `NO_VALUE` if it was there before."""
+        return self._compiled.add_made(tensor, storage) if self._compiled.has_made(storage) else NO_VALUE
 
     def _note_save(self, forward: RecordedForward, value: int, num_bytes: int, node: int) -> None:
         forward.note_save(value, node)
         decider, recording = self._decider, forward.recording
-        had_plan = decider.plan is not None
+        had_plan = decider.follows_plan
         key = SaveKey(num_bytes, value=value, num_ops=len(recording.funcs), mark=forward.marks.get(value))
         if decider.note(key, recording.funcs):
-            recording.known_s, recording.retained = decider.known_s, decider.retained
+            recording.known_s, recording.retained = decider.known_s, frozenset(decider.retained)
             forward.walk.limit_bytes = decider.limit_bytes
-            if had_plan and decider.plan is None:
+            if had_plan and not decider.follows_plan:
                 self._state.num_deviations += 1
                 _LOGGER.debug('Rematerialize (tag "%s"): save %d is not that of the plan', self._state.tag, len(forward.saves))
             self._note_plan()
@@ -357,30 +390,3 @@ class RecordingStage(Stage):
                     handle.record.maker, handle.record.value = forward, value
                     forward.note_record(value, handle.record)
                 handle.unpacker.change(handle.record, storage, action)
-
-
-def open_recording(
-    tag: str,
-    options: RematOptions,
-    *,
-    moving: Stage | None = None,
-    outer: SavedTensorHooks | None = None,
-    settling: Settling | None = None,
-) -> RecordingStage:
-    """Return the stage of a context that is about to be entered.
-
-    Args:
-        moving: the stage of the same context that moves, if it has one.
-        outer: else the hooks that are on top.
-        settling: see `RecordingStage`.
-    """
-    is_inner = moving is not None or is_within(tag)
-    if moving is None and outer is not None and isinstance(outer.owner, Entry):
-        moving = outer.owner.moving
-    state = remat_states.open(tag)
-    with state.lock:
-        stage = RecordingStage(state, options, moving=moving, outer=outer, settling=settling)
-        state.num_iterations += 1
-        state.num_inner += is_inner
-        state.counts, state.is_recorded, state.settled = stage.counts, True, None
-        return stage

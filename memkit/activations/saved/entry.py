@@ -95,6 +95,7 @@ class Entry:
     """
 
     def __init__(self, name: str, tag: str, *, is_last: bool, block: Block | None) -> None:
+        self.kind = name
         self.tag = tag
         self.is_last = is_last
         self.block = block
@@ -104,7 +105,7 @@ class Entry:
         """The stage that moves to host memory."""
         self._take: Callable[[Tensor], KeptHandle] = KeptHandle
         self._hooks: SavedTensorHooks | None = None
-        self._name = f'{name} (tag "{tag}")'
+        self.name = f'{name} (tag "{tag}")'
 
     @property
     def stages(self) -> list[Stage]:
@@ -123,7 +124,7 @@ class Entry:
                 _bare.entries.append((len(stacked_owners()), self))
             else:
                 pack, unpack_ = pair or (self.pack, unpack)
-                self._hooks = SavedTensorHooks(pack, unpack_, owner=self, name=self._name, block=self.block)
+                self._hooks = SavedTensorHooks(pack, unpack_, owner=self, name=self.name, block=self.block)
                 self._hooks.__enter__()
             for stage in reversed(self.stages):
                 stage.begin()
@@ -185,6 +186,16 @@ def entries_around() -> list[Entry]:
 def is_in_last() -> bool:
     """Tell whether this thread is in a context inside of which there may be no other."""
     return any(entry.is_last for entry in entries_around())
+
+
+def refuse_in_budget(title: str) -> None:
+    """Raise `ValueError` where a context, which is called so, is entered inside a `MemoryBudget`."""
+    for entry in entries_around():
+        if entry.kind == "MemoryBudget":
+            raise ValueError(
+                f"{title} was entered inside a {entry.name}, which plans for itself: one budget holds for all that is saved. "
+                "Use one of the two, and memkit.keep, memkit.offload or memkit.recompute for parts of a model"
+            )
 
 
 def stop_recording() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.records import Record, Residency
+from memkit.activations.saved.records import Handle, Record, Residency
 from memkit.plan import Action, Forecast
 from memkit.storages import counted_by
 
@@ -46,6 +46,13 @@ class SavedValues:
         reference = self.by_number.get(value)
         record = None if reference is None else reference()
         return record if record is not None and record.num_handles > 0 else None
+
+    def handle_of(self, value: int) -> Handle | None:
+        """Return a handle of a value that is not dropped, and is as it was saved."""
+        record = self.record_of(value)
+        if record is None or record.residency is Residency.DROPPED:
+            return None
+        return next((handle for handle in record.live_handles() if handle.is_unchanged()), None)
 
     def records(self) -> Iterator[Record]:
         """Yield the records that a graph may still ask for."""

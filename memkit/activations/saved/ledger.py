@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.activations.saved.records import (
-    ON_DEVICE,
-    CopyReference,
-    Handle,
-    HandleReference,
-    Record,
-    Residency,
-    Unpacker,
-)
+from memkit.activations.saved.records import ON_DEVICE, CopyReference, Handle, HandleReference, Record, Residency, Unpacker
 from memkit.device.base import Device, Event, Stream
 from memkit.kept import KeptHandle, nothing
 from memkit.labels import NO_LABEL, label
@@ -94,6 +86,9 @@ class Ledger:
             if older.storage is storage and older.left is not None:
                 # Written to while what was there is on its way, and the lane reads it.
                 self.device.wait_event(stream, older.left.done)
+        for waiting, done, _ in self.orphans:
+            if waiting is storage:  # the same of a copy that nobody needs any more
+                self.device.wait_event(stream, done)
         handle = Handle.of_new_record(self, tensor, storage, unpacker, node, stream, owner, index)
         record = handle.record
         self.device.note_written(storage, record.version)
@@ -106,6 +101,7 @@ class Ledger:
         handle = record.add_handle(tensor, unpacker, node)
         if record.residency not in (Residency.DEVICE, Residency.LEAVING):
             _let_go(handle)
+            handle.sources = next(record.live_handles()).sources
         return handle
 
     # Leaving
@@ -192,8 +188,13 @@ class Ledger:
 
     def adopt(self, record: Record, owner: Forward, index: int) -> None:
         """A record that could only be dropped belongs to a forward from now on, and may leave."""
+        record.owner, record.index = owner, index
+        self.count_moves(record, owner.counts)
+
+    def count_moves(self, record: Record, counts: Counts) -> None:
+        """A record that could only be dropped may leave from now on: its copies are counted there."""
         assert record.counts is None
-        record.owner, record.index, record.counts = owner, index, owner.counts
+        record.counts = counts
         if record.residency in ON_DEVICE:
             self.moving_bytes += record.num_bytes
 
@@ -384,6 +385,7 @@ def _let_go(handle: Handle) -> None:
         handle.geometry = Geometry(
             alias.size(), alias.stride(), alias.storage_offset(), alias.dtype, alias.is_conj(), alias.is_neg()
         )
+        handle.alias = alias = alias.detach()  # what it was may be on its way to autograd, in another thread
         alias.data = nothing(alias.dtype, alias.device)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -84,7 +84,7 @@ class Handle(KeptHandle):
     Once the record has left the device, the alias is an empty tensor that only shares the version counter.
     """
 
-    __slots__ = ("geometry", "node", "record", "reference", "unpacker")
+    __slots__ = ("geometry", "node", "record", "reference", "sources", "unpacker")
 
     def __init__(self, tensor: Tensor, record: Record, unpacker: Unpacker, node: int) -> None:
         if type(tensor) is Tensor:  # as `KeptHandle` does, at less cost
@@ -96,6 +96,8 @@ class Handle(KeptHandle):
         self.node = node
         """The number of the node of the graph that saved it."""
         self.geometry: Geometry | None = None
+        self.sources: Sequence[Handle] = ()
+        """Of what its record is made from, where that is held for it since its maker cannot make it again."""
         self.reference = HandleReference(self, record)
 
     @classmethod
@@ -251,6 +253,11 @@ class Record:
         self.num_handles += 1
         self.num_awaiting += 1
         return handle
+
+    def hold(self, sources: Sequence[Handle]) -> None:
+        """Hold what it is made from for as long as a graph may ask for it."""
+        for handle in self.live_handles():
+            handle.sources = sources
 
     def live_handles(self) -> Iterator[Handle]:
         for reference in self.handles:

@@ -74,6 +74,8 @@ class Trace:
     schedule, so that it is looked at whole."""
     is_report: bool = False
     """Made from a report, which does not know all that a context sees (large buffers, frozen casts): strangers are let pass."""
+    learned: Any = None
+    """What else is known of such steps, for the room that has planned them: it is no part of the sequence."""
     is_worth_a_plan: bool = True
     """Whether it may come again: a model that takes another path each time is not planned each time."""
     _plan: tuple[tuple[float, int | None, int], Plan] | None = None
@@ -295,6 +297,11 @@ class Follower:
         trace, place = self.trace, self._place
         if trace is not None and trace.is_report and place in trace.held and trace.keys[place] == _key_of(tensor, storage):
             self._place += 1
+
+    def give_up(self) -> None:
+        """Hold the forward against none from here on: not all that it has saved was noted."""
+        self.keys.append(SaveKey(0))
+        self.trace = None
 
     @property
     def is_whole(self) -> bool:

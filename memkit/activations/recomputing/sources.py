@@ -1,0 +1,123 @@
+"""What dropped values can be made from again: roots that are held, and values that no op makes again and that are kept."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from memkit.kept import KeptHandle
+from memkit.plan import NO_OP
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memkit.activations.recomputing.anchors import Anchors
+    from memkit.activations.recomputing.recorded_forward import RecordedForward
+    from memkit.activations.saved.records import Handle
+    from memkit.recording.recording import Recording
+
+
+class Sources:
+    """Holds what the dropped values of one forward are made from.
+
+    Args:
+        recording: of the forward.
+        forward: what it has saved.
+        anchors: what is held on purpose.
+    """
+
+    def __init__(self, recording: Recording, forward: RecordedForward, anchors: Anchors) -> None:
+        self._recording, self._forward, self._anchors = recording, weakref.proxy(forward), anchors
+        self._secured: dict[int, bool] = {}
+        self.only_held = set[int]()
+        """Anchors that could not be made again were they released."""
+
+    def secure(self, value: int) -> bool:
+        """Hold all roots that a value is made from; tell whether it can be made again."""
+        recording, secured = self._recording, self._secured
+        recording.sync()
+        if recording.expected is not None:
+            return self._handles_where_unmade(value) is not None
+        lineage = recording.lineage
+        found, pending = set[int](), [value]
+        while pending:
+            value_here = pending.pop()
+            if value_here in found or value_here in secured:
+                continue
+            found.add(value_here)
+            if lineage.maker[value_here] != NO_OP:
+                pending.extend(lineage.ins[lineage.maker[value_here]])
+        for value_here in sorted(found):  # what a value is made from comes before it
+            maker = lineage.maker[value_here]
+            if maker == NO_OP:
+                counts = self._forward.record_of(value_here) is None
+                secured[value_here] = recording.hold(value_here, counts=counts) or self._pin(value_here)
+            else:
+                secured[value_here] = all(secured[source] or self._pin(source) for source in lineage.ins[maker])
+        return secured[value]
+
+    def handles_for(self, value: int) -> list[Handle] | None:
+        """Secure a value; return the handles of what it is made from that are to be held with it, since what they are of cannot
+        be made again; None if the value cannot be."""
+        if self._recording.expected is None:
+            return [] if self.secure(value) else None
+        self._recording.sync()
+        return self._handles_where_unmade(value)
+
+    def _handles_where_unmade(self, value: int) -> list[Handle] | None:
+        recording, expected = self._recording, self._recording.expected
+        assert expected is not None
+        unmade, sources = expected.unmade, expected.sources
+        handles: list[Handle] = []
+        if recording.lineage.maker[value] == NO_OP:
+            return None
+        for source, handle in self._leaves(value):
+            if handle is not None or source in unmade:
+                sources.add(source)
+            if handle is not None:
+                handles.append(handle)
+            elif not (source in recording.roots and recording.hold(source)) and not self._pin(source):
+                return None
+        return handles
+
+    def _leaves(self, value: int) -> Iterator[tuple[int, Handle | None]]:
+        """Return what a value is made from: what is saved and not dropped, with a handle of that; what is held; and what no op
+        is recorded of."""
+        lineage, found, pending = self._recording.lineage, {value}, [value]
+        while pending:
+            for source in lineage.ins[lineage.maker[pending.pop()]]:
+                if source in found:
+                    continue
+                found.add(source)
+                handle = self._handle(source)
+                if handle is not None or lineage.maker[source] == NO_OP:
+                    yield source, handle
+                else:
+                    pending.append(source)
+
+    def _is_anchor(self, value: int) -> bool:
+        anchor = self._anchors.handle(value)
+        return anchor is not None and anchor.version == 0
+
+    def _handle(self, value: int) -> Handle | None:
+        if value in self._recording.overwritten:
+            return None
+        return self._forward.handle_of(value) or self._anchors.handle(value)
+
+    def _pin(self, value: int) -> bool:
+        """Hold a value that cannot be made again, if it is there."""
+        recording, forward = self._recording, self._forward
+        if value in recording.pinned:
+            return True
+        if self._is_anchor(value):  # what an op has just made: no write to it goes unseen
+            self.only_held.add(value)
+            return True
+        handle = forward.other(value)
+        record = None if value in recording.overwritten else forward.record_of(value)
+        if handle is None and record is not None:
+            held = next((held for held in record.live_handles() if held.geometry is None and held.is_unchanged()), None)
+            handle = None if held is None else KeptHandle(held.alias)  # the handle itself holds the forward
+        if handle is None:
+            return False
+        recording.pinned[value] = handle
+        return True
