@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memkit import plan as plan
     from memkit import profile as profile
     from memkit import weights as weights
-    from memkit.activations import CPUOffload, Rematerialize, keep, no_offload, offload, recompute, reset
+    from memkit.activations import CPUOffload, MemoryBudget, Rematerialize, keep, no_offload, offload, recompute, reset
     from memkit.activations.attach import attach  # there, since `memkit.activations.attach` is a module as well
     from memkit.activations.stats import stats
     from memkit.attached import detach
@@ -30,6 +30,7 @@ __all__ = [
     "CPUOffload",
     "GradScaler",
     "LayerOffload",
+    "MemoryBudget",
     "Rematerialize",
     "attach",
     "detach",
@@ -50,6 +51,7 @@ _HOMES = {
     "CPUOffload": "memkit.activations",
     "GradScaler": "memkit.weights",
     "LayerOffload": "memkit.weights",
+    "MemoryBudget": "memkit.activations",
     "Rematerialize": "memkit.activations",
     "attach": "memkit.activations",
     "detach": "memkit.attached",

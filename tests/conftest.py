@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 from collections.abc import Iterator
 
@@ -11,6 +12,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import memkit
+from memkit.activations.budgeting import learning
+from memkit.activations.budgeting.state import budget_states
 from memkit.activations.saved import state
 from memkit.activations.saved.state import offload_states, remat_states
 from memkit.profile import registry
@@ -69,7 +72,7 @@ def _fresh_state() -> Iterator[None]:
     yield
     for tag in list(registry._reports):
         registry.forget_report(tag)
-    for tag in {*offload_states, *remat_states}:
+    for tag in {*offload_states, *remat_states, *budget_states}:
         memkit.reset(tag)
     state._retired.clear()
     assert torch.is_grad_enabled()
@@ -85,3 +88,19 @@ def no_compiled_code_is_left() -> Iterator[None]:
     """Have Dynamo forget behind a test what it has compiled in it."""
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def one_plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have steps under a `MemoryBudget` follow the plan that was made for them: the reference device takes the time of this
+    machine's clock, so that copies and steps take what they happen to. Tests that are about that ask for `any_times`.
+    """
+    if "any_times" not in request.fixturenames:
+        monkeypatch.setattr(learning, "_OTHER_LINK", math.inf)
+        monkeypatch.setattr(learning, "_AS_PREDICTED", math.inf)
+        monkeypatch.setattr(learning, "_LESS", 0.0)
+
+
+@pytest.fixture
+def any_times() -> None:
+    """Let what steps and copies take count."""

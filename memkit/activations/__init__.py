@@ -1,8 +1,10 @@
 """Act on saved tensors: move them to the host and back, or drop them and make them again."""
 
 from memkit.activations.attach import Attachment, attach
+from memkit.activations.budgeting.state import budget_states, regions_tag
 from memkit.activations.cpu_offload import CPUOffload, no_offload
 from memkit.activations.marks import keep, offload, recompute
+from memkit.activations.memory_budget import MemoryBudget
 from memkit.activations.rematerialize import Rematerialize
 from memkit.activations.saved.state import offload_states, remat_states
 from memkit.activations.stats import SavedTensorStats, stats
@@ -10,6 +12,7 @@ from memkit.activations.stats import SavedTensorStats, stats
 __all__ = [
     "Attachment",
     "CPUOffload",
+    "MemoryBudget",
     "Rematerialize",
     "SavedTensorStats",
     "attach",
@@ -26,3 +29,5 @@ def reset(tag: str) -> None:
     """Forget what is kept under a tag: plans, counts, and the host memory once no graph needs it. Unknown tags are fine."""
     offload_states.forget(tag)
     remat_states.forget(tag)
+    budget_states.forget(tag)
+    remat_states.forget(regions_tag(tag))

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from types import CodeType, FrameType
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import memkit
+from memkit.activations.budgeting.state import budget_states
 from memkit.activations.offloading.scheduled_saves import ScheduledSaves
 from memkit.activations.saved import entry
 from memkit.device import ReferenceDevice
+from memkit.plan import Action, MemoryPlan
+from memkit.plan.budget import simulate
+from tests.activations.budgeting.plans import planner_of
+from tests.activations.remat.conftest import NO_PLAN_FITS
 
 PACKAGE = str(Path(memkit.__file__).parent)
 DEVICE = str(Path(PACKAGE) / "device")
@@ -114,14 +123,15 @@ def _blocks() -> nn.Sequential:
     return nn.Sequential(*[make() for _ in range(40) for make in layers])
 
 
-def _python_calls(ratio: float) -> tuple[int, int]:
-    """Return how many Python functions of memkit, but for those of its devices, are called in a steady step under a ratio, and
-    how many storages move in it."""
+def _python_calls(
+    make: Callable[[ReferenceDevice], AbstractContextManager[object]], tag: str, num_steps: int
+) -> tuple[int, Any]:
+    """Return how many Python functions of memkit, but not of its devices, are called in a steady step, and its figures."""
     device, model, x = ReferenceDevice(), _blocks(), torch.randn(8, 32)
     num_calls = 0
 
     def step() -> None:
-        with memkit.CPUOffload(ratio, "host", min_bytes=1, window_bytes=0, device=device):
+        with make(device):
             loss = model(x).sum()
         loss.backward()
 
@@ -129,16 +139,44 @@ def _python_calls(ratio: float) -> tuple[int, int]:
         nonlocal num_calls
         num_calls += event == "call" and _is_counted(frame)
 
-    for _ in range(4):
+    for _ in range(num_steps):
         step()
     sys.setprofile(profile)
     try:
         step()
     finally:
         sys.setprofile(None)
-    stats = memkit.stats("host")
-    assert (stats.num_copies_in == stats.num_copies_out > 0) or ratio == 0
+    return num_calls, memkit.stats(tag)
+
+
+def _calls_of_offload(ratio: float) -> tuple[int, int]:
+    """Return how many calls a step under a ratio takes, and how many storages move in it."""
+    num_calls, stats = _python_calls(
+        lambda device: memkit.CPUOffload(ratio, "host", min_bytes=1, window_bytes=0, device=device), "host", 4
+    )
+    assert stats.num_copies_in == stats.num_copies_out > 0
     return num_calls, stats.num_copies_out
+
+
+def _calls_of_budget(action: Action, every: int) -> tuple[int, Any]:
+    """Return how many calls a step takes under a plan that does something with one in so many values, and its figures."""
+    plans: list[MemoryPlan] = []
+
+    def make(device: ReferenceDevice) -> memkit.MemoryBudget:
+        trace = budget_states["budget"].traces.latest if "budget" in budget_states else None
+        if not plans and trace is not None and trace.learned is not None and trace.learned.planner is not None:
+            problem, places = planner_of("budget").problem, itertools.count(1)
+            actions = [
+                action if action in each.choices and next(places) % every == 0 else Action.KEEP for each in problem.values
+            ]
+            told = simulate(problem, actions, problem.plain_peak_bytes)
+            plans.append(planner_of("budget").told(told, problem.plain_peak_bytes, 0))
+        return memkit.MemoryBudget(1.0, "budget", min_bytes=1, device=device, plan=plans[0] if plans else None)
+
+    found = _python_calls(make, "budget", 6)
+    assert found[1].follows_plan
+    assert found[1].num_deviations == 0
+    return found
 
 
 _NUM_SAVES = 400
@@ -146,14 +184,41 @@ _NUM_SAVES = 400
 
 
 def test_what_moves_costs_the_host_few_calls() -> None:
-    num_calls, num_moved = _python_calls(1.0)
+    num_calls, num_moved = _calls_of_offload(1.0)
 
     assert num_moved >= 239
     assert num_calls <= 30 * num_moved
 
 
 def test_what_stays_costs_the_host_few_calls() -> None:
-    num_calls, num_moved = _python_calls(0.1)
+    num_calls, num_moved = _calls_of_offload(0.1)
 
     assert 20 <= num_moved <= 30
     assert num_calls - 25 * num_moved <= 3 * (_NUM_SAVES - num_moved)
+
+
+@pytest.mark.filterwarnings(NO_PLAN_FITS)
+def test_what_moves_under_a_budget_costs_the_host_few_calls() -> None:
+    num_calls, stats = _calls_of_budget(Action.OFFLOAD, 1)
+
+    assert stats.num_copies_out >= 100
+    assert num_calls - 3 * (_NUM_SAVES - stats.num_copies_out) <= 30 * stats.num_copies_out
+
+
+@pytest.mark.filterwarnings(NO_PLAN_FITS)
+def test_what_stays_under_a_budget_costs_the_host_few_calls() -> None:
+    num_calls, stats = _calls_of_budget(Action.OFFLOAD, 10)
+
+    assert 20 <= stats.num_copies_out <= 30
+    assert num_calls - 25 * stats.num_copies_out <= 4 * (_NUM_SAVES - stats.num_copies_out)
+
+
+@pytest.mark.filterwarnings(NO_PLAN_FITS)
+def test_ops_of_a_step_that_drops_cost_the_host_few_calls() -> None:
+    """But for what a dropped value costs, its replay included."""
+    found = {every: _calls_of_budget(Action.RECOMPUTE, every) for every in (10, 100)}
+    dropped = {every: stats.num_dropped for every, (_, stats) in found.items()}
+    per_dropped = (found[10][0] - found[100][0]) / (dropped[10] - dropped[100])
+
+    assert dropped[10] > 20
+    assert found[100][0] - per_dropped * dropped[100] <= 12 * found[100][1].num_ops

@@ -72,6 +72,13 @@ def _remat(budget: float | str, policy: str = "plan", min_bytes: int = 0) -> Kin
     return Kind(make, (memkit.stats,), on_cpu=True)
 
 
+def _budget(budget: float | str, min_bytes: int = 0) -> Kind:
+    def make(device: Device, tag: str) -> memkit.MemoryBudget:
+        return memkit.MemoryBudget(budget, tag, min_bytes=min_bytes, device=device)
+
+    return Kind(make, (memkit.stats,))
+
+
 def _around(outer: Kind, inner: Kind) -> Kind:
     def make(device: Device, tag: str) -> Around:
         return Around(outer.make(device, tag), inner.make(device, tag))
@@ -84,6 +91,7 @@ KINDS: dict[str, Kind] = {
     "offload half": _offload(0.5, UNIT_BYTES // 4),
     "remat plan": _remat(0.3),
     "remat dtr": _remat(0.3, "dtr"),
+    "budget": _budget("4KiB"),
     "offload around remat": _around(_offload(1.0), _remat(0.5)),
 }
 
@@ -94,6 +102,9 @@ MORE_KINDS: dict[str, Kind] = {
     "remat plan 0.8": _remat(0.8),
     "remat plan of nothing": _remat("1B"),
     "remat dtr of nothing": _remat("1B", "dtr"),
+    "budget half": _budget(0.5),
+    "budget 0.8": _budget(0.8),
+    "budget of nothing": _budget("1B"),
 }
 """Further settings, for what is to hold in every one of them."""
 
@@ -103,6 +114,9 @@ SMALL_KINDS: dict[str, Kind] = {
     "remat plan of 200": _remat("200B"),
     "remat dtr of 64": _remat("64B", "dtr"),
     "remat dtr of 200": _remat("200B", "dtr"),
+    "budget 0.4": _budget(0.4),
+    "budget of 700": _budget("700B"),
+    "budget of nothing, small ones stay": _budget("1B", min_bytes=40),
     "remat plan, small ones stay": _remat(0.4, min_bytes=40),
     "remat dtr, small ones stay": _remat(0.4, "dtr", min_bytes=40),
 }

@@ -57,6 +57,9 @@ def _model_step(model: nn.Module, inputs: list[Tensor], context: AbstractContext
 def test_models(name: str, context: Context) -> None:
     torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)  # some have operators that are not
     case, device = CASES[name], context.torch_device
+    is_planned = context.name == "budget"
+    if is_planned and device.type == "cpu" and not context.lands_late:
+        pytest.skip("it is planned for some seconds, and goes as with copies that land late")
     model, inputs = case.model().to(device), [x.to(device) for x in case.inputs()]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
@@ -70,7 +73,7 @@ def test_models(name: str, context: Context) -> None:
         max(float((run[index].float() - plain[0][index].float()).abs().max()) for run in plain)
         for index in range(len(plain[0]))
     ]
-    for _ in range(3):
+    for _ in range(5 if is_planned else 3):
         found = run(context())
 
         if any(noise):  # the plain runs differ among themselves, as is known of some operators on CUDA

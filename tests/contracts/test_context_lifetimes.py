@@ -152,7 +152,7 @@ def _held(context: Context) -> dict[str, object]:
     figures["objects"] = sum(type(thing) is not Placement for thing in ours)
     """A schedule keeps a few of those, by which host memory was free when forwards began: on a GPU that is up to chance."""
     figures["longest"] = max(
-        len(value) for thing in ours for value in _values_of(thing) if isinstance(value, list | dict | set | deque)
+        len(value) for thing in ours for value in _values_of(thing) if type(value) in (list, dict, set, deque)
     )
     figures["tensors"] = _num_tensors()
     return figures

@@ -194,3 +194,15 @@ def test_each_operation_can_be_applied(name: str) -> None:
     _apply((name, 1, 0, 1), tensors)
 
     assert len(tensors) == 3 or tensors[1]._version == 1
+
+
+FOUND = [
+    *(("matmul", 46, 92, 1), ("detach", 10, 14, 0), ("norm", 72, 63, 3), ("conj", 61, 18, 1), ("keep", 20, 60, 2)),
+    *(("norm", 37, 56, 0), ("row_add_", 86, 82, 2), ("conj", 12, 53, 2), ("t", 82, 28, 2), ("noise", 39, 40, 2)),
+    ("chunk", 18, 92, 1),
+]
+
+
+@pytest.mark.parametrize("name", ["remat dtr of 200", "remat dtr of nothing"])
+def test_graph_with_a_write_to_what_a_mark_has_kept(name: str) -> None:
+    _compare(FOUND, [53, 30], name, None)

@@ -1,0 +1,55 @@
+"""The decider of `MemoryBudget`: a plan for the step that is followed, or the score, held to what the device has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from memkit.activations.recomputing.decider import Decider
+from memkit.activations.saved.traces import Follower, Trace, Traces
+from memkit.plan import Action
+
+if TYPE_CHECKING:
+    from memkit.activations.budgeting.learning import Planned
+
+
+class PlannedDecider(Decider):
+    """Says for each save of one forward what becomes of it.
+
+    Args:
+        traces: those of the tag.
+        plan_of: returns the plan for a step that is like an earlier one; None where there is none.
+        limit_bytes: returns what saved values and replays may take on the device now, where nothing is planned.
+    """
+
+    def __init__(self, traces: Traces, plan_of: Callable[[Trace], Planned | None], limit_bytes: Callable[[], float]) -> None:
+        super().__init__(Follower(traces))
+        self.planned: Planned | None = None
+        """What is followed; None where the score decides."""
+        self._plan_of, self._limit_bytes = plan_of, limit_bytes
+        self._change_plan()
+
+    @property
+    def follows_plan(self) -> bool:
+        return self.planned is not None
+
+    @property
+    def retained(self) -> Collection[int]:
+        return () if self.planned is None else self.planned.schedule.retained
+
+    def _change_plan(self) -> None:
+        trace = self.follower.trace
+        self.planned = None if trace is None else self._plan_of(trace)
+        self.grow()
+
+    def leave(self) -> None:
+        """Follow no plan from here on: the step is another than it was taken for."""
+        self.follower.give_up()
+        self._change_plan()
+
+    def action(self, value: int, held_bytes: int) -> Action | None:
+        return None if self.planned is None else self.planned.schedule.actions.get(value)
+
+    def grow(self) -> None:
+        self.limit_bytes = self._limit_bytes() if self.planned is None else math.inf

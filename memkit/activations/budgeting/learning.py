@@ -1,0 +1,357 @@
+"""What `MemoryBudget` learns under a tag: what steps take, the plans for them, and how those have gone."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from memkit.activations.budgeting.observed import measured_s, observed_trace
+from memkit.activations.budgeting.schedule import Schedule, schedule_of
+from memkit.activations.budgeting.ways import Ways, limit_of_saved
+from memkit.errors import BudgetInfeasible
+from memkit.plan import NO_OP, GpuSpec, JointPlanner, MemoryPlan, make_problem
+from memkit.sizes import format_bytes
+from memkit.transfer import measure_link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memkit.activations.budgeting.limits import Limits
+    from memkit.activations.budgeting.meter import Meter
+    from memkit.activations.budgeting.planned_forward import PlannedForward
+    from memkit.activations.budgeting.steady import SteadyStep, StepNotes
+    from memkit.activations.saved.op_trace import OpTrace
+    from memkit.activations.saved.traces import Trace
+    from memkit.device import Device, Event
+    from memkit.recording.ops import OpKinds
+    from memkit.transfer import Link
+
+_LOGGER = logging.getLogger(__name__)
+_MOST_REPLANS = 3
+_HEADROOM = 0.01
+"""So much of a budget is left free: what one step measures, another may miss by."""
+_OF_LINK = 0.9
+"""Of the link's measured speed what is planned with: others may use it as well."""
+_IN_STEPS, _OTHER_LINK, _MOST_LINKS = 0.98, 0.05, 8
+"""Of the speed in steps what is planned with, by how much that may be missed, and how often it is set anew."""
+_PROBED_BYTES = 64 * 2**20
+_links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
+"""The speed of copies, measured once for each device."""
+_STEPS_JUDGED = 3
+"""So many steps of each plan are looked at."""
+_AS_PREDICTED = 1.03
+"""Steps that take no longer than so many times what is predicted do not wait for the host."""
+_JUDGED_EVERY = 4
+"""Of the steps after these, one in so many is looked at."""
+_MOST_LEFT = 2
+"""After so many steps that were others than they were taken for, all that is saved is noted, and the ops recorded."""
+_LESS = 0.97
+"""Steps that take less than so much of what is predicted show that it was measured too long."""
+_MORE_BESIDE = 0.005
+"""Of the budget, what may be there beside the step more than was planned with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan that steps follow."""
+
+    plan: MemoryPlan
+    schedule: Schedule
+    allowed_bytes: int
+    """What the step may take: the budget, less what is left free."""
+
+
+@dataclass(eq=False, slots=True)
+class LearnedStep:
+    """What is known of steps like one trace."""
+
+    meter: Meter | None = None
+    """What has measured the last one that was measured."""
+    planner: JointPlanner | None = None
+    measured_s: list[float] = field(default_factory=list)
+    """What each op takes."""
+    plans: dict[int, Planned] = field(default_factory=dict)
+    """By what they are allowed to take."""
+    given: Planned | None = None
+    """What the user has asked to be followed."""
+    over_bytes: int = 0
+    """By how much steps took more than was predicted."""
+    num_replans: int = 0
+    num_links: int = 0
+    """How often the link was found to be another than was planned with."""
+    num_judged: int = 0
+    has_scaled: bool = False
+    """Whether what its ops take was set by what steps took."""
+    steady: SteadyStep | None = None
+    """What a whole step has shown that has followed a plan."""
+    noted: Planned | None = None
+    """The plan that it had followed, of use or not."""
+    num_left: int = 0
+    """How many steps have begun as steady ones, and were others."""
+    has_chosen: bool = False
+    """Whether it was looked at which way its steps go."""
+
+
+class Learning:
+    """Plans the steps of one tag from what they are measured to take.
+
+    Args:
+        warn: tells the user once: of what, and how.
+    """
+
+    def __init__(self, warn: Callable[[str, str], None]) -> None:
+        self._warn = warn
+        self._link: GpuSpec | None = None
+        self.last: MemoryPlan | None = None
+        """The plan that was followed last."""
+        self.last_peak_bytes: int | None = None
+        """What the last step took that was looked at."""
+        self.ended_peak_bytes: int | None = None
+        """What was there at most by the end of the backward; None until then. What comes after it is none of the plan's."""
+        self._last_allowed_bytes = 0
+        self.num_plans = 0
+        self._last_times: list[tuple[Event, Event]] = []
+
+    def of(self, trace: Trace) -> LearnedStep:
+        """Return what is known of steps like a trace."""
+        if trace.learned is None:
+            trace.learned = LearnedStep()
+        assert isinstance(trace.learned, LearnedStep)
+        return trace.learned
+
+    def wants_measure(self, trace: Trace | None, limits: Limits) -> bool:
+        """Tell whether a step like a trace is to be measured: the second one is."""
+        if trace is None or limits.plan is not None:
+            return False
+        learned = self.of(trace)
+        return learned.planner is None and not _is_ready(trace, learned.meter)
+
+    def planned(self, trace: Trace, limits: Limits, device: Device, *, base_bytes: int, coming_bytes: int) -> Planned | None:
+        """Return what a step like a trace is to do; None if it is not known well enough.
+
+        Args:
+            base_bytes: what is on the device as it begins.
+            coming_bytes: what comes after it, and stays.
+
+        Raises:
+            BudgetInfeasible: `limits` say to raise, and the budget cannot be kept to.
+            ValueError: the plan that was given is for another step.
+        """
+        if trace.ops is None or not trace.ops.has_order:
+            return None
+        learned = self.of(trace)
+        if limits.plan is not None:
+            if learned.given is None or learned.given.plan is not limits.plan:
+                learned.given = _given(trace.ops, limits.plan)
+            found = learned.given
+        else:
+            if learned.planner is None and _is_ready(trace, learned.meter):
+                learned.planner = self._planner(trace.ops, learned, limits, device)
+            if learned.planner is None:
+                return None
+            found = self._plan(trace.ops, learned.planner, learned, limits, base_bytes + coming_bytes)
+        self.last, self._last_allowed_bytes = found.plan, found.allowed_bytes
+        return found
+
+    def budget_bytes(self, trace: Trace | None, limits: Limits) -> int | None:
+        """Return the budget in bytes; None for a share of what is not known yet."""
+        planner = None if trace is None else self.of(trace).planner
+        return limits.budget_bytes(None if planner is None else planner.problem.plain_peak_bytes)
+
+    def _planner(self, ops: OpTrace, learned: LearnedStep, limits: Limits, device: Device) -> JointPlanner:
+        meter = learned.meter
+        assert meter is not None
+        step = replace(ops.step, uses=meter.uses, use_ends=meter.use_ends)
+        trace = observed_trace(meter, step, ops.names, target=device.torch_device.type, min_bytes=limits.min_bytes)
+        learned.meter, learned.measured_s = None, measured_s(meter, step)
+        return JointPlanner(make_problem(trace, self._gpu(device), measured_s=learned.measured_s))
+
+    def _plan(self, ops: OpTrace, planner: JointPlanner, learned: LearnedStep, limits: Limits, base_bytes: int) -> Planned:
+        problem = planner.problem
+        budget_bytes = limits.budget_bytes(problem.plain_peak_bytes)
+        assert budget_bytes is not None
+        more_bytes = max(base_bytes - problem.base_bytes, 0)
+        unit_bytes = max(int(_MORE_BESIDE * budget_bytes), 1)
+        more_bytes = -(-more_bytes // unit_bytes) * unit_bytes if more_bytes > unit_bytes else 0
+        whole_bytes = limits.allocated_bytes(budget_bytes)
+        headroom_bytes = 0 if whole_bytes >= problem.plain_peak_bytes else int(_HEADROOM * whole_bytes)
+        allowed_bytes = max(whole_bytes - headroom_bytes - learned.over_bytes - more_bytes, 1)
+        found = learned.plans.get(allowed_bytes)
+        if found is None:
+            plan = self._search(planner, allowed_bytes, headroom_bytes, budget_bytes, limits)
+            plan = replace(plan, budget_bytes=budget_bytes)
+            schedule = schedule_of(plan, problem.lineage, ops.step.retained_bytes)
+            found = learned.plans[allowed_bytes] = Planned(plan=plan, schedule=schedule, allowed_bytes=allowed_bytes)
+            learned.num_judged = 0
+            self.num_plans += 1
+            _LOGGER.debug("MemoryBudget: %s", plan)
+        return found
+
+    def _search(
+        self, planner: JointPlanner, allowed_bytes: int, headroom_bytes: int, budget_bytes: int, limits: Limits
+    ) -> MemoryPlan:
+        """Return a plan; the headroom is given up where there is none with it."""
+        try:
+            is_roomy = planner.least().peak_bytes <= allowed_bytes
+            return planner.plan(allowed_bytes if is_roomy else allowed_bytes + headroom_bytes)
+        except BudgetInfeasible as error:
+            free_bytes = budget_bytes - allowed_bytes - headroom_bytes
+            told = str(error)
+            if free_bytes:
+                asked = f"of a budget of {format_bytes(budget_bytes)}, {format_bytes(free_bytes)}"
+                told = f"{asked} are left free, or are there beside the step: {error}"
+            if limits.raises:
+                raise BudgetInfeasible(told, error.smallest_bytes + free_bytes) from None
+            self._warn(f"budget {budget_bytes}", f"{told}. It is exceeded by as little as can be.")
+            return planner.plan(planner.least().peak_bytes)
+
+    def steady_step(self, trace: Trace, planned: Planned) -> SteadyStep | None:
+        """Return what a step like a trace is known to save by a plan; None if that is to be noted yet, or changes."""
+        learned, steady = self.of(trace), self.of(trace).steady
+        if steady is None or steady.planned is not planned or learned.num_left >= _MOST_LEFT:
+            return None
+        if steady.moves is not None and steady.moves.trace.requests is None:  # a backward has asked for something else
+            steady = learned.steady = replace(steady, moves=None)
+        return steady
+
+    def wants_notes(self, trace: Trace, planned: Planned) -> bool:
+        """Tell whether a step like a trace that follows a plan is to note all that it saves."""
+        learned = self.of(trace)
+        return not (learned.noted is planned or trace.has_marks or planned.plan.is_plain or learned.num_left >= _MOST_LEFT)
+
+    def note_steady(self, trace: Trace, notes: StepNotes, forward: PlannedForward, kinds: OpKinds) -> None:
+        """A step has followed a plan to its end.
+
+        Args:
+            notes: what it has saved.
+            forward: what has taken that.
+            kinds: what is known of ops.
+        """
+        learned = self.of(trace)
+        learned.steady, learned.noted = notes.finish(trace, forward, kinds), notes.planned
+
+    def leave_steady(self, trace: Trace, num_saves: int) -> None:
+        """A step was another than a trace, as which it had begun up to so many saves, and was not noted."""
+        learned = self.of(trace)
+        if num_saves == 0 and learned.steady is not None and learned.steady.moves is not None:
+            learned.steady = replace(learned.steady, moves=None)  # with its ops recorded, such a step is noted from the first
+            return
+        learned.steady = learned.noted = None
+        learned.num_left += 1
+
+    def is_judged(self, trace: Trace) -> bool:
+        """Tell whether a step like a trace that follows a plan is to be looked at: the first few are, and now and then one."""
+        learned = self.of(trace)
+        learned.num_judged += 1
+        is_due = learned.num_judged <= _STEPS_JUDGED or learned.num_judged % _JUDGED_EVERY == 0
+        return learned.given is None and is_due
+
+    def note_link(self, trace: Trace, out_bytes_per_s: float | None, back_bytes_per_s: float | None) -> None:
+        """A step has copied that fast: plan anew if that is not what was planned with. Others may use the link by now."""
+        learned, link = self.of(trace), self._link
+        if link is None or learned.planner is None or out_bytes_per_s is None or back_bytes_per_s is None:
+            return
+        found = [_IN_STEPS * rate for rate in (out_bytes_per_s, back_bytes_per_s)]
+        planned = [link.d2h_bytes_per_s, link.h2d_bytes_per_s]
+        is_other = any(abs(rate / known - 1) > _OTHER_LINK for rate, known in zip(found, planned, strict=True))
+        if is_other and learned.num_links < _MOST_LINKS:
+            problem = learned.planner.problem
+            self._link = replace(link, d2h_bytes_per_s=found[0], h2d_bytes_per_s=found[1], both_bytes_per_s=min(found))
+            learned.planner = JointPlanner(make_problem(problem.trace, self._link, measured_s=learned.measured_s))
+            learned.plans.clear()
+            learned.num_links += 1
+
+    def judge(self, trace: Trace, planned: Planned, peak_bytes: int, limits: Limits) -> None:
+        """A step has followed a plan, and took this: plan it anew if that was more than the budget."""
+        self.last_peak_bytes = peak_bytes
+        self._scale(self.of(trace), planned.plan)
+        learned, plan = self.of(trace), planned.plan
+        budget_bytes = self.budget_bytes(trace, limits)
+        if budget_bytes is None or learned.num_replans >= _MOST_REPLANS:
+            return
+        over_bytes = peak_bytes - max(limits.allocated_bytes(budget_bytes), plan.predicted_peak_bytes)
+        if over_bytes > 0:
+            learned.over_bytes += over_bytes
+            learned.num_replans += 1
+
+    def ways_of(self, trace: Trace | None) -> Ways | None:
+        """Return what chooses between two ways for steps like a trace; None where the plan is as fast as it is thought to be,
+        so that the host does not count, and nothing was saved that only a module can make again."""
+        learned = None if trace is None else self.of(trace)
+        if learned is None or learned.planner is None or not learned.has_scaled or learned.has_chosen:
+            return None
+        if learned.num_judged < _STEPS_JUDGED:
+            return None
+        plan, problem, step_s = self.last, learned.planner.problem, self.fastest_step_s()
+        if learned.given is not None or plan is None or plan.is_plain or step_s is None:
+            return None
+        learned.has_chosen = True  # later, whatever else is slow for a while would be taken for the host
+        lacks_ops = any(problem.lineage.maker[value.value] == NO_OP for value in problem.values)
+        if step_s <= _AS_PREDICTED * plan.predicted_s and not lacks_ops:
+            return None
+        return Ways(self._last_allowed_bytes, limit_of_saved(problem, self._last_allowed_bytes))
+
+    def _scale(self, learned: LearnedStep, plan: MemoryPlan) -> None:
+        """Plan with what steps take, where that is less than was measured op by op: while a step is measured, the device waits
+        for the host between its ops. What takes longer waits for the host as well, and is planned as it is."""
+        step_s = self.fastest_step_s()
+        if learned.has_scaled or learned.planner is None or step_s is None or learned.num_judged < _STEPS_JUDGED:
+            return
+        learned.has_scaled = True
+        if step_s < _LESS * plan.predicted_s:
+            share = step_s / plan.predicted_s
+            learned.measured_s = [share * seconds for seconds in learned.measured_s]
+            problem = learned.planner.problem
+            learned.planner = JointPlanner(make_problem(problem.trace, problem.gpu, measured_s=learned.measured_s))
+            learned.plans.clear()
+
+    def note_times(self, begun: Event, ended: Event) -> None:
+        """A step has gone from its entry to the end of its backward."""
+        self._last_times = [*self._last_times[-2:], (begun, ended)]
+
+    def fastest_step_s(self) -> float | None:
+        """Return what the fastest of the last three steps took that are over by now."""
+        return min((begun.elapsed_s(ended) for begun, ended in self._last_times if ended.is_reached()), default=None)
+
+    def last_step_s(self) -> float | None:
+        """Return what the last step took that is over by now."""
+        over = [begun.elapsed_s(ended) for begun, ended in self._last_times if ended.is_reached()]
+        return over[-1] if over else None
+
+    def _gpu(self, device: Device) -> GpuSpec:
+        """Return what copies take between a device and the host."""
+        if self._link is None:
+            link = _links.get(device) or measure_link(device, num_bytes=_PROBED_BYTES)
+            _links[device] = link
+            counter = device.memory_counter()
+            capacity_bytes = None if counter is None else counter.capacity_bytes()
+            self._link = GpuSpec(
+                name=device.name,
+                memory_bytes=capacity_bytes or 2**62,
+                bytes_per_s=1.0,
+                flops_per_s={},
+                d2h_bytes_per_s=_OF_LINK * link.d2h_bytes_per_s,
+                h2d_bytes_per_s=_OF_LINK * link.h2d_bytes_per_s,
+                both_bytes_per_s=_OF_LINK * min(link.d2h_bytes_per_s, link.h2d_bytes_per_s),
+                copy_latency_s=link.latency_s,
+                source="measured in this process",
+                is_measured=True,
+            )
+        return self._link
+
+
+def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
+    """Return a plan that the user has given, for a step that does what it is for."""
+    difference = plan.step.difference_of(ops.step)
+    if difference:
+        raise ValueError(f"this plan is for another step: {difference}. Plan this step anew")
+    schedule = schedule_of(plan, ops.step.lineage, ops.step.retained_bytes)
+    return Planned(plan=plan, schedule=schedule, allowed_bytes=plan.budget_bytes)
+
+
+def _is_ready(trace: Trace, meter: Meter | None) -> bool:
+    """Tell whether all is known that a plan needs."""
+    ops = trace.ops
+    return meter is not None and meter.is_whole and ops is not None and ops.is_measured and ops.has_order

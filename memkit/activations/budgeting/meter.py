@@ -1,0 +1,199 @@
+"""One step, measured: the allocator's peak at each op of the forward and between requests of the backward, and seconds.
+
+What is measured is told as the plain step would have it: what the step has let go of for the budget is added, and what it holds
+beside the plain one is left out. So it may be measured while a budget is kept to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memkit import torch_private
+from memkit.activations.saved.records import ON_DEVICE, Record
+from memkit.plan import ends_of
+from memkit.recording.recorded import tensors_in
+
+if TYPE_CHECKING:
+    from memkit.activations.budgeting.planned_forward import PlannedForward
+    from memkit.device.base import Device, Event, MemoryCounter
+
+_OPAQUE = "a compiled block"
+_PYTHONS = 1
+"""The object by which the storage is asked for its users is one of them."""
+
+
+class Meter:
+    """Measures one forward and its first backward.
+
+    Args:
+        device: where it is.
+        counter: the device's; None if it has none: then no bytes are known but those of saved values.
+        forward: what it saves.
+    """
+
+    def __init__(self, device: Device, counter: MemoryCounter | None, forward: PlannedForward) -> None:
+        self._device, self._counter = device, counter
+        self._forward = weakref.proxy(forward)
+        self.base_bytes = 0 if counter is None else counter.allocated_bytes()
+        """What is there before the step."""
+        self.live_bytes: list[int] = []
+        """Bytes beside the base, in the plain step, while each op of the forward runs; then from the end of the forward to the
+        first request of the backward; then from each request to the next, or to the end."""
+        self.names: list[str] = []
+        """Of the ops of the forward."""
+        self.op_places: list[int] = []
+        """For each op that can run again, its place among all."""
+        self.save_places: list[int] = []
+        """For each save that counts, how many ops have run."""
+        self.released: dict[int, int] = {}
+        """For each value that an op has made, the first op while which nobody but autograd and memkit holds it."""
+        self.is_whole = False
+        """Whether the backward has ended well."""
+        self.num_forward_ops = 0
+        self.uses: tuple[int, ...] = ()
+        """The value of each request."""
+        self.use_ends: tuple[int, ...] = ()
+        """See `memkit.plan.Step`."""
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._events: list[tuple[Event, Event]] = []
+        self._begun: Event | None = None
+        self._last = device.record_event()
+        """The end of the last op."""
+        self._opaque = set[int]()
+        self._opaque_times: list[tuple[int, Event, Event]] = []
+        self._beside_bytes = 0
+        """What is to be added to what is measured next."""
+        if counter is not None:
+            counter.reset_peak()
+
+    # Forward
+
+    def begin_op(self) -> None:
+        """An op of the forward is about to run."""
+        self._note_released()
+        if self._counter is not None:
+            self._counter.reset_peak()  # what a save has dropped by now counts once
+
+    def _note_released(self) -> None:
+        place, gone = len(self.live_bytes), []
+        for value, reference in self._alive.items():
+            storage = reference()
+            if storage is None or self._is_released(value, storage):
+                self.released[value] = place
+                gone.append(value)
+        for value in gone:
+            del self._alive[value]
+        self._beside_bytes = self._gone_less_extra(self._forward)
+
+    def end_op(self, name: str, results: Any) -> None:
+        """It has run, and has returned this."""
+        recording = self._forward.recording
+        place, num_calls = len(self.live_bytes), len(self.op_places)
+        self._note_peak()
+        self.names.append(name)
+        self.op_places += [place] * (len(recording.calls) - num_calls)
+        for tensor in tensors_in(results):
+            found = recording.current.get(torch_private.storage_address(tensor.untyped_storage()))
+            if found is not None and found[1] not in self._alive and found[1] not in recording.roots:
+                self._alive[found[1]] = found[0]
+        self._last = self._device.record_event()
+
+    def end_save(self) -> None:
+        """A save that counts is noted."""
+        forward = self._forward
+        value = forward.saves[-1]
+        if value in forward.recording.roots and value not in self._opaque:
+            self._opaque.add(value)
+            self._end_opaque(value)
+        self.save_places.append(len(self.live_bytes))
+
+    def _end_opaque(self, value: int) -> None:
+        """What is saved was made by what is not looked into, as a compiled block: that counts as an op."""
+        self._note_released()
+        place, record, now = len(self.live_bytes), self._forward.record_of(value), self._device.record_event()
+        self._note_peak()
+        self.names.append(_OPAQUE)
+        self._opaque_times.append((place, self._last, now))
+        self._last = now
+        if record is not None:
+            self._alive[value] = record.original
+
+    def end_forward(self) -> None:
+        """No more saves belong to the forward."""
+        place = len(self.live_bytes)
+        for value in self._alive:
+            self.released.setdefault(value, place + 1)
+        self._alive.clear()
+        self.num_forward_ops = place
+        self._beside_bytes = self._gone_less_extra(self._forward)
+        self._begun = self._device.record_event()
+
+    def _is_released(self, value: int, storage: torch.UntypedStorage) -> bool:
+        record = self._forward.record_of(value)
+        if record is None:
+            return False
+        held = sum(handle.geometry is None for handle in record.live_handles()) + (record.storage is not None)
+        return held > 0 and torch_private.num_storage_users(torch_private.storage_address(storage)) <= held + _PYTHONS
+
+    # Backward
+
+    def begin_request(self) -> None:
+        """The backward asks for something."""
+        if torch_private.backward_task() == -1 or self._begun is None:
+            return
+        self._note_peak()
+        self._events.append((self._begun, self._device.record_event()))
+        self._begun = None
+
+    def end_request(self) -> None:
+        """It is about to go on with what it was given."""
+        if self._begun is not None or self.is_whole or torch_private.backward_task() == -1:
+            return
+        self._beside_bytes = self._gone_less_extra(self._forward)
+        if self._counter is not None:
+            self._counter.reset_peak()
+        self._begun = self._device.record_event()
+
+    def end_backward(self) -> None:
+        """The backward has ended well."""
+        if self._begun is not None and self._events:
+            self._note_peak()
+            self._events.append((self._begun, self._device.record_event()))
+            self.uses, self.use_ends = tuple(self._forward.uses), ends_of(self._forward.use_nodes)
+            self._begun, self.is_whole = None, len(self.uses) + 1 == len(self._events)
+
+    def opaque_s(self) -> dict[int, float]:
+        """Return the seconds of what counts as an op and is none, by its place; the host waits."""
+        self._device.synchronize()
+        return {place: begin.elapsed_s(end) for place, begin, end in self._opaque_times}
+
+    def stretches_s(self) -> list[float]:
+        """Return the seconds from the end of the forward to the first request, and between requests; the host waits."""
+        self._device.synchronize()
+        return [begin.elapsed_s(end) for begin, end in self._events]
+
+    # Bytes
+
+    def _note_peak(self) -> None:
+        counter = self._counter
+        if counter is None:
+            self.live_bytes.append(self._present_bytes(self._forward) + self._beside_bytes)
+            return
+        self.live_bytes.append(max(counter.peak_bytes() - self.base_bytes + self._beside_bytes, 0))
+        counter.reset_peak()
+
+    def _gone_less_extra(self, forward: PlannedForward) -> int:
+        """Return the bytes that the plain step would have and that are gone, less those that are there in addition."""
+        gone_bytes = sum(record.num_bytes for record in forward.records() if not _is_there(record))
+        return gone_bytes - forward.extra_bytes
+
+    @staticmethod
+    def _present_bytes(forward: PlannedForward) -> int:
+        return sum(record.num_bytes for record in forward.records() if _is_there(record)) + forward.extra_bytes
+
+
+def _is_there(record: Record) -> bool:
+    return record.residency in ON_DEVICE or record.original() is not None

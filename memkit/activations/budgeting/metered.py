@@ -1,0 +1,36 @@
+"""A recorder that lets others see each op."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memkit import torch_private
+from memkit.recording.recorder import Recorder
+
+if TYPE_CHECKING:
+    from memkit.activations.budgeting.meter import Meter
+    from memkit.activations.budgeting.steady import StepNotes
+
+
+class WatchedRecorder(Recorder):
+    """Records ops, and lets a meter see each of them begin and end, or has the numbers noted that each comes to."""
+
+    meter: Meter | None = None
+    """That of the forward that is recorded, if it has one."""
+    notes: StepNotes | None = None
+    """The same of what notes it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        meter, notes = self.meter, self.notes
+        if torch_private.backward_task() != -1:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if notes is not None:
+            notes.begin_op(self.recording)
+        if meter is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        meter.begin_op()
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        meter.end_op(str(func), results)
+        return results

@@ -1,0 +1,319 @@
+"""A recorded forward that follows a schedule, by the ordinals of saves and requests: what leaves, comes, and is made again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memkit.activations.recomputing.recorded_forward import RecordedForward
+from memkit.activations.saved.records import Handle, Record, Residency, Unpacker
+from memkit.errors import HostMemoryError
+from memkit.kept import KeptHandle
+from memkit.plan import Action
+
+if TYPE_CHECKING:
+    from memkit.activations.budgeting.learning import Planned
+    from memkit.activations.budgeting.meter import Meter
+    from memkit.activations.budgeting.schedule import Schedule
+    from memkit.activations.offloading.window import OffloadWindow
+    from memkit.activations.saved.counts import Counts
+    from memkit.plan import DTRScore
+    from memkit.recording.recording import Recording
+
+_NONE: frozenset[int] = frozenset()
+
+
+class _Lent(NamedTuple):
+    """Bytes that a backward was given, and that replays are still to read."""
+
+    storage: torch.UntypedStorage
+    marks: list[KeptHandle]
+    """Tell whether it was written to since."""
+
+
+class MeteredUnpacker:
+    """Brings saved tensors back, and has it measured between which of them the backward does what.
+
+    Args:
+        unpacker: what brings them.
+    """
+
+    def __init__(self, unpacker: Unpacker, meter: Meter) -> None:
+        self._unpacker, self._meter = unpacker, meter
+
+    def unpack(self, handle: Handle) -> Tensor:
+        self._meter.begin_request()
+        tensor = self._unpacker.unpack(handle)
+        self._meter.end_request()
+        return tensor
+
+    def lend(self, handle: Handle) -> torch.UntypedStorage:
+        return self._unpacker.lend(handle)
+
+    def change(self, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
+        self._unpacker.change(record, storage, action)
+
+
+class PlannedForward(RecordedForward):
+    """The saved values of one forward, which stay, leave or are dropped by a schedule.
+
+    Without one, or where it has gone another way, what is in its place is on demand: what has left is fetched when it is asked
+    for, and who goes where room is short is chosen by the score.
+
+    Args:
+        recording, window, score, counts: see `RecordedForward`.
+        planned: what to do when; None if that is not known.
+        limit_bytes: returns what saved values and replays of a forward may take on the device now, where no schedule is
+            followed.
+        warn: tells the user once: of what, and how.
+    """
+
+    moves = True
+
+    def __init__(
+        self,
+        recording: Recording,
+        window: OffloadWindow,
+        score: DTRScore,
+        counts: Counts,
+        *,
+        planned: Planned | None,
+        limit_bytes: Callable[[PlannedForward | None], float],
+        warn: Callable[[str, str], None],
+    ) -> None:
+        super().__init__(recording, window, score, limit_bytes(None), counts)
+        self.planned: Planned | None = None
+        self.schedule: Schedule | None = None
+        self._limit_bytes, self._warn = limit_bytes, warn
+        self._waiting: list[tuple[weakref.ref[Record], int]] = []
+        """Records that leave once the op is over that saves them, and its node."""
+        self._asked: list[weakref.ref[Record]] = []
+        """Records that leave since the user has asked for it: no schedule says when they are let go."""
+        self._lent: dict[int, _Lent] = {}
+        """What replays still read of what a backward was given."""
+        self._stays: frozenset[int] | None = None
+        """While something is made again by the schedule: what stays of what is made on the way."""
+        self.on_end: Callable[[], None] | None = None
+        """Called once, when a backward has ended well."""
+        self.meter: Meter | None = None
+        """What measures it, if anything does."""
+        self.num_passed = 0
+        """How many saves that count were not noted here, since they stay."""
+        self.requests: Sequence[int] | None = None
+        """Where not all of its requests are seen: the ordinals of those that are; None where they all are."""
+        self._request = -1
+        """The ordinal of the last request."""
+        self.follow(planned)
+        if self.schedule is not None:
+            window.fit_arena(self.schedule.moving_bytes)
+
+    def measure(self, meter: Meter) -> None:
+        """Have a meter measure it, and the backward."""
+        self.meter, self.unpacker = meter, MeteredUnpacker(self.window, meter)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether anything leaves once the op is over that has saved it."""
+        return bool(self._waiting)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes that are held so that others can be made from them, and that the plain step does not have."""
+        pinned = (handle.alias.untyped_storage().nbytes() for handle in self.recording.pinned.values())
+        return self.recording.held_bytes + sum(pinned)
+
+    def follow(self, planned: Planned | None) -> None:
+        """Go on by another plan, from here on: the forward may be another than it was taken for."""
+        self.planned = planned
+        self.schedule = None if planned is None else planned.schedule
+
+    # Forward
+
+    def leave(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, node: int) -> None:
+        self.walk.evictable.pop(record.value, None)
+        self.ledger.count_moves(record, self.counts)
+        if tensor.requires_grad:
+            self._send(record, storage)
+        else:  # see [Note: saved before it is written] in `memkit.activations.offloading.window`
+            self._waiting.append((weakref.ref(record), node))
+
+    def end_save(self, node: int) -> None:
+        if self.meter is not None:
+            self.meter.end_save()
+        self.pass_save(node, len(self.saves) - 1 + self.num_passed)
+
+    def pass_save(self, node: int, save: int) -> None:
+        """Do what is due at a save, with other values.
+
+        Args:
+            node: the number of the node of the graph that saves it.
+            save: its ordinal among those that count, -1 if it does not.
+        """
+        if self._waiting:
+            self._send_waiting(but_for=node)
+        schedule = self.schedule
+        if schedule is not None and save >= 0:
+            for value in schedule.copies.get(save, ()):
+                self._send_anchor(value)
+            for value in schedule.lets_go.get(save, ()):
+                self._release(value)
+
+    def change(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action) -> None:
+        if action is Action.RECOMPUTE or record.counts is None or record.owner is not None:
+            super().change(record, tensor, storage, action)
+            return
+        self.walk.evictable.pop(record.value, None)
+        is_waiting = any(reference() is record for reference, _ in self._waiting)
+        if record.residency is Residency.DROPPED or (action is Action.KEEP and record.residency is Residency.HOST):
+            self.ledger.restore(record, storage)
+        if action is Action.KEEP:
+            self._waiting = [waiting for waiting in self._waiting if waiting[0]() is not record]
+            if record.residency is Residency.LEAVING:
+                self.ledger.stay(record)
+        elif record.left is None and not is_waiting:
+            self._send(record, storage)
+
+    def _send(self, record: Record, storage: torch.UntypedStorage) -> None:
+        try:
+            self.ledger.leave(record, storage)
+        except HostMemoryError as error:
+            self._warn("host", f"a saved tensor stays on the device, since there is no host memory for it: {error}")
+            return
+        if self.marks.get(record.value) is Action.OFFLOAD:
+            self._release_asked()  # the one before
+            self._asked.append(weakref.ref(record))
+
+    def _release_asked(self) -> None:
+        asked, self._asked = self._asked, []
+        for reference in asked:
+            self._release_record(reference())
+
+    def _send_waiting(self, *, but_for: int | None = None) -> None:
+        waiting, self._waiting = self._waiting, []
+        for reference, node in waiting:
+            record = reference()
+            storage = None if record is None or record.num_handles == 0 else record.original()
+            if node == but_for:
+                self._waiting.append((reference, node))
+            elif record is not None and storage is not None and record.residency is Residency.DEVICE:
+                self._send(record, storage)
+
+    def _send_anchor(self, value: int) -> None:
+        handle = self._anchors.handle(value)
+        if handle is not None and handle.geometry is None and handle.is_unchanged():
+            self.ledger.count_moves(handle.record, self.counts)
+            self._send(handle.record, handle.alias.untyped_storage())
+
+    def _record_that_moves(self, value: int) -> Record | None:
+        record = self.record_of(value)
+        if record is None:
+            handle = self._anchors.handle(value)
+            record = None if handle is None else handle.record
+        return record
+
+    def _release(self, value: int) -> None:
+        """Let go of a value on the device, once its copy is over."""
+        self._release_record(self._record_that_moves(value))
+
+    def _release_record(self, record: Record | None) -> None:
+        if record is not None and record.residency is Residency.LEAVING:
+            self.ledger.release(record)
+
+    # Backward
+
+    def note_request(self, record: Record, node: int) -> None:
+        num_before = len(self.uses)
+        super().note_request(record, node)
+        request = len(self.uses) - 1
+        if request < num_before:
+            return  # no backward asks
+        schedule = self.schedule
+        if self.requests is not None:
+            request = self.requests[request] if request < len(self.requests) else self.requests[-1] + 1
+        self._request = request
+        if request == 0:
+            self._send_waiting()
+            if self._asked:
+                self._release_asked()
+        if schedule is None:
+            self.walk.limit_bytes = self._limit_bytes(self)
+            if self.live_bytes > self.walk.limit_bytes:
+                self.make_room()
+            return
+        if request == 0:
+            for value in schedule.lets_go.get(schedule.num_saves, ()):
+                self._release(value)
+        for value in schedule.releases.get(request, ()):
+            self._lent.pop(value, None)
+            if value not in self._sources.only_held:
+                self._anchors.release(value)
+        for value in schedule.fetches.get(request, ()):
+            if not self._fetch(value):
+                break
+
+    def _fetch(self, value: int) -> bool:
+        """Put a copy back on its lane, if the value is in host memory alone; tell whether there was room."""
+        record = self._record_that_moves(value)
+        if record is None or record.residency is not Residency.HOST or record.original() is not None:
+            return True
+        try:
+            self.ledger.fetch(record)
+        except torch.OutOfMemoryError:
+            return False  # it comes when it is asked for
+        return True
+
+    def note_last_use(self, record: Record) -> None:
+        super().note_last_use(record)
+        schedule = self.schedule
+        if schedule is None or schedule.held_until.get(record.value, -1) <= self._request:
+            return
+        if record.value in self.recording.overwritten:
+            return  # what was saved of it is whole, and perhaps not all of it
+        if record.residency in (Residency.COMING, Residency.BACK):
+            storage = self.ledger.fetched_copy(record)
+            if storage is not None:
+                self._lent[record.value] = _Lent(storage, record.lent)
+            return
+        for handle in record.live_handles():
+            if handle.geometry is None and handle.is_unchanged():
+                self._lent[record.value] = _Lent(handle.alias.untyped_storage(), [KeptHandle(handle.alias)])
+                return
+
+    def _lent_storage(self, value: int) -> torch.UntypedStorage | None:
+        lent = self._lent.get(value) if self._lent else None
+        return lent.storage if lent is not None and all(mark.is_unchanged() for mark in lent.marks) else None
+
+    def is_available(self, value: int) -> bool:
+        return self._lent_storage(value) is not None or super().is_available(value)
+
+    def is_wanted(self, value: int) -> bool:
+        return super().is_wanted(value) and (self._stays is None or value in self._stays)
+
+    def _storage(self, value: int) -> torch.UntypedStorage:
+        storage = None if value in self._replay.made else self._lent_storage(value)
+        if storage is None:
+            return super()._storage(value)
+        self.ledger.device.note_read(storage)
+        return storage
+
+    def make(self, record: Record) -> None:
+        schedule = self.schedule
+        if schedule is not None:
+            self._stays = schedule.stays.get(record.value, _NONE) | {record.value}
+        try:
+            super().make(record)
+        finally:
+            self._stays = None
+
+    def end_backward(self) -> None:
+        """A backward has ended: nothing is held for its replays any more."""
+        self._lent.clear()
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end()
+        if self.meter is not None:
+            self.meter.end_backward()

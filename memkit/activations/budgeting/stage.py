@@ -1,0 +1,245 @@
+"""What `MemoryBudget` does with each saved tensor: the forward is recorded, and what is saved stays, leaves or is dropped."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.activations.budgeting.decider import PlannedDecider
+from memkit.activations.budgeting.meter import Meter
+from memkit.activations.budgeting.planned_forward import PlannedForward
+from memkit.activations.budgeting.states import ComingStates
+from memkit.activations.budgeting.steady import StepNotes
+from memkit.activations.recomputing.budget import RematOptions
+from memkit.activations.recomputing.stage import RecordingStage
+from memkit.activations.saved.settled import Settled
+from memkit.device import default_generator
+from memkit.profile import find_report
+from memkit.sizes import format_bytes
+from memkit.torch_state import is_traced
+
+if TYPE_CHECKING:
+    from memkit.activations.budgeting.learning import Planned
+    from memkit.activations.budgeting.limits import Limits
+    from memkit.activations.budgeting.state import BudgetState
+    from memkit.activations.offloading.window import OffloadWindow
+    from memkit.activations.recomputing.decider import Decider
+    from memkit.activations.recomputing.recorded_forward import RecordedForward
+    from memkit.activations.saved.traces import Trace
+    from memkit.kept import KeptHandle
+    from memkit.plan import Action
+    from memkit.recording.recorder import Recorder
+    from memkit.recording.recording import Recording
+
+_UNPLANNED, _FORESEEN = 0.9, 0.97
+"""Of the budget, what steps without a plan may take when something is saved or asked for: temporaries come on top. If a report
+tells how much these are, they are counted in, but for what libraries take."""
+
+
+class BudgetStage(RecordingStage):
+    """Records the ops of a forward, and keeps what it saves to a budget of the device.
+
+    Args:
+        state: what is known under the tag.
+        options: how ops are recorded.
+        limits: what is asked for.
+    """
+
+    _state: BudgetState
+
+    def __init__(self, state: BudgetState, options: RematOptions, limits: Limits) -> None:
+        self._limits = limits
+        self._meter: Meter | None = None
+        self._base_bytes = self._coming_bytes = 0
+        self._allowed_bytes = math.inf
+        self._opened: PlannedForward | None = None
+        self._is_metered = True
+        self._notes: StepNotes | None = None
+        self._foresight = state.foresight_of(find_report(state.tag))
+        super().__init__(state, options)
+
+    def _decide(self, *, raises: bool) -> Decider:
+        state, limits, device = self._state, self._limits, self._device
+        counter = None if device is None else device.memory_counter()
+        if counter is not None:
+            self._judge()
+            self._base_bytes = counter.allocated_bytes()
+        optimizer = None if limits.optimizer is None else limits.optimizer()
+        if not state.coming.is_of(optimizer):
+            state.coming = ComingStates(optimizer)
+        self._coming_bytes = state.coming.num_bytes()
+        latest = state.traces.latest
+        state.budget_bytes = budget_bytes = state.learning.budget_bytes(latest, limits)
+        if budget_bytes is not None:
+            self._check_capacity(budget_bytes)
+            share = _UNPLANNED if self._foresight is None else _FORESEEN
+            self._allowed_bytes = share * limits.allocated_bytes(budget_bytes) - self._coming_bytes
+        decider = self._planned_decider = PlannedDecider(state.traces, self._plan_of, self._limit_now)
+        self.counts.follows_plan = decider.follows_plan
+        return decider
+
+    def _check_capacity(self, budget_bytes: int) -> None:
+        device = self._device
+        if device is None or self._state.is_within_capacity:
+            return
+        counter = device.memory_counter()
+        capacity_bytes = None if counter is None else counter.capacity_bytes()
+        if capacity_bytes is not None and budget_bytes > capacity_bytes:
+            raise ValueError(
+                f"a budget must be within what this process can have of the device, {format_bytes(capacity_bytes)}; found "
+                f"{format_bytes(budget_bytes)}. Lower the budget"
+            )
+        self._state.is_within_capacity = True
+
+    def _judge(self) -> None:
+        judged, self._state.judged = self._state.judged, None
+        learning, counts = self._state.learning, self._state.counts
+        if judged is not None and learning.ended_peak_bytes is not None:
+            learning.judge(*judged, learning.ended_peak_bytes, self._limits)
+            learning.note_link(judged[0], counts.moved_out.rate(), counts.moved_in.rate())
+
+    def _plan_of(self, trace: Trace) -> Planned | None:
+        device, learning = self._device, self._state.learning
+        if device is None:
+            return None
+        return learning.planned(trace, self._limits, device, base_bytes=self._base_bytes, coming_bytes=self._coming_bytes)
+
+    def _limit_now(self, forward: PlannedForward | None = None) -> float:
+        """Return what saved values and replays may take on the device, as what else is there now is.
+
+        Args:
+            forward: whose; by default the one that goes on.
+        """
+        device, forward = self._device, forward or self._opened
+        counter = None if device is None else device.memory_counter()
+        if counter is None or forward is None:
+            return self._allowed_bytes
+        foresight = self._foresight
+        if foresight is not None and not forward.num_passed:
+            is_backward = forward.task != -1
+            more_bytes = foresight.after_request(len(forward.uses)) if is_backward else foresight.after_save(len(forward.saves))
+            return max(self._allowed_bytes - self._base_bytes - more_bytes, 0)
+        beside_bytes = counter.allocated_bytes() - forward.live_bytes - forward.walk.temp_bytes
+        return max(self._allowed_bytes - beside_bytes, 0)
+
+    def _make_forward(self, recording: Recording, window: OffloadWindow) -> RecordedForward:
+        decider, state, device = self._planned_decider, self._state, self._device
+        self._opened = None
+        forward = PlannedForward(
+            recording,
+            window,
+            self._options.score,
+            self.counts,
+            planned=decider.planned,
+            limit_bytes=self._limit_now,
+            warn=state.warn_once,
+        )
+        self._opened, self._meter, self._notes = forward, None, None
+        trace = decider.follower.trace
+        counter = None if device is None else device.memory_counter()
+        if device is None:
+            return forward
+        if decider.planned is not None and trace is not None and state.learning.wants_notes(trace, decider.planned):
+            self._notes = StepNotes(decider.planned)
+        is_unknown = decider.planned is None and self._is_metered
+        if is_unknown and state.learning.wants_measure(trace, self._limits):
+            self._meter = Meter(device, counter, forward)
+            forward.measure(self._meter)
+        elif decider.planned is not None and trace is not None and counter is not None and state.learning.is_judged(trace):
+            state.judged = trace, decider.planned
+            counter.reset_peak()
+        begun, learning, judged = device.record_event(), state.learning, state.judged
+        learning.ended_peak_bytes = None
+
+        def note_end() -> None:
+            learning.note_times(begun, device.record_event())
+            if state.judged is judged and judged is not None and counter is not None:
+                learning.ended_peak_bytes = counter.peak_bytes()
+
+        forward.on_end = note_end
+        return forward
+
+    def _make_recorder(self) -> Recorder:
+        self._is_metered = self._meter is not None
+        if not self._is_metered and self._notes is None:
+            return super()._make_recorder()
+        from memkit.activations.budgeting.metered import WatchedRecorder  # a dispatch mode: see `RecordingStage`
+
+        estimate_s = self._state.costs.estimate_s
+        recorder = WatchedRecorder(self._forward.recording, self._options.kinds, default_generator, estimate_s)
+        recorder.meter, recorder.notes = self._meter, self._notes
+        return recorder
+
+    def _turn(self) -> RecordedForward:
+        forward = super()._turn()
+        self._notes = None  # those are of a first forward alone
+        self._watch(self._meter)
+        return forward
+
+    def _watch(self, meter: Meter | None) -> None:
+        """Have a meter see the ops from here on, or nothing."""
+        recorder: Any = self.recorder
+        if self._is_metered:
+            recorder.meter = meter
+        recorder.notes = None
+
+    # Saving
+
+    def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
+        notes, forward = self._notes, self._opened
+        if notes is None or forward is None:
+            return self._take_any(tensor, action)
+        num_before = len(forward.saves)
+        handle = self._take_any(tensor, action)
+        notes.note(tensor, forward, num_before)
+        return handle
+
+    def _take_any(self, tensor: Tensor, action: Action | None) -> KeptHandle:
+        opened = self._opened
+        if opened is None or opened.schedule is None or type(tensor) is not Tensor or is_traced():
+            return super().take(tensor, action)
+        # What follows a plan so far is not saved by code that was compiled: that would have shown no op.
+        with torch_private.without_python_dispatch():
+            return self._take_locked(tensor)
+
+    def _note_save(self, forward: RecordedForward, value: int, num_bytes: int, node: int) -> None:
+        super()._note_save(forward, value, num_bytes, node)
+        opened, planned = self._opened, self._planned_decider.planned
+        if opened is not None and opened.planned is not planned:
+            opened.follow(planned)
+            self.counts.follows_plan = planned is not None
+
+    def _end_forward(self, *, learn: bool) -> None:
+        forward, meter, state, notes = self._forward, self._meter, self._state, self._notes
+        was_forward, opened = forward.is_forward, self._opened
+        self._meter = self._opened = self._notes = None
+        self._watch(None)
+        if not learn:
+            state.judged = None  # what broke off says nothing of its plan
+        if learn and was_forward and not len(state.traces):
+            roots = [root.tensor() for root in forward.recording.roots.values()]
+            state.coming.note_trained({id(tensor): tensor for tensor in roots if isinstance(tensor, nn.Parameter)}.values())
+        super()._end_forward(learn=learn)
+        trace = state.traces.latest
+        if not learn or not was_forward or trace is None:
+            return
+        if meter is not None and forward.trace is trace.ops and len(meter.save_places) == len(forward.saves):
+            meter.end_forward()
+            state.learning.of(trace).meter = meter
+        if notes is not None and opened is not None and opened.trace is trace.ops:
+            state.learning.note_steady(trace, notes, opened, self._options.kinds)
+        planned, budget_bytes = self._planned_decider.planned, state.budget_bytes
+        if planned is not None and planned.plan.is_plain and budget_bytes is not None and not forward.marks:
+            limits = self._limits
+            if limits.plan is None and not self._coming_bytes:
+                state.settled = Settled(options=self._options, budget_bytes=limits.allocated_bytes(budget_bytes))
+
+    def end(self, *, has_failed: bool) -> None:
+        super().end(has_failed=has_failed)
+        self.__dict__.pop("_planned_decider", None)  # it asks this, and so holds it
+
+    def _note_plan(self) -> None:
+        """`Learning` remembers the plan."""

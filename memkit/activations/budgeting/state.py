@@ -1,0 +1,64 @@
+"""What `MemoryBudget` remembers under a tag from one iteration to the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memkit.activations.budgeting.foresight import Foresight
+from memkit.activations.budgeting.learning import Learning, Planned
+from memkit.activations.budgeting.states import ComingStates
+from memkit.activations.saved.state import RematState, States
+
+if TYPE_CHECKING:
+    from memkit.activations.budgeting.limits import Limits
+    from memkit.activations.budgeting.ways import Ways
+    from memkit.activations.saved.traces import Trace
+    from memkit.device import MemoryCounter
+    from memkit.plan import StepTrace
+    from memkit.profile import MemoryReport
+
+
+def regions_tag(tag: str) -> str:
+    """Return the tag under which calls of modules are planned for the steps of another."""
+    return f"{tag} (regions of MemoryBudget)"
+
+
+class BudgetState(RematState):
+    """What `MemoryBudget` remembers."""
+
+    name = "MemoryBudget"
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(tag)
+        self.learning = Learning(self.warn_once)
+        self.budget_bytes: int | None = None
+        """As it was asked for last."""
+        self.is_within_capacity = False
+        """Whether it was seen that the device has as much as the budget."""
+        self.coming = ComingStates(None)
+        """What an optimizer is still to make."""
+        self._foreseen: tuple[StepTrace | None, Foresight | None] = (None, None)
+        self.limits: Limits | None = None
+        """What was asked for last."""
+        self.ways: Ways | None = None
+        """What chooses how steps keep to the budget; None where there is nothing to choose, or not yet."""
+        self.regions_tag: str | None = None
+        """Under which the calls of modules are planned, if the last forward was one in which they are recomputed."""
+        self.judged: tuple[Trace, Planned] | None = None
+        """What the last forward has followed, if what it takes is to be looked at."""
+
+    def foresight_of(self, report: MemoryReport | None) -> Foresight | None:
+        """Return what a report foretells, if it has a trace."""
+        trace = None if report is None else report.trace
+        if trace is not self._foreseen[0]:
+            self._foreseen = trace, None if trace is None else Foresight(trace)
+        return self._foreseen[1]
+
+    @property
+    def counter(self) -> MemoryCounter | None:
+        """That of the device."""
+        device = self.costs.device
+        return None if device is None else device.memory_counter()
+
+
+budget_states = States(BudgetState)

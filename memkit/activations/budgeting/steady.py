@@ -1,0 +1,288 @@
+"""What steps that follow a plan save, known ahead: of most of it nothing is noted, and where nothing is made again, no op is.
+
+[Note: what a steady step leaves out] A plan goes by the ordinals of saves and requests. Once a step has followed it from its
+first save to its last, later ones are expected to save the same. A tensor that stays, and that no replay reads, then needs no
+record: autograd is given an alias and the count of its writes, and no request of it is seen. What has records is found by its
+storage, as ever, so that a step which does something else is exact all the same: it is told apart by the shape of what it
+saves, by the number of a value that has a record, or at its end, and goes on without a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.activations.budgeting.moves import schedule_of_moves
+from memkit.activations.saved.capture import Capture
+from memkit.activations.saved.seen import NO_VALUE
+from memkit.activations.saved.traces import Trace
+from memkit.plan import NO_OP, Action
+from memkit.recording.expected import ExpectedOp
+from memkit.recording.recorded import OpClass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from memkit.activations.budgeting.learning import Planned
+    from memkit.activations.budgeting.planned_forward import PlannedForward
+    from memkit.activations.offloading.schedule import Schedule
+    from memkit.plan import Lineage
+    from memkit.recording.ops import OpKinds
+    from memkit.recording.recorded import OpKind
+    from memkit.recording.recording import Recording
+
+_Parameter = nn.Parameter
+
+
+class SteadySave(NamedTuple):
+    """A tensor that autograd is expected to save."""
+
+    shape: torch.Size | None
+    dtype: torch.dtype | None
+    value: int
+    """The number of the value, `NO_VALUE` where it is none, or is the caller's."""
+    ordinal: int
+    """Its place among the saves that count, -1 if it does not."""
+    has_record: bool
+    """Whether there is anything to do with the value, or any replay that reads it."""
+    is_due: bool
+    """Whether anything is to be done at this save, with other values."""
+
+
+class Moves(NamedTuple):
+    """What leaves in a step in which nothing is made again, and when."""
+
+    schedule: Schedule
+    trace: Trace
+    """Has the requests, until a backward asks for anything else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyStep:
+    """What a whole step has shown that has followed a plan."""
+
+    planned: Planned
+    saves: tuple[SteadySave, ...]
+    """All that its hooks were given, one after the other."""
+    requests: tuple[int, ...]
+    """For each request of a value that has records, one after the other, its ordinal among all."""
+    num_values: int
+    moves: Moves | None
+    """What is followed with no op recorded, where nothing is made again."""
+    ops: tuple[ExpectedOp, ...]
+    """Empty if all are recorded that can run again."""
+    known_s: tuple[float, ...]
+    """What each op takes that is recorded."""
+    figures: Mapping[str, Any]
+    """What it counts in all, but for what moves and what is made again."""
+
+
+@dataclass(eq=False, slots=True)
+class StepNotes:
+    """Notes what a step saves that follows a plan.
+
+    Args:
+        planned: the plan.
+    """
+
+    planned: Planned
+    is_whole: bool = True
+    """Whether all was noted."""
+    _saves: list[tuple[int, int, bool]] = field(default_factory=list)
+    """For each, its value, its place among those that count, and whether anything waits for it to be over."""
+    _capture: Capture = field(default_factory=Capture)
+    """The same, as those see it that follow a schedule."""
+    _numbers: dict[int, int] = field(default_factory=dict)
+    """For each value that counts, how many were saved first before it."""
+    _waits: bool = False
+    _num_ahead: int = 0
+    """How many ops have run before the first save."""
+    _counts_at: list[tuple[int, int]] = field(default_factory=list)
+    """Before each op, the number of the next value, and how many ops were recorded to run again."""
+
+    def begin_op(self, recording: Recording) -> None:
+        """An op is about to run."""
+        self._counts_at.append((recording.num_values, len(recording.calls)))
+
+    def note(self, tensor: Tensor, forward: PlannedForward, num_before: int) -> None:
+        """Note a tensor that was saved.
+
+        Args:
+            forward: what has taken it.
+            num_before: how many saves counted before it.
+        """
+        kind = type(tensor)
+        if not (kind is Tensor or kind is _Parameter) or tensor.is_nested or tensor.layout is not torch.strided:
+            self.is_whole = False
+            return
+        if not self._saves:
+            self._num_ahead = len(forward.recording.funcs)
+        ordinal = num_before if len(forward.saves) > num_before else -1
+        value = self._value_of(tensor, forward) if ordinal < 0 else forward.saves[-1]
+        self._saves.append((value, ordinal, self._waits))
+        self._waits = forward.is_waiting
+        if ordinal >= 0:
+            number = self._numbers.setdefault(value, len(self._numbers))
+            self._capture.add(tensor, number, len(self._numbers), tensor.nbytes)
+        else:
+            self._capture.add(tensor, NO_VALUE, len(self._numbers), 0)
+
+    def _value_of(self, tensor: Tensor, forward: PlannedForward) -> int:
+        """Return the number of a value that does not count, but may be read."""
+        value = forward.recording.find(tensor.untyped_storage())
+        root = None if value is None else forward.recording.roots.get(value)
+        return NO_VALUE if value is None or (root is not None and not root.is_inside) else value
+
+    def finish(self, trace: Trace, forward: PlannedForward, kinds: OpKinds) -> SteadyStep | None:
+        """Return what was noted, once the step is over; None if that is of no use.
+
+        Args:
+            trace: what the step has followed to its end.
+            forward: what it has saved.
+            kinds: what is known of ops.
+        """
+        planned, ops, recording = self.planned, trace.ops, forward.recording
+        plan, schedule, uses = planned.plan, planned.schedule, planned.plan.step.uses
+        if not self.is_whole or not uses or ops is None or len(self._counts_at) != len(trace.funcs):
+            return None
+        lineage = ops.step.lineage
+        recorded = self._recorded_ops(lineage, recording.overwritten)
+        has_lent = any(root.lent is not None for root in recording.roots.values())  # these are numbered time and again
+        if has_lent or not recording.overwritten.isdisjoint(schedule.retained):
+            recorded = set(range(len(lineage.ins)))
+        ops_read = {op for replay in plan.replays for op in replay.ops} | recorded
+        with_records = {each.value for each in plan.values if each.action is not Action.KEEP} | set(schedule.held_until)
+        with_records |= {uses[request] for request in (0, *schedule.fetches, *schedule.releases) if request < len(uses)}
+        with_records |= schedule.retained | {source for op in ops_read for source in lineage.ins[op]}
+        places = [place for place, (_, ordinal, _) in enumerate(self._saves) if ordinal >= 0]
+        due = {*schedule.copies, *schedule.lets_go}
+        expected = tuple(self._expected_ops(trace.funcs, lineage, recording, recorded, kinds))
+        skipped = {calls for (_, calls), op in zip(self._counts_at, expected, strict=True) if op.is_skipped and not op.is_view}
+        counts, seen = forward.counts, self._capture.saves
+        moves = schedule_of_moves(plan, seen, self._numbers, places, forward.ledger.device)
+        return SteadyStep(
+            planned=planned,
+            saves=tuple(
+                SteadySave(save.shape, save.dtype, value, ordinal, value in with_records, waits or ordinal in due)
+                for save, (value, ordinal, waits) in zip(seen, self._saves, strict=True)
+            ),
+            requests=tuple(request for request, value in enumerate(uses) if value in with_records),
+            num_values=len(lineage.maker),
+            moves=None if moves is None else Moves(moves, Trace(keys=(), requests=(uses,))),
+            ops=expected if skipped else (),
+            known_s=tuple(seconds for op, seconds in enumerate(lineage.seconds) if op not in skipped),
+            figures={name: getattr(counts, name) for name in ("num_ops", "num_saved", "saved_bytes", "peak_bytes")},
+        )
+
+    def _expected_ops(
+        self, funcs: Sequence[Any], lineage: Lineage, recording: Recording, recorded: Collection[int], kinds: OpKinds
+    ) -> Iterator[ExpectedOp]:
+        """Return what is to be known of each op."""
+        ends = [*(calls for _, calls in self._counts_at[1:]), len(lineage.ins)]
+        for place, (func, (first, op), next_op) in enumerate(zip(funcs, self._counts_at, ends, strict=True)):
+            if next_op != op + 1:  # it makes nothing that can be made again
+                is_view = kinds.of(func).op_class is OpClass.VIEW
+                yield ExpectedOp(func, is_skipped=is_view, first=first, made=first, is_view=is_view)
+            elif place >= self._num_ahead and op not in recorded and _only_makes(kinds.of(func)):
+                yield ExpectedOp(func, is_skipped=True, first=first, made=lineage.outs[op][0])
+            else:
+                ins = [source[1] for source in recording.calls[op].sources]
+                roots = frozenset(value for value in ins if value in recording.roots)
+                made = max((value + 1 for value in roots if value >= first), default=first)
+                yield ExpectedOp(func, is_skipped=False, first=first, made=made, ins=tuple(ins), roots=roots)
+
+    def _recorded_ops(self, lineage: Lineage, overwritten: Collection[int]) -> set[int]:
+        """Return the ops that dropped values are made by, from what was saved before them and stays, or leaves; from roots; and
+        from what is held on purpose, which is seen when it is made."""
+        plan = self.planned.plan
+        saved_at: dict[int, int] = {}
+        for place, (value, _, _) in enumerate(self._saves):
+            saved_at.setdefault(value, place)
+        dropped = {each.value for each in plan.values if each.action is Action.RECOMPUTE}
+        asked = set(plan.step.uses) - dropped
+        retained = self.planned.schedule.retained
+        recorded = {lineage.maker[value] for value in retained if lineage.maker[value] != NO_OP}
+        found = set[int]()
+        for until, first in sorted((saved_at[value], value) for value in dropped if value in saved_at):
+            pending = [first]
+            while pending:
+                value = pending.pop()
+                if value in found:
+                    continue  # with less that was saved before, so that all is recorded that it takes
+                found.add(value)
+                recorded.add(lineage.maker[value])
+                for source in lineage.ins[lineage.maker[value]]:
+                    # what a backward asks for is not written to before: without a plan that would be an error as well
+                    is_there = source in asked and source not in overwritten and saved_at.get(source, until) < until
+                    if lineage.maker[source] != NO_OP and not is_there and source not in retained:
+                        pending.append(source)
+        return recorded
+
+
+class SteadySaves:
+    """Takes what is saved in a context, for as long as that is what is expected: a saved-tensor hook.
+
+    Args:
+        step: what is expected.
+        forward: the one that begins.
+        take_one: takes a tensor with which, or at which, something is to be done.
+        leave: called once, before a tensor that is not expected is taken.
+        take: the hook that takes all else.
+    """
+
+    def __init__(
+        self,
+        step: SteadyStep,
+        forward: PlannedForward,
+        take_one: Callable[[Tensor, SteadySave], Any],
+        leave: Callable[[], None],
+        take: Callable[[Tensor], Any],
+    ) -> None:
+        self.num_saves = 0
+        """How many have come as expected."""
+        self.is_on = True
+        self._saves, self._forward = step.saves, forward
+        self._device = forward.ledger.device
+        self._notes = self._device.takes_notes
+        self._take_one, self._leave, self._take = take_one, leave, take
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all came that were expected."""
+        return self.num_saves == len(self._saves)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Take a tensor that autograd saves."""
+        if self.is_on and torch_private.backward_task() == -1:
+            place, kind = self.num_saves, type(tensor)
+            save = self._saves[place] if place < len(self._saves) else None
+            try:
+                is_expected = (
+                    save is not None
+                    and (kind is Tensor or kind is _Parameter)
+                    and tensor.shape == save.shape
+                    and tensor.dtype is save.dtype
+                    and self._forward.task == -1
+                )
+            except RuntimeError:  # it has no shape
+                is_expected = False
+            if save is not None and is_expected:
+                self.num_saves = place + 1
+                if save.has_record or save.is_due:
+                    return self._take_one(tensor, save)
+                with torch_private.without_python_dispatch():
+                    version = torch_private.version_of(tensor)
+                    if self._notes and save.ordinal >= 0:
+                        self._device.note_written(tensor.untyped_storage(), version)
+                    return tensor.detach(), version
+            self._leave()
+        return self._take(tensor)
+
+
+def _only_makes(kind: OpKind) -> bool:
+    """Tell whether an op of a kind makes new values, and changes nothing that others read."""
+    return kind.op_class is OpClass.REPLAYED and not (kind.written or kind.statistics)

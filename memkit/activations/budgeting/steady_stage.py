@@ -1,0 +1,220 @@
+"""What `MemoryBudget` does in a step that goes as an earlier one has gone by the same plan: see `steady`."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from memkit import torch_private
+from memkit.activations.budgeting.stage import BudgetStage
+from memkit.activations.budgeting.steady import SteadySaves
+from memkit.activations.offloading.scheduled_saves import ScheduledSaves
+from memkit.activations.offloading.steady import is_free, open_scheduled
+from memkit.kept import KeptHandle
+from memkit.recording.expected import Expected
+from memkit.torch_state import dynamo_is_loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memkit.activations.budgeting.limits import Limits
+    from memkit.activations.budgeting.planned_forward import PlannedForward
+    from memkit.activations.budgeting.state import BudgetState
+    from memkit.activations.budgeting.steady import Moves, SteadySave, SteadyStep
+    from memkit.activations.offloading.scheduled import ScheduledForward
+    from memkit.activations.recomputing.budget import RematOptions
+    from memkit.activations.recomputing.recorded_forward import RecordedForward
+    from memkit.plan import Action
+
+
+class SteadyStage(BudgetStage):
+    """Goes by what is known of a step, if it is known, for as long as that is what comes: see `BudgetStage`."""
+
+    def __init__(self, state: BudgetState, options: RematOptions, limits: Limits) -> None:
+        self._step: SteadyStep | None = None
+        """What is expected, for as long as it comes."""
+        self._steady: SteadySaves | None = None
+        """Takes what is saved, where ops are recorded."""
+        self._scheduled: ScheduledForward | None = None
+        """Has what leaves, where none are."""
+        self._due: SteadySave | None = None
+        """What is expected of the tensor that is just taken."""
+        self._is_noted = self.is_recording = True
+        """Whether all that was saved by now was noted, and whether ops are recorded."""
+        self._num_modes = torch_private.num_dispatch_modes()
+        super().__init__(state, options, limits)
+
+    def follow_known(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Return a hook that takes the tensors of a step that is known.
+
+        Args:
+            take: the hook that takes all others.
+        """
+        forward, planned, trace = self._opened, self._planned_decider.planned, self._planned_decider.follower.trace
+        step = None if trace is None or planned is None else self._state.learning.steady_step(trace, planned)
+        if step is None or forward is None:
+            return take
+        self._step, self._notes = step, None
+        scheduled = None if step.moves is None else self._open_scheduled(step.moves, forward)
+        if scheduled is not None:
+            self._scheduled, self.is_recording = scheduled, False
+            scheduled.on_end, forward.on_end = forward.on_end, None
+            saves = ScheduledSaves(functools.partial(self._take_other, take))
+            saves.follow(scheduled)
+            return saves.pack
+        self._steady = SteadySaves(step, forward, self._take_expected, self._leave, take)
+        forward.requests = step.requests
+        if step.ops:
+            forward.recording.expected = Expected(step.ops, step.num_values)
+            forward.recording.known_s = step.known_s
+        return self._steady.pack
+
+    def _open_scheduled(self, moves: Moves, forward: PlannedForward) -> ScheduledForward | None:
+        """Return what has all that leaves in a step in which nothing is made again; None if it is not to be had now."""
+        state, window = self._state, forward.window
+        with state.lock:
+            if window.is_broken:
+                window.mend()
+            try:
+                window.settle()
+                return open_scheduled(window, moves.schedule, moves.trace, self.counts) if is_free(window) else None
+            except BaseException:  # as `mended` does
+                window.is_broken = True
+                raise
+
+    def begin(self) -> None:
+        if self.is_recording:
+            super().begin()
+
+    # What is expected
+
+    def _take_expected(self, tensor: Tensor, save: SteadySave) -> Any:
+        with torch_private.without_python_dispatch(), self._lock:
+            forward = self._opened
+            assert forward is not None
+            try:
+                if save.ordinal >= 0:
+                    forward.num_passed = save.ordinal - len(forward.saves)
+                if save.has_record:
+                    self._due = save
+                    packed = self._take(tensor)
+                    if self._due is not None and save.ordinal >= 0:  # it does not count
+                        self._leave()
+                    return packed
+                if forward.window.is_broken:
+                    forward.window.mend()
+                version, device = torch_private.version_of(tensor), forward.ledger.device
+                if device.takes_notes and save.ordinal >= 0:
+                    device.note_written(tensor.untyped_storage(), version)
+                forward.pass_save(torch_private.node_number(), save.ordinal)
+                return tensor.detach(), version
+            except BaseException:  # as `mended` does, at less cost
+                self._state.is_broken = True
+                raise
+            finally:
+                self._due = None
+
+    def _note_save(self, forward: RecordedForward, value: int, num_bytes: int, node: int) -> None:
+        due, self._due = self._due, None
+        if due is not None and due.value == value and due.ordinal >= 0:
+            forward.note_save(value, node)
+            return
+        if due is not None:
+            self._leave()
+        super()._note_save(forward, value, num_bytes, node)
+
+    # What is not
+
+    def _take_other(self, take: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """Take a tensor that the schedule does not have."""
+        if self._step is not None and torch_private.backward_task() == -1:
+            if self._is_complete and self._scheduled is not None and self._scheduled.has_backward:
+                with self._lock:
+                    self._turn()
+            else:
+                self._leave()
+        return take(tensor)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether all that is expected has come."""
+        if self._scheduled is not None:
+            return self._scheduled.is_complete
+        return self._steady is not None and self._steady.is_complete
+
+    def _leave(self) -> None:
+        """Something else is saved than was expected: go on without a plan, and record what comes."""
+        steady, scheduled, forward = self._steady, self._scheduled, self._opened
+        if steady is not None:
+            steady.is_on = False
+        if scheduled is not None:
+            scheduled.stop()
+        if self._step is None or forward is None or (forward.task != -1 and self._is_complete):
+            return  # another forward begins
+        self._step = self._steady = forward.requests = None
+        recording = forward.recording
+        if recording.expected is not None:
+            recording.expected.end(recording)
+        num_saves = steady.num_saves if steady is not None else 0 if scheduled is None else scheduled.num_saves
+        if steady is not None and num_saves == 0 and recording.expected is None:
+            return  # nothing was left out: it may follow another plan
+        with self._lock:
+            decider, state = self._planned_decider, self._state
+            if decider.follower.trace is not None:
+                state.learning.leave_steady(decider.follower.trace, num_saves)
+            decider.leave()
+            forward.follow(None)
+            forward.walk.limit_bytes = decider.limit_bytes
+            state.num_deviations += 1
+            state.judged, self.counts.follows_plan, self._is_noted = None, False, False
+        self._record()
+
+    def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
+        return super().take(tensor, action) if self.is_recording else KeptHandle(tensor)
+
+    def _record(self) -> None:
+        """Record ops from here on, unless a mode was entered since that is to be left first, or something may be compiled, for
+        which one is to be ready ahead of its call."""
+        if not self.is_recording and torch_private.num_dispatch_modes() == self._num_modes and not dynamo_is_loaded():
+            self.is_recording = True
+            self.recorder.__enter__()
+
+    def mark(self, tensor: Tensor, action: Action) -> None:
+        if self._step is not None:
+            self._leave()
+        super().mark(tensor, action)
+
+    # The end
+
+    def _turn(self) -> RecordedForward:
+        forward = super()._turn()
+        self._record()
+        return forward
+
+    def _end_forward(self, *, learn: bool) -> None:
+        step, scheduled, forward = self._step, self._scheduled, self._forward
+        if scheduled is not None:
+            scheduled.end_forward()
+        is_complete = self._is_complete
+        if self._steady is not None:
+            self._steady.is_on = False
+        self._step = self._steady = self._scheduled = None
+        if step is None or not forward.is_forward:
+            learn, self._is_noted = learn and self._is_noted, True
+            super()._end_forward(learn=learn)
+            return
+        state, trace = self._state, self._planned_decider.follower.trace
+        assert trace is not None
+        is_whole = learn and is_complete
+        judged = state.judged if is_whole else None
+        if learn and not is_complete:
+            state.learning.leave_steady(trace, len(step.saves))
+            state.num_deviations += 1
+        super()._end_forward(learn=False)
+        state.judged = judged
+        if is_whole:
+            forward.trace = trace.ops
+            for name, figure in step.figures.items():
+                setattr(self.counts, name, figure)

@@ -1,0 +1,227 @@
+"""`MemoryBudget`: the context that keeps a training step to a number of bytes of the device, by the best mix that it finds of
+keep, offload and recompute."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memkit import torch_private
+from memkit.activations.budgeting.limits import Limits
+from memkit.activations.budgeting.state import BudgetState, budget_states
+from memkit.activations.context import ForwardContext
+from memkit.activations.recomputing.budget import recorded_alone
+from memkit.activations.recomputing.figures import remat_figures
+from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.entry import Entry, entries_around, stop_recording
+from memkit.activations.stats import report_from
+from memkit.device import Device, is_capturing, open_device
+from memkit.hooks import in_checkpoint
+from memkit.interrupts import Block
+from memkit.plan import MemoryPlan, budget_or_share
+from memkit.profiled import refuse_in_profile
+from memkit.recording.ops import names_of_ops, op_kinds
+from memkit.sizes import check_bytes, format_bytes
+
+_LIMITS = ("allocated", "reserved")
+_OF_REGIONS = (
+    *("live_records", "live_bytes", "follows_plan", "is_recorded", "num_ops", "recorder_s", "num_saved", "saved_bytes"),
+    *("num_kept", "num_dropped", "dropped_bytes", "ledger_peak_bytes", "num_replays", "num_replayed_ops"),
+    *("estimated_replay_s", "measured_replay_s"),
+)
+"""Figures of steps in which calls of modules are recomputed, and nothing leaves."""
+
+
+class MemoryBudget(ForwardContext):
+    """Keep a training step to a budget of the device: parameters, gradients, optimizer states, activations and temporaries.
+
+    Around the forward. What autograd saves in it stays on the device, leaves for host memory and comes back while the backward
+    goes on, or is made again when the backward asks for it: whichever mix is thought to be fastest. Gradients are those of the
+    plain run, bit for bit, wherever its ops are deterministic.
+
+    The first two steps under a tag are held to 0.9 of the budget as they go, by recomputing alone. The second is measured: what
+    each op takes, and the device's bytes at each op of the forward and between the requests of the backward. Then a plan is
+    made, once for each sequence of ops, which takes up to some seconds, and followed from then on. If a step takes more than
+    the budget, the plan is made again, at most three times. Where all fits, nothing is moved and nothing is recomputed.
+
+    Args:
+        budget: the most bytes that this process allocates on the device at once: text such as "12GiB", an int of bytes, or a
+            share of what the plain step takes at its peak, a float above 0 and at most 1.
+        tag: which memory to use: one per model, or per kind of step.
+        optimizer: whose states are left free for until its first step has made them. Without it, 8 bytes are for each element
+            of a trainable parameter, until one of them was changed.
+        limit: "allocated", what tensors take, or "reserved", what the allocator has taken from the device for them, which is
+            what the system shows.
+        plan: a plan to follow instead, as `MemoryBudget.plan` is, for a step that does the same.
+        min_bytes: storages smaller than this stay: bytes, or text such as "1MiB".
+        strict: raise when the budget cannot be kept to, instead of a warning.
+        device: whose memory it is, such as "cuda:1"; by default the first device that saves any.
+        pure_ops: see `Rematerialize`.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument is out of range or can be read in two ways; the budget is more than the device has; the plan is
+            for another step; the object is entered twice at once, or with another context around it, or inside a function that
+            `torch.utils.checkpoint` is checkpointing.
+        BudgetInfeasible: with `strict`, no plan keeps to the budget. It names the least one, and what is there where most is.
+
+    Example:
+        >>> import torch, memkit
+        >>> device = memkit.device.ReferenceDevice()  # on a GPU, leave it out
+        >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)])
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> for _ in range(4):
+        ...     with memkit.MemoryBudget("48KiB", tag="example", optimizer=optimizer, min_bytes=0, device=device):
+        ...         loss = model(torch.randn(32, 64)).sum()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> memkit.stats("example").follows_plan
+        True
+    """
+
+    _model: weakref.ref[nn.Module] | None = None
+
+    def __init__(
+        self,
+        budget: int | float | str,
+        tag: str = "default",
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        limit: str = "allocated",
+        plan: MemoryPlan | None = None,
+        min_bytes: int | str = "1MiB",
+        strict: bool = False,
+        device: str | torch.device | Device | None = None,
+        pure_ops: Iterable[Any] = (),
+    ) -> None:
+        torch_private.require(torch_private.Feature.REMAT)
+        torch_private.require(torch_private.Feature.OFFLOAD)
+        if not isinstance(tag, str):
+            raise TypeError(f"tag is a string; found {type(tag).__name__}")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a torch.optim.Optimizer, or None; found {type(optimizer).__name__}")
+        if limit not in _LIMITS:
+            raise ValueError(f'limit is "allocated" or "reserved"; found {limit!r}')
+        if plan is not None and not isinstance(plan, MemoryPlan):
+            raise TypeError(f"plan is a MemoryPlan, as MemoryBudget.plan is; found {type(plan).__name__}")
+        if not isinstance(strict, bool):
+            raise TypeError(f"strict is True or False; found {strict!r}")
+        self.budget = budget_or_share(budget)
+        self.tag = tag
+        self._limits = Limits(
+            budget=self.budget,
+            is_of_reserved=limit == "reserved",
+            optimizer=None if optimizer is None else weakref.ref(optimizer),
+            min_bytes=check_bytes("min_bytes", min_bytes),
+            plan=plan,
+            raises=strict,
+        )
+        self._device = None if device is None else open_device(device)
+        self._options = recorded_alone(self._limits.min_bytes, self._device, op_kinds(names_of_ops(pure_ops)))
+
+    def attached_to(self, model: nn.Module) -> MemoryBudget:
+        made = self.again()
+        made._model = weakref.ref(model)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_model": None}
+
+    def _begin(self, _: object, block: Block) -> None:
+        if is_capturing():
+            raise RuntimeError(
+                f"{self._title} was entered while a CUDA graph is being captured: what is recorded is run "
+                "again by the host, which a graph does not do. Leave the context out of what is captured"
+            )
+        if in_checkpoint():
+            raise ValueError(
+                f"{self._title} was entered inside a checkpointed function, which would undo the "
+                "checkpoint. Put the context around the checkpoint, or leave out the checkpoint: a budget needs none"
+            )
+        stop_recording()
+        around = entries_around()
+        if around:
+            article = "another" if around[0].name.startswith("MemoryBudget") else "a"
+            raise ValueError(
+                f"{self._title} was entered inside {article} {around[0].name}, which plans for itself: one budget holds for "
+                "all that is saved. Use one of the two, and memkit.keep, memkit.offload or memkit.recompute for a part"
+            )
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return
+        refuse_in_profile(self._title)
+        from memkit.activations.budgeting.opening import open_budget  # only now: what it needs is a long way down
+
+        self._entry = entry = Entry("MemoryBudget", self.tag, is_last=True, block=block)
+        stage, pair = open_budget(self.tag, self._options, self._limits, entry.pack)
+        entry.recording = stage
+        stage.model = None if self._model is None else self._model()
+        entry.begin(pair)
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """The plan that was given, or else the one that was followed last under the tag; None before one."""
+        state = budget_states.get(self.tag)
+        return self._limits.plan or (None if state is None else state.learning.last)
+
+    def __repr__(self) -> str:
+        budget = self.budget
+        held = f"{budget:.0%} of the plain step's peak" if isinstance(budget, float) else format_bytes(budget)
+        return f'<MemoryBudget(tag="{self.tag}"): at most {held} of the device; what does not fit leaves or is recomputed>'
+
+
+def _figures(tag: str) -> dict[str, Any] | None:
+    """Return what `MemoryBudget` knows under a tag, by the fields of `SavedTensorStats`."""
+    state = budget_states.get(tag)
+    return None if state is None else _figures_of(state)
+
+
+def _figures_of(state: BudgetState) -> dict[str, Any]:
+    with state.lock:
+        state.sweep()
+        counts, windows = state.counts, state.windows()
+        ledgers = [window.ledger for window in windows]
+        scheduled = [forward for window in windows for forward in window.all_scheduled]
+        counter, plan = state.counter, state.learning.last
+        figures = {
+            "num_iterations": state.num_iterations,
+            "live_records": sum(ledger.num_records for ledger in ledgers) + sum(each.num_live for each in scheduled),
+            "live_bytes": sum(ledger.live_bytes for ledger in ledgers) + sum(each.live_bytes for each in scheduled),
+            "peak_allocated_bytes": None if counter is None else counter.peak_bytes(),
+            "peak_reserved_bytes": None if counter is None else counter.peak_reserved_bytes(),
+            "num_deviations": state.num_deviations,
+            "budget_bytes": state.budget_bytes,
+            "follows_plan": counts.follows_plan,
+            "is_recorded": state.is_recorded,
+            "num_ops": counts.num_ops,
+            "num_saved": counts.num_saved,
+            "saved_bytes": counts.saved_bytes,
+            "num_kept": counts.num_saved - counts.num_dropped - counts.moved_out.num_copies,
+            "num_dropped": counts.num_dropped,
+            "dropped_bytes": counts.dropped_bytes,
+            "ledger_peak_bytes": counts.peak_bytes,
+            "num_replays": counts.num_replays,
+            "num_replayed_ops": counts.num_replayed_ops,
+            "estimated_replay_s": counts.replayed_s,
+            "measured_replay_s": counts.replayed.total_s(),
+            "host_in_use_bytes": sum(window.arena.in_use_bytes for window in windows),
+            "host_peak_bytes": sum(window.arena.peak_in_use_bytes for window in windows),
+            "host_held_bytes": sum(window.arena.held_bytes for window in windows),
+            "num_pins": sum(window.arena.num_pins for window in windows),
+            "predicted_peak_bytes": None if plan is None else plan.predicted_peak_bytes,
+            "step_peak_bytes": state.learning.last_peak_bytes,
+            "predicted_s": None if plan is None else plan.predicted_s,
+            "step_s": state.learning.last_step_s(),
+            "plain_s": None if plan is None else plan.plain_s,
+            "min_budget_bytes": None if plan is None else plan.min_budget_bytes,
+            "num_plans": state.learning.num_plans,
+            **(counts if state.regions_tag is None else Counts()).figures_of_copies(),  # regions move nothing
+        }
+    regions = None if state.regions_tag is None else remat_figures(state.regions_tag)
+    return figures if regions is None else {**figures, **{name: regions[name] for name in _OF_REGIONS}}
+
+
+report_from(MemoryBudget.__name__, tags=lambda: list(budget_states), figures=_figures)

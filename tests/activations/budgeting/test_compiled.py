@@ -1,0 +1,49 @@
+"""Compiled blocks inside a budget: bits are those of the same blocks run plain, whatever the plan."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import ReferenceDevice
+from tests.activations.budgeting.plans import planner_of, random_plan
+from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.activations.test_interrupts import OF_DYNAMO, compiled_blocks
+
+pytestmark = [
+    pytest.mark.filterwarnings(NO_PLAN_FITS, *OF_DYNAMO),
+    pytest.mark.usefixtures("no_compiled_code_is_left"),
+]
+
+
+def _step(model: nn.Module, context: AbstractContextManager[object]) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    with context:
+        loss = model(torch.linspace(-1, 1, 128).view(8, 16)).square().sum()
+    loss.backward()
+    return [loss.detach(), *[parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [None, 0])
+def test_compiled_blocks_are_exact_under_budgets_and_any_plan(seed: int | None) -> None:
+    device = ReferenceDevice(seed=seed)
+    torch.manual_seed(0)
+    model = compiled_blocks()
+    plain = _step(model, nullcontext())
+    for budget in (0.7, 0.4, "2KiB"):
+        for _ in range(4):
+            assert_same_bits(_step(model, memkit.MemoryBudget(budget, f"{budget}", min_bytes=0, device=device)), plain)
+        assert memkit.stats(f"{budget}").follows_plan
+    for number in range(10):
+        plan = random_plan(planner_of("0.7"), number)
+        assert_same_bits(_step(model, memkit.MemoryBudget(0.7, "0.7", min_bytes=0, device=device, plan=plan)), plain)
+        assert memkit.stats("0.7").follows_plan
+    device.synchronize()
+    assert memkit.stats("0.7").host_in_use_bytes == 0

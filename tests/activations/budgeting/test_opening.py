@@ -1,0 +1,237 @@
+"""How steps go once they are known: nothing is done where all fits, and modules are recomputed where that is faster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.activations.budgeting import learning
+from memkit.activations.budgeting.state import budget_states, regions_tag
+from memkit.activations.budgeting.ways import Way, Ways
+from memkit.activations.recomputing.steady import IdleStage
+from memkit.activations.saved.entry import entries_around
+from memkit.activations.saved.state import remat_states
+from memkit.device import Device, Event, ReferenceDevice
+from tests.activations.budgeting.plans import planner_of
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import leaf_on, step
+from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.activations.remat.conftest import dear_ops as dear_ops
+from tests.activations.remat.test_steady import blocks, train
+
+Make = Callable[[], AbstractContextManager[object]]
+
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+
+
+# Where all fits
+
+
+class Stages(nn.Module):
+    """Tells the stage of the entry that it runs in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.idle: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.idle += [isinstance(entry.recording, IdleStage) for entry in entries_around()]
+        return self.layer(x).exp().cos()
+
+
+def _step(model: nn.Module, x: Tensor, make: Make) -> list[Tensor]:
+    model.zero_grad()
+    with make():
+        y = model(x)
+    y.sum().backward()
+    return [y.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def _stateless(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer for whose states nothing is left free."""
+    return torch.optim.SGD(model.parameters())
+
+
+def test_states_that_are_to_come_keep_steps_from_being_idle() -> None:
+    device, model, x = ReferenceDevice(), Stages(), torch.randn(8, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    recorded = []
+    for number in range(8):
+        _step(model, x, partial(memkit.MemoryBudget, "1GiB", "coming", optimizer=optimizer, min_bytes=0, device=device))
+        recorded.append(memkit.stats("coming").is_recorded)
+        if number == 4:
+            optimizer.step()
+
+    assert recorded == [True] * 6 + [False] * 2
+
+
+def test_steps_are_idle_from_the_fourth_on_where_all_fits(device: Device) -> None:
+    model = Stages().to(device.torch_device)
+    x = torch.randn(8, 16, device=device.torch_device)
+    plain = _step(model, x, nullcontext)
+    make = partial(memkit.MemoryBudget, "1GiB", "idle", optimizer=_stateless(model), min_bytes=0, device=device)
+    recorded = []
+    for _ in range(7):
+        assert_same_bits(_step(model, x, make), plain)
+        recorded.append(memkit.stats("idle").is_recorded)
+    stats = memkit.stats("idle")
+
+    assert recorded == [True] * 3 + [False] * 4
+    assert model.idle == [not is_recorded for is_recorded in recorded]
+    assert stats.num_iterations == 7
+    assert stats.follows_plan
+    assert (stats.num_dropped, stats.num_copies_out, stats.live_records) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("rows", [16, 256])
+def test_later_step_that_is_larger_is_exact(rows: int) -> None:
+    """While nothing is done it may take more than the budget; the next one is looked at again."""
+    device = ReferenceDevice()
+    model, x, larger = Stages(), torch.randn(8, 16), torch.randn(rows, 16)
+    make = partial(memkit.MemoryBudget, "16KiB", "grows", optimizer=_stateless(model), min_bytes=0, device=device)
+    for _ in range(5):
+        _step(model, x, make)
+    assert not memkit.stats("grows").is_recorded
+    plain = _step(model, larger, nullcontext)
+    for _ in range(5):
+        assert_same_bits(_step(model, larger, make), plain)
+    assert_same_bits(_step(model, x, make), _step(model, x, nullcontext))
+    assert memkit.stats("grows").live_records == 0
+
+
+def test_another_budget_ends_idle_steps() -> None:
+    device = ReferenceDevice()
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 8)
+    for budget, has_plan in [("1GiB", False), ("5KiB", True), ("1GiB", False)]:
+        for _ in range(5):
+            make = partial(memkit.MemoryBudget, budget, "other", min_bytes=0, device=device)
+            assert_same_bits(step(x, [1] * 8, make), plain)
+        stats = memkit.stats("other")
+        assert (stats.num_copies_out + stats.num_dropped > 0) == has_plan
+        assert not stats.is_recorded or stats.num_dropped
+
+
+# Calls of modules
+
+
+@pytest.fixture
+def slow_ops(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Have plans of single ops be slower than predicted; returns what says whether regions are faster than they."""
+
+    class Moment(Event):
+        def __init__(self, at_s: float) -> None:
+            self.at_s = at_s
+
+        def elapsed_s(self, end: Event) -> float:
+            assert isinstance(end, Moment)
+            return end.at_s - self.at_s
+
+        def is_reached(self) -> bool:
+            return True
+
+    faster, note = Way.REGIONS, Ways._note
+
+    def choose(is_regions: bool) -> None:
+        nonlocal faster
+        faster = Way.REGIONS if is_regions else Way.OPS
+
+    def note_made_up(ways: Ways, _: Event, __: Event, peak_bytes: int | None) -> None:
+        note(ways, Moment(0.0), Moment(1.0 if ways.way is faster else 2.0), peak_bytes)
+
+    monkeypatch.setattr(Ways, "_note", note_made_up)
+    monkeypatch.setattr(learning, "_AS_PREDICTED", 0.0)
+    monkeypatch.setattr(learning, "_OTHER_LINK", math.inf)
+    return choose
+
+
+@pytest.mark.usefixtures("any_times", "dear_ops")
+@pytest.mark.parametrize("is_regions", [True, False])
+def test_regions_are_tried_and_the_faster_way_is_chosen(
+    is_regions: bool, device: Device, slow_ops: Callable[[bool], None]
+) -> None:
+    slow_ops(is_regions)
+    model, x = blocks()[:12].to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
+    plain = train(model, x, nullcontext)
+    make = partial(memkit.MemoryBudget, 0.6, "ways", optimizer=_stateless(model), min_bytes=1, device=device)
+    tags, found = [], []
+    for _ in range(30):
+        assert_same_bits(train(model, x, make), plain)
+        tags.append(budget_states["ways"].regions_tag)
+        found.append(memkit.stats("ways"))
+    device.synchronize()
+    ways, last = budget_states["ways"].ways, found[-1]
+
+    assert ways is not None
+    assert ways.is_decided
+    assert tags[:6] == [None] * 6
+    assert regions_tag("ways") in tags
+    assert (tags[-1] is not None) == is_regions
+    assert last.follows_plan
+    assert (last.live_records, last.live_bytes, last.num_deviations, last.host_in_use_bytes) == (0, 0, 0, 0)
+    assert last.num_iterations == 30
+    assert last.num_kept + last.num_dropped + last.num_copies_out == last.num_saved
+    if is_regions:
+        regions = memkit.stats(regions_tag("ways"))
+        assert last.dropped_bytes == regions.dropped_bytes > 0
+        assert last.num_replays == regions.num_replays > 0
+        assert last.ledger_peak_bytes <= ways.limit_bytes
+
+    memkit.reset("ways")
+    assert "ways" not in budget_states
+    assert regions_tag("ways") not in remat_states
+
+
+# Copies that take longer than was measured
+
+
+def _steps(device: Device, count: int) -> Tensor:
+    x = leaf_on(device.torch_device)
+    for _ in range(count):
+        step(x, [1, 2, 1, 3, 1, 1, 2, 1], lambda: memkit.MemoryBudget(0.5, "link", min_bytes=0, device=device))
+    return x
+
+
+def test_plans_are_made_anew_for_the_speed_that_steps_copy_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ReferenceDevice()
+    _steps(device, 3)
+    monkeypatch.setattr(learning, "_OTHER_LINK", 0.05)
+    trace, learned = budget_states["link"].traces.latest, budget_states["link"].learning
+    assert trace is not None
+    gpu, known = planner_of("link").problem.gpu, learned.of(trace)
+    out, back = gpu.d2h_bytes_per_s / 0.98, gpu.h2d_bytes_per_s / 0.98
+    for rates in [(None, None), (out, None), (None, back), (out, back), (1.04 * out, 0.96 * back)]:
+        learned.note_link(trace, *rates)
+        assert planner_of("link").problem.gpu is gpu
+        assert known.plans
+
+    learned.note_link(trace, out, back / 2)
+    made = planner_of("link").problem
+    assert made.gpu.h2d_bytes_per_s == pytest.approx(gpu.h2d_bytes_per_s / 2)
+    assert made.gpu.d2h_bytes_per_s == pytest.approx(gpu.d2h_bytes_per_s)
+    assert made.gpu.both_bytes_per_s == min(made.gpu.h2d_bytes_per_s, made.gpu.d2h_bytes_per_s)
+    assert not known.plans
+    monkeypatch.setattr(learning, "_OTHER_LINK", math.inf)
+    before = memkit.stats("link").num_plans
+    _steps(device, 2)
+    assert memkit.stats("link").num_plans == before + 1
+
+
+def test_link_is_set_anew_eight_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    _steps(ReferenceDevice(), 3)
+    monkeypatch.setattr(learning, "_OTHER_LINK", 0.05)
+    trace = budget_states["link"].traces.latest
+    assert trace is not None
+    planners = []
+    for number in range(1, 13):
+        budget_states["link"].learning.note_link(trace, number * 1e9, number * 1e9)
+        planners.append(planner_of("link"))
+
+    assert len({id(planner) for planner in planners}) == 8

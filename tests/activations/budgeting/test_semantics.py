@@ -1,0 +1,399 @@
+"""Steps that are no plain forward and backward, under a budget: each is exact, and those after it are."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memkit
+from memkit.activations.budgeting.state import budget_states
+from memkit.device import Device, ReferenceDevice
+from memkit.hooks import innermost_pack
+from tests.activations.budgeting.plans import plan_of_one, planner_of, random_plan
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import leaf_on, step
+from tests.activations.remat.conftest import NO_PLAN_FITS
+
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+
+Make = Callable[[], AbstractContextManager[object]]
+
+
+class Net(nn.Module):
+    """Writes in place, draws random numbers, keeps statistics, has views and saves values twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor, depth: int = 4) -> Tensor:
+        for layer in self.layers[:depth]:
+            y = functional.dropout(functional.gelu(layer(x)), 0.2)
+            left, right = y.chunk(2, 1)
+            x = x + torch.cat([left.sin() * right, torch.relu_(right * left)], 1)
+        return self.norm(x).exp().tanh()
+
+
+def _net(device: Device) -> Net:
+    torch.manual_seed(0)
+    return Net().to(device.torch_device)
+
+
+def _x(device: Device, rows: int = 8, seed: int = 1) -> Tensor:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed)).to(device.torch_device)
+
+
+def plain_step(net: Net, device: Device, make: Make) -> None:
+    with make():
+        loss = net(_x(device)).square().sum()
+    loss.backward()
+
+
+def backward_inside(net: Net, device: Device, make: Make) -> None:
+    with make():
+        net(_x(device)).square().sum().backward()
+
+
+def retained(net: Net, device: Device, make: Make) -> None:
+    with make():
+        loss = net(_x(device)).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def double_backward(net: Net, device: Device, make: Make) -> None:
+    x = _x(device).requires_grad_()
+    with make():
+        loss = net(x).square().sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = loss + grad.square().sum()
+    loss.backward()
+
+
+def double_backward_outside(net: Net, device: Device, make: Make) -> None:
+    x = _x(device).requires_grad_()
+    with make():
+        loss = net(x).square().sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + grad.square().sum()).backward()
+
+
+def in_parts(net: Net, device: Device, make: Make) -> None:
+    with make():
+        y = net.layers[0](_x(device)).sin()
+        first, second = net(y).square().sum(), net.layers[1](y).exp().sum()
+    second.backward(retain_graph=True)
+    first.backward()
+
+
+def of_a_part_alone(net: Net, device: Device, make: Make) -> None:
+    with make():
+        y = net(_x(device))
+        part, rest = y[:, :4].sin().sum(), y[:, 4:].exp().cos().sum()
+    part.backward()
+    del rest
+
+
+def dropped_graph(net: Net, device: Device, make: Make) -> None:
+    with make():
+        net(_x(device))
+    plain_step(net, device, make)
+
+
+def several_forwards_in_one(net: Net, device: Device, make: Make) -> None:
+    """As a discriminator sees what is real and what is not."""
+    with make():
+        real = net(_x(device, seed=2)).sum()
+        fake = net(_x(device, seed=3).neg()).square().sum()
+    (real + fake).backward()
+
+
+def several_forwards_before_a_backward(net: Net, device: Device, make: Make) -> None:
+    losses = []
+    for seed in (1, 2, 3):
+        with make():
+            losses.append(net(_x(device, seed=seed)).square().sum())
+    sum(losses).backward()
+
+
+def interleaved(net: Net, device: Device, make: Make) -> None:
+    with make():
+        first = net(_x(device, seed=1)).square().sum()
+    with make():
+        second = net(_x(device, seed=2)).square().sum()
+    first.backward()
+    with make():
+        third = net(_x(device, seed=3)).square().sum()
+    second.backward()
+    third.backward()
+
+
+def accumulated(net: Net, device: Device, make: Make) -> None:
+    for seed in (1, 2):
+        with make():
+            loss = net(_x(device, seed=seed)).square().sum()
+        loss.backward()
+
+
+def without_grad_between(net: Net, device: Device, make: Make) -> None:
+    with make():
+        with torch.no_grad():
+            teacher = net(_x(device)).exp()
+        with torch.inference_mode():
+            net(_x(device))
+        loss = (net(_x(device)) * teacher).sum()
+    with torch.no_grad(), make():
+        net(_x(device))
+    loss.backward()
+
+
+def words_inside(net: Net, device: Device, make: Make) -> None:
+    with make():
+        y = memkit.offload(net.layers[0](_x(device)).sin())
+        y = memkit.keep(y.exp()).cos()
+        y = memkit.recompute(y * 2).tanh()
+        with memkit.no_offload():
+            loss = net(y).sum()
+    loss.backward()
+
+
+STEPS = (
+    plain_step,
+    backward_inside,
+    retained,
+    double_backward,
+    double_backward_outside,
+    in_parts,
+    of_a_part_alone,
+    dropped_graph,
+    several_forwards_in_one,
+    several_forwards_before_a_backward,
+    interleaved,
+    accumulated,
+    without_grad_between,
+    words_inside,
+)
+
+
+def _outcome(net: Net, train: Callable[[Net, Device, Make], None], device: Device, make: Make) -> list[Tensor]:
+    net.zero_grad()
+    net.norm.reset_running_stats()
+    torch.manual_seed(3)
+    train(net, device, make)
+    grads = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+    return [*grads, *[buffer.clone() for buffer in net.buffers()], torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("budget", ["2KiB", 0.4])
+@pytest.mark.parametrize("train", STEPS, ids=lambda train: train.__name__)
+def test_steps_are_exact(train: Callable[[Net, Device, Make], None], budget: str | float, device: Device) -> None:
+    net = _net(device)
+    plain = _outcome(net, train, device, nullcontext)
+    make = functools.partial(memkit.MemoryBudget, budget, "steps", min_bytes=0, device=device)
+    for _ in range(7):
+        assert_same_bits(_outcome(net, train, device, make), plain)
+    device.synchronize()
+    stats = memkit.stats("steps")
+    assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("is_steady", [False, True])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 5))])
+@pytest.mark.parametrize("train", STEPS, ids=lambda train: train.__name__)
+def test_plan_of_the_plain_step_leaves_other_steps_exact(
+    train: Callable[[Net, Device, Make], None], seed: int, is_steady: bool, device: Device
+) -> None:
+    """A step does something else than is planned: what was done by then for the plan is no harm."""
+    net = _net(device)
+    plain = _outcome(net, train, device, nullcontext)
+    make = functools.partial(memkit.MemoryBudget, 1.0, "other", min_bytes=0, device=device)
+    for _ in range(3):
+        _outcome(net, plain_step, device, make)
+    planner = planner_of("other")
+    trace = budget_states["other"].traces.latest
+    plan = random_plan(planner, seed)
+    follow = functools.partial(make, plan=plan)
+    for _ in range(2 if is_steady else 1):
+        _outcome(net, plain_step, device, follow)
+    assert memkit.stats("other").follows_plan
+    assert not is_steady or plan.is_plain or memkit.stats("other").is_recorded == bool(plan.replays)
+
+    for _ in range(2):
+        assert_same_bits(_outcome(net, train, device, functools.partial(_following, follow, trace, make)), plain)
+    device.synchronize()
+    assert memkit.stats("other").live_records == 0
+
+
+def _following(follow: Make, trace: object, make: Make) -> AbstractContextManager[object]:
+    """Return a context that follows the plan if the step before was what the plan is for: else it is another step's."""
+    return follow() if budget_states["other"].traces.latest is trace else make()
+
+
+# Changes in the middle of training
+
+
+def test_another_length_is_exact_and_later_planned_as_well(device: Device) -> None:
+    net = _net(device)
+    make = functools.partial(memkit.MemoryBudget, 0.6, "lengths", min_bytes=0, device=device)
+    rows = [8, 8, 8, 8, 12, 12, 8, 12, 12, 12, 12, 8, 8, 8]
+    follows = []
+    for number in rows:
+        found = [_outcome(net, functools.partial(_of_length, number), device, used) for used in (make, nullcontext)]
+        follows.append(memkit.stats("lengths").follows_plan)
+        assert_same_bits(*found)
+
+    assert follows[3]
+    assert not follows[4]
+    assert follows[10]
+    assert follows[13]
+
+
+def _of_length(rows: int, net: Net, device: Device, make: Make) -> None:
+    with make():
+        loss = net(_x(device, rows)).square().sum()
+    loss.backward()
+
+
+def _of_depth(depth: int, net: Net, device: Device, make: Make) -> None:
+    with make():
+        loss = net(_x(device), depth).square().sum()
+    loss.backward()
+
+
+def test_another_path_is_exact_and_later_planned_as_well(device: Device) -> None:
+    net = _net(device)
+    make = functools.partial(memkit.MemoryBudget, 0.6, "paths", min_bytes=0, device=device)
+    follows = []
+    for depth in (4, 4, 4, 4, 2, 4, 3, 3, 3, 3, 3, 3, 4, 4):
+        found = [_outcome(net, functools.partial(_of_depth, depth), device, used) for used in (make, nullcontext)]
+        follows.append(memkit.stats("paths").follows_plan)
+        assert_same_bits(*found)
+
+    assert follows[3]
+    assert follows[11]
+    assert follows[13]
+
+
+# Failures
+
+
+@pytest.mark.parametrize("is_in_backward", [False, True])
+def test_steps_after_an_exception_are_exact(is_in_backward: bool, device: Device) -> None:
+    net = _net(device)
+    make = functools.partial(memkit.MemoryBudget, 0.4, "fails", min_bytes=0, device=device)
+    plain = _outcome(net, plain_step, device, nullcontext)
+
+    def fail() -> None:
+        def raise_(*_: object) -> None:
+            raise ArithmeticError("injected")
+
+        part = net.layers[2]
+        handle = part.register_full_backward_hook(raise_) if is_in_backward else part.register_forward_hook(raise_)
+        try:
+            plain_step(net, device, make)
+        finally:
+            handle.remove()
+
+    for _ in range(6):
+        with pytest.raises(ArithmeticError, match="injected"):
+            fail()
+        for _ in range(2):
+            assert_same_bits(_outcome(net, plain_step, device, make), plain)
+    device.synchronize()
+    assert memkit.stats("fails").live_records == 0
+    assert memkit.stats("fails").follows_plan
+
+
+# Writes to what was saved
+
+
+def _plan_of(kind: str, device: Device, written: Callable[[Make], object]) -> Make:
+    make = functools.partial(memkit.MemoryBudget, 1.0, "written", min_bytes=0, device=device)
+    for _ in range(3):
+        written(make)
+    plan = plan_of_one(planner_of("written"), memkit.plan.Action(kind))
+    return functools.partial(make, plan=plan)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("kind", ["keep", "offload", "recompute"])
+def test_write_to_what_was_saved_is_noticed_wherever_it_is_by_then(kind: str, is_inside: bool, device: Device) -> None:
+    x = _x(device).requires_grad_()
+
+    def run(make: Make, *, writes: bool = False) -> None:
+        with make():
+            y = (x * 2).exp()
+            z = y.sin()
+            w = z.cos().exp()
+            if writes and is_inside:
+                y.detach().mul_(2)
+        if writes and not is_inside:
+            y.detach().mul_(2)
+        del z
+        w.sum().backward()
+
+    follow = _plan_of(kind, device, run)
+    run(follow)
+    assert memkit.stats("written").follows_plan
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(follow, writes=True)
+    x.grad = None
+    run(follow)
+    wanted, x.grad = x.grad, None
+    run(nullcontext)
+    assert_same_bits([x.grad], [wanted])
+
+
+# Attached, copied, pickled
+
+
+def test_attached_and_detached(device: Device) -> None:
+    net = _net(device)
+    plain = _outcome(net, plain_step, device, nullcontext)
+    handle = memkit.attach(net, memkit.MemoryBudget(0.4, "attached", min_bytes=0, device=device))
+    for _ in range(5):
+        assert_same_bits(_outcome(net, plain_step, device, nullcontext), plain)
+    assert memkit.stats("attached").follows_plan
+    assert memkit.stats("attached").num_copies_out + memkit.stats("attached").num_dropped > 0
+    with pytest.raises(ValueError, match="attach needs a Net without such a context"):
+        memkit.attach(net, memkit.MemoryBudget(0.4, "attached"))
+    handle.remove()
+    num_iterations = memkit.stats("attached").num_iterations
+
+    assert_same_bits(_outcome(net, plain_step, device, nullcontext), plain)
+    assert memkit.stats("attached").num_iterations == num_iterations
+    assert innermost_pack() is None
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_model_that_a_budget_is_attached_to_is_copied_without_it(way: str) -> None:
+    device = ReferenceDevice()
+    net = _net(device)
+    memkit.attach(net, memkit.MemoryBudget(0.4, "copied", min_bytes=0, device=device))
+    plain = [_outcome(net, plain_step, device, nullcontext) for _ in range(4)][-1]
+    num_iterations = memkit.stats("copied").num_iterations
+    made = copy.deepcopy(net) if way == "deepcopy" else pickle.loads(pickle.dumps(net))
+
+    assert_same_bits(_outcome(made, plain_step, device, nullcontext), plain)
+    assert memkit.stats("copied").num_iterations == num_iterations
+    memkit.detach(net)
+
+
+def test_budget_that_keeps_all_moves_nothing(device: Device) -> None:
+    x = leaf_on(device.torch_device)
+    for _ in range(5):
+        step(x, [1] * 8, lambda: memkit.MemoryBudget("1GiB", "all", min_bytes=0, device=device))
+    stats = memkit.stats("all")
+
+    assert (stats.num_copies_out, stats.num_dropped, stats.num_replays) == (0, 0, 0)
+    assert stats.follows_plan

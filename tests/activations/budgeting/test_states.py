@@ -1,0 +1,175 @@
+"""The bytes that an optimizer's states will take: told before they are made, equal to what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkit.activations.budgeting.limits import Limits
+from memkit.activations.budgeting.states import UNKNOWN_STATE_BYTES, ComingStates, coming_state_bytes
+from memkit.storages import storage_bytes
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": lambda params: torch.optim.AdamW(params),
+    "AMSGrad": lambda params: torch.optim.AdamW(params, amsgrad=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "SGD with momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Adagrad": lambda params: torch.optim.Adagrad(params),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.5),
+    "AdamW on the foreach path": lambda params: torch.optim.AdamW(params, foreach=True),
+}
+
+
+def _parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((64, 32), (128,), (7, 3))]
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    made = [item for state in optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
+    return storage_bytes([item for item in made if item.numel() > 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_told_is_what_is_made(name: str, dtype: torch.dtype) -> None:
+    if name == "Adagrad":
+        pytest.skip("it makes its states at once")
+    optimizer = OPTIMIZERS[name](_parameters(dtype))
+    before = torch.get_rng_state()
+    told = coming_state_bytes(optimizer)
+
+    assert torch.equal(before, torch.get_rng_state())
+    assert _state_bytes(optimizer) == 0
+    _step(optimizer)
+    assert told == _state_bytes(optimizer)
+    assert coming_state_bytes(optimizer) == 0 or "momentum" not in name  # plain SGD has none, whether it has run or not
+
+
+def test_states_that_are_there_from_the_start_do_not_come() -> None:
+    assert coming_state_bytes(OPTIMIZERS["Adagrad"](_parameters())) == 0
+
+
+def test_frozen_parameters_have_no_states() -> None:
+    params = _parameters()
+    params[0].requires_grad_(False)
+
+    assert coming_state_bytes(OPTIMIZERS["AdamW"](params)) == 2 * 4 * (128 + 21)
+
+
+def test_parameters_that_join_later_are_still_to_come() -> None:
+    optimizer = OPTIMIZERS["AdamW"](_parameters()[:1])
+    _step(optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(10))]})
+
+    assert coming_state_bytes(optimizer) == 2 * 4 * 10
+
+
+def test_dtypes_are_told_apart() -> None:
+    optimizer = OPTIMIZERS["AdamW"]([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))])
+
+    assert coming_state_bytes(optimizer) == 8 * 2 * (4 + 2)
+
+
+class MadeInAnotherWay(torch.optim.SGD):
+    """Cannot be made of a parameter and its defaults."""
+
+    def __init__(self, params: Any, *, needed: object) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+
+
+class FailsAtItsStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_cannot_be_tried_is_counted_as_eight_bytes_an_element(dtype: torch.dtype) -> None:
+    numel = sum(parameter.numel() for parameter in _parameters())
+
+    assert coming_state_bytes(MadeInAnotherWay(_parameters(dtype), needed=1)) == UNKNOWN_STATE_BYTES * numel
+    assert coming_state_bytes(FailsAtItsStep(_parameters(dtype), lr=0.1)) == UNKNOWN_STATE_BYTES * numel
+
+
+def test_the_optimizer_that_is_tried_leaves_none_of_its_kind_changed() -> None:
+    optimizer = OPTIMIZERS["AdamW"](_parameters())
+    before = [parameter.detach().clone() for parameter in optimizer.param_groups[0]["params"]]
+    coming_state_bytes(optimizer)
+
+    assert all(torch.equal(one, other) for one, other in zip(before, optimizer.param_groups[0]["params"], strict=True))
+    assert all(parameter.grad is None for parameter in optimizer.param_groups[0]["params"])
+
+
+# As they are left free for, step by step
+
+
+def test_without_an_optimizer_eight_bytes_are_left_free_until_a_parameter_changes() -> None:
+    params = _parameters()
+    coming = ComingStates(None)
+    assert coming.num_bytes() == 0  # no forward has read any
+    coming.note_trained(params)
+    assert coming.num_bytes() == UNKNOWN_STATE_BYTES * sum(parameter.numel() for parameter in params)
+    with torch.no_grad():
+        params[-1].add_(1)
+
+    assert coming.num_bytes() == 0
+    coming.note_trained(params)  # as those of another forward
+    assert coming.num_bytes() == 0
+
+
+def test_frozen_parameters_are_not_left_free_for() -> None:
+    params = _parameters()
+    params[0].requires_grad_(False)
+    coming = ComingStates(None)
+    coming.note_trained(params)
+
+    assert coming.num_bytes() == UNKNOWN_STATE_BYTES * (128 + 21)
+
+
+def test_an_optimizer_counts_until_it_has_states() -> None:
+    optimizer = torch.optim.AdamW(_parameters())
+    coming = ComingStates(optimizer)
+    assert coming.num_bytes() == coming_state_bytes(optimizer) > 0
+    coming.note_trained(_parameters())  # which it is asked for itself
+    assert coming.num_bytes() == coming_state_bytes(optimizer)
+    _step(optimizer)
+
+    assert coming.num_bytes() == 0
+
+
+def test_which_optimizer_it_is_of() -> None:
+    one, other = (torch.optim.AdamW(_parameters()) for _ in range(2))
+    coming = ComingStates(one)
+
+    assert coming.is_of(one)
+    assert not coming.is_of(other)
+    assert not coming.is_of(None)
+    assert ComingStates(None).is_of(None)
+    del one
+    assert coming.num_bytes() == 0  # it is gone
+
+
+def _limits(**options: Any) -> Limits:
+    asked = {"budget": 1000, "is_of_reserved": False, "optimizer": None, "min_bytes": 0, "plan": None, "raises": False}
+    return Limits(**{**asked, **options})
+
+
+def test_shares_and_what_the_allocator_reserves() -> None:
+    assert _limits(budget=0.5).budget_bytes(None) is None
+    assert _limits(budget=0.5).budget_bytes(3001) == 1500
+    assert _limits(budget=77).budget_bytes(None) == 77
+    assert _limits().allocated_bytes(1101) == 1101
+    assert _limits(is_of_reserved=True).allocated_bytes(2200) == 1999

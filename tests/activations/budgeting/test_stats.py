@@ -1,0 +1,173 @@
+"""What a budget tells: `stats()`, the plan that is followed, as a table and as JSON, and how it shows itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import memkit
+from memkit.activations.budgeting.state import budget_states
+from memkit.device import ReferenceDevice
+from memkit.plan import Action, MemoryPlan
+from tests.activations.budgeting.plans import plan_of_one, planner_of
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import UNIT_BYTES, leaf_on, step
+from tests.activations.remat.conftest import NO_PLAN_FITS
+
+UNITS = [1, 2, 1, 3, 1, 1, 2, 1]
+ALL_BYTES = sum(UNITS) * UNIT_BYTES
+
+
+def _budget(tag: str, device: ReferenceDevice, budget: str | float = 0.5, **options: object) -> memkit.MemoryBudget:
+    return memkit.MemoryBudget(budget, tag, min_bytes=0, device=device, **options)
+
+
+def test_figures_of_each_step_until_a_plan_is_followed() -> None:
+    device = ReferenceDevice()
+    x = leaf_on(device.torch_device)
+    found = []
+    for _ in range(5):
+        step(x, UNITS, lambda: _budget("steps", device))
+        found.append(memkit.stats("steps"))
+
+    assert [stats.follows_plan for stats in found] == [False, False, True, True, True]
+    assert [stats.num_plans for stats in found] == [0, 0, 1, 1, 1]
+    assert [stats.num_iterations for stats in found] == [1, 2, 3, 4, 5]
+    assert [stats.budget_bytes is None for stats in found[:2]] == [True, True]
+    assert found[2].predicted_peak_bytes is not None
+    assert found[2].step_peak_bytes is None
+    for stats in found:
+        assert stats.contexts == ("MemoryBudget",)
+        assert (stats.num_saved, stats.saved_bytes, stats.num_deviations) == (len(UNITS), ALL_BYTES, 0)
+        assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
+        assert stats.num_kept + stats.num_dropped + stats.num_copies_out == stats.num_saved
+        assert stats.moved_in_bytes <= stats.moved_out_bytes
+    last = found[-1]
+    assert last.step_peak_bytes == last.predicted_peak_bytes <= last.budget_bytes
+    assert last.peak_allocated_bytes == last.predicted_peak_bytes
+    assert None not in (last.plain_s, last.predicted_s, last.step_s, last.min_budget_bytes)
+    assert str(last).startswith("tag                    steps\n")
+    assert "predicted peak" in str(last)
+
+
+def test_plan_with_all_offloaded_is_counted() -> None:
+    device = ReferenceDevice()
+    x = leaf_on(device.torch_device)
+    for _ in range(3):
+        step(x, UNITS, lambda: _budget("all", device))
+    plan = plan_of_one(planner_of("all"), Action.OFFLOAD)
+    step(x, UNITS, lambda: _budget("all", device, plan=plan))
+    stats = memkit.stats("all")
+
+    assert plan.offload_bytes == plan.moved_bytes == stats.moved_out_bytes
+    assert stats.num_copies_out == sum(value.action is Action.OFFLOAD for value in plan.values)
+    assert memkit.MemoryBudget(0.5, "all").plan == plan
+
+
+def test_plan_with_all_recomputed_is_counted() -> None:
+    device = ReferenceDevice()
+    x = leaf_on(device.torch_device)
+    for _ in range(3):
+        step(x, UNITS, lambda: _budget("again", device))
+    plan = plan_of_one(planner_of("again"), Action.RECOMPUTE)
+    step(x, UNITS, lambda: _budget("again", device, plan=plan))
+    stats = memkit.stats("again")
+
+    assert plan.recompute_bytes == stats.dropped_bytes > 0
+    assert stats.num_replays > 0
+    assert stats.num_replayed_ops == sum(len(replay.ops) for replay in plan.replays)
+
+
+@pytest.mark.parametrize("action", [Action.OFFLOAD, Action.RECOMPUTE])
+def test_plan_from_json_is_followed_under_a_new_tag(action: Action) -> None:
+    """The first two steps show what the step is; from the third on it is followed as it stands."""
+    device = ReferenceDevice()
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
+    for _ in range(3):
+        step(x, UNITS, lambda: _budget("first", device))
+    plan = MemoryPlan.from_json(plan_of_one(planner_of("first"), action).to_json())
+    followed = []
+    for _ in range(4):
+        assert_same_bits(step(x, UNITS, lambda: _budget("second", device, plan=plan)), plain)
+        followed.append(memkit.stats("second").follows_plan)
+
+    assert followed[-1]
+    assert followed == sorted(followed)
+    assert _budget("second", device).plan == plan
+    stats = memkit.stats("second")
+    assert stats.num_plans == 0
+    assert (stats.moved_out_bytes, stats.dropped_bytes) == (plan.moved_bytes, plan.recompute_bytes)
+
+
+def test_plan_of_the_context_goes_to_json_and_back() -> None:
+    device = ReferenceDevice()
+    x = leaf_on(device.torch_device)
+    context = _budget("json", device)
+    assert context.plan is None
+    for _ in range(3):
+        step(x, UNITS, lambda: context)
+    plan = context.plan
+
+    assert plan is not None
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+    assert plan.explain().splitlines()[-1] == "GPU: reference"
+    assert len(plan.values) == len(UNITS) + sum(value.is_anchor for value in plan.values)
+    assert plan.kept_bytes + plan.offload_bytes + plan.recompute_bytes == ALL_BYTES
+
+
+@pytest.mark.parametrize(
+    ("budget", "shown"),
+    [
+        ("12GiB", '<MemoryBudget(tag="shown"): at most 12288.00 MiB of the device; what does not fit leaves or is recomputed>'),
+        (0.5, "at most 50% of the plain step's peak of the device"),
+        ("512B", "at most 512 bytes of the device"),
+    ],
+)
+def test_repr(budget: str | float, shown: str) -> None:
+    assert shown in repr(memkit.MemoryBudget(budget, "shown"))
+
+
+def test_attached_context_has_the_plan_and_the_figures() -> None:
+    device = ReferenceDevice()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh()) for _ in range(4)))
+    handle = memkit.attach(model, _budget("attached", device, "64KiB"))
+    assert handle.plan is None
+    for _ in range(3):
+        model(torch.linspace(-1, 1, 128).view(8, 16)).square().sum().backward()
+
+    assert handle.plan is not None
+    assert handle.stats() == memkit.stats("attached")
+    assert handle.plan.is_plain
+    handle.remove()
+
+
+@pytest.mark.filterwarnings(NO_PLAN_FITS)
+def test_another_budget_under_the_tag_is_another_plan() -> None:
+    device = ReferenceDevice()
+    x = leaf_on(device.torch_device)
+    peaks = {}
+    for budget in (1.0, 0.6, 0.4, 1.0, 0.6):
+        for _ in range(3):
+            step(x, UNITS, lambda: _budget("several", device, budget))  # noqa: B023
+        stats = memkit.stats("several")
+        assert stats.follows_plan
+        assert peaks.setdefault(budget, stats.predicted_peak_bytes) == stats.predicted_peak_bytes
+    assert memkit.stats("several").num_plans == 3
+    assert peaks[1.0] > peaks[0.6] > peaks[0.4]
+
+
+def test_reset_forgets() -> None:
+    device = ReferenceDevice()
+    x = leaf_on(device.torch_device)
+    for _ in range(3):
+        step(x, UNITS, lambda: _budget("reset", device))
+    memkit.reset("reset")
+    assert "reset" not in budget_states
+    step(x, UNITS, lambda: _budget("reset", device))
+
+    assert not memkit.stats("reset").follows_plan
+    assert dataclasses.asdict(memkit.stats("reset"))["num_plans"] == 0

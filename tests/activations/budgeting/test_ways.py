@@ -1,0 +1,182 @@
+"""Which of two ways is chosen, by moments and peaks that are given; and what saved values may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from memkit.activations.budgeting.ways import Way, Ways, limit_of_saved
+from memkit.device import Event
+from memkit.plan import Problem
+
+
+@dataclass
+class Moment(Event):
+    at_s: float
+    reached: bool = True
+
+    def elapsed_s(self, end: Event) -> float:
+        assert isinstance(end, Moment)
+        assert self.reached
+        assert end.reached
+        return end.at_s - self.at_s
+
+    def is_reached(self) -> bool:
+        return self.reached
+
+
+class Steps:
+    """Steps that take so long, whichever way they go."""
+
+    def __init__(self, ways: Ways, *, ops_s: float = 2.0, regions_s: float = 1.0) -> None:
+        self.ways = ways
+        self.seconds = {Way.OPS: ops_s, Way.REGIONS: regions_s}
+        self.now_s = 0.0
+        self.reached = True
+        self.moments: list[Moment] = []
+
+    def run(self, count: int, *, peak_bytes: int | None = None, counts: bool = True) -> list[Way]:
+        """Return the ways of so many steps; each entry is told what was there at most since the last one."""
+        went = []
+        for _ in range(count):
+            self.moments.append(Moment(self.now_s, self.reached))
+            self.ways.begin_step(self.moments[-1], peak_bytes)
+            if counts:
+                self.ways.count_step()
+            went.append(self.ways.way)
+            self.now_s += self.seconds[self.ways.way]
+        return went
+
+
+@pytest.mark.parametrize(("regions_s", "chosen"), [(1.0, Way.REGIONS), (3.0, Way.OPS), (2.0, Way.OPS)])
+def test_three_steps_of_each_are_timed_and_the_faster_is_chosen(regions_s: float, chosen: Way) -> None:
+    steps = Steps(Ways(100, 50), regions_s=regions_s)
+
+    assert steps.run(6) == [Way.OPS] * 3 + [Way.REGIONS] * 3
+    assert not steps.ways.is_decided
+    assert steps.run(5) == [chosen] * 5
+    assert steps.ways.is_decided
+
+
+def test_the_fastest_step_of_each_counts() -> None:
+    steps = Steps(Ways(100, 50), ops_s=2.0, regions_s=9.0)
+    steps.run(3)
+    for seconds in (9.0, 1.0, 9.0):
+        steps.seconds[Way.REGIONS] = seconds
+        steps.run(1)
+    steps.run(1)
+
+    assert steps.ways.way is Way.REGIONS
+
+
+def test_steps_that_are_not_as_later_ones_do_not_count() -> None:
+    steps = Steps(Ways(100, 50))
+    steps.run(2)
+    steps.run(5, counts=False)
+
+    assert steps.run(2) == [Way.OPS, Way.REGIONS]
+
+
+def test_nothing_is_decided_until_the_device_has_reached_the_moments() -> None:
+    steps = Steps(Ways(100, 50), regions_s=3.0)
+    steps.run(3)
+    steps.reached = False
+    assert steps.run(6) == [Way.REGIONS] * 6
+    for moment in steps.moments:
+        moment.reached = True
+    steps.reached = True
+
+    assert steps.run(1) == [Way.OPS]
+    assert steps.ways.is_decided
+
+
+def test_single_ops_are_chosen_where_no_step_recomputes_regions_as_planned() -> None:
+    steps = Steps(Ways(100, 50))
+    steps.run(3)
+    went = steps.run(26, counts=False)
+
+    assert went == [Way.REGIONS] * 24 + [Way.OPS] * 2
+    assert steps.ways.is_decided
+
+
+def test_given_up() -> None:
+    ways = Ways(100, 50)
+    ways.way = Way.REGIONS
+    ways.give_up()
+
+    assert (ways.way, ways.is_decided) == (Way.OPS, True)
+
+
+@pytest.mark.parametrize(
+    ("peak_bytes", "limit_bytes"),
+    [
+        (1050, 450),  # 50 too many
+        (1000, 500),
+        (970, 500),  # 3 % are left
+        (900, 590),  # nine tenths of what is left
+        (450, 995),
+        (449, 500),  # a counter that does not count what is saved
+        (5000, 1),
+    ],
+)
+def test_what_saved_values_may_take_follows_what_a_step_took(peak_bytes: int, limit_bytes: int) -> None:
+    steps = Steps(Ways(1000, 500))
+    steps.run(4, peak_bytes=999)  # of steps of single ops, which say nothing of it
+    assert steps.ways.limit_bytes == 500
+    steps.run(1, peak_bytes=peak_bytes)
+
+    assert steps.ways.limit_bytes == limit_bytes
+
+
+def test_steps_with_another_limit_are_timed_anew_and_three_are_tried() -> None:
+    steps = Steps(Ways(1000, 500))
+    steps.run(4)
+    for limit_bytes in (490, 480, 470):
+        steps.run(1, peak_bytes=1010)
+        assert steps.ways.limit_bytes == limit_bytes
+    steps.run(2, peak_bytes=1010)
+    assert not steps.ways.is_decided
+    steps.run(1, peak_bytes=1010)
+
+    assert steps.ways.limit_bytes == 470
+    assert (steps.ways.way, steps.ways.is_decided) == (Way.REGIONS, True)
+
+
+def test_limit_is_lowered_after_the_choice_as_well() -> None:
+    steps = Steps(Ways(1000, 500))
+    steps.run(7, peak_bytes=1000)
+    assert steps.ways.is_decided
+    steps.run(1, peak_bytes=1007)
+
+    assert steps.ways.limit_bytes == 493
+    assert steps.ways.way is Way.REGIONS
+
+
+def _problem(working_bytes: list[int]) -> Problem:
+    """Return a step of four slots: 4 bytes are saved all along, 6 in the middle; an anchor does not count."""
+    held = [
+        SimpleNamespace(num_bytes=4, made=0, freed=4, is_anchor=False),
+        SimpleNamespace(num_bytes=6, made=1, freed=3, is_anchor=False),
+        SimpleNamespace(num_bytes=100, made=0, freed=9, is_anchor=True),
+    ]
+    made: Any = SimpleNamespace(num_slots=4, values=held, base_bytes=10, working_bytes=working_bytes)
+    return cast("Problem", made)
+
+
+@pytest.mark.parametrize(
+    ("allowed_bytes", "working_bytes", "limit_bytes"),
+    [
+        (20, [1, 5, 1, 1], 5),  # beside 15 in the second slot, where 10 would be
+        (20, [1, 1, 1, 1], 9),
+        (20, [6, 5, 1, 1], 5),  # all of the first slot fits
+        (20, [7, 5, 1, 1], 3),
+        (20, [1, 1, 1, 9], 1),
+        (21, [1, 1, 1, 1], 28),  # all fits: no limit
+        (9, [1, 1, 1, 1], 1),  # nothing does
+    ],
+)
+def test_limit_of_saved(allowed_bytes: int, working_bytes: list[int], limit_bytes: int) -> None:
+    assert limit_of_saved(_problem(working_bytes), allowed_bytes) == limit_bytes
