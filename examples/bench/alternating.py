@@ -32,6 +32,8 @@ class Step:
     backward_s: float
     host_s: float
     """Until the host had issued all of it."""
+    forward_host_s: float
+    """Until the host had issued the forward, without the loss: with the context's entry and exit."""
     peak_allocated_bytes: int | None
     """None where the allocator does not count."""
 
@@ -46,16 +48,21 @@ class Warm:
     step_s: float
 
 
-def step_of(workload: Workload, engine: Engine, device: Device) -> Step:
-    """Run a step, with the device idle ahead of it and after it. Gradients are dropped ahead of it."""
+def step_of(workload: Workload, engine: Engine, device: Device, *, resets_peak: bool = True) -> Step:
+    """Run a step, with the device idle ahead of it and after it. Gradients are dropped ahead of it.
+
+    Args:
+        resets_peak: count peaks from its start on; else go on counting, for what looks at the peak of the step before.
+    """
     workload.model.zero_grad(set_to_none=True)
     counter = device.memory_counter()
     device.synchronize()
-    if counter is not None:
+    if counter is not None and resets_peak:
         counter.reset_peak()
     start_s, start = time.perf_counter(), device.record_event()
     with engine():
         result = workload.forward()
+    issued_s = time.perf_counter()
     loss = workload.loss(result)
     del result
     turn = device.record_event()
@@ -67,6 +74,7 @@ def step_of(workload: Workload, engine: Engine, device: Device) -> Step:
         forward_s=start.elapsed_s(turn),
         backward_s=turn.elapsed_s(end),
         host_s=end_s - start_s,
+        forward_host_s=issued_s - start_s,
         peak_allocated_bytes=None if counter is None else counter.peak_bytes(),
     )
 
@@ -102,6 +110,7 @@ def median_of(steps: list[Step]) -> Step:
         forward_s=statistics.median(step.forward_s for step in steps),
         backward_s=statistics.median(step.backward_s for step in steps),
         host_s=statistics.median(step.host_s for step in steps),
+        forward_host_s=statistics.median(step.forward_host_s for step in steps),
         peak_allocated_bytes=largest([step.peak_allocated_bytes for step in steps]),
     )
 
@@ -118,5 +127,6 @@ def figures(prefix: str, step: Step) -> Line:
         f"{prefix}_forward_s": step.forward_s,
         f"{prefix}_backward_s": step.backward_s,
         f"{prefix}_host_s": step.host_s,
+        f"{prefix}_forward_host_s": step.forward_host_s,
         f"{prefix}_peak_bytes": step.peak_allocated_bytes,
     }

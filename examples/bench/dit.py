@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lora import add_lora
@@ -101,10 +102,15 @@ class SingleBlock(nn.Module):
 
 
 class DiT(nn.Module):
-    """Double blocks, then single blocks; a checkpoint around each. Positions are not told apart: they cost next to nothing."""
+    """Double blocks, then single blocks; a checkpoint around each. Positions are not told apart: they cost next to nothing.
 
-    def __init__(self, width: int, num_heads: int, num_double: int, num_single: int) -> None:
+    Args:
+        checkpoints: whether there are checkpoints.
+    """
+
+    def __init__(self, width: int, num_heads: int, num_double: int, num_single: int, *, checkpoints: bool = True) -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         self.image_in, self.text_in = nn.Linear(PATCH_WIDTH, width), nn.Linear(TEXT_WIDTH, width)
         self.time_in = nn.Sequential(nn.Linear(TIME_WIDTH, width), nn.SiLU(), nn.Linear(width, width))
         self.double_blocks = nn.ModuleList(DoubleBlock(width, num_heads) for _ in range(num_double))
@@ -115,11 +121,14 @@ class DiT(nn.Module):
         """Take [batch, tokens, PATCH_WIDTH], [batch, tokens, TEXT_WIDTH] and [batch, TIME_WIDTH]; return one like the image."""
         x, y, condition = self.image_in(image), self.text_in(text), self.time_in(time)
         for block in self.double_blocks:
-            x, y = checkpoint(block, x, y, condition, use_reentrant=False)
+            x, y = self._run(block, x, y, condition)
         x = torch.cat([y, x], dim=1)
         for block in self.single_blocks:
-            x = checkpoint(block, x, condition, use_reentrant=False)
+            x = self._run(block, x, condition)
         return self.head(_normed(x[:, text.size(1) :], *self.modulation(condition)))
+
+    def _run(self, block: nn.Module, *inputs: Tensor) -> Any:
+        return checkpoint(block, *inputs, use_reentrant=False) if self.checkpoints else block(*inputs)
 
 
 def dit(
@@ -132,16 +141,22 @@ def dit(
     num_double: int = 8,
     num_single: int = 16,
     rank: int = 16,
+    checkpoints: bool = True,
 ) -> Workload:
-    """A DiT, by default of 5.0 billion parameters, bfloat16, frozen, with LoRA on the attention's projections."""
-    model = DiT(width, num_heads, num_double, num_single).bfloat16()
-    add_lora(model, ("qkv", "proj"), rank)
+    """A DiT, by default of 5.0 billion parameters, bfloat16, frozen, with LoRA on the attention's projections.
+
+    Args:
+        rank: of LoRA; 0 trains all.
+    """
+    model = DiT(width, num_heads, num_double, num_single, checkpoints=checkpoints).bfloat16()
+    if rank:
+        add_lora(model, ("qkv", "proj"), rank)
     image, text, time, noise = (
         torch.randn(batch, *size).bfloat16()
         for size in ((num_patches, PATCH_WIDTH), (num_words, TEXT_WIDTH), (TIME_WIDTH,), (num_patches, PATCH_WIDTH))
     )
     return Workload(
-        name=f"dit_{num_double}+{num_single}_lora{rank}_checkpointed",
+        name=f"dit_{num_double}+{num_single}" + (f"_lora{rank}" if rank else "") + ("_checkpointed" if checkpoints else ""),
         model=model,
         forward=lambda: model(image, text, time),
         loss=lambda predicted: functional.mse_loss(predicted.float(), noise.float()),

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,10 @@ class Setting:
         """Return a batch size, or a tiny one."""
         return max(2, batch // 64) if self.tiny else batch
 
+    def few(self, every: Sequence[Any]) -> Sequence[Any]:
+        """Return what is to be measured, or the one in the middle of it in tiny runs."""
+        return every[len(every) // 2 :][:1] if self.tiny else every
+
     @property
     def size(self) -> int:
         """Height and width of images."""
@@ -104,7 +108,8 @@ class Setting:
 
     def clean(self) -> None:
         """Leave nothing behind."""
-        memkit.reset(TAG)
+        for tag in (TAG, f"{TAG} (regions of MemoryBudget)"):
+            memkit.reset(tag)
         gc.collect()
         self.device.empty_cache()
 

@@ -9,116 +9,49 @@ are left as they are; without a page all are printed. Where a part was run again
 
 from __future__ import annotations
 
-import json
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
+from markdown_tables import (
+    Row,
+    as_number,
+    as_ratio,
+    bold,
+    filled,
+    in_mib,
+    in_ms,
+    in_us,
+    last_by,
+    lines_of,
+    machine,
+    made_of,
+    main,
+    row_of,
+    rows_of,
+)
 from shared import Line
 
 MODELS = ("resnet50", "llama", "gpt2", "whisper")
-MIB = 2**20
-Row = list[str]
-_PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+__all__ = ["MODELS", "filled", "tables"]
 
 
 def tables(lines: Sequence[Line]) -> dict[str, str]:
     """Return the tables of which there are lines, by their names, as markdown."""
-    found = {name: make(list(lines)) for name, make in _TABLES.items()}
-    return {name: _markdown(header, rows) for name, (header, rows) in found.items() if rows}
-
-
-def filled(page: str, made: dict[str, str]) -> str:
-    """Return a page with tables in their places.
-
-    Raises:
-        ValueError: it has no place for one of them.
-    """
-    places = {name for _, name, _ in _PLACE.findall(page)}
-    if not places.issuperset(made):
-        raise ValueError(f"found no place in the page for {', '.join(sorted(made.keys() - places))}")
-    return _PLACE.sub(lambda match: f"{match[1]}{made[match[2]]}{match[3]}" if match[2] in made else match[0], page)
-
-
-def _markdown(header: str, rows: Sequence[Row]) -> str:
-    """Return a table, whose first column is on the left and whose others are on the right."""
-    columns = header.split(" | ")
-    ruler = ["---", *["--:"] * (len(columns) - 1)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in (columns, ruler, *rows))
-
-
-# Cells
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.1f}"
-
-
-def _us(microseconds: float | None) -> str:
-    return "-" if microseconds is None else f"{microseconds:.1f}"
-
-
-def _ratio(number: float | None) -> str:
-    return "-" if number is None else f"{number:.3f}"
-
-
-def _mib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / MIB:.0f}"
-
-
-def _number(number: int | None) -> str:
-    return "-" if number is None else str(number)
-
-
-def _bold(cell: str) -> str:
-    return f"**{cell}**"
-
-
-def _of(lines: Sequence[Line], bench: str, **wanted: str) -> Iterator[Line]:
-    """Yield the lines of a bench that are like what is wanted."""
-    for line in lines:
-        if line.get("bench") == bench and all(line.get(name) == value for name, value in wanted.items()):
-            yield line
-
-
-def _by(key: Callable[[Line], object], lines: Iterator[Line]) -> list[Line]:
-    """Return the last of the lines with each key."""
-    return list({key(line): line for line in lines}.values())
-
-
-def _row(line: Line, first: Row, cells: Callable[[Line], Row], num_columns: int) -> Row:
-    """Return a row; where something went wrong, what that was."""
-    for what in ("error", "refused", "skipped"):
-        if what in line:
-            said = f"{what}: {line[what]}".replace("|", "/")
-            return [*first, said, *["-"] * (num_columns - len(first) - 1)]
-    return [*first, *cells(line)]
-
-
-def _rows(lines: Sequence[Line], header: str, first: Callable[[Line], Row], cells: Callable[[Line], Row]) -> list[Row]:
-    num_columns = len(header.split(" | "))
-    return [_row(line, first(line), cells, num_columns) for line in lines]
+    return made_of(lines, _TABLES)
 
 
 # Tables
 
 
-def _machine(lines: Sequence[Line]) -> tuple[str, list[Row]]:
-    names = ("device", "torch", "cuda", "memkit", "steps")
-    found = {tuple(str(line[name]) for name in names) for line in lines if "device" in line}
-    return "device | torch | CUDA | memkit | steps", [list(row) for row in sorted(found)]
-
-
 def _nothing(lines: Sequence[Line]) -> tuple[str, list[Row]]:
-    offloads = {line["part"]: line for line in _of(lines, "offload_ratios") if line["ratio"] == 0}
-    remats = {line["part"]: line for line in _of(lines, "remat_keep_all")}
+    offloads = {line["part"]: line for line in lines_of(lines, "offload_ratios") if line["ratio"] == 0}
+    remats = {line["part"]: line for line in lines_of(lines, "remat_keep_all")}
     rows = []
     for model in MODELS:
         row = [model]
         for line in (offloads.get(f"offload_{model}", {}), remats.get(f"remat_{model}", {})):
-            row += [_ms(line.get("plain_s")), _ms(line.get("step_s")), _bold(_ratio(line.get("to_plain")))]
+            row += [in_ms(line.get("plain_s")), in_ms(line.get("step_s")), bold(as_ratio(line.get("to_plain")))]
         if any(cell not in ("-", "**-**") for cell in row[1:]):
             rows.append(row)
     return "model | plain, ms | `CPUOffload(0)`, ms | / plain | plain, ms | `Rematerialize(1.0)`, ms | / plain", rows
@@ -129,20 +62,25 @@ def _offload(model: str, lines: Sequence[Line]) -> tuple[str, list[Row]]:
         "ratio | copies out | moved, MiB | memkit, ms | / plain | roofline, ms | / roofline | peak allocated, MiB | "
         "peak reserved, MiB | reserved / allocated"
     )
-    found = _by(lambda line: line["ratio"], _of(lines, "offload_ratios", part=f"offload_{model}"))
+    found = last_by(lambda line: line["ratio"], lines_of(lines, "offload_ratios", part=f"offload_{model}"))
 
     def cells(line: Line) -> Row:
         return [
-            *(_number(line["num_copies_out"]), _mib(line["moved_out_bytes"]), _ms(line["step_s"]), _ratio(line["to_plain"])),
-            *(_ms(line["roofline_s"]), _bold(_ratio(line["to_roofline"])), _mib(line["peak_allocated_bytes"])),
-            *(_mib(line["peak_reserved_bytes"]), _ratio(line["reserved_to_allocated"])),
+            *(
+                as_number(line["num_copies_out"]),
+                in_mib(line["moved_out_bytes"]),
+                in_ms(line["step_s"]),
+                as_ratio(line["to_plain"]),
+            ),
+            *(in_ms(line["roofline_s"]), bold(as_ratio(line["to_roofline"])), in_mib(line["peak_allocated_bytes"])),
+            *(in_mib(line["peak_reserved_bytes"]), as_ratio(line["reserved_to_allocated"])),
         ]
 
-    rows = _rows(found, header, lambda line: [f"{line['ratio']:g}"], cells)
+    rows = rows_of(found, header, lambda line: [f"{line['ratio']:g}"], cells)
     if any("plain_s" in line for line in found):
         plain = next(line for line in found if "plain_s" in line)
-        peak = _mib(plain["plain_peak_bytes"])
-        rows.insert(0, ["plain", "-", "-", _ms(plain["plain_s"]), "-", "-", "-", peak, "-", "-"])
+        peak = in_mib(plain["plain_peak_bytes"])
+        rows.insert(0, ["plain", "-", "-", in_ms(plain["plain_s"]), "-", "-", "-", peak, "-", "-"])
     return header, rows
 
 
@@ -151,31 +89,31 @@ def _remat(model: str, lines: Sequence[Line]) -> tuple[str, list[Row]]:
         "budget | made again by | memkit, ms | layers checkpointed | checkpointing, ms | / checkpointing | "
         "peak allocated, MiB | checkpointing's, MiB | peak reserved, MiB"
     )
-    found = _by(lambda line: line["budget"], _of(lines, "remat_spaced", part=f"remat_{model}"))
+    found = last_by(lambda line: line["budget"], lines_of(lines, "remat_spaced", part=f"remat_{model}"))
 
     def cells(line: Line) -> Row:
         reaches = "" if line["spaced_reaches_peak"] else " (needs more)"
         return [
-            *("single ops" if line["recorder_s"] else "regions", _ms(line["step_s"])),
-            *(f"{line['num_checkpointed']} of {line['num_layers']}{reaches}", _ms(line["spaced_s"])),
-            *(_bold(_ratio(line["to_spaced"])), _mib(line["step_peak_bytes"]), _mib(line["spaced_peak_bytes"])),
-            _mib(line["peak_reserved_bytes"]),
+            *("single ops" if line["recorder_s"] else "regions", in_ms(line["step_s"])),
+            *(f"{line['num_checkpointed']} of {line['num_layers']}{reaches}", in_ms(line["spaced_s"])),
+            *(bold(as_ratio(line["to_spaced"])), in_mib(line["step_peak_bytes"]), in_mib(line["spaced_peak_bytes"])),
+            in_mib(line["peak_reserved_bytes"]),
         ]
 
     def first(line: Line) -> Row:
         return [f"{line['budget']:g}" + (" (the least)" if line.get("least_bytes") is not None else "")]
 
-    rows = _rows(found, header, first, cells)
-    kept = [line for line in _of(lines, "remat_keep_all", part=f"remat_{model}") if "plain_s" in line]
+    rows = rows_of(found, header, first, cells)
+    kept = [line for line in lines_of(lines, "remat_keep_all", part=f"remat_{model}") if "plain_s" in line]
     if kept:
-        plain = ["plain", "-", _ms(kept[-1]["plain_s"]), *["-"] * 3, _mib(kept[-1]["plain_peak_bytes"]), "-", "-"]
+        plain = ["plain", "-", in_ms(kept[-1]["plain_s"]), *["-"] * 3, in_mib(kept[-1]["plain_peak_bytes"]), "-", "-"]
         rows.insert(0, plain)
     return header, rows
 
 
 def _rises(lines: Sequence[Line]) -> tuple[str, list[Row]]:
-    found = {line["part"].removeprefix("remat_"): line for line in _of(lines, "remat_rises")}
-    rows = [[model, _ratio(found[model]["most_rise"])] for model in MODELS if model in found]
+    found = {line["part"].removeprefix("remat_"): line for line in lines_of(lines, "remat_rises")}
+    rows = [[model, as_ratio(found[model]["most_rise"])] for model in MODELS if model in found]
     return "model | slowest at a larger budget / at a smaller one", rows
 
 
@@ -184,12 +122,12 @@ def _chain(lines: Sequence[Line]) -> tuple[str, list[Row]]:
 
     def cells(line: Line) -> Row:
         return [
-            *(_number(line["num_moved"]), _ms(line["plain_s"]), _bold(_ms(line["step_s"]))),
-            *(_us(line["host_us_per_storage"]), _mib(line["step_peak_bytes"]), _mib(line["plain_peak_bytes"])),
+            *(as_number(line["num_moved"]), in_ms(line["plain_s"]), bold(in_ms(line["step_s"]))),
+            *(in_us(line["host_us_per_storage"]), in_mib(line["step_peak_bytes"]), in_mib(line["plain_peak_bytes"])),
         ]
 
-    found = _by(lambda line: line["name"], _of(lines, "host_chain"))
-    return header, _rows(found, header, lambda line: [line["name"].removeprefix("chain_").replace("x", " x ")], cells)
+    found = last_by(lambda line: line["name"], lines_of(lines, "host_chain"))
+    return header, rows_of(found, header, lambda line: [line["name"].removeprefix("chain_").replace("x", " x ")], cells)
 
 
 def _flat(lines: Sequence[Line]) -> tuple[str, list[Row]]:
@@ -197,14 +135,14 @@ def _flat(lines: Sequence[Line]) -> tuple[str, list[Row]]:
 
     def cells(line: Line) -> Row:
         return [
-            _number(line["num_moved"]),
-            _ms(line["plain_s"]),
-            _ms(line["step_s"]),
-            _bold(_us(line["host_us_per_storage"])),
+            as_number(line["num_moved"]),
+            in_ms(line["plain_s"]),
+            in_ms(line["step_s"]),
+            bold(in_us(line["host_us_per_storage"])),
         ]
 
-    found = _by(lambda line: line["num_storages"], _of(lines, "host_flat"))
-    return header, _rows(found, header, lambda line: [_number(line["num_storages"])], cells)
+    found = last_by(lambda line: line["num_storages"], lines_of(lines, "host_flat"))
+    return header, rows_of(found, header, lambda line: [as_number(line["num_storages"])], cells)
 
 
 def _region(lines: Sequence[Line]) -> tuple[str, list[Row]]:
@@ -214,12 +152,12 @@ def _region(lines: Sequence[Line]) -> tuple[str, list[Row]]:
 
     def cells(line: Line) -> Row:
         return [
-            *(_us(line["plain_us"]), _us(line["torch_us_beyond"]), _us(line["torch_bare_us_beyond"])),
-            *(_bold(_us(line.get("memkit_us_beyond"))), {True: "yes", False: "no", None: "-"}[line["is_equal"].get("memkit")]),
+            *(in_us(line["plain_us"]), in_us(line["torch_us_beyond"]), in_us(line["torch_bare_us_beyond"])),
+            *(bold(in_us(line.get("memkit_us_beyond"))), {True: "yes", False: "no", None: "-"}[line["is_equal"].get("memkit")]),
         ]
 
-    found = _by(lambda line: line["name"], (line for line in _of(lines, "host_region") if "engine" not in line))
-    return header, _rows(found, header, lambda line: [line["name"].replace("_", ", ")], cells)
+    found = last_by(lambda line: line["name"], (line for line in lines_of(lines, "host_region") if "engine" not in line))
+    return header, rows_of(found, header, lambda line: [line["name"].replace("_", ", ")], cells)
 
 
 def _host(lines: Sequence[Line]) -> tuple[str, list[Row]]:
@@ -227,17 +165,17 @@ def _host(lines: Sequence[Line]) -> tuple[str, list[Row]]:
 
     def cells(line: Line) -> Row:
         return [
-            *(_ms(line["plain_s"]), _ms(line["step_s"]), _bold(_ratio(line["to_plain"])), _us(line["us_per_moved"])),
-            *(_us(line["us_per_save"]), _us(line["us_per_op"])),
+            *(in_ms(line["plain_s"]), in_ms(line["step_s"]), bold(as_ratio(line["to_plain"])), in_us(line["us_per_moved"])),
+            *(in_us(line["us_per_save"]), in_us(line["us_per_op"])),
         ]
 
-    found = _by(lambda line: (line["name"], line["engine"]), _of(lines, "host"))
-    return header, _rows(found, header, lambda line: [line["name"], line["engine"]], cells)
+    found = last_by(lambda line: (line["name"], line["engine"]), lines_of(lines, "host"))
+    return header, rows_of(found, header, lambda line: [line["name"], line["engine"]], cells)
 
 
 def _stays(lines: Sequence[Line]) -> tuple[str, list[Row]]:
-    found = _by(lambda line: line["name"], _of(lines, "host_stays"))
-    rows = [[line["name"], _number(line["num_stay"]), _us(line["us_per_stay"])] for line in found]
+    found = last_by(lambda line: line["name"], lines_of(lines, "host_stays"))
+    rows = [[line["name"], as_number(line["num_stay"]), in_us(line["us_per_stay"])] for line in found]
     return "model, a tenth moves | saves that stay | µs per save that stays", rows
 
 
@@ -250,13 +188,13 @@ def _compiled(lines: Sequence[Line]) -> tuple[str, list[Row]]:
     rows = []
     for way, spelt in ways.items():
         of_way = [line for line in lines if line.get("way") == way]
-        for line in _by(lambda line: line["bench"], _of(of_way, "compiled_plain")):
-            peak = _mib(line["peak_allocated_bytes"])
-            counts = [_number(line["new_graphs"]), _number(line["new_graph_breaks"])]
-            rows.append([spelt, "plain", _ms(line["step_s"]), "-", "-", peak, "-", *counts])
+        for line in last_by(lambda line: line["bench"], lines_of(of_way, "compiled_plain")):
+            peak = in_mib(line["peak_allocated_bytes"])
+            counts = [as_number(line["new_graphs"]), as_number(line["new_graph_breaks"])]
+            rows.append([spelt, "plain", in_ms(line["step_s"]), "-", "-", peak, "-", *counts])
         for bench in ("compiled_offload", "compiled_remat"):
-            for line in _by(_asked_of_compiled, _of(of_way, bench)):
-                rows.append(_row(line, [spelt, _asked_of_compiled(line)], _cells_of_compiled, 9))
+            for line in last_by(_asked_of_compiled, lines_of(of_way, bench)):
+                rows.append(row_of(line, [spelt, _asked_of_compiled(line)], _cells_of_compiled, 9))
     return header, rows
 
 
@@ -272,8 +210,8 @@ def _asked_of_compiled(line: Line) -> str:
 def _cells_of_compiled(line: Line) -> Row:
     prefix, ratio = ("by_hand_in_turns", "to_by_hand") if "to_by_hand" in line else ("plain", "to_plain")
     return [
-        *(_ms(line["step_s"]), _ms(line[f"{prefix}_s"]), _bold(_ratio(line[ratio])), _mib(line["step_peak_bytes"])),
-        *(_mib(line[f"{prefix}_peak_bytes"]), _number(line["new_graphs"]), _number(line["new_graph_breaks"])),
+        *(in_ms(line["step_s"]), in_ms(line[f"{prefix}_s"]), bold(as_ratio(line[ratio])), in_mib(line["step_peak_bytes"])),
+        *(in_mib(line[f"{prefix}_peak_bytes"]), as_number(line["new_graphs"]), as_number(line["new_graph_breaks"])),
     ]
 
 
@@ -281,16 +219,16 @@ def _reserved(lines: Sequence[Line]) -> tuple[str, list[Row]]:
     header = "ResNet-50 | step, ms | peak allocated, MiB | peak reserved, MiB | reserved / allocated"
 
     def cells(line: Line) -> Row:
-        reserved = _bold(_ratio(line["reserved_to_allocated"]))
-        return [_ms(line["step_s"]), _mib(line["peak_allocated_bytes"]), _mib(line["peak_reserved_bytes"]), reserved]
+        reserved = bold(as_ratio(line["reserved_to_allocated"]))
+        return [in_ms(line["step_s"]), in_mib(line["peak_allocated_bytes"]), in_mib(line["peak_reserved_bytes"]), reserved]
 
-    return header, _rows(
-        _by(lambda line: line["engine"], _of(lines, "offload_reserved")), header, lambda line: [line["engine"]], cells
+    return header, rows_of(
+        last_by(lambda line: line["engine"], lines_of(lines, "offload_reserved")), header, lambda line: [line["engine"]], cells
     )
 
 
 _TABLES: dict[str, Callable[[list[Line]], tuple[str, list[Row]]]] = {
-    "machine": _machine,
+    "machine": machine,
     "nothing": _nothing,
     **{f"offload_{model}": partial(_offload, model) for model in MODELS},
     **{f"remat_{model}": partial(_remat, model) for model in MODELS},
@@ -306,9 +244,4 @@ _TABLES: dict[str, Callable[[list[Line]], tuple[str, list[Row]]]] = {
 
 
 if __name__ == "__main__":
-    made = tables([json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()])
-    if len(sys.argv) > 2:
-        target = Path(sys.argv[2])
-        target.write_text(filled(target.read_text(), made))
-    else:
-        print("\n".join(f"{name}\n\n{table}" for name, table in made.items()))
+    main(tables, *sys.argv[1:])

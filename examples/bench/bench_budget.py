@@ -1,0 +1,45 @@
+"""What `MemoryBudget` makes of a budget of the device: each part in a process of its own. Prints lines of JSON.
+
+    python examples/bench/bench_budget.py                      # all on this machine's GPU, at most 6.5 minutes
+    python examples/bench/bench_budget.py --only resnet50 llama
+    python examples/bench/bench_budget.py --except others
+
+Seconds that each part is expected to take on an H200, in the order of the run; 350 in all, and 20 until all are ready:
+
+    resnet50            45    at 12981, 10509, 8748 and 6396 MiB, beside `Rematerialize`; all blocks checkpointed
+    llama               62    batch 8 at 14323, 8594 and 6164 MiB, batch 4 at 7616 and 4570; all layers checkpointed
+    gpt2                27    at 75, 50 and 42 % of the plain peak, beside the fewest evenly spaced checkpointed layers
+    whisper             26
+    fits                28    a budget that keeps all, and one within the free link, over plain
+    cap                 60    the allocator capped at 1.10 of the budget, AdamW, attached: 30 steps from the first on
+    others              72    predicted beside actual: eight models at .8 .5 .3 of their peak
+    compiled            30    the Llama with compiled blocks at 90 % of its peak
+
+How parts run, and what becomes of one that fails: see `parts.py`. In every part the allocator has expandable segments.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from budget_cap import cap
+from budget_parts import beside_spaced, compiled, fits, llama, others, resnet50
+from parts import Part, Script
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+PARTS = {
+    "resnet50": Part(run=resnet50, limit_s=110, environment=EXPANDABLE),
+    "llama": Part(run=llama, limit_s=130, environment=EXPANDABLE),
+    "gpt2": Part(run=partial(beside_spaced, "gpt2"), limit_s=60, environment=EXPANDABLE),
+    "whisper": Part(run=partial(beside_spaced, "whisper"), limit_s=60, environment=EXPANDABLE),
+    "fits": Part(run=fits, limit_s=70, environment=EXPANDABLE),
+    "cap": Part(run=cap, limit_s=130, environment=EXPANDABLE),
+    "others": Part(run=others, limit_s=130, environment=EXPANDABLE),
+    "compiled": Part(run=compiled, limit_s=90, environment=EXPANDABLE),
+}
+SCRIPT = Script(path=__file__, parts=PARTS, about=__doc__, minutes=6.5)
+
+
+if __name__ == "__main__":
+    sys.exit(SCRIPT.main())

@@ -1,0 +1,233 @@
+"""Put what bench_budget.py has printed into the tables of a page.
+
+    python examples/bench/bench_budget.py > lines.jsonl
+    python examples/bench/budget_tables.py lines.jsonl docs/benchmarks/budget_h200_2026-11.md
+
+See `markdown_tables.py` for where a table stands.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from markdown_tables import (
+    Row,
+    Table,
+    as_number,
+    as_ratio,
+    bold,
+    filled,
+    in_ms,
+    last_by,
+    lines_of,
+    machine,
+    made_of,
+    main,
+    rows_of,
+)
+from shared import Line
+
+SPACED = ("gpt2", "whisper")
+_PREDICTED = "peak, MiB | of the budget | / predicted | step / predicted | plans"
+_DONE = "kept to by | ops again | moved, MiB | stalls, ms"
+__all__ = ["filled", "tables"]
+
+
+def tables(lines: Sequence[Line]) -> dict[str, str]:
+    """Return the tables of which there are lines, by their names, as markdown."""
+    return made_of(lines, _TABLES)
+
+
+def _mib(number: float | None) -> str:
+    return "-" if number is None else f"{number:.0f}"
+
+
+def _predicted(line: Line) -> Row:
+    return [
+        *(_mib(line["peak_allocated_mib"]), as_ratio(line["peak_to_budget"]), bold(as_ratio(line["peak_to_predicted"]))),
+        *(bold(as_ratio(line["seconds_to_predicted"])), as_number(line["num_plans"])),
+    ]
+
+
+def _done(line: Line) -> Row:
+    return [line["way"], as_number(line["num_replayed_ops"]), _mib(line["moved_mib"]), in_ms(line["stall_s"])]
+
+
+def _asked(line: Line) -> str:
+    """Return what was asked for, in MiB where that is known."""
+    asked = line.get("budget_mib")
+    return str(line["asked"]) if asked is None else f"{asked:.0f}"
+
+
+def _budgets(model: str, lines: Sequence[Line]) -> Table:
+    header = f"{model}: budget, MiB | plain, ms | memkit, ms | / plain | predicted / plain | {_PREDICTED} | {_DONE}"
+    found = last_by(lambda line: line["asked"], lines_of(lines, "budget", model=model))
+
+    def cells(line: Line) -> Row:
+        times = [in_ms(line["plain_s"]), in_ms(line["step_s"]), bold(as_ratio(line["ratio"]))]
+        return [*times, as_ratio(line["predicted_ratio"]), *_predicted(line), *_done(line)]
+
+    return header, rows_of(found, header, lambda line: [_asked(line)], cells)
+
+
+def _beside(lines: Sequence[Line]) -> Table:
+    header = (
+        "ResNet-50: budget, MiB | memkit, ms | peak, MiB | `Rematerialize` | its step, ms | its peak, MiB | memkit / that | "
+        "bound, ms | memkit / bound"
+    )
+    found = last_by(lambda line: line["asked"], lines_of(lines, "budget", model="resnet50"))
+
+    def cells(line: Line) -> Row:
+        bound_s = line.get("bound_s")
+        return [
+            *(in_ms(line["step_s"]), _mib(line["peak_allocated_mib"]), f"{line['remat_share']:g}"),
+            *(in_ms(line.get("remat_s")), _mib(line.get("remat_peak_mib")), bold(as_ratio(line.get("to_remat")))),
+            *(in_ms(bound_s), as_ratio(line["predicted_s"] / bound_s if bound_s else None)),
+        ]
+
+    return header, rows_of(found, header, lambda line: [_asked(line)], cells)
+
+
+def _checkpoints(lines: Sequence[Line]) -> Table:
+    header = "all blocks checkpointed | blocks | plain, ms | plain's peak, MiB | checkpointed, ms | / plain | peak, MiB"
+
+    def cells(line: Line) -> Row:
+        return [
+            *(as_number(line["num_layers"]), in_ms(line["plain_s"]), _mib(line["plain_peak_mib"])),
+            *(in_ms(line["checkpoint_s"]), bold(as_ratio(line["checkpoint_ratio"])), _mib(line["checkpoint_peak_mib"])),
+        ]
+
+    found = last_by(lambda line: line["model"], lines_of(lines, "budget_checkpoints"))
+    return header, rows_of(found, header, lambda line: [line["model"]], cells)
+
+
+def _spaced(model: str, lines: Sequence[Line]) -> Table:
+    header = (
+        f"{model}: share of the plain peak | budget, MiB | memkit, ms | / plain | layers checkpointed | checkpointing, ms | "
+        f"/ checkpointing | {_PREDICTED} | checkpointing's peak, MiB | {_DONE}"
+    )
+    found = last_by(lambda line: line["share"], lines_of(lines, "budget", model=model))
+
+    def cells(line: Line) -> Row:
+        reaches = "" if line["spaced_reaches_peak"] else " (needs more)"
+        return [
+            *(_mib(line["budget_mib"]), in_ms(line["step_s"]), bold(as_ratio(line["ratio"]))),
+            *(f"{line['num_checkpointed']} of {line['num_layers']}{reaches}", in_ms(line["spaced_s"])),
+            *(bold(as_ratio(line["to_spaced"])), *_predicted(line), _mib(line["spaced_peak_mib"]), *_done(line)),
+        ]
+
+    return header, rows_of(found, header, lambda line: [f"{line['share']:g}"], cells)
+
+
+def _fits(lines: Sequence[Line]) -> Table:
+    header = (
+        "model | budget | MiB | plain, ms | memkit, ms | / plain | peak, MiB | moved, MiB | plain's host in the forward, ms | "
+        "memkit's, ms"
+    )
+
+    def cells(line: Line) -> Row:
+        return [
+            *(_mib(line["budget_mib"]), in_ms(line["plain_s"]), in_ms(line["step_s"]), bold(as_ratio(line["ratio"]))),
+            *(_mib(line["peak_allocated_mib"]), _mib(line["moved_mib"])),
+            *(in_ms(line["plain_forward_host_s"]), in_ms(line["forward_host_s"])),
+        ]
+
+    found = last_by(lambda line: (line["model"], line["which"]), lines_of(lines, "budget_fits"))
+    return header, rows_of(found, header, lambda line: [line["model"], f"{line['which']}, {line['share']:g}"], cells)
+
+
+def _cap(lines: Sequence[Line]) -> Table:
+    header = (
+        "model, with AdamW | share of the plain peak | budget, MiB | steps | / plain | peak allocated, MiB | of the budget | "
+        "peak reserved, MiB | reserved / allocated"
+    )
+
+    def cells(line: Line) -> Row:
+        return [
+            *(_mib(line["budget_mib"]), as_number(line["num_steps"]), as_ratio(line["ratio"])),
+            *(_mib(line["peak_allocated_mib"]), as_ratio(line["peak_to_budget"])),
+            *(_mib(line["peak_reserved_mib"]), bold(as_ratio(line["reserved_to_allocated"]))),
+        ]
+
+    found = last_by(
+        lambda line: (line["model"], line.get("share")),
+        (line for line in lines if line.get("bench") == "budget_cap" or _has_failed(line, "budget_cap_plain")),
+    )
+    return header, rows_of(found, header, _share, cells)
+
+
+def _others(lines: Sequence[Line]) -> Table:
+    header = (
+        "model | share of the plain peak | budget, MiB | plain, ms | memkit, ms | / plain | predicted / plain | "
+        f"{_PREDICTED} | {_DONE}"
+    )
+
+    def cells(line: Line) -> Row:
+        return [
+            *(_mib(line["budget_mib"]), in_ms(line["plain_s"]), in_ms(line["step_s"]), as_ratio(line["ratio"])),
+            *(as_ratio(line["predicted_ratio"]), *_predicted(line), *_done(line)),
+        ]
+
+    found = last_by(lambda line: (line["model"], line.get("share")), lines_of(lines, "budget_others"))
+    return header, rows_of(found, header, _share, cells)
+
+
+def _has_failed(line: Line, bench: str) -> bool:
+    return line.get("bench") == bench and "error" in line
+
+
+def _share(line: Line) -> Row:
+    return [line["model"], f"{line['share']:g}" + (" (the least)" if line.get("is_least") else "") if "share" in line else "-"]
+
+
+def _compiled(lines: Sequence[Line]) -> Table:
+    header = f"blocks compiled | budget, MiB | plain, ms | memkit, ms | / plain | {_PREDICTED} | {_DONE} | new graphs"
+
+    def cells(line: Line) -> Row:
+        return [
+            *(_mib(line["budget_mib"]), in_ms(line["plain_s"]), in_ms(line["step_s"]), bold(as_ratio(line["ratio"]))),
+            *(*_predicted(line), *_done(line), as_number(line["new_graphs"])),
+        ]
+
+    found = last_by(lambda line: line["model"], lines_of(lines, "budget_compiled"))
+    return header, rows_of(found, header, lambda line: [f"{line['model']}, {line['share']:g} of the plain peak"], cells)
+
+
+def _planning(lines: Sequence[Line]) -> Table:
+    header = (
+        "model | budget, MiB | saved values | plan, s | learning, s | first step's peak, MiB | deviations | "
+        "plain's host in the forward, ms | memkit's, ms"
+    )
+
+    def cells(line: Line) -> Row:
+        return [
+            *(as_number(line["num_saved"]), f"{line['plan_s']:.2f}", f"{line['learning_s']:.1f}"),
+            *(_mib(line["first_peak_mib"]), as_number(line["num_deviations"])),
+            *(in_ms(line["plain_forward_host_s"]), in_ms(line["forward_host_s"])),
+        ]
+
+    found = last_by(
+        lambda line: (line["model"], line["asked"]),
+        (line for line in lines if line.get("bench") in ("budget", "budget_others") and "plan_s" in line),
+    )
+    return header, rows_of(found, header, lambda line: [line["model"], _asked(line)], cells)
+
+
+_TABLES: dict[str, Callable[[list[Line]], Table]] = {
+    "machine": machine,
+    **{model: partial(_budgets, model) for model in ("resnet50", "llama_b8", "llama_b4")},
+    "beside": _beside,
+    "checkpoints": _checkpoints,
+    **{model: partial(_spaced, model) for model in SPACED},
+    "fits": _fits,
+    "cap": _cap,
+    "others": _others,
+    "compiled": _compiled,
+    "planning": _planning,
+}
+
+
+if __name__ == "__main__":
+    main(tables, *sys.argv[1:])
