@@ -276,6 +276,7 @@ def test_names_at_the_top_level() -> None:
         "CPUOffload",
         "GradScaler",
         "LayerOffload",
+        "MemoryBudget",
         "Rematerialize",
         "attach",
         "detach",
