@@ -1,7 +1,7 @@
 """Act on saved tensors: move them to the host and back, or drop them and make them again."""
 
 from memkit.activations.attach import Attachment, attach
-from memkit.activations.budgeting.state import budget_states, regions_tag
+from memkit.activations.budgeting.state import budget_states, copies_tag, regions_tag
 from memkit.activations.cpu_offload import CPUOffload, no_offload
 from memkit.activations.marks import keep, offload, recompute
 from memkit.activations.memory_budget import MemoryBudget
@@ -31,3 +31,4 @@ def reset(tag: str) -> None:
     remat_states.forget(tag)
     budget_states.forget(tag)
     remat_states.forget(regions_tag(tag))
+    offload_states.forget(copies_tag(tag))

@@ -14,6 +14,7 @@ from memkit import torch_private
 from memkit.activations.budgeting.limits import Limits
 from memkit.activations.budgeting.state import BudgetState, budget_states
 from memkit.activations.context import ForwardContext
+from memkit.activations.offloading.figures import offload_figures
 from memkit.activations.recomputing.budget import recorded_alone
 from memkit.activations.recomputing.figures import remat_figures
 from memkit.activations.saved.counts import Counts
@@ -33,7 +34,9 @@ _OF_REGIONS = (
     *("num_kept", "num_dropped", "dropped_bytes", "ledger_peak_bytes", "num_replays", "num_replayed_ops"),
     *("estimated_replay_s", "measured_replay_s"),
 )
-"""Figures of steps in which calls of modules are recomputed, and nothing leaves."""
+"""Figures of steps in which calls of modules are recomputed."""
+_OF_COPIES = (*Counts().figures_of_copies(), "host_in_use_bytes", "host_peak_bytes", "host_held_bytes", "num_pins")
+"""Figures of what leaves beside these."""
 
 
 class MemoryBudget(ForwardContext):
@@ -156,9 +159,9 @@ class MemoryBudget(ForwardContext):
         from memkit.activations.budgeting.opening import open_budget  # only now: what it needs is a long way down
 
         self._entry = entry = Entry("MemoryBudget", self.tag, is_last=True, block=block)
-        stage, pair = open_budget(self.tag, self._options, self._limits, entry.pack)
-        entry.recording = stage
-        stage.model = None if self._model is None else self._model()
+        pair = open_budget(entry, self._options, self._limits)
+        assert entry.recording is not None
+        entry.recording.model = None if self._model is None else self._model()
         entry.begin(pair)
 
     @property
@@ -218,10 +221,18 @@ def _figures_of(state: BudgetState) -> dict[str, Any]:
             "plain_s": None if plan is None else plan.plain_s,
             "min_budget_bytes": None if plan is None else plan.min_budget_bytes,
             "num_plans": state.learning.num_plans,
-            **(counts if state.regions_tag is None else Counts()).figures_of_copies(),  # regions move nothing
+            **(counts if state.regions_tag is None else Counts()).figures_of_copies(),
         }
     regions = None if state.regions_tag is None else remat_figures(state.regions_tag)
-    return figures if regions is None else {**figures, **{name: regions[name] for name in _OF_REGIONS}}
+    if regions is None:
+        return figures
+    figures |= {name: regions[name] for name in _OF_REGIONS}
+    copies = None if state.copies_tag is None else offload_figures(state.copies_tag)
+    if copies is not None:
+        figures |= {name: copies[name] for name in _OF_COPIES}
+        figures |= {name: regions[name] + copies[name] for name in ("live_records", "live_bytes")}
+        figures["num_kept"] -= copies["num_copies_out"]
+    return figures
 
 
 report_from(MemoryBudget.__name__, tags=lambda: list(budget_states), figures=_figures)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from memkit.activations.budgeting.observed import measured_s, observed_trace
 from memkit.activations.budgeting.schedule import Schedule, schedule_of
-from memkit.activations.budgeting.ways import Ways, limit_of_saved
+from memkit.activations.budgeting.ways import Moving, Ways, limit_of_saved
 from memkit.errors import BudgetInfeasible
-from memkit.plan import NO_OP, GpuSpec, JointPlanner, MemoryPlan, make_problem
+from memkit.plan import NO_OP, DTRScore, GpuSpec, JointPlanner, MemoryPlan, make_problem
 from memkit.sizes import format_bytes
 from memkit.transfer import measure_link
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from memkit.activations.saved.op_trace import OpTrace
     from memkit.activations.saved.traces import Trace
     from memkit.device import Device, Event
+    from memkit.plan import Problem
     from memkit.recording.ops import OpKinds
     from memkit.transfer import Link
 
@@ -39,6 +41,8 @@ _IN_STEPS, _OTHER_LINK, _MOST_LINKS = 0.98, 0.05, 8
 _PROBED_BYTES = 64 * 2**20
 _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
 """The speed of copies, measured once for each device."""
+_HIDDEN = 0.9
+"""For so much of the forward copies are on the link beside calls of modules that are recomputed."""
 _STEPS_JUDGED = 3
 """So many steps of each plan are looked at."""
 _AS_PREDICTED = 1.03
@@ -276,22 +280,47 @@ class Learning:
             learned.over_bytes += over_bytes
             learned.num_replans += 1
 
-    def ways_of(self, trace: Trace | None) -> Ways | None:
-        """Return what chooses between two ways for steps like a trace; None where the plan is as fast as it is thought to be,
-        so that the host does not count, and nothing was saved that only a module can make again."""
+    def ways_of(self, trace: Trace | None, device: Device | None) -> Ways | None:
+        """Return what chooses between the ways of steps like a trace; None where there is no choice, or nothing to be gained:
+        where the host itself computes, what a plan takes is known."""
         learned = None if trace is None else self.of(trace)
         if learned is None or learned.planner is None or not learned.has_scaled or learned.has_chosen:
             return None
-        if learned.num_judged < _STEPS_JUDGED:
+        if learned.num_judged < _STEPS_JUDGED or trace is None or trace.ops is None:
             return None
         plan, problem, step_s = self.last, learned.planner.problem, self.fastest_step_s()
         if learned.given is not None or plan is None or plan.is_plain or step_s is None:
             return None
-        learned.has_chosen = True  # later, whatever else is slow for a while would be taken for the host
+        learned.has_chosen = True
         lacks_ops = any(problem.lineage.maker[value.value] == NO_OP for value in problem.values)
-        if step_s <= _AS_PREDICTED * plan.predicted_s and not lacks_ops:
+        if not (_has_own_clock(device) or lacks_ops) and step_s <= _AS_PREDICTED * plan.predicted_s:
             return None
-        return Ways(self._last_allowed_bytes, limit_of_saved(problem, self._last_allowed_bytes))
+        limit_bytes = limit_of_saved(problem, self._last_allowed_bytes)
+        moving = self._moving_beside(problem, limit_bytes)
+        fits_alone = lacks_ops or _fit_alone(trace.ops, limit_bytes)
+        if moving is not None and not (lacks_ops or _fit_alone(trace.ops, limit_bytes + moving.freed_bytes)):
+            moving = None
+        if moving is None and not fits_alone:
+            return None
+        return Ways(self._last_allowed_bytes, limit_bytes, moving=moving, fits_alone=fits_alone)
+
+    def _moving_beside(self, problem: Problem, limit_bytes: int) -> Moving | None:
+        """Return what may leave beside calls of modules that are recomputed; None if that frees nothing.
+
+        Args:
+            problem: the step.
+            limit_bytes: what saved values may take on the device.
+        """
+        if self._link is None or not problem.values or problem.num_forward_points >= len(problem.points):
+            return None
+        forward_s = problem.starts_s[problem.points[problem.num_forward_points]]
+        num_bytes = int(_HIDDEN * forward_s * self._link.both_bytes_per_s)
+        sizes_bytes = [value.num_bytes for value in problem.values if not value.is_anchor]  # what is saved first leaves
+        leaving = sum(before < num_bytes for before in accumulate(sizes_bytes, initial=0))
+        window_bytes = 2 * max(sizes_bytes[:leaving], default=0)
+        needed_bytes = sum(sizes_bytes) - limit_bytes + window_bytes
+        moving = Moving(num_bytes=min(num_bytes, needed_bytes), window_bytes=window_bytes)
+        return moving if moving.freed_bytes else None
 
     def _scale(self, learned: LearnedStep, plan: MemoryPlan) -> None:
         """Plan with what steps take, where that is less than was measured op by op: while a step is measured, the device waits
@@ -349,6 +378,20 @@ def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
         raise ValueError(f"this plan is for another step: {difference}. Plan this step anew")
     schedule = schedule_of(plan, ops.step.lineage, ops.step.retained_bytes)
     return Planned(plan=plan, schedule=schedule, allowed_bytes=plan.budget_bytes)
+
+
+def _has_own_clock(device: Device | None) -> bool:
+    """Tell whether the host issues what a device computes, and may be slower."""
+    return device is not None and device.torch_device.type != "cpu"
+
+
+def _fit_alone(ops: OpTrace, limit_bytes: int) -> bool:
+    """Tell whether a step keeps what it saves to a limit with nothing that leaves."""
+    try:
+        ops.plan(limit_bytes, DTRScore())
+    except BudgetInfeasible:
+        return False
+    return True
 
 
 def _is_ready(trace: Trace, meter: Meter | None) -> bool:

@@ -4,57 +4,48 @@ recomputed, or a plan of single ops and copies is followed."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from memkit.activations.budgeting.state import BudgetState, budget_states, regions_tag
+from memkit.activations.budgeting.state import BudgetState, budget_states, copies_tag, regions_tag
 from memkit.activations.budgeting.ways import Way
+from memkit.activations.offloading.stage import MovingStage
+from memkit.activations.offloading.steady import OffloadOptions
 from memkit.activations.recomputing.opening import open_recording
 from memkit.activations.recomputing.settling import NEXT_STEPS
 from memkit.activations.recomputing.steady import IdleStage, open_steady
-from memkit.activations.saved.entry import unpack
+from memkit.activations.saved.entry import Entry, unpack
+from memkit.activations.saved.state import offload_states
+from memkit.hooks import innermost_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.ways import Ways
     from memkit.activations.recomputing.budget import RematOptions
-    from memkit.activations.saved.entry import Stage
     from memkit.hooks import HookPair
 
 
-def open_budget(
-    tag: str, options: RematOptions, limits: Limits, take: Callable[[Tensor], Any]
-) -> tuple[Stage, HookPair | None]:
-    """Return the stage of a context that is about to be entered, and its hooks; None for those of the entry.
-
-    Args:
-        take: the hook of the entry.
-    """
-    state = budget_states.open(tag)
+def open_budget(entry: Entry, options: RematOptions, limits: Limits) -> HookPair | None:
+    """Set what the entry of a context is to do; return the hooks that it needs, None for its own."""
+    state = budget_states.open(entry.tag)
     with state.lock:
         state.num_iterations += 1
         if state.settled is not None and _stays_idle(state, options, limits):
             state.is_recorded = False
-            idle = IdleStage(state, None)
-            return idle, idle.pair
+            entry.recording = idle = IdleStage(state, None)
+            return idle.pair
         state.settled = None
         ways = _ways_of(state, limits)
-        if ways is not None and ways.way is Way.REGIONS:
-            opened = _open_regions(state, ways, replace(options, budget=ways.limit_bytes))
-            if opened is not None:
-                return opened
+        if ways is not None and ways.way is not Way.OPS and (pair := _open_regions(entry, state, ways, options)) is not None:
+            return pair[0]
         from memkit.activations.budgeting.steady_stage import SteadyStage  # only now: what it needs is a long way down
 
-        state.regions_tag = None
-        stage = SteadyStage(state, options, limits)
-        if ways is not None and stage.counts.follows_plan:
+        state.regions_tag = state.copies_tag = None
+        entry.recording = stage = SteadyStage(state, options, limits)
+        if ways is not None and ways.way is Way.OPS and stage.counts.follows_plan:
             ways.count_step()
-        pack = stage.follow_known(take)
+        pack = stage.follow_known(entry.pack)
         state.counts, state.is_recorded = stage.counts, stage.is_recording
-        return stage, None if pack is take else (pack, unpack)
+        return None if pack == entry.pack else (pack, unpack)
 
 
 def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits) -> bool:
@@ -70,27 +61,53 @@ def _ways_of(state: BudgetState, limits: Limits) -> Ways | None:
     if state.ways is not None and state.limits != limits:
         state.ways = None
     if state.ways is None and state.limits == limits:
-        state.ways = state.learning.ways_of(state.traces.latest)
+        state.ways = state.learning.ways_of(state.traces.latest, state.costs.device)
     ways, device, counter = state.ways, state.costs.device, state.counter
     state.limits = limits
-    if ways is not None and device is not None and (not ways.is_decided or ways.way is Way.REGIONS):
+    if ways is not None and device is not None and (not ways.is_decided or ways.way is not Way.OPS):
         ways.begin_step(device.record_event(), None if counter is None else counter.peak_bytes())
         if counter is not None:
             counter.reset_peak()
     return ways
 
 
-def _open_regions(state: BudgetState, ways: Ways, options: RematOptions) -> tuple[Stage, HookPair | None] | None:
-    """Begin a forward as a `Rematerialize` does that is held to what saved values may take; None if that would run single ops
-    again as well."""
-    state.regions_tag = tag = regions_tag(state.tag)
-    steady = open_steady(tag, options, None)
+def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOptions) -> tuple[HookPair | None] | None:
+    """Begin a forward as a `Rematerialize` does that is held to what saved values may take, within a `CPUOffload` where a share
+    of what it keeps is to leave. Return the hooks; None if that would run single ops again as well."""
+    state.regions_tag, state.copies_tag = regions_tag(state.tag), None
+    options = replace(options, budget=ways.limit_bytes)
+    moves = ways.way is Way.REGIONS_AND_COPIES
+    if moves:
+        state.copies_tag = copies_tag(state.tag)
+        entry.around = _open_copies(entry, state.copies_tag, ways, options)
+    outer = innermost_hooks() if moves else None
+    steady = open_steady(state.regions_tag, options, outer)
     if steady is not None:
         ways.count_step()
         state.is_recorded = False
-        return steady, steady.pair
+        entry.recording = steady
+        return (steady.pair,)
     if not ways.note_recorded():
         ways.give_up()
+        if entry.around is not None:
+            entry.around.end(has_failed=True)
+            entry.around = None
         return None
     state.is_recorded = True
-    return open_recording(tag, options, settling=NEXT_STEPS), None
+    entry.recording = open_recording(state.regions_tag, options, outer=outer, settling=NEXT_STEPS)
+    return (None,)
+
+
+def _open_copies(entry: Entry, tag: str, ways: Ways, options: RematOptions) -> Entry:
+    """Begin a forward as a `CPUOffload` does, around an entry."""
+    state = offload_states.open(tag)
+    around = Entry("MemoryBudget", entry.tag, is_last=False, block=entry.block)
+    with state.lock:
+        state.num_iterations += 1
+        asked = OffloadOptions(
+            min_bytes=options.min_bytes, window_bytes=ways.window_bytes, host_limit_bytes=None, device=options.device
+        )
+        around.moving = moving = MovingStage(state, asked, ways.ratio, {})
+        state.counts = moving.counts
+    around.begin((moving.follow_schedules(around.pack), unpack))
+    return around

@@ -23,6 +23,11 @@ def regions_tag(tag: str) -> str:
     return f"{tag} (regions of MemoryBudget)"
 
 
+def copies_tag(tag: str) -> str:
+    """Return the tag under which it is known what leaves beside calls of modules that are recomputed."""
+    return f"{tag} (copies of MemoryBudget)"
+
+
 class BudgetState(RematState):
     """What `MemoryBudget` remembers."""
 
@@ -44,6 +49,8 @@ class BudgetState(RematState):
         """What chooses how steps keep to the budget; None where there is nothing to choose, or not yet."""
         self.regions_tag: str | None = None
         """Under which the calls of modules are planned, if the last forward was one in which they are recomputed."""
+        self.copies_tag: str | None = None
+        """The same of what leaves beside, if anything does."""
         self.judged: tuple[Trace, Planned] | None = None
         """What the last forward has followed, if what it takes is to be looked at."""
 

@@ -1,8 +1,10 @@
-"""Which of two ways to keep to a budget is faster, as measured: a memory plan of single ops and copies, for which each op is
-recorded, or calls of modules that are recomputed as a whole, which costs the host next to nothing."""
+"""Which way to keep to a budget is fastest, as measured: a memory plan of single ops and copies, or calls of modules that are
+recomputed as a whole, which costs the host next to nothing, with copies beside or without."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,8 @@ _MOST_RECORDED = 8
 """So many steps in a row it takes at most until calls of modules are recomputed, if they are to be."""
 _MOST_CHANGES = 3
 """So often what saved values may take is set anew, by what a step took."""
+_NUM_NOTED = 2
+"""So many steps it takes until what leaves follows a schedule."""
 _MOSTLY = 0.9
 """A counter that tells less than so much of what saved values may take does not count them."""
 _SLACK = 0.03
@@ -29,26 +33,90 @@ class Way(Enum):
 
     OPS = "single ops are run again, and copies leave"
     REGIONS = "calls of modules are run again"
+    REGIONS_AND_COPIES = "calls of modules are run again, and copies leave"
+
+
+@dataclass(eq=False, slots=True)
+class _Try:
+    """What is known of one way."""
+
+    way: Way
+    limit_bytes: int = 0
+    """What saved values may take where calls of modules are recomputed."""
+    pairs: list[tuple[Event, Event]] = field(default_factory=list)
+    """When steps that count began and ended."""
+    num_steps: int = 0
+    num_changes: int = 0
+    num_recorded: int = 0
+    """How many steps in a row were recorded."""
+    num_ahead: int = 0
+    """How many steps with the same limit are yet to come before one counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moving:
+    """What leaves beside calls of modules that are recomputed."""
+
+    num_bytes: int
+    """So much hides behind the computation."""
+    window_bytes: int
+    """So much of it the device may hold at a time: what is on its way."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """By how much less is on the device."""
+        return max(self.num_bytes - self.window_bytes, 0)
 
 
 class Ways:
-    """Times steps of either way, from one entry to the next, on the device's own clock.
+    """Times steps of each way, from one entry to the next, on the device's own clock.
 
     Args:
         allowed_bytes: what a step may take on the device.
-        limit_bytes: what saved values may take where calls of modules are recomputed, as a first guess.
+        limit_bytes: what saved values may take on the device where calls of modules are recomputed, as a first guess.
+        moving: what may leave beside; None if that is not to be tried.
+        fits_alone: whether calls of modules may keep to the limit with nothing that leaves.
     """
 
-    def __init__(self, allowed_bytes: int, limit_bytes: int) -> None:
-        self.way = Way.OPS
-        """That of the next step."""
-        self.limit_bytes = limit_bytes
+    def __init__(self, allowed_bytes: int, limit_bytes: int, *, moving: Moving | None = None, fits_alone: bool = True) -> None:
         self.allowed_bytes = allowed_bytes
-        self._pairs: dict[Way, list[tuple[Event, Event]]] = {way: [] for way in Way}
+        self._moving = moving
+        self._tries = [_Try(Way.OPS)]
+        if fits_alone:
+            self._tries.append(_Try(Way.REGIONS, limit_bytes))
+        if moving is not None:
+            limit_bytes += moving.freed_bytes
+            self._tries.append(_Try(Way.REGIONS_AND_COPIES, limit_bytes, num_ahead=_NUM_NOTED))
+        self._place = 0
         self._is_decided = False
-        self._num_steps = self._num_changes = self._num_recorded = 0
         self._begun: Event | None = None
         self._is_counted = False
+
+    @property
+    def _now(self) -> _Try:
+        return self._tries[self._place]
+
+    @property
+    def way(self) -> Way:
+        """That of the next step."""
+        return self._now.way
+
+    @property
+    def limit_bytes(self) -> int:
+        """What saved values may take where calls of modules are recomputed, those that leave with them."""
+        return self._now.limit_bytes
+
+    @property
+    def ratio(self) -> float:
+        """The share of what is not dropped that leaves."""
+        if self._moving is None or self.way is not Way.REGIONS_AND_COPIES:
+            return 0.0
+        return min(self._moving.num_bytes / self.limit_bytes, 1.0)
+
+    @property
+    def window_bytes(self) -> int:
+        """What the device may hold at a time of what leaves."""
+        return 0 if self._moving is None else self._moving.window_bytes
 
     @property
     def is_decided(self) -> bool:
@@ -64,52 +132,76 @@ class Ways:
         """
         if self._begun is not None and self._is_counted and not self._is_decided:
             self._note(self._begun, now, peak_bytes)
-        elif self._is_decided and self.way is Way.REGIONS and peak_bytes is not None and peak_bytes > self.allowed_bytes:
+        elif self._is_decided and self.way is not Way.OPS and peak_bytes is not None and peak_bytes > self.allowed_bytes:
             self._change(self.allowed_bytes - peak_bytes)
         self._begun, self._is_counted = now, False
-        self._decide()
+        if not self._is_decided:
+            self._decide()
 
     def note_recorded(self) -> bool:
         """Calls of modules are to be recomputed, and the step that begins is recorded: tell whether that may go on."""
-        self._num_recorded += 1
-        return self._num_recorded <= _MOST_RECORDED
+        self._now.num_recorded += 1
+        return self._now.num_recorded <= _MOST_RECORDED
 
     def give_up(self) -> None:
-        """Calls of modules are not recomputed as a whole, whatever is planned for them."""
-        self.way, self._is_decided = Way.OPS, True
+        """Steps do not come to go this way, whatever is planned for them."""
+        self._now.pairs.clear()
+        if self._is_decided or self._place == len(self._tries) - 1:
+            self._choose()
+        else:
+            self._go_on()
 
     def count_step(self) -> None:
-        """The step that has begun goes as later ones will."""
-        self._is_counted, self._num_recorded = True, 0
+        """Nothing is recorded in the step that has begun, as in later ones."""
+        now = self._now
+        self._is_counted, now.num_recorded = now.num_ahead == 0, 0
+        now.num_ahead = max(now.num_ahead - 1, 0)
 
     def _note(self, begun: Event, ended: Event, peak_bytes: int | None) -> None:
-        if self.way is Way.REGIONS and peak_bytes is not None and self._num_changes < _MOST_CHANGES:
+        now = self._now
+        if now.way is not Way.OPS and peak_bytes is not None and now.num_changes < _MOST_CHANGES:
             left_bytes = self.allowed_bytes - peak_bytes
-            counts_all = peak_bytes >= _MOSTLY * self.limit_bytes
-            if left_bytes < 0 or (counts_all and left_bytes > _SLACK * self.allowed_bytes):
+            staying_bytes = (1 - self.ratio) * now.limit_bytes
+            if left_bytes < 0 or (peak_bytes >= _MOSTLY * staying_bytes and left_bytes > _SLACK * self.allowed_bytes):
                 self._change(left_bytes)
                 return
-        self._pairs[self.way].append((begun, ended))
+        now.pairs.append((begun, ended))
 
     def _change(self, by_bytes: int) -> None:
         """Let saved values take more, or less."""
-        self._num_changes += 1
-        self.limit_bytes = max(self.limit_bytes + (by_bytes if by_bytes < 0 else int(0.9 * by_bytes)), 1)
-        self._pairs[Way.REGIONS].clear()
+        now = self._now
+        now.num_changes += 1
+        now.num_ahead = _NUM_NOTED if now.way is Way.REGIONS_AND_COPIES else 0
+        now.limit_bytes = max(now.limit_bytes + (by_bytes if by_bytes < 0 else int(0.9 * by_bytes)), 1)
+        now.pairs.clear()
 
     def _decide(self) -> None:
-        ops, regions = self._pairs[Way.OPS], self._pairs[Way.REGIONS]
-        if self._is_decided:
-            return
-        if self.way is Way.OPS and len(ops) >= _NUM_COUNTED:
-            self.way = Way.REGIONS
-        self._num_steps += self.way is Way.REGIONS
-        if self._num_steps > _MOST_STEPS:
-            self.way, self._is_decided = Way.OPS, True
-        elif len(regions) >= _NUM_COUNTED and all(end.is_reached() for _, end in (*ops, *regions)):
-            of_ops, of_regions = (min(begin.elapsed_s(end) for begin, end in pairs) for pairs in (ops, regions))
-            self.way, self._is_decided = (Way.REGIONS if of_regions < of_ops else Way.OPS), True
-            self._pairs = {way: [] for way in Way}
+        """Go on with the next way once enough is known of this one; after the last, choose."""
+        now, is_last = self._now, self._place == len(self._tries) - 1
+        now.num_steps += now.way is not Way.OPS
+        if now.num_steps > _MOST_STEPS:
+            self.give_up()
+        elif len(now.pairs) >= _NUM_COUNTED and not is_last:
+            self._go_on()
+            self._now.num_steps += 1
+        elif len(now.pairs) >= _NUM_COUNTED and all(end.is_reached() for tried in self._tries for _, end in tried.pairs):
+            self._choose()
+
+    def _go_on(self) -> None:
+        """Try the next way."""
+        before, self._place = self._now, self._place + 1
+        if self._moving is not None and before.way is Way.REGIONS:
+            self._now.limit_bytes = before.limit_bytes + self._moving.freed_bytes
+
+    def _choose(self) -> None:
+        """The fastest step of each way says which it is; single ops where nothing does."""
+        fastest_s = [
+            min((begun.elapsed_s(ended) for begun, ended in tried.pairs if ended.is_reached()), default=math.inf)
+            for tried in self._tries
+        ]
+        self._place, self._is_decided = fastest_s.index(min(fastest_s)), True
+        for tried in self._tries:
+            tried.pairs.clear()
 
 
 def limit_of_saved(problem: Problem, allowed_bytes: int) -> int:

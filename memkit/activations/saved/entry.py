@@ -103,6 +103,8 @@ class Entry:
         """The stage that records ops, and drops."""
         self.moving: Stage | None = None
         """The stage that moves to host memory."""
+        self.around: Entry | None = None
+        """That of the same context which the stages here leave to what they do nothing with, if they are two."""
         self._take: Callable[[Tensor], KeptHandle] = KeptHandle
         self._hooks: SavedTensorHooks | None = None
         self.name = f'{name} (tag "{tag}")'
@@ -144,6 +146,9 @@ class Entry:
         for stage in self.stages:
             stage.end(has_failed=has_failed)
         self.recording = self.moving = None
+        if self.around is not None:
+            self.around.end(has_failed=has_failed)
+            self.around = None
 
     def _take_off(self) -> None:
         for stage in self.stages:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from memkit.device import Device
+from memkit.activations.budgeting import learning
+from memkit.activations.budgeting.learning import Learning
+from memkit.activations.budgeting.ways import Moving, Way, Ways
+from memkit.device import Device, Event
 from tests.activations.conftest import open_test_device
 
 
@@ -21,3 +25,47 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 @pytest.fixture
 def torch_device(device: Device) -> torch.device:
     return device.torch_device
+
+
+@pytest.fixture(autouse=True)
+def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have other ways tried on a GPU as on the CPU, where that is asked for."""
+    monkeypatch.setattr(learning, "_has_own_clock", lambda _: False)
+
+
+@pytest.fixture
+def fastest(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
+    """Have plans of single ops be slower than predicted; returns what says which way is the fastest."""
+
+    class Moment(Event):
+        def __init__(self, at_s: float) -> None:
+            self.at_s = at_s
+
+        def elapsed_s(self, end: Event) -> float:
+            assert isinstance(end, Moment)
+            return end.at_s - self.at_s
+
+        def is_reached(self) -> bool:
+            return True
+
+    chosen, note = Way.REGIONS, Ways._note
+
+    def choose(way: Way) -> None:
+        nonlocal chosen
+        chosen = way
+
+    def note_made_up(ways: Ways, _: Event, __: Event, peak_bytes: int | None) -> None:
+        note(ways, Moment(0.0), Moment(1.0 if ways.way is chosen else 2.0), peak_bytes)
+
+    monkeypatch.setattr(Ways, "_note", note_made_up)
+    monkeypatch.setattr(learning, "_AS_PREDICTED", 0.0)
+    monkeypatch.setattr(learning, "_OTHER_LINK", math.inf)
+    return choose
+
+
+@pytest.fixture
+def moving(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Have so many bytes hide behind the computation."""
+    num_bytes = 4096
+    monkeypatch.setattr(Learning, "_moving_beside", lambda *_: Moving(num_bytes=num_bytes, window_bytes=0))
+    return num_bytes

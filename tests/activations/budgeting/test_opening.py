@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.activations.budgeting import learning
-from memkit.activations.budgeting.state import budget_states, regions_tag
-from memkit.activations.budgeting.ways import Way, Ways
+from memkit.activations.budgeting.state import budget_states, copies_tag, regions_tag
+from memkit.activations.budgeting.ways import Way
 from memkit.activations.recomputing.steady import IdleStage
 from memkit.activations.saved.entry import entries_around
-from memkit.activations.saved.state import remat_states
-from memkit.device import Device, Event, ReferenceDevice
+from memkit.activations.saved.state import offload_states, remat_states
+from memkit.device import Device, ReferenceDevice
 from tests.activations.budgeting.plans import planner_of
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import leaf_on, step
@@ -122,71 +122,73 @@ def test_another_budget_ends_idle_steps() -> None:
 # Calls of modules
 
 
-@pytest.fixture
-def slow_ops(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Have plans of single ops be slower than predicted; returns what says whether regions are faster than they."""
-
-    class Moment(Event):
-        def __init__(self, at_s: float) -> None:
-            self.at_s = at_s
-
-        def elapsed_s(self, end: Event) -> float:
-            assert isinstance(end, Moment)
-            return end.at_s - self.at_s
-
-        def is_reached(self) -> bool:
-            return True
-
-    faster, note = Way.REGIONS, Ways._note
-
-    def choose(is_regions: bool) -> None:
-        nonlocal faster
-        faster = Way.REGIONS if is_regions else Way.OPS
-
-    def note_made_up(ways: Ways, _: Event, __: Event, peak_bytes: int | None) -> None:
-        note(ways, Moment(0.0), Moment(1.0 if ways.way is faster else 2.0), peak_bytes)
-
-    monkeypatch.setattr(Ways, "_note", note_made_up)
-    monkeypatch.setattr(learning, "_AS_PREDICTED", 0.0)
-    monkeypatch.setattr(learning, "_OTHER_LINK", math.inf)
-    return choose
-
-
-@pytest.mark.usefixtures("any_times", "dear_ops")
-@pytest.mark.parametrize("is_regions", [True, False])
-def test_regions_are_tried_and_the_faster_way_is_chosen(
-    is_regions: bool, device: Device, slow_ops: Callable[[bool], None]
-) -> None:
-    slow_ops(is_regions)
+@pytest.mark.usefixtures("any_times", "dear_ops", "moving")
+@pytest.mark.parametrize("way", Way)
+def test_ways_are_tried_and_the_fastest_is_chosen(way: Way, device: Device, fastest: Callable[[Way], None]) -> None:
+    fastest(way)
     model, x = blocks()[:12].to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     plain = train(model, x, nullcontext)
     make = partial(memkit.MemoryBudget, 0.6, "ways", optimizer=_stateless(model), min_bytes=1, device=device)
     tags, found = [], []
-    for _ in range(30):
+    for _ in range(40):
         assert_same_bits(train(model, x, make), plain)
-        tags.append(budget_states["ways"].regions_tag)
+        state = budget_states["ways"]
+        tags.append((state.regions_tag, state.copies_tag))
         found.append(memkit.stats("ways"))
     device.synchronize()
     ways, last = budget_states["ways"].ways, found[-1]
+    of_regions, of_copies = regions_tag("ways"), copies_tag("ways")
 
     assert ways is not None
     assert ways.is_decided
-    assert tags[:6] == [None] * 6
-    assert regions_tag("ways") in tags
-    assert (tags[-1] is not None) == is_regions
+    assert tags[:6] == [(None, None)] * 6
+    assert {(of_regions, None), (of_regions, of_copies)} < set(tags)
+    assert (
+        tags[-1]
+        == {
+            Way.OPS: (None, None),
+            Way.REGIONS: (of_regions, None),
+            Way.REGIONS_AND_COPIES: (of_regions, of_copies),
+        }[way]
+    )
     assert last.follows_plan
     assert (last.live_records, last.live_bytes, last.num_deviations, last.host_in_use_bytes) == (0, 0, 0, 0)
-    assert last.num_iterations == 30
+    assert last.num_iterations == 40
     assert last.num_kept + last.num_dropped + last.num_copies_out == last.num_saved
-    if is_regions:
-        regions = memkit.stats(regions_tag("ways"))
+    assert (last.num_copies_out > 0) == (way is not Way.REGIONS)
+    if way is not Way.OPS:
+        regions = memkit.stats(of_regions)
         assert last.dropped_bytes == regions.dropped_bytes > 0
         assert last.num_replays == regions.num_replays > 0
         assert last.ledger_peak_bytes <= ways.limit_bytes
 
     memkit.reset("ways")
     assert "ways" not in budget_states
-    assert regions_tag("ways") not in remat_states
+    assert of_regions not in remat_states
+    assert of_copies not in offload_states
+
+
+@pytest.mark.usefixtures("any_times", "dear_ops")
+def test_copies_beside_regions_follow_a_schedule_and_drop_less(fastest: Callable[[Way], None], moving: int) -> None:
+    fastest(Way.REGIONS_AND_COPIES)
+    device, model, x = ReferenceDevice(), blocks()[:12], torch.randn(8, 32)
+    make = partial(memkit.MemoryBudget, 0.6, "beside", optimizer=_stateless(model), min_bytes=1, device=device)
+    dropped: dict[Way, int] = {}
+    for _ in range(40):
+        train(model, x, make)
+        ways, stats = budget_states["beside"].ways, memkit.stats("beside")
+        if ways is not None and not stats.is_recorded:
+            dropped[ways.way] = stats.dropped_bytes
+    stats = memkit.stats("beside")
+
+    assert dropped[Way.REGIONS_AND_COPIES] < dropped[Way.REGIONS]
+    assert 0 < stats.moved_out_bytes <= 2 * moving
+    assert stats.moved_in_bytes == stats.moved_out_bytes
+    (window,) = offload_states[copies_tag("beside")].windows()
+    assert window.has_schedule
+    train(model, x, make)
+    assert window.traces.latest is not None
+    assert not memkit.stats("beside").is_recorded
 
 
 # Copies that take longer than was measured

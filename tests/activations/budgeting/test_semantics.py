@@ -185,7 +185,8 @@ STEPS = (
 )
 
 
-def _outcome(net: Net, train: Callable[[Net, Device, Make], None], device: Device, make: Make) -> list[Tensor]:
+def outcome(net: Net, train: Callable[[Net, Device, Make], None], device: Device, make: Make) -> list[Tensor]:
+    """Return the bits of a step."""
     net.zero_grad()
     net.norm.reset_running_stats()
     torch.manual_seed(3)
@@ -198,10 +199,10 @@ def _outcome(net: Net, train: Callable[[Net, Device, Make], None], device: Devic
 @pytest.mark.parametrize("train", STEPS, ids=lambda train: train.__name__)
 def test_steps_are_exact(train: Callable[[Net, Device, Make], None], budget: str | float, device: Device) -> None:
     net = _net(device)
-    plain = _outcome(net, train, device, nullcontext)
+    plain = outcome(net, train, device, nullcontext)
     make = functools.partial(memkit.MemoryBudget, budget, "steps", min_bytes=0, device=device)
     for _ in range(7):
-        assert_same_bits(_outcome(net, train, device, make), plain)
+        assert_same_bits(outcome(net, train, device, make), plain)
     device.synchronize()
     stats = memkit.stats("steps")
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
@@ -215,21 +216,21 @@ def test_plan_of_the_plain_step_leaves_other_steps_exact(
 ) -> None:
     """A step does something else than is planned: what was done by then for the plan is no harm."""
     net = _net(device)
-    plain = _outcome(net, train, device, nullcontext)
+    plain = outcome(net, train, device, nullcontext)
     make = functools.partial(memkit.MemoryBudget, 1.0, "other", min_bytes=0, device=device)
     for _ in range(3):
-        _outcome(net, plain_step, device, make)
+        outcome(net, plain_step, device, make)
     planner = planner_of("other")
     trace = budget_states["other"].traces.latest
     plan = random_plan(planner, seed)
     follow = functools.partial(make, plan=plan)
     for _ in range(2 if is_steady else 1):
-        _outcome(net, plain_step, device, follow)
+        outcome(net, plain_step, device, follow)
     assert memkit.stats("other").follows_plan
     assert not is_steady or plan.is_plain or memkit.stats("other").is_recorded == bool(plan.replays)
 
     for _ in range(2):
-        assert_same_bits(_outcome(net, train, device, functools.partial(_following, follow, trace, make)), plain)
+        assert_same_bits(outcome(net, train, device, functools.partial(_following, follow, trace, make)), plain)
     device.synchronize()
     assert memkit.stats("other").live_records == 0
 
@@ -248,7 +249,7 @@ def test_another_length_is_exact_and_later_planned_as_well(device: Device) -> No
     rows = [8, 8, 8, 8, 12, 12, 8, 12, 12, 12, 12, 8, 8, 8]
     follows = []
     for number in rows:
-        found = [_outcome(net, functools.partial(_of_length, number), device, used) for used in (make, nullcontext)]
+        found = [outcome(net, functools.partial(_of_length, number), device, used) for used in (make, nullcontext)]
         follows.append(memkit.stats("lengths").follows_plan)
         assert_same_bits(*found)
 
@@ -275,7 +276,7 @@ def test_another_path_is_exact_and_later_planned_as_well(device: Device) -> None
     make = functools.partial(memkit.MemoryBudget, 0.6, "paths", min_bytes=0, device=device)
     follows = []
     for depth in (4, 4, 4, 4, 2, 4, 3, 3, 3, 3, 3, 3, 4, 4):
-        found = [_outcome(net, functools.partial(_of_depth, depth), device, used) for used in (make, nullcontext)]
+        found = [outcome(net, functools.partial(_of_depth, depth), device, used) for used in (make, nullcontext)]
         follows.append(memkit.stats("paths").follows_plan)
         assert_same_bits(*found)
 
@@ -291,7 +292,7 @@ def test_another_path_is_exact_and_later_planned_as_well(device: Device) -> None
 def test_steps_after_an_exception_are_exact(is_in_backward: bool, device: Device) -> None:
     net = _net(device)
     make = functools.partial(memkit.MemoryBudget, 0.4, "fails", min_bytes=0, device=device)
-    plain = _outcome(net, plain_step, device, nullcontext)
+    plain = outcome(net, plain_step, device, nullcontext)
 
     def fail() -> None:
         def raise_(*_: object) -> None:
@@ -308,7 +309,7 @@ def test_steps_after_an_exception_are_exact(is_in_backward: bool, device: Device
         with pytest.raises(ArithmeticError, match="injected"):
             fail()
         for _ in range(2):
-            assert_same_bits(_outcome(net, plain_step, device, make), plain)
+            assert_same_bits(outcome(net, plain_step, device, make), plain)
     device.synchronize()
     assert memkit.stats("fails").live_records == 0
     assert memkit.stats("fails").follows_plan
@@ -359,10 +360,10 @@ def test_write_to_what_was_saved_is_noticed_wherever_it_is_by_then(kind: str, is
 
 def test_attached_and_detached(device: Device) -> None:
     net = _net(device)
-    plain = _outcome(net, plain_step, device, nullcontext)
+    plain = outcome(net, plain_step, device, nullcontext)
     handle = memkit.attach(net, memkit.MemoryBudget(0.4, "attached", min_bytes=0, device=device))
     for _ in range(5):
-        assert_same_bits(_outcome(net, plain_step, device, nullcontext), plain)
+        assert_same_bits(outcome(net, plain_step, device, nullcontext), plain)
     assert memkit.stats("attached").follows_plan
     assert memkit.stats("attached").num_copies_out + memkit.stats("attached").num_dropped > 0
     with pytest.raises(ValueError, match="attach needs a Net without such a context"):
@@ -370,7 +371,7 @@ def test_attached_and_detached(device: Device) -> None:
     handle.remove()
     num_iterations = memkit.stats("attached").num_iterations
 
-    assert_same_bits(_outcome(net, plain_step, device, nullcontext), plain)
+    assert_same_bits(outcome(net, plain_step, device, nullcontext), plain)
     assert memkit.stats("attached").num_iterations == num_iterations
     assert innermost_pack() is None
 
@@ -380,11 +381,11 @@ def test_model_that_a_budget_is_attached_to_is_copied_without_it(way: str) -> No
     device = ReferenceDevice()
     net = _net(device)
     memkit.attach(net, memkit.MemoryBudget(0.4, "copied", min_bytes=0, device=device))
-    plain = [_outcome(net, plain_step, device, nullcontext) for _ in range(4)][-1]
+    plain = [outcome(net, plain_step, device, nullcontext) for _ in range(4)][-1]
     num_iterations = memkit.stats("copied").num_iterations
     made = copy.deepcopy(net) if way == "deepcopy" else pickle.loads(pickle.dumps(net))
 
-    assert_same_bits(_outcome(made, plain_step, device, nullcontext), plain)
+    assert_same_bits(outcome(made, plain_step, device, nullcontext), plain)
     assert memkit.stats("copied").num_iterations == num_iterations
     memkit.detach(net)
 

@@ -103,11 +103,11 @@ def test_single_ops_are_chosen_where_no_step_recomputes_regions_as_planned() -> 
 
 
 def test_given_up() -> None:
-    ways = Ways(100, 50)
-    ways.way = Way.REGIONS
-    ways.give_up()
+    steps = Steps(Ways(100, 50))
+    assert steps.run(4)[-1] is Way.REGIONS
+    steps.ways.give_up()
 
-    assert (ways.way, ways.is_decided) == (Way.OPS, True)
+    assert (steps.ways.way, steps.ways.is_decided) == (Way.OPS, True)
 
 
 @pytest.mark.parametrize(

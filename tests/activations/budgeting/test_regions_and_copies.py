@@ -1,0 +1,139 @@
+"""Steps in which calls of modules are recomputed, and a share of what is kept leaves: each is exact, whatever it does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memkit
+from memkit.activations.budgeting.state import budget_states
+from memkit.activations.budgeting.ways import Way
+from memkit.device import Device
+from tests.activations.budgeting.test_semantics import (
+    STEPS,
+    Make,
+    Net,
+    outcome,
+    plain_step,
+    retained,
+    several_forwards_before_a_backward,
+    words_inside,
+)
+from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.activations.remat.conftest import dear_ops as dear_ops
+
+pytestmark = [
+    pytest.mark.filterwarnings(NO_PLAN_FITS),
+    pytest.mark.usefixtures("any_times", "dear_ops", "moving"),
+]
+
+
+_OFTEN = (plain_step, retained, several_forwards_before_a_backward, words_inside)
+
+
+class Block(nn.Module):
+    """Has all that is hard to run again: random numbers, writes in place, views, and a value that is saved twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.dropout(functional.gelu(self.layer(x)), 0.2)
+        left, right = y.chunk(2, 1)
+        return x + torch.cat([left.sin() * right, torch.relu_(right * left)], 1)
+
+
+class BlockNet(Net):
+    """The same as modules, six of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor, depth: int = 6) -> Tensor:
+        for block in self.layers[:depth]:
+            x = block(x)
+        return self.norm(x).exp().tanh()
+
+
+def _learned(net: BlockNet, device: Device) -> Make:
+    """Run plain steps until it is known which way is the fastest; return their budget."""
+    optimizer = torch.optim.SGD(net.parameters())  # for whose states nothing is left free
+    make = functools.partial(memkit.MemoryBudget, 0.6, "both", optimizer=optimizer, min_bytes=0, device=device)
+    plain = outcome(net, plain_step, device, nullcontext)
+    for _ in range(40):
+        assert_same_bits(outcome(net, plain_step, device, make), plain)
+        ways = budget_states["both"].ways
+        if ways is not None and ways.is_decided:
+            break
+    assert ways is not None
+    assert ways.way is Way.REGIONS_AND_COPIES
+    stats = memkit.stats("both")
+    assert stats.num_copies_out
+    assert stats.num_replays
+    return make
+
+
+@pytest.mark.parametrize(
+    "train",
+    [pytest.param(step, marks=() if step in _OFTEN else pytest.mark.full) for step in STEPS],
+    ids=lambda train: train.__name__,
+)
+def test_other_steps_are_exact_and_leave_nothing(
+    train: Callable[[Net, Device, Make], None], device: Device, fastest: Callable[[Way], None]
+) -> None:
+    fastest(Way.REGIONS_AND_COPIES)
+    torch.manual_seed(0)
+    net = BlockNet().to(device.torch_device)
+    make = _learned(net, device)
+
+    for step in (train, train, plain_step, train, plain_step):
+        assert_same_bits(outcome(net, step, device, make), outcome(net, step, device, nullcontext))
+    device.synchronize()
+    stats = memkit.stats("both")
+    assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("is_in_backward", [False, True])
+def test_steps_after_an_exception_are_exact(is_in_backward: bool, device: Device, fastest: Callable[[Way], None]) -> None:
+    fastest(Way.REGIONS_AND_COPIES)
+    torch.manual_seed(0)
+    net = BlockNet().to(device.torch_device)
+    make = _learned(net, device)
+    plain = outcome(net, plain_step, device, nullcontext)
+
+    def raise_(*_: object) -> None:
+        raise ArithmeticError("injected")
+
+    for _ in range(2):
+        part = net.layers[2]
+        handle = part.register_full_backward_hook(raise_) if is_in_backward else part.register_forward_hook(raise_)
+        with pytest.raises(ArithmeticError, match="injected"):
+            plain_step(net, device, make)
+        handle.remove()
+        for _ in range(2):
+            assert_same_bits(outcome(net, plain_step, device, make), plain)
+    device.synchronize()
+    assert memkit.stats("both").live_records == 0
+
+
+def test_another_context_inside_is_refused(device: Device, fastest: Callable[[Way], None]) -> None:
+    fastest(Way.REGIONS_AND_COPIES)
+    torch.manual_seed(0)
+    net = BlockNet().to(device.torch_device)
+    make = _learned(net, device)
+
+    for inner in (memkit.CPUOffload(0.5, "inner"), memkit.Rematerialize(0.5, "inner")):
+        with make(), pytest.raises(ValueError, match=r"inside a MemoryBudget \(tag \"both\"\)"), inner:
+            pass
+    with make(), pytest.raises(ValueError, match=r"inside another MemoryBudget \(tag \"both\"\)"), make():
+        pass
+    assert_same_bits(outcome(net, plain_step, device, make), outcome(net, plain_step, device, nullcontext))
