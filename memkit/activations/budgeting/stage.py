@@ -229,9 +229,11 @@ class BudgetStage(RecordingStage):
         if meter is not None and forward.trace is trace.ops and len(meter.save_places) == len(forward.saves):
             meter.end_forward()
             state.learning.of(trace).meter = meter
-        if notes is not None and opened is not None and opened.trace is trace.ops:
+        decider = self._planned_decider
+        has_followed = notes is not None and decider.planned is notes.planned and decider.follower.trace is trace
+        if notes is not None and opened is not None and has_followed:
             state.learning.note_steady(trace, notes, opened, self._options.kinds)
-        planned, budget_bytes = self._planned_decider.planned, state.budget_bytes
+        planned, budget_bytes = decider.planned, state.budget_bytes
         if planned is not None and planned.plan.is_plain and budget_bytes is not None and not forward.marks:
             limits = self._limits
             if limits.plan is None and not self._coming_bytes:

@@ -202,6 +202,24 @@ def test_shorter_and_other_steps_are_exact(action: Action, device: Device) -> No
 
 
 @pytest.mark.parametrize("action", ACTIONS)
+def test_first_step_of_a_plan_may_end_as_another_one(action: Action, device: Device) -> None:
+    """What was noted of it belongs to neither."""
+    blocks, make = _blocks(device), partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
+    fewer = nn.ModuleList(blocks[:4])
+    plain, plain_of_fewer = _train(blocks, nullcontext), _train(fewer, nullcontext)
+    for _ in range(3):
+        _train(blocks, make)
+    follow = partial(make, plan=_plan(action, 1))
+
+    assert_same_bits(_train(fewer, follow), plain_of_fewer)
+    assert memkit.stats(TAG).live_records == 0
+    assert_same_bits(_train(blocks, make), plain)
+    for _ in range(3):
+        assert_same_bits(_train(blocks, follow), plain)
+    assert memkit.stats(TAG).follows_plan
+
+
+@pytest.mark.parametrize("action", ACTIONS)
 def test_another_thing_at_the_same_op_is_never_taken_for_what_was_planned(action: Action, device: Device) -> None:
     """The ops and shapes are as planned, and what they read is not."""
     blocks, make = _steady(device, action, every=1)
