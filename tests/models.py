@@ -154,6 +154,9 @@ CASES = {
     "rnn_cell": Case(lambda: nn.RNNCell(8, 8), ((4, 8),)),
 }
 
+LARGE = ("vit_b_16", "swin_t", "convnext_tiny", "densenet121", "googlenet", "fcn_resnet50")
+"""Of all: a step takes seconds."""
+
 _CORE = ("tied", "functional", "checkpoint_reentrant", "conv_inplace", "attention_masked", "group_norm", "rnn_cell")
 
 NAMES = [name if name in _CORE else pytest.param(name, marks=pytest.mark.full) for name in CASES]

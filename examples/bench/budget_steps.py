@@ -28,7 +28,7 @@ MIB = 2**20
 NUM_LEARNING = 12
 """Steps of a budget by itself: two of them learn, and from the third on a plan is followed; it may be made again, and only then
 it is seen whether another way is to be tried."""
-MOST_LEARNING = 45
+MOST_LEARNING = 80
 """So many at most, where two ways to keep to the budget are tried one after the other."""
 NUM_PLAIN = 3
 """Plain steps ahead of those that count."""
@@ -142,6 +142,9 @@ class Budgeted:
         return line
 
 
+_NAMES = {Way.OPS: "plan", Way.REGIONS: "regions", Way.REGIONS_AND_COPIES: "regions and copies"}
+
+
 def is_choosing() -> bool:
     """Tell whether steps under `TAG` still try which of two ways is faster."""
     state = budget_states.get(TAG)
@@ -153,7 +156,7 @@ def way_now() -> str:
     state = budget_states.get(TAG)
     if state is None or state.settled is not None:
         return "nothing to do"
-    return "regions" if state.ways is not None and state.ways.way is Way.REGIONS else "plan"
+    return _NAMES[Way.OPS if state.ways is None else state.ways.way]
 
 
 def measured(
