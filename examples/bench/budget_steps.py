@@ -29,7 +29,7 @@ NUM_LEARNING = 12
 """Steps of a budget by itself: two of them learn, and from the third on a plan is followed; it may be made again, and only then
 it is seen whether another way is to be tried."""
 MOST_LEARNING = 80
-"""So many at most, where two ways to keep to the budget are tried one after the other."""
+"""So many at most, where several ways to keep to the budget are tried one after the other."""
 NUM_PLAIN = 3
 """Plain steps ahead of those that count."""
 LEAST = 1.02
