@@ -14,7 +14,7 @@ from memkit.activations.recomputing.opening import open_recording
 from memkit.activations.recomputing.settling import NEXT_STEPS
 from memkit.activations.recomputing.steady import IdleStage, open_steady
 from memkit.activations.saved.entry import Entry, unpack
-from memkit.activations.saved.state import offload_states
+from memkit.activations.saved.state import offload_states, remat_states
 from memkit.hooks import innermost_hooks
 
 if TYPE_CHECKING:
@@ -35,16 +35,18 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits) -> HookPair
             return idle.pair
         state.settled = None
         ways = _ways_of(state, limits)
-        if ways is not None and ways.way is not Way.OPS and (pair := _open_regions(entry, state, ways, options)) is not None:
-            return pair[0]
+        if ways is not None and ways.way is not Way.OPS:
+            _open_regions(entry, state, ways, options)
+            if (stage := entry.recording) is not None:
+                return stage.pair if isinstance(stage, IdleStage) else None
         from memkit.activations.budgeting.steady_stage import SteadyStage  # only now: what it needs is a long way down
 
         state.regions_tag = state.copies_tag = None
-        entry.recording = stage = SteadyStage(state, options, limits)
-        if ways is not None and ways.way is Way.OPS and stage.counts.follows_plan:
+        entry.recording = steady = SteadyStage(state, options, limits)
+        if ways is not None and ways.way is Way.OPS and steady.counts.follows_plan:
             ways.count_step()
-        pack = stage.follow_known(entry.pack)
-        state.counts, state.is_recorded = stage.counts, stage.is_recording
+        pack = steady.follow_known(entry.pack)
+        state.counts, state.is_recorded = steady.counts, steady.is_recording
         return None if pack == entry.pack else (pack, unpack)
 
 
@@ -65,15 +67,29 @@ def _ways_of(state: BudgetState, limits: Limits) -> Ways | None:
     ways, device, counter = state.ways, state.costs.device, state.counter
     state.limits = limits
     if ways is not None and device is not None and (not ways.is_decided or ways.way is not Way.OPS):
+        was_decided = ways.is_decided
         ways.begin_step(device.record_event(), None if counter is None else counter.peak_bytes())
         if counter is not None:
             counter.reset_peak()
+        if ways.is_decided and not was_decided:
+            _let_go_of_others(state, ways.way)
     return ways
 
 
-def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOptions) -> tuple[HookPair | None] | None:
+def _let_go_of_others(state: BudgetState, way: Way) -> None:
+    """Forget the ways that were not chosen, and give back the host memory that they took."""
+    if way is Way.OPS:
+        remat_states.forget(regions_tag(state.tag))
+    else:
+        for window in state.windows():
+            window.fit_arena(0)
+    if way is not Way.REGIONS_AND_COPIES:
+        offload_states.forget(copies_tag(state.tag))
+
+
+def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOptions) -> None:
     """Begin a forward as a `Rematerialize` does that is held to what saved values may take, within a `CPUOffload` where a share
-    of what it keeps is to leave. Return the hooks; None if that would run single ops again as well."""
+    of what it keeps is to leave. Sets nothing if that would run single ops again as well."""
     state.regions_tag, state.copies_tag = regions_tag(state.tag), None
     options = replace(options, budget=ways.limit_bytes)
     moves = ways.way is Way.REGIONS_AND_COPIES
@@ -86,16 +102,17 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
         ways.count_step()
         state.is_recorded = False
         entry.recording = steady
-        return (steady.pair,)
+        return
     if not ways.note_recorded():
         ways.give_up()
         if entry.around is not None:
             entry.around.end(has_failed=True)
             entry.around = None
-        return None
+        if ways.is_decided:
+            _let_go_of_others(state, ways.way)
+        return
     state.is_recorded = True
     entry.recording = open_recording(state.regions_tag, options, outer=outer, settling=NEXT_STEPS)
-    return (None,)
 
 
 def _open_copies(entry: Entry, tag: str, ways: Ways, options: RematOptions) -> Entry:

@@ -155,7 +155,11 @@ def test_ways_are_tried_and_the_fastest_is_chosen(way: Way, device: Device, fast
     assert (last.live_records, last.live_bytes, last.num_deviations, last.host_in_use_bytes) == (0, 0, 0, 0)
     assert last.num_iterations == 40
     assert last.num_kept + last.num_dropped + last.num_copies_out == last.num_saved
-    assert (last.num_copies_out > 0) == (way is not Way.REGIONS)
+    assert (last.num_copies_out > 0) == (last.host_held_bytes > 0) == (way is not Way.REGIONS)
+    assert (of_copies in offload_states) == (way is Way.REGIONS_AND_COPIES)
+    assert (of_regions in remat_states) == (way is not Way.OPS)
+    held_bytes = sum(window.arena.held_bytes for window in budget_states["ways"].windows())
+    assert (held_bytes > 0) == (way is Way.OPS)
     if way is not Way.OPS:
         regions = memkit.stats(of_regions)
         assert last.dropped_bytes == regions.dropped_bytes > 0
