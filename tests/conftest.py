@@ -99,6 +99,7 @@ def one_plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(learning, "_OTHER_LINK", math.inf)
         monkeypatch.setattr(learning, "_AS_PREDICTED", math.inf)
         monkeypatch.setattr(learning, "_LESS", 0.0)
+        monkeypatch.setattr(learning, "_has_own_clock", lambda _: False)  # on a GPU other ways are tried
 
 
 @pytest.fixture

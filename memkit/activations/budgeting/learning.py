@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from memkit.activations.budgeting.observed import measured_s, observed_trace
 from memkit.activations.budgeting.schedule import Schedule, schedule_of
-from memkit.activations.budgeting.ways import Moving, Ways, limit_of_saved
+from memkit.activations.budgeting.ways import Ways, limit_of_saved, moving_beside
 from memkit.errors import BudgetInfeasible
 from memkit.plan import NO_OP, DTRScore, GpuSpec, JointPlanner, MemoryPlan, make_problem
 from memkit.sizes import format_bytes
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from memkit.activations.saved.op_trace import OpTrace
     from memkit.activations.saved.traces import Trace
     from memkit.device import Device, Event
-    from memkit.plan import Problem
     from memkit.recording.ops import OpKinds
     from memkit.transfer import Link
 
@@ -41,8 +39,6 @@ _IN_STEPS, _OTHER_LINK, _MOST_LINKS = 0.98, 0.05, 8
 _PROBED_BYTES = 64 * 2**20
 _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
 """The speed of copies, measured once for each device."""
-_HIDDEN = 0.9
-"""For so much of the forward copies are on the link beside calls of modules that are recomputed."""
 _STEPS_JUDGED = 3
 """So many steps of each plan are looked at."""
 _AS_PREDICTED = 1.03
@@ -293,34 +289,17 @@ class Learning:
             return None
         learned.has_chosen = True
         lacks_ops = any(problem.lineage.maker[value.value] == NO_OP for value in problem.values)
-        if not (_has_own_clock(device) or lacks_ops) and step_s <= _AS_PREDICTED * plan.predicted_s:
+        is_as_known = step_s <= _AS_PREDICTED * plan.predicted_s and not _has_own_clock(device)
+        if not lacks_ops and (is_as_known or plan.predicted_peak_bytes > self._last_allowed_bytes):
             return None
         limit_bytes = limit_of_saved(problem, self._last_allowed_bytes)
-        moving = self._moving_beside(problem, limit_bytes)
+        moving = None if self._link is None else moving_beside(problem, limit_bytes, self._link.both_bytes_per_s)
         fits_alone = lacks_ops or _fit_alone(trace.ops, limit_bytes)
         if moving is not None and not (lacks_ops or _fit_alone(trace.ops, limit_bytes + moving.freed_bytes)):
             moving = None
         if moving is None and not fits_alone:
             return None
         return Ways(self._last_allowed_bytes, limit_bytes, moving=moving, fits_alone=fits_alone)
-
-    def _moving_beside(self, problem: Problem, limit_bytes: int) -> Moving | None:
-        """Return what may leave beside calls of modules that are recomputed; None if that frees nothing.
-
-        Args:
-            problem: the step.
-            limit_bytes: what saved values may take on the device.
-        """
-        if self._link is None or not problem.values or problem.num_forward_points >= len(problem.points):
-            return None
-        forward_s = problem.starts_s[problem.points[problem.num_forward_points]]
-        num_bytes = int(_HIDDEN * forward_s * self._link.both_bytes_per_s)
-        sizes_bytes = [value.num_bytes for value in problem.values if not value.is_anchor]  # what is saved first leaves
-        leaving = sum(before < num_bytes for before in accumulate(sizes_bytes, initial=0))
-        window_bytes = 2 * max(sizes_bytes[:leaving], default=0)
-        needed_bytes = sum(sizes_bytes) - limit_bytes + window_bytes
-        moving = Moving(num_bytes=min(num_bytes, needed_bytes), window_bytes=window_bytes)
-        return moving if moving.freed_bytes else None
 
     def _scale(self, learned: LearnedStep, plan: MemoryPlan) -> None:
         """Plan with what steps take, where that is less than was measured op by op: while a step is measured, the device waits

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ _MOSTLY = 0.9
 """A counter that tells less than so much of what saved values may take does not count them."""
 _SLACK = 0.03
 """So much of what is allowed may be left unused."""
+_HIDDEN = 0.9
+"""For so much of the forward copies are on the link beside calls of modules that are recomputed."""
 
 
 class Way(Enum):
@@ -219,3 +222,23 @@ def limit_of_saved(problem: Problem, allowed_bytes: int) -> int:
                 held[slot] += value.num_bytes
     room = [allowed_bytes - problem.base_bytes - working for working in problem.working_bytes]
     return max(min((left for left, full in zip(room, held, strict=True) if left < full), default=sum(held)), 1)
+
+
+def moving_beside(problem: Problem, limit_bytes: int, bytes_per_s: float) -> Moving | None:
+    """Return what may leave beside calls of modules that are recomputed; None if that frees nothing.
+
+    Args:
+        problem: the step.
+        limit_bytes: what saved values may take on the device.
+        bytes_per_s: of the link, both ways at once.
+    """
+    if problem.num_forward_points >= len(problem.points):
+        return None
+    forward_s = problem.starts_s[problem.points[problem.num_forward_points]]
+    num_bytes = int(_HIDDEN * forward_s * bytes_per_s)
+    sizes_bytes = [value.num_bytes for value in problem.values if not value.is_anchor]  # what is saved first leaves
+    leaving = sum(before < num_bytes for before in accumulate(sizes_bytes, initial=0))
+    window_bytes = 2 * max(sizes_bytes[:leaving], default=0)
+    needed_bytes = sum(sizes_bytes) - limit_bytes + window_bytes
+    moving = Moving(num_bytes=min(num_bytes, needed_bytes), window_bytes=window_bytes)
+    return moving if moving.freed_bytes else None

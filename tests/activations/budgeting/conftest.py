@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from memkit.activations.budgeting import learning
-from memkit.activations.budgeting.learning import Learning
 from memkit.activations.budgeting.ways import Moving, Way, Ways
 from memkit.device import Device, Event
 from tests.activations.conftest import open_test_device
@@ -25,12 +24,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 @pytest.fixture
 def torch_device(device: Device) -> torch.device:
     return device.torch_device
-
-
-@pytest.fixture(autouse=True)
-def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have other ways tried on a GPU as on the CPU, where that is asked for."""
-    monkeypatch.setattr(learning, "_has_own_clock", lambda _: False)
 
 
 @pytest.fixture
@@ -67,5 +60,5 @@ def fastest(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
 def moving(monkeypatch: pytest.MonkeyPatch) -> int:
     """Have so many bytes hide behind the computation."""
     num_bytes = 4096
-    monkeypatch.setattr(Learning, "_moving_beside", lambda *_: Moving(num_bytes=num_bytes, window_bytes=0))
+    monkeypatch.setattr(learning, "moving_beside", lambda *_: Moving(num_bytes=num_bytes, window_bytes=0))
     return num_bytes

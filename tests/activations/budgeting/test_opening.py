@@ -195,6 +195,22 @@ def test_copies_beside_regions_follow_a_schedule_and_drop_less(fastest: Callable
     assert not memkit.stats("beside").is_recorded
 
 
+@pytest.mark.parametrize("has_own_clock", [True, False])
+@pytest.mark.parametrize(("budget", "may_fit"), [(0.6, True), (0.01, False)])
+def test_ways_are_tried_where_the_device_has_a_clock_of_its_own_and_they_may_fit(
+    budget: float, may_fit: bool, has_own_clock: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are as fast as predicted: that says nothing where the host was slow when they were measured."""
+    monkeypatch.setattr(learning, "_has_own_clock", lambda _: has_own_clock)
+    device, model, x = ReferenceDevice(), blocks()[:6], torch.randn(8, 32)
+    plain = train(model, x, nullcontext)
+    make = partial(memkit.MemoryBudget, budget, "clock", optimizer=_stateless(model), min_bytes=1, device=device)
+    for _ in range(8):
+        assert_same_bits(train(model, x, make), plain)
+
+    assert (budget_states["clock"].ways is not None) == (has_own_clock and may_fit)
+
+
 # Copies that take longer than was measured
 
 

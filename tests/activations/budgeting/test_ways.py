@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from memkit.activations.budgeting.ways import Way, Ways, limit_of_saved
+from memkit.activations.budgeting.ways import Moving, Way, Ways, limit_of_saved, moving_beside
 from memkit.device import Event
 from memkit.plan import Problem
 
@@ -33,7 +33,7 @@ class Steps:
 
     def __init__(self, ways: Ways, *, ops_s: float = 2.0, regions_s: float = 1.0) -> None:
         self.ways = ways
-        self.seconds = {Way.OPS: ops_s, Way.REGIONS: regions_s}
+        self.seconds = {Way.OPS: ops_s, Way.REGIONS: regions_s, Way.REGIONS_AND_COPIES: regions_s}
         self.now_s = 0.0
         self.reached = True
         self.moments: list[Moment] = []
@@ -180,3 +180,78 @@ def _problem(working_bytes: list[int]) -> Problem:
 )
 def test_limit_of_saved(allowed_bytes: int, working_bytes: list[int], limit_bytes: int) -> None:
     assert limit_of_saved(_problem(working_bytes), allowed_bytes) == limit_bytes
+
+
+def _saving(sizes_bytes: list[int], forward_s: float) -> Problem:
+    """Return a step that saves values of these sizes, one after the other, and an anchor."""
+    values = [SimpleNamespace(num_bytes=num_bytes, is_anchor=False) for num_bytes in sizes_bytes]
+    values.append(SimpleNamespace(num_bytes=1000, is_anchor=True))
+    made: Any = SimpleNamespace(values=values, points=(0, 1, 2), num_forward_points=2, starts_s=(0.0, 0.5, forward_s, 3.0))
+    return cast("Problem", made)
+
+
+@pytest.mark.parametrize(
+    ("sizes_bytes", "limit_bytes", "found"),
+    [
+        ([10] * 40, 300, Moving(num_bytes=90, window_bytes=20)),  # nine tenths of what the link moves in the forward
+        ([10] * 40, 350, Moving(num_bytes=70, window_bytes=20)),  # no more than is too much
+        ([10] * 20 + [200], 100, Moving(num_bytes=90, window_bytes=20)),  # the large one is saved too late to leave
+        ([200] + [10] * 20, 100, None),  # what is on its way would take as much
+        ([10] * 40, 400, None),
+    ],
+)
+def test_what_may_leave_beside(sizes_bytes: list[int], limit_bytes: int, found: Moving | None) -> None:
+    assert moving_beside(_saving(sizes_bytes, 1.0), limit_bytes, 100.0) == found
+
+
+def test_nothing_leaves_beside_what_has_no_backward() -> None:
+    made: Any = SimpleNamespace(points=(0, 1), num_forward_points=2)
+    assert moving_beside(made, 1, 100.0) is None
+
+
+# Three ways
+
+
+def test_three_ways_are_tried_one_after_the_other() -> None:
+    ways = Ways(1000, 500, moving=Moving(num_bytes=200, window_bytes=50))
+    steps = Steps(ways)
+    steps.seconds[Way.REGIONS_AND_COPIES] = 0.5
+
+    assert steps.run(11) == [Way.OPS] * 3 + [Way.REGIONS] * 3 + [Way.REGIONS_AND_COPIES] * 5
+    assert ways.limit_bytes == 650
+    assert ways.ratio == 200 / 650
+    assert not ways.is_decided  # two of its steps decide as they go what leaves
+    assert steps.run(1) == [Way.REGIONS_AND_COPIES]
+    assert ways.is_decided
+
+
+def test_what_was_learned_of_the_limit_holds_with_copies_as_well() -> None:
+    ways = Ways(1000, 500, moving=Moving(num_bytes=200, window_bytes=50))
+    steps = Steps(ways)
+    steps.run(4)
+    steps.run(1, peak_bytes=1010)
+    steps.run(3, peak_bytes=1000)
+
+    assert ways.way is Way.REGIONS_AND_COPIES
+    assert ways.limit_bytes == 490 + 150
+
+
+def test_copies_are_tried_alone_where_regions_cannot_keep_to_the_limit() -> None:
+    steps = Steps(Ways(1000, 500, moving=Moving(num_bytes=200, window_bytes=50), fits_alone=False))
+
+    assert steps.run(4) == [Way.OPS] * 3 + [Way.REGIONS_AND_COPIES]
+
+
+@pytest.mark.parametrize("count", [24, 8])
+def test_way_that_no_step_goes_is_given_up_for_the_next(count: int) -> None:
+    ways = Ways(1000, 500, moving=Moving(num_bytes=200, window_bytes=50))
+    steps = Steps(ways)
+    steps.run(3)
+    went = steps.run(count, counts=False)
+    if count < 24:
+        ways.give_up()  # as after so many recorded steps
+    assert went == [Way.REGIONS] * count
+    assert steps.run(1) == [Way.REGIONS_AND_COPIES]
+    assert not ways.is_decided
+    steps.run(5)
+    assert (ways.way, ways.is_decided) == (Way.REGIONS_AND_COPIES, True)
