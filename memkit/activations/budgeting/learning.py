@@ -16,7 +16,7 @@ from memkit.sizes import format_bytes
 from memkit.transfer import measure_link
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.meter import Meter
@@ -111,7 +111,7 @@ class Learning:
         self.ended_peak_bytes: int | None = None
         """What was there at most by the end of the backward; None until then. What comes after it is none of the plan's."""
         self._last_allowed_bytes = 0
-        self.num_plans = 0
+        self.num_plans = self.num_ended = 0
         self._last_times: list[tuple[Event, Event]] = []
 
     def of(self, trace: Trace) -> LearnedStep:
@@ -293,13 +293,10 @@ class Learning:
         if not lacks_ops and (is_as_known or plan.predicted_peak_bytes > self._last_allowed_bytes):
             return None
         limit_bytes = limit_of_saved(problem, self._last_allowed_bytes)
-        moving = None if self._link is None else moving_beside(problem, limit_bytes, self._link.both_bytes_per_s)
-        fits_alone = lacks_ops or _fit_alone(trace.ops, limit_bytes)
-        if moving is not None and not (lacks_ops or _fit_alone(trace.ops, limit_bytes + moving.freed_bytes)):
-            moving = None
-        if moving is None and not fits_alone:
+        if not lacks_ops and not _fits(trace.ops, limit_bytes):
             return None
-        return Ways(self._last_allowed_bytes, limit_bytes, moving=moving, fits_alone=fits_alone)
+        moving = None if self._link is None else moving_beside(problem, limit_bytes, self._link.both_bytes_per_s)
+        return Ways(self._last_allowed_bytes, limit_bytes, moving=moving)
 
     def _scale(self, learned: LearnedStep, plan: MemoryPlan) -> None:
         """Plan with what steps take, where that is less than was measured op by op: while a step is measured, the device waits
@@ -315,8 +312,14 @@ class Learning:
             learned.planner = JointPlanner(make_problem(problem.trace, problem.gpu, measured_s=learned.measured_s))
             learned.plans.clear()
 
+    def choose_again(self, traces: Iterable[Trace]) -> None:
+        """Something else is asked for: look again which way steps go."""
+        for trace in traces:
+            self.of(trace).has_chosen = False
+
     def note_times(self, begun: Event, ended: Event) -> None:
         """A step has gone from its entry to the end of its backward."""
+        self.num_ended += 1
         self._last_times = [*self._last_times[-2:], (begun, ended)]
 
     def fastest_step_s(self) -> float | None:
@@ -364,8 +367,8 @@ def _has_own_clock(device: Device | None) -> bool:
     return device is not None and device.torch_device.type != "cpu"
 
 
-def _fit_alone(ops: OpTrace, limit_bytes: int) -> bool:
-    """Tell whether a step keeps what it saves to a limit with nothing that leaves."""
+def _fits(ops: OpTrace, limit_bytes: int) -> bool:
+    """Tell whether single ops alone keep what a step saves to a limit, as they do until calls of modules are recomputed."""
     try:
         ops.plan(limit_bytes, DTRScore())
     except BudgetInfeasible:

@@ -42,6 +42,7 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits) -> HookPair
         from memkit.activations.budgeting.steady_stage import SteadyStage  # only now: what it needs is a long way down
 
         state.regions_tag = state.copies_tag = None
+        state.before = state.learning.num_ended, state.num_deviations
         entry.recording = steady = SteadyStage(state, options, limits)
         if ways is not None and ways.way is Way.OPS and steady.counts.follows_plan:
             ways.count_step()
@@ -62,18 +63,31 @@ def _ways_of(state: BudgetState, limits: Limits) -> Ways | None:
     """Return what chooses between ways, once a plan was followed; None where there is no choice."""
     if state.ways is not None and state.limits != limits:
         state.ways = None
+        state.learning.choose_again(state.traces)
+        _let_go_of_others(state, Way.OPS)
     if state.ways is None and state.limits == limits:
         state.ways = state.learning.ways_of(state.traces.latest, state.costs.device)
     ways, device, counter = state.ways, state.costs.device, state.counter
     state.limits = limits
     if ways is not None and device is not None and (not ways.is_decided or ways.way is not Way.OPS):
         was_decided = ways.is_decided
-        ways.begin_step(device.record_event(), None if counter is None else counter.peak_bytes())
+        peak_bytes = None if counter is None else counter.peak_bytes()
+        ways.begin_step(device.record_event(), peak_bytes, was_whole=_was_whole(state))
         if counter is not None:
             counter.reset_peak()
         if ways.is_decided and not was_decided:
             _let_go_of_others(state, ways.way)
     return ways
+
+
+def _was_whole(state: BudgetState) -> bool:
+    """Tell whether the last step went as it had begun, to the end of its backward."""
+    if state.regions_tag is None:
+        return state.before[0] < state.learning.num_ended and state.before[1] == state.num_deviations
+    regions = remat_states.get(state.regions_tag)
+    if regions is None or regions.settled is None:
+        return False
+    return regions.counts.num_replays > 0 or not regions.counts.num_dropped
 
 
 def _let_go_of_others(state: BudgetState, way: Way) -> None:
@@ -95,7 +109,7 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
     moves = ways.way is Way.REGIONS_AND_COPIES
     if moves:
         state.copies_tag = copies_tag(state.tag)
-        entry.around = _open_copies(entry, state.copies_tag, ways, options)
+        _open_copies(entry, state.copies_tag, ways, replace(options, device=state.costs.device))
     outer = innermost_hooks() if moves else None
     steady = open_steady(state.regions_tag, options, outer)
     if steady is not None:
@@ -115,10 +129,11 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
     entry.recording = open_recording(state.regions_tag, options, outer=outer, settling=NEXT_STEPS)
 
 
-def _open_copies(entry: Entry, tag: str, ways: Ways, options: RematOptions) -> Entry:
+def _open_copies(entry: Entry, tag: str, ways: Ways, options: RematOptions) -> None:
     """Begin a forward as a `CPUOffload` does, around an entry."""
     state = offload_states.open(tag)
-    around = Entry("MemoryBudget", entry.tag, is_last=False, block=entry.block)
+    state.looks_for_large = False  # so that it does not tell the user of a context of which they know nothing
+    entry.around = around = Entry("MemoryBudget", entry.tag, is_last=False, block=entry.block)
     with state.lock:
         state.num_iterations += 1
         asked = OffloadOptions(
@@ -127,4 +142,3 @@ def _open_copies(entry: Entry, tag: str, ways: Ways, options: RematOptions) -> E
         around.moving = moving = MovingStage(state, asked, ways.ratio, {})
         state.counts = moving.counts
     around.begin((moving.follow_schedules(around.pack), unpack))
-    return around

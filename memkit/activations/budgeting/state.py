@@ -51,6 +51,8 @@ class BudgetState(RematState):
         """Under which the calls of modules are planned, if the last forward was one in which they are recomputed."""
         self.copies_tag: str | None = None
         """The same of what leaves beside, if anything does."""
+        self.before = 0, 0
+        """As the last forward began: how many backwards had ended, and how many steps had departed from their plan."""
         self.judged: tuple[Trace, Planned] | None = None
         """What the last forward has followed, if what it takes is to be looked at."""
 

@@ -27,6 +27,10 @@ _MOSTLY = 0.9
 """A counter that tells less than so much of what saved values may take does not count them."""
 _SLACK = 0.03
 """So much of what is allowed may be left unused."""
+_MOST_MORE = 0.05
+"""By so much of what is allowed the limit is raised at once where copies leave: late in the backward little is away."""
+_MOST_LESS = 0.1
+"""By so much of itself it is lowered at once, after the choice."""
 _HIDDEN = 0.9
 """For so much of the forward copies are on the link beside calls of modules that are recomputed."""
 
@@ -50,6 +54,8 @@ class _Try:
     """When steps that count began and ended."""
     num_steps: int = 0
     num_changes: int = 0
+    num_lowered: int = 0
+    """How often, after the choice."""
     num_recorded: int = 0
     """How many steps in a row were recorded."""
     num_ahead: int = 0
@@ -78,22 +84,18 @@ class Ways:
         allowed_bytes: what a step may take on the device.
         limit_bytes: what saved values may take on the device where calls of modules are recomputed, as a first guess.
         moving: what may leave beside; None if that is not to be tried.
-        fits_alone: whether calls of modules may keep to the limit with nothing that leaves.
     """
 
-    def __init__(self, allowed_bytes: int, limit_bytes: int, *, moving: Moving | None = None, fits_alone: bool = True) -> None:
+    def __init__(self, allowed_bytes: int, limit_bytes: int, *, moving: Moving | None = None) -> None:
         self.allowed_bytes = allowed_bytes
         self._moving = moving
-        self._tries = [_Try(Way.OPS)]
-        if fits_alone:
-            self._tries.append(_Try(Way.REGIONS, limit_bytes))
+        self._tries = [_Try(Way.OPS), _Try(Way.REGIONS, limit_bytes)]
         if moving is not None:
-            limit_bytes += moving.freed_bytes
             self._tries.append(_Try(Way.REGIONS_AND_COPIES, limit_bytes, num_ahead=_NUM_NOTED))
         self._place = 0
         self._is_decided = False
         self._begun: Event | None = None
-        self._is_counted = False
+        self._is_steady = self._is_counted = False
 
     @property
     def _now(self) -> _Try:
@@ -126,18 +128,21 @@ class Ways:
         """Whether one of the ways was chosen."""
         return self._is_decided
 
-    def begin_step(self, now: Event, peak_bytes: int | None) -> None:
+    def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool = True) -> None:
         """A context is entered again.
 
         Args:
             now: the moment.
             peak_bytes: what was there at most since the last entry; None if that is not known.
+            was_whole: whether the last step went to its end as it has begun. Others say nothing of their way.
         """
-        if self._begun is not None and self._is_counted and not self._is_decided:
-            self._note(self._begun, now, peak_bytes)
-        elif self._is_decided and self.way is not Way.OPS and peak_bytes is not None and peak_bytes > self.allowed_bytes:
-            self._change(self.allowed_bytes - peak_bytes)
-        self._begun, self._is_counted = now, False
+        over_bytes = 0 if peak_bytes is None or self.way is Way.OPS else peak_bytes - self.allowed_bytes
+        if self._begun is not None and self._is_steady and was_whole:
+            if not self._is_decided:
+                self._note(self._begun, now, peak_bytes)
+            elif over_bytes > 0:
+                self._lower(over_bytes)
+        self._begun, self._is_steady, self._is_counted = now, False, False
         if not self._is_decided:
             self._decide()
 
@@ -157,26 +162,43 @@ class Ways:
     def count_step(self) -> None:
         """Nothing is recorded in the step that has begun, as in later ones."""
         now = self._now
-        self._is_counted, now.num_recorded = now.num_ahead == 0, 0
+        self._is_steady, self._is_counted, now.num_recorded = True, now.num_ahead == 0, 0
         now.num_ahead = max(now.num_ahead - 1, 0)
 
     def _note(self, begun: Event, ended: Event, peak_bytes: int | None) -> None:
         now = self._now
-        if now.way is not Way.OPS and peak_bytes is not None and now.num_changes < _MOST_CHANGES:
+        if now.way is not Way.OPS and peak_bytes is not None:
             left_bytes = self.allowed_bytes - peak_bytes
             staying_bytes = (1 - self.ratio) * now.limit_bytes
-            if left_bytes < 0 or (peak_bytes >= _MOSTLY * staying_bytes and left_bytes > _SLACK * self.allowed_bytes):
+            may_change = now.num_changes < _MOST_CHANGES
+            if left_bytes < 0 and not may_change:
+                self.give_up()
+                return
+            has_room = self._is_counted and peak_bytes >= _MOSTLY * staying_bytes and left_bytes > _SLACK * self.allowed_bytes
+            if may_change and (left_bytes < 0 or has_room):
                 self._change(left_bytes)
                 return
-        now.pairs.append((begun, ended))
+        if self._is_counted:
+            now.pairs.append((begun, ended))
 
     def _change(self, by_bytes: int) -> None:
         """Let saved values take more, or less."""
         now = self._now
         now.num_changes += 1
         now.num_ahead = _NUM_NOTED if now.way is Way.REGIONS_AND_COPIES else 0
-        now.limit_bytes = max(now.limit_bytes + (by_bytes if by_bytes < 0 else int(0.9 * by_bytes)), 1)
+        if by_bytes > 0:
+            by_bytes = int(0.9 * by_bytes)
+            if now.way is Way.REGIONS_AND_COPIES:
+                by_bytes = min(by_bytes, int(_MOST_MORE * self.allowed_bytes))
+        now.limit_bytes = max(now.limit_bytes + by_bytes, 1)
         now.pairs.clear()
+
+    def _lower(self, by_bytes: int) -> None:
+        """A step has taken more than it may, in the way that was chosen."""
+        now = self._now
+        if now.num_lowered < _MOST_CHANGES:
+            now.num_lowered += 1
+            now.limit_bytes = max(now.limit_bytes - min(by_bytes, int(_MOST_LESS * now.limit_bytes)), 1)
 
     def _decide(self) -> None:
         """Go on with the next way once enough is known of this one; after the last, choose."""
@@ -194,7 +216,7 @@ class Ways:
         """Try the next way."""
         before, self._place = self._now, self._place + 1
         if self._moving is not None and before.way is Way.REGIONS:
-            self._now.limit_bytes = before.limit_bytes + self._moving.freed_bytes
+            self._now.limit_bytes = before.limit_bytes
 
     def _choose(self) -> None:
         """The fastest step of each way says which it is; single ops where nothing does."""

@@ -143,12 +143,14 @@ class Entry:
         """The context was left. After an interrupt in here this may be called again."""
         self._take_off()
         self._hooks, self._take = None, KeptHandle  # they hold `pack`, and so the entry, whatever comes
-        for stage in self.stages:
-            stage.end(has_failed=has_failed)
-        self.recording = self.moving = None
-        if self.around is not None:
-            self.around.end(has_failed=has_failed)
-            self.around = None
+        try:
+            for stage in self.stages:
+                stage.end(has_failed=has_failed)
+            self.recording = self.moving = None
+        finally:
+            if self.around is not None:
+                self.around.end(has_failed=has_failed)
+                self.around = None
 
     def _take_off(self) -> None:
         for stage in self.stages:

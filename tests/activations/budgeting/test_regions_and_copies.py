@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +15,9 @@ from torch.nn import functional
 import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.budgeting.ways import Way
+from memkit.activations.recomputing.steady import RegionStage
 from memkit.device import Device
+from memkit.hooks import innermost_pack
 from tests.activations.budgeting.test_semantics import (
     STEPS,
     Make,
@@ -137,3 +140,53 @@ def test_another_context_inside_is_refused(device: Device, fastest: Callable[[Wa
     with make(), pytest.raises(ValueError, match=r"inside another MemoryBudget \(tag \"both\"\)"), make():
         pass
     assert_same_bits(outcome(net, plain_step, device, make), outcome(net, plain_step, device, nullcontext))
+
+
+def test_copies_end_with_the_context_whatever_fails_at_its_end(
+    device: Device, fastest: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fastest(Way.REGIONS_AND_COPIES)
+    torch.manual_seed(0)
+    net = BlockNet().to(device.torch_device)
+    make = _learned(net, device)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ArithmeticError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RegionStage, "end", fail)
+        with pytest.raises(ArithmeticError, match="injected"):
+            plain_step(net, device, make)
+    assert innermost_pack() is None
+
+    assert_same_bits(outcome(net, plain_step, device, make), outcome(net, plain_step, device, nullcontext))
+
+
+@pytest.mark.parametrize("kind", ["raises", "no backward"])
+def test_steps_that_are_none_do_not_count(kind: str, device: Device, fastest: Callable[[Way], None]) -> None:
+    """They take less time than any."""
+    fastest(Way.OPS)
+    torch.manual_seed(0)
+    net = BlockNet().to(device.torch_device)
+    optimizer = torch.optim.SGD(net.parameters())
+    make = functools.partial(memkit.MemoryBudget, 0.6, "both", optimizer=optimizer, min_bytes=0, device=device)
+
+    def raise_(*_: object) -> None:
+        raise ArithmeticError("injected")
+
+    x = torch.randn(8, 16, device=device.torch_device)
+    for _ in range(30):
+        outcome(net, plain_step, device, make)
+        ways = budget_states["both"].ways
+        if ways is not None and ways.is_decided:
+            break
+        handle = net.norm.register_forward_hook(raise_) if kind == "raises" else None
+        with contextlib.suppress(ArithmeticError), make():
+            net(x)
+        if handle is not None:
+            handle.remove()
+        if ways is not None:
+            num_before = sum(len(tried.pairs) for tried in ways._tries)
+            with contextlib.suppress(ArithmeticError), make():
+                net(x)
+            assert sum(len(tried.pairs) for tried in ways._tries) <= num_before
