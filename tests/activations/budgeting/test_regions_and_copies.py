@@ -25,7 +25,6 @@ from tests.activations.budgeting.test_semantics import (
     outcome,
     plain_step,
     retained,
-    several_forwards_before_a_backward,
     words_inside,
 )
 from tests.activations.cases import assert_same_bits
@@ -38,7 +37,7 @@ pytestmark = [
 ]
 
 
-_OFTEN = (plain_step, retained, several_forwards_before_a_backward, words_inside)
+_OFTEN = (retained, words_inside)
 
 
 class Block(nn.Module):

@@ -195,7 +195,7 @@ def outcome(net: Net, train: Callable[[Net, Device, Make], None], device: Device
     return [*grads, *[buffer.clone() for buffer in net.buffers()], torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("budget", ["2KiB", 0.4])
+@pytest.mark.parametrize("budget", ["2KiB", pytest.param(0.4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("train", STEPS, ids=lambda train: train.__name__)
 def test_steps_are_exact(train: Callable[[Net, Device, Make], None], budget: str | float, device: Device) -> None:
     net = _net(device)
