@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from memkit.activations.stats import SavedTensorStats, stats
-from memkit.hooks import end_left
+from memkit.device import is_capturing
+from memkit.hooks import end_left, in_checkpoint
 from memkit.interrupts import Block, Exclusive
 from memkit.torch_state import leave_untraced
 
 _Context = TypeVar("_Context", bound="ForwardContext")
+_Recorded = TypeVar("_Recorded", bound="RecordedContext")
 
 
 class ForwardContext(Exclusive):
@@ -89,6 +91,35 @@ class ForwardContext(Exclusive):
     def _title(self) -> str:
         """What the user calls it."""
         return f'{type(self).__name__} (tag "{self.tag}")'
+
+
+class RecordedContext(ForwardContext):
+    """One that records ops, to run them again."""
+
+    _model: weakref.ref[nn.Module] | None = None
+    """Around whose forward it is, if that is known."""
+
+    def attached_to(self: _Recorded, model: nn.Module) -> _Recorded:
+        made = self.again()
+        made._model = weakref.ref(model)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_model": None}
+
+    def _refuse_in_capture(self) -> None:
+        if is_capturing():
+            raise RuntimeError(
+                f"{self._title} was entered while a CUDA graph is being captured: what is recorded is run "
+                "again by the host, which a graph does not do. Leave the context out of what is captured"
+            )
+
+    def _refuse_in_checkpoint(self, why: str = "") -> None:
+        if in_checkpoint():
+            raise ValueError(
+                f"{self._title} was entered inside a checkpointed function, which would undo the "
+                f"checkpoint. Put the context around the checkpoint, or leave out the checkpoint{why}"
+            )
 
 
 # One may be entered in a function that is compiled, or that was to be and runs as it is.

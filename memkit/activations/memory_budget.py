@@ -8,20 +8,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 from memkit import torch_private
 from memkit.activations.budgeting.limits import Limits
 from memkit.activations.budgeting.state import BudgetState, budget_states
-from memkit.activations.context import ForwardContext
+from memkit.activations.context import RecordedContext
 from memkit.activations.offloading.figures import offload_figures
 from memkit.activations.recomputing.budget import recorded_alone
 from memkit.activations.recomputing.figures import remat_figures
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
 from memkit.activations.stats import report_from
-from memkit.device import Device, is_capturing, open_device
-from memkit.hooks import in_checkpoint
+from memkit.device import Device, open_device
 from memkit.interrupts import Block
 from memkit.plan import MemoryPlan, budget_or_share
 from memkit.profiled import refuse_in_profile
@@ -39,7 +37,7 @@ _OF_COPIES = (*Counts().figures_of_copies(), "host_in_use_bytes", "host_peak_byt
 """Figures of what leaves beside these."""
 
 
-class MemoryBudget(ForwardContext):
+class MemoryBudget(RecordedContext):
     """Keep a training step to a budget of the device: parameters, gradients, optimizer states, activations and temporaries.
 
     Around the forward. What autograd saves in it stays on the device, leaves for host memory and comes back while the backward
@@ -86,8 +84,6 @@ class MemoryBudget(ForwardContext):
         True
     """
 
-    _model: weakref.ref[nn.Module] | None = None
-
     def __init__(
         self,
         budget: int | float | str,
@@ -126,25 +122,9 @@ class MemoryBudget(ForwardContext):
         self._device = None if device is None else open_device(device)
         self._options = recorded_alone(self._limits.min_bytes, self._device, op_kinds(names_of_ops(pure_ops)))
 
-    def attached_to(self, model: nn.Module) -> MemoryBudget:
-        made = self.again()
-        made._model = weakref.ref(model)
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_model": None}
-
     def _begin(self, _: object, block: Block) -> None:
-        if is_capturing():
-            raise RuntimeError(
-                f"{self._title} was entered while a CUDA graph is being captured: what is recorded is run "
-                "again by the host, which a graph does not do. Leave the context out of what is captured"
-            )
-        if in_checkpoint():
-            raise ValueError(
-                f"{self._title} was entered inside a checkpointed function, which would undo the "
-                "checkpoint. Put the context around the checkpoint, or leave out the checkpoint: a budget needs none"
-            )
+        self._refuse_in_capture()
+        self._refuse_in_checkpoint(": a budget needs none")
         stop_recording()
         around = entries_around()
         if around:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.activations.context import ForwardContext
+from memkit.activations.context import RecordedContext
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.figures import remat_figures
 from memkit.activations.recomputing.opening import open_recording
@@ -20,8 +19,8 @@ from memkit.activations.recomputing.steady import open_steady
 from memkit.activations.saved.entry import Entry, entries_around, refuse_in_budget, stop_recording
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.activations.stats import report_from
-from memkit.device import CpuDevice, Device, is_capturing, open_device
-from memkit.hooks import in_checkpoint, innermost_hooks
+from memkit.device import CpuDevice, Device, open_device
+from memkit.hooks import innermost_hooks
 from memkit.interrupts import Block
 from memkit.plan import DTRScore, Plan
 from memkit.profile.step import Step as ProfiledStep
@@ -32,7 +31,7 @@ from memkit.sizes import check_budget, check_bytes, format_bytes
 _POLICIES = ("plan", "ops", "dtr")
 
 
-class Rematerialize(ForwardContext):
+class Rematerialize(RecordedContext):
     """Hold what autograd saves in this context to a budget: drop what is cheap to make again, and do so in the backward.
 
     Gradients are those of the plain run, bit for bit, wherever its ops are deterministic. No module needs a mark: the ops of
@@ -86,9 +85,6 @@ class Rematerialize(ForwardContext):
     Source: Kirisame et al., Dynamic Tensor Rematerialization, arXiv 2006.09616.
     """
 
-    _model: weakref.ref[nn.Module] | None = None
-    """What it is attached to."""
-
     def __init__(
         self,
         budget: int | float | str,
@@ -132,28 +128,12 @@ class Rematerialize(ForwardContext):
             kinds=op_kinds(names_of_ops(pure_ops)),
         )
 
-    def attached_to(self, model: nn.Module) -> Rematerialize:
-        made = self.again()
-        made._model = weakref.ref(model)
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_model": None}
-
     def _begin(self, _: object, block: Block) -> None:
-        if is_capturing():
-            raise RuntimeError(
-                f"{self._title} was entered while a CUDA graph is being captured: what is recorded is run "
-                "again by the host, which a graph does not do. Leave the context out of what is captured"
-            )
+        self._refuse_in_capture()
         is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if is_on:
             refuse_in_profile(self._title)
-        if in_checkpoint():
-            raise ValueError(
-                f"{self._title} was entered inside a checkpointed function, which would undo the "
-                "checkpoint. Put the context around the checkpoint, or leave out the checkpoint"
-            )
+        self._refuse_in_checkpoint()
         stop_recording()
         outer = next((entry.name for entry in entries_around() if entry.recording is not None), None)
         if outer is not None:

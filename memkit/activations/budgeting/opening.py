@@ -106,11 +106,10 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
     of what it keeps is to leave. Sets nothing if that would run single ops again as well."""
     state.regions_tag, state.copies_tag = regions_tag(state.tag), None
     options = replace(options, budget=ways.limit_bytes)
-    moves = ways.way is Way.REGIONS_AND_COPIES
-    if moves:
-        state.copies_tag = copies_tag(state.tag)
-        _open_copies(entry, state.copies_tag, ways, replace(options, device=state.costs.device))
-    outer = innermost_hooks() if moves else None
+    outer = None
+    if ways.way is Way.REGIONS_AND_COPIES:
+        _open_copies(entry, state, ways, options.min_bytes)
+        outer = innermost_hooks()
     steady = open_steady(state.regions_tag, options, outer)
     if steady is not None:
         ways.count_step()
@@ -129,16 +128,17 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
     entry.recording = open_recording(state.regions_tag, options, outer=outer, settling=NEXT_STEPS)
 
 
-def _open_copies(entry: Entry, tag: str, ways: Ways, options: RematOptions) -> None:
+def _open_copies(entry: Entry, state: BudgetState, ways: Ways, min_bytes: int) -> None:
     """Begin a forward as a `CPUOffload` does, around an entry."""
-    state = offload_states.open(tag)
-    state.looks_for_large = False  # so that it does not tell the user of a context of which they know nothing
-    entry.around = around = Entry("MemoryBudget", entry.tag, is_last=False, block=entry.block)
-    with state.lock:
-        state.num_iterations += 1
-        asked = OffloadOptions(
-            min_bytes=options.min_bytes, window_bytes=ways.window_bytes, host_limit_bytes=None, device=options.device
-        )
-        around.moving = moving = MovingStage(state, asked, ways.ratio, {})
-        state.counts = moving.counts
+    state.copies_tag = copies_tag(state.tag)
+    copies = offload_states.open(state.copies_tag)
+    entry.around = around = Entry("MemoryBudget", state.tag, is_last=False, block=entry.block)
+    asked = OffloadOptions(
+        min_bytes=min_bytes, window_bytes=ways.window_bytes, host_limit_bytes=None, device=state.costs.device
+    )
+    with copies.lock:
+        copies.num_iterations += 1
+        copies.looks_for_large = False  # so that it does not tell the user of a context of which they know nothing
+        around.moving = moving = MovingStage(copies, asked, ways.ratio, {})
+        copies.counts = moving.counts
     around.begin((moving.follow_schedules(around.pack), unpack))

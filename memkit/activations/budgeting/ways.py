@@ -54,12 +54,11 @@ class _Try:
     """When steps that count began and ended."""
     num_steps: int = 0
     num_changes: int = 0
-    num_lowered: int = 0
-    """How often, after the choice."""
+    """How often the limit was set anew; it is counted anew from the choice on."""
     num_recorded: int = 0
     """How many steps in a row were recorded."""
     num_ahead: int = 0
-    """How many steps with the same limit are yet to come before one counts."""
+    """How many whole steps with the same limit are yet to come before one counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +69,6 @@ class Moving:
     """So much hides behind the computation."""
     window_bytes: int
     """So much of it the device may hold at a time: what is on its way."""
-
-    @property
-    def freed_bytes(self) -> int:
-        """By how much less is on the device."""
-        return max(self.num_bytes - self.window_bytes, 0)
 
 
 class Ways:
@@ -95,7 +89,7 @@ class Ways:
         self._place = 0
         self._is_decided = False
         self._begun: Event | None = None
-        self._is_steady = self._is_counted = False
+        self._is_steady = False
 
     @property
     def _now(self) -> _Try:
@@ -128,7 +122,7 @@ class Ways:
         """Whether one of the ways was chosen."""
         return self._is_decided
 
-    def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool = True) -> None:
+    def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool) -> None:
         """A context is entered again.
 
         Args:
@@ -142,7 +136,7 @@ class Ways:
                 self._note(self._begun, now, peak_bytes)
             elif over_bytes > 0:
                 self._lower(over_bytes)
-        self._begun, self._is_steady, self._is_counted = now, False, False
+        self._begun, self._is_steady = now, False
         if not self._is_decided:
             self._decide()
 
@@ -161,12 +155,11 @@ class Ways:
 
     def count_step(self) -> None:
         """Nothing is recorded in the step that has begun, as in later ones."""
-        now = self._now
-        self._is_steady, self._is_counted, now.num_recorded = True, now.num_ahead == 0, 0
-        now.num_ahead = max(now.num_ahead - 1, 0)
+        self._is_steady, self._now.num_recorded = True, 0
 
     def _note(self, begun: Event, ended: Event, peak_bytes: int | None) -> None:
         now = self._now
+        is_counted, now.num_ahead = now.num_ahead == 0, max(now.num_ahead - 1, 0)
         if now.way is not Way.OPS and peak_bytes is not None:
             left_bytes = self.allowed_bytes - peak_bytes
             staying_bytes = (1 - self.ratio) * now.limit_bytes
@@ -174,11 +167,11 @@ class Ways:
             if left_bytes < 0 and not may_change:
                 self.give_up()
                 return
-            has_room = self._is_counted and peak_bytes >= _MOSTLY * staying_bytes and left_bytes > _SLACK * self.allowed_bytes
+            has_room = is_counted and peak_bytes >= _MOSTLY * staying_bytes and left_bytes > _SLACK * self.allowed_bytes
             if may_change and (left_bytes < 0 or has_room):
                 self._change(left_bytes)
                 return
-        if self._is_counted:
+        if is_counted:
             now.pairs.append((begun, ended))
 
     def _change(self, by_bytes: int) -> None:
@@ -196,8 +189,8 @@ class Ways:
     def _lower(self, by_bytes: int) -> None:
         """A step has taken more than it may, in the way that was chosen."""
         now = self._now
-        if now.num_lowered < _MOST_CHANGES:
-            now.num_lowered += 1
+        if now.num_changes < _MOST_CHANGES:
+            now.num_changes += 1
             now.limit_bytes = max(now.limit_bytes - min(by_bytes, int(_MOST_LESS * now.limit_bytes)), 1)
 
     def _decide(self) -> None:
@@ -225,6 +218,7 @@ class Ways:
             for tried in self._tries
         ]
         self._place, self._is_decided = fastest_s.index(min(fastest_s)), True
+        self._now.num_changes = 0
         for tried in self._tries:
             tried.pairs.clear()
 
@@ -263,4 +257,4 @@ def moving_beside(problem: Problem, limit_bytes: int, bytes_per_s: float) -> Mov
     window_bytes = 2 * max(sizes_bytes[:leaving], default=0)
     needed_bytes = sum(sizes_bytes) - limit_bytes + window_bytes
     moving = Moving(num_bytes=min(num_bytes, needed_bytes), window_bytes=window_bytes)
-    return moving if moving.freed_bytes else None
+    return moving if moving.num_bytes > moving.window_bytes else None

@@ -43,7 +43,7 @@ class Steps:
         went = []
         for _ in range(count):
             self.moments.append(Moment(self.now_s, self.reached))
-            self.ways.begin_step(self.moments[-1], peak_bytes)
+            self.ways.begin_step(self.moments[-1], peak_bytes, was_whole=True)
             if counts:
                 self.ways.count_step()
             went.append(self.ways.way)
