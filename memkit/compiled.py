@@ -38,6 +38,9 @@ from memkit.around import Around, Code, Run, within
 from memkit.hooks import HookSet
 from memkit.torch_state import in_compiled_function
 
+AHEAD_OF_COMPILED_S = 1e-3
+"""About what the host takes until all kernels of compiled code are enqueued: see `memkit.device.Device.record_begin`."""
+
 
 def is_compiled(module: nn.Module) -> bool:
     """Tell whether calling a module runs code that `torch.compile` has made, or makes now, of the whole module."""

@@ -163,6 +163,7 @@ set_in_mode_of_program: Callable[[Any], None]
 set_shows_to_compiler: Callable[[Any], None]
 set_shows_to_guards: Callable[[bool], None]
 shows_to_compiler: Callable[[], bool]
+sleep_on_device: Callable[[int], None]
 sparse_indices: Callable[[Tensor], Tensor]
 sparse_values: Callable[[Tensor], Tensor]
 storage_address: Callable[[torch.UntypedStorage], int]
@@ -233,6 +234,7 @@ NAMES: dict[str, PrivateName] = {
     "is_zero_tensor": _of("torch.Tensor._is_zerotensor", "to tell zeros without bytes", _OFFLOAD, _REMAT),
     "storage_address": _field("torch.UntypedStorage._cdata", "to tell storages apart", *_ALL),
     "raw_stream": _of("torch._C._cuda_getCurrentRawStream", "the current CUDA stream, without an object for it"),
+    "sleep_on_device": _of("torch.cuda._sleep", "to have the host get ahead of the device"),
     "num_storage_users": _of("torch._C._storage_Use_Count", "whether a slot is in use", _LAYERS),
     "set_conj": _of("torch._C._set_conj", "to read a tensor conjugated", *_CONTEXTS),
     "set_neg": _of("torch._C._set_neg", "to read a tensor negated", *_CONTEXTS),

@@ -96,8 +96,8 @@ def one_plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     machine's clock, so that copies and steps take what they happen to. Tests that are about that ask for `any_times`.
     """
     if "any_times" not in request.fixturenames:
-        monkeypatch.setattr(learning, "_OTHER_LINK", math.inf)
-        monkeypatch.setattr(learning, "_AS_PREDICTED", math.inf)
+        for name in ("_OTHER_LINK", "_QUITE_OTHER_LINK", "_AS_PREDICTED"):
+            monkeypatch.setattr(learning, name, math.inf)
         monkeypatch.setattr(learning, "_LESS", 0.0)
         monkeypatch.setattr(learning, "_has_own_clock", lambda _: False)  # on a GPU other ways are tried
 

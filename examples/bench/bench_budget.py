@@ -29,11 +29,11 @@ from parts import Part, Script
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 PARTS = {
-    "resnet50": Part(run=resnet50, limit_s=110, environment=EXPANDABLE),
-    "llama": Part(run=llama, limit_s=130, environment=EXPANDABLE),
-    "gpt2": Part(run=partial(beside_spaced, "gpt2"), limit_s=60, environment=EXPANDABLE),
-    "whisper": Part(run=partial(beside_spaced, "whisper"), limit_s=60, environment=EXPANDABLE),
-    "fits": Part(run=fits, limit_s=70, environment=EXPANDABLE),
+    "resnet50": Part(run=resnet50, limit_s=150, environment=EXPANDABLE),
+    "llama": Part(run=llama, limit_s=200, environment=EXPANDABLE),
+    "gpt2": Part(run=partial(beside_spaced, "gpt2"), limit_s=120, environment=EXPANDABLE),
+    "whisper": Part(run=partial(beside_spaced, "whisper"), limit_s=120, environment=EXPANDABLE),
+    "fits": Part(run=fits, limit_s=90, environment=EXPANDABLE),
     "cap": Part(run=cap, limit_s=130, environment=EXPANDABLE),
     "others": Part(run=others, limit_s=130, environment=EXPANDABLE),
     "compiled": Part(run=compiled, limit_s=90, environment=EXPANDABLE),

@@ -90,7 +90,7 @@ class Budgeted:
             warnings.simplefilter("always")
             first = step_of(workload, self.engine, device)
             # it looks itself at the peak of the step before, so nobody else starts the count anew
-            later = []
+            later: list[Step] = []
             while len(later) + 1 < NUM_LEARNING or (is_choosing() and len(later) + 1 < MOST_LEARNING):
                 later.append(step_of(workload, self.engine, device, resets_peak=False))
         counter = device.memory_counter()
@@ -133,6 +133,7 @@ class Budgeted:
             "host_s": found.host_s,
             **self.about_learning,
             "way": way_now(),
+            "ways_s": ways_s(),
             **figures_of_stats(found.peak_allocated_bytes, found.step_s),
         }
         say(
@@ -146,9 +147,16 @@ _NAMES = {Way.OPS: "plan", Way.REGIONS: "regions", Way.REGIONS_AND_COPIES: "regi
 
 
 def is_choosing() -> bool:
-    """Tell whether steps under `TAG` still try which of two ways is faster."""
+    """Tell whether steps under `TAG` are still planned anew, or try which of several ways is fastest."""
     state = budget_states.get(TAG)
-    return state is not None and state.ways is not None and not state.ways.is_decided
+    if state is None or state.settled is not None:
+        return False
+    if state.ways is not None:
+        return not state.ways.is_decided
+    latest, plan = state.traces.latest, state.learning.last
+    if latest is None or plan is None or plan.is_plain:
+        return False
+    return not state.learning.of(latest).has_chosen
 
 
 def way_now() -> str:
@@ -157,6 +165,12 @@ def way_now() -> str:
     if state is None or state.settled is not None:
         return "nothing to do"
     return _NAMES[Way.OPS if state.ways is None else state.ways.way]
+
+
+def ways_s() -> dict[str, float]:
+    """Return what the fastest step of each way has taken, where several were tried."""
+    state = budget_states.get(TAG)
+    return {} if state is None or state.ways is None else {_NAMES[way]: s for way, s in state.ways.fastest_s.items()}
 
 
 def measured(

@@ -14,6 +14,8 @@ from memkit import torch_private
 from memkit.device.base import CopyBatch, Device, Event, MemoryCounter, Piece, Stream
 from memkit.errors import DeviceUnavailableError, HostMemoryError
 
+_CYCLES_PER_S = 1.8e9
+"""About what a GPU's clock makes of them."""
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, whichever made it
 
 
@@ -323,6 +325,12 @@ class CudaDevice(Device):
             event = event.recorded()
             assert isinstance(event, CudaEvent)
             event.event.synchronize()
+
+    def record_begin(self, ahead_s: float = 3e-4) -> Event:
+        for sleep in torch_private.known("sleep_on_device"):
+            with torch.cuda.device(self.torch_device):
+                sleep(int(_CYCLES_PER_S * ahead_s))
+        return self.record_event()
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         return torch.UntypedStorage(num_bytes, device=self.torch_device)

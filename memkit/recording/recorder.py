@@ -260,7 +260,7 @@ class Recorder(QuietMode):
         recording = self.recording
         if not recording.is_timed:
             return func(*args, **kwargs) if kwargs else func(*args)
-        start = recording.device.record_event()
+        start = recording.device.record_begin()
         results = func(*args, **kwargs) if kwargs else func(*args)
         recording.times.append((len(recording.calls), cost_key(func, args, results), start, recording.device.record_event()))
         return results

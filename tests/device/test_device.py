@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+
 import pytest
 import torch
 
@@ -33,6 +36,22 @@ def test_time_between_events_is_that_of_the_work_between(device: Device) -> None
 
     assert 0 <= start.elapsed_s(middle) <= start.elapsed_s(end)
     assert middle.elapsed_s(end) > 0
+
+
+@pytest.mark.gpu
+def test_what_the_host_takes_between_ops_is_not_timed() -> None:
+    """Each op is enqueued some hundred times slower than it is computed."""
+    device = open_device("cuda")
+    x = torch.ones(16, device="cuda")
+    events = []
+    for _ in range(50):
+        begin = device.record_begin(2e-3)
+        time.sleep(5e-4)
+        x.add_(1)
+        events.append((begin, device.record_event()))
+    device.synchronize()
+
+    assert statistics.median(begin.elapsed_s(end) for begin, end in events) < 1e-4
 
 
 def test_events_made_ahead_are_recorded_when_asked_for(device: Device) -> None:

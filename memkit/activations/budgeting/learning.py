@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -34,8 +35,10 @@ _HEADROOM = 0.01
 """So much of a budget is left free: what one step measures, another may miss by."""
 _OF_LINK = 0.9
 """Of the link's measured speed what is planned with: others may use it as well."""
-_IN_STEPS, _OTHER_LINK, _MOST_LINKS = 0.98, 0.05, 8
-"""Of the speed in steps what is planned with, by how much that may be missed, and how often it is set anew."""
+_IN_STEPS, _MOST_LINKS = 0.98, 8
+"""Of the speed in steps what is planned with, and how often that is set anew."""
+_OTHER_LINK, _QUITE_OTHER_LINK = 0.05, 0.2
+"""By so much what is planned with may be missed: by the median of the first steps of a plan; and by one step."""
 _PROBED_BYTES = 64 * 2**20
 _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
 """The speed of copies, measured once for each device."""
@@ -82,6 +85,8 @@ class LearnedStep:
     num_links: int = 0
     """How often the link was found to be another than was planned with."""
     num_judged: int = 0
+    rates: list[tuple[float, float]] = field(default_factory=list)
+    """How fast the first steps of a plan have copied, out and back, in bytes per second."""
     has_scaled: bool = False
     """Whether what its ops take was set by what steps took."""
     steady: SteadyStep | None = None
@@ -185,8 +190,9 @@ class Learning:
             schedule = schedule_of(plan, problem.lineage, ops.step.retained_bytes)
             found = learned.plans[allowed_bytes] = Planned(plan=plan, schedule=schedule, allowed_bytes=allowed_bytes)
             learned.num_judged = 0
+            learned.rates.clear()
             self.num_plans += 1
-            _LOGGER.debug("MemoryBudget: %s", plan)
+            _LOGGER.debug("MemoryBudget: for %d bytes, by %s: %s", allowed_bytes, problem.gpu, plan)
         return found
 
     def _search(
@@ -253,9 +259,15 @@ class Learning:
         learned, link = self.of(trace), self._link
         if link is None or learned.planner is None or out_bytes_per_s is None or back_bytes_per_s is None:
             return
-        found = [_IN_STEPS * rate for rate in (out_bytes_per_s, back_bytes_per_s)]
-        planned = [link.d2h_bytes_per_s, link.h2d_bytes_per_s]
-        is_other = any(abs(rate / known - 1) > _OTHER_LINK for rate, known in zip(found, planned, strict=True))
+        found = _IN_STEPS * out_bytes_per_s, _IN_STEPS * back_bytes_per_s
+        least = _QUITE_OTHER_LINK
+        if len(learned.rates) < _STEPS_JUDGED:
+            learned.rates.append(found)
+            if len(learned.rates) == _STEPS_JUDGED:
+                out, back = zip(*learned.rates, strict=True)
+                found, least = (median(out), median(back)), _OTHER_LINK
+        planned = link.d2h_bytes_per_s, link.h2d_bytes_per_s
+        is_other = any(abs(rate / known - 1) > least for rate, known in zip(found, planned, strict=True))
         if is_other and learned.num_links < _MOST_LINKS:
             problem = learned.planner.problem
             self._link = replace(link, d2h_bytes_per_s=found[0], h2d_bytes_per_s=found[1], both_bytes_per_s=min(found))
@@ -269,7 +281,8 @@ class Learning:
         self._scale(self.of(trace), planned.plan)
         learned, plan = self.of(trace), planned.plan
         budget_bytes = self.budget_bytes(trace, limits)
-        if budget_bytes is None or learned.num_replans >= _MOST_REPLANS:
+        is_least = plan.predicted_peak_bytes > planned.allowed_bytes
+        if budget_bytes is None or is_least or learned.num_replans >= _MOST_REPLANS:
             return
         over_bytes = peak_bytes - max(limits.allocated_bytes(budget_bytes), plan.predicted_peak_bytes)
         if over_bytes > 0:
@@ -293,7 +306,7 @@ class Learning:
         if not lacks_ops and (is_as_known or plan.predicted_peak_bytes > self._last_allowed_bytes):
             return None
         limit_bytes = limit_of_saved(problem, self._last_allowed_bytes)
-        if not lacks_ops and not _fits(trace.ops, limit_bytes):
+        if limit_bytes <= 0 or not (lacks_ops or _fits(trace.ops, limit_bytes)):
             return None
         moving = None if self._link is None else moving_beside(problem, limit_bytes, self._link.both_bytes_per_s)
         return Ways(self._last_allowed_bytes, limit_bytes, moving=moving)

@@ -13,6 +13,7 @@ import torch
 
 from memkit import torch_private
 from memkit.activations.saved.records import ON_DEVICE, Record
+from memkit.compiled import AHEAD_OF_COMPILED_S
 from memkit.plan import ends_of
 from memkit.recording.recorded import tensors_in
 
@@ -60,8 +61,8 @@ class Meter:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._events: list[tuple[Event, Event]] = []
         self._begun: Event | None = None
-        self._last = device.record_event()
-        """The end of the last op."""
+        self._last = device.record_begin(AHEAD_OF_COMPILED_S)
+        """The end of the last op: what is not looked into may begin here."""
         self._opaque = set[int]()
         self._opaque_times: list[tuple[int, Event, Event]] = []
         self._beside_bytes = 0
@@ -99,7 +100,7 @@ class Meter:
             found = recording.current.get(torch_private.storage_address(tensor.untyped_storage()))
             if found is not None and found[1] not in self._alive and found[1] not in recording.roots:
                 self._alive[found[1]] = found[0]
-        self._last = self._device.record_event()
+        self._last = self._device.record_begin()
 
     def end_save(self) -> None:
         """A save that counts is noted."""
@@ -117,7 +118,7 @@ class Meter:
         self._note_peak()
         self.names.append(_OPAQUE)
         self._opaque_times.append((place, self._last, now))
-        self._last = now
+        self._last = self._device.record_begin(AHEAD_OF_COMPILED_S)
         if record is not None:
             self._alive[value] = record.original
 
@@ -129,7 +130,7 @@ class Meter:
         self._alive.clear()
         self.num_forward_ops = place
         self._beside_bytes = self._gone_less_extra(self._forward)
-        self._begun = self._device.record_event()
+        self._begun = self._device.record_begin()
 
     def _is_released(self, value: int, storage: torch.UntypedStorage) -> bool:
         record = self._forward.record_of(value)
@@ -155,7 +156,7 @@ class Meter:
         self._beside_bytes = self._gone_less_extra(self._forward)
         if self._counter is not None:
             self._counter.reset_peak()
-        self._begun = self._device.record_event()
+        self._begun = self._device.record_begin()
 
     def end_backward(self) -> None:
         """The backward has ended well."""

@@ -3,6 +3,7 @@ recomputed as a whole, which costs the host next to nothing, with copies beside 
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,8 +11,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from memkit.device.base import Event
     from memkit.plan import Problem
+
+_LOGGER = logging.getLogger(__name__)
 
 _NUM_COUNTED = 3
 """So many steps of each way count, the fastest of them."""
@@ -86,6 +91,8 @@ class Ways:
         self._tries = [_Try(Way.OPS), _Try(Way.REGIONS, limit_bytes)]
         if moving is not None:
             self._tries.append(_Try(Way.REGIONS_AND_COPIES, limit_bytes, num_ahead=_NUM_NOTED))
+        self.fastest_s: Mapping[Way, float] = {}
+        """What the fastest step of each way has taken, once one was chosen."""
         self._place = 0
         self._is_decided = False
         self._begun: Event | None = None
@@ -218,6 +225,8 @@ class Ways:
             for tried in self._tries
         ]
         self._place, self._is_decided = fastest_s.index(min(fastest_s)), True
+        self.fastest_s = {tried.way: seconds for tried, seconds in zip(self._tries, fastest_s, strict=True)}
+        _LOGGER.debug("MemoryBudget: %s, of %s", self.way, self.fastest_s)
         self._now.num_changes = 0
         for tried in self._tries:
             tried.pairs.clear()
@@ -237,7 +246,7 @@ def limit_of_saved(problem: Problem, allowed_bytes: int) -> int:
             for slot in range(value.made, min(value.freed, problem.num_slots)):
                 held[slot] += value.num_bytes
     room = [allowed_bytes - problem.base_bytes - working for working in problem.working_bytes]
-    return max(min((left for left, full in zip(room, held, strict=True) if left < full), default=sum(held)), 1)
+    return max(min((left for left, full in zip(room, held, strict=True) if left < full), default=sum(held)), 0)
 
 
 def moving_beside(problem: Problem, limit_bytes: int, bytes_per_s: float) -> Moving | None:

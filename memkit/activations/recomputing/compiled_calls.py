@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.around import Code
 from memkit.compiled import (
+    AHEAD_OF_COMPILED_S,
     around_compiled,
     compiled_in,
     is_compiled,
@@ -153,7 +154,7 @@ class CompiledCalls:
         if not recording.is_timed or place < 0:
             return code(*args, **kwargs)
         device, num_before = recording.device, num_compiled()
-        start = device.record_event()
+        start = device.record_begin(AHEAD_OF_COMPILED_S)
         results = code(*args, **kwargs)
         end = device.record_event()
         if num_before is not None and num_compiled() == num_before and recording.device is device:

@@ -228,11 +228,13 @@ def test_plans_are_made_anew_for_the_speed_that_steps_copy_with(monkeypatch: pyt
     device = ReferenceDevice()
     _steps(device, 3)
     monkeypatch.setattr(learning, "_OTHER_LINK", 0.05)
+    monkeypatch.setattr(learning, "_QUITE_OTHER_LINK", 0.2)
     trace, learned = budget_states["link"].traces.latest, budget_states["link"].learning
     assert trace is not None
     gpu, known = planner_of("link").problem.gpu, learned.of(trace)
     out, back = gpu.d2h_bytes_per_s / 0.98, gpu.h2d_bytes_per_s / 0.98
-    for rates in [(None, None), (out, None), (None, back), (out, back), (1.04 * out, 0.96 * back)]:
+    small = [(1.1 * out, 0.9 * back), (1.04 * out, 0.96 * back), (0.98 * out, 1.1 * back), (1.1 * out, back), (0.9 * out, back)]
+    for rates in [(None, None), (out, None), (None, back), *small]:
         learned.note_link(trace, *rates)
         assert planner_of("link").problem.gpu is gpu
         assert known.plans
@@ -243,15 +245,29 @@ def test_plans_are_made_anew_for_the_speed_that_steps_copy_with(monkeypatch: pyt
     assert made.gpu.d2h_bytes_per_s == pytest.approx(gpu.d2h_bytes_per_s)
     assert made.gpu.both_bytes_per_s == min(made.gpu.h2d_bytes_per_s, made.gpu.d2h_bytes_per_s)
     assert not known.plans
-    monkeypatch.setattr(learning, "_OTHER_LINK", math.inf)
+    monkeypatch.setattr(learning, "_QUITE_OTHER_LINK", math.inf)
     before = memkit.stats("link").num_plans
     _steps(device, 2)
     assert memkit.stats("link").num_plans == before + 1
 
 
-def test_link_is_set_anew_eight_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_differences_of_the_link_count_once_three_steps_show_them(monkeypatch: pytest.MonkeyPatch) -> None:
     _steps(ReferenceDevice(), 3)
     monkeypatch.setattr(learning, "_OTHER_LINK", 0.05)
+    trace, learned, gpu = budget_states["link"].traces.latest, budget_states["link"].learning, planner_of("link").problem.gpu
+    assert trace is not None
+    out, back = gpu.d2h_bytes_per_s / 0.98, gpu.h2d_bytes_per_s / 0.98
+    found = []
+    for share in (1.1, 0.99, 1.15):
+        learned.note_link(trace, out, share * back)
+        found.append(planner_of("link").problem.gpu.h2d_bytes_per_s / gpu.h2d_bytes_per_s)
+
+    assert found == [1.0, 1.0, pytest.approx(1.1)]
+
+
+def test_link_is_set_anew_eight_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    _steps(ReferenceDevice(), 3)
+    monkeypatch.setattr(learning, "_QUITE_OTHER_LINK", 0.01)
     trace = budget_states["link"].traces.latest
     assert trace is not None
     planners = []

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device
-from memkit.plan import Action, MemoryPlan
+from memkit.plan import Action, JointPlanner, MemoryPlan
 from memkit.plan.budget import simulate
 from tests.activations.budgeting.plans import planner_of
 from tests.activations.cases import assert_same_bits
@@ -66,8 +67,10 @@ def _train(
 
 
 def _plan(action: Action, every: int) -> MemoryPlan:
-    """Return a plan that does something with one in so many values, where that is legal."""
-    planner = planner_of(TAG)
+    """Return a plan that does something with one in so many values, where that is legal, by a link that is fast enough."""
+    gpu = planner_of(TAG).problem.gpu
+    rates = dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s", "both_bytes_per_s"), 1e15)
+    planner = JointPlanner(replace(planner_of(TAG).problem, gpu=replace(gpu, copy_latency_s=0.0, **rates)))
     problem, places = planner.problem, itertools.count(1)
     actions = [action if action in held.choices and next(places) % every == 0 else Action.KEEP for held in problem.values]
     return planner.told(simulate(problem, actions, problem.plain_peak_bytes), problem.plain_peak_bytes, 0)

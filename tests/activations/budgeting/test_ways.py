@@ -211,7 +211,7 @@ def _problem(working_bytes: list[int]) -> Problem:
         (20, [7, 5, 1, 1], 3),
         (20, [1, 1, 1, 9], 1),
         (21, [1, 1, 1, 1], 28),  # all fits: no limit
-        (9, [1, 1, 1, 1], 1),  # nothing does
+        (9, [1, 1, 1, 1], 0),  # nothing does
     ],
 )
 def test_limit_of_saved(allowed_bytes: int, working_bytes: list[int], limit_bytes: int) -> None:
