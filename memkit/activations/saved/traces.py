@@ -72,6 +72,8 @@ class Trace:
     num_awaited: int | None = None
     """Where forwards came to it from the schedule of another that begins alike: for how many more, at most, none follows a
     schedule, so that it is looked at whole."""
+    was_come_to: bool = False
+    """Whether a forward has come to it so. What its backward asks for is not learned then."""
     is_report: bool = False
     """Made from a report, which does not know all that a context sees (large buffers, frozen casts): strangers are let pass."""
     learned: Any = None
@@ -81,9 +83,10 @@ class Trace:
     _plan: tuple[tuple[float, int | None, int], Plan] | None = None
 
     def await_whole(self) -> None:
-        """A forward came to this one from the schedule of another: have it looked at, if it may come again."""
-        if self.num_awaited is None and self.seen is None and self.requests is not None:
+        """A forward came to this one from the schedule of another: have it looked at, if it may come again, as what came twice."""
+        if self.num_awaited is None and self.seen is None and (self.requests is not None or self.was_come_to):
             self.num_awaited = _MAX_AWAITED
+        self.was_come_to = True
 
     def is_awaited(self) -> bool:
         """Tell whether a forward that begins now is to be looked at, since it may be this one."""
@@ -153,8 +156,10 @@ class Traces:
 
     def __init__(self) -> None:
         self._known: list[Trace] = []
-        self._after: dict[Trace, Trace] = {}
-        """For each, which one came next when it was followed last."""
+        self._after: dict[tuple[Trace | None, Trace], Trace] = {}
+        """For each two in a row, which one came next the last time; and the same for each alone, behind None."""
+        self._before: Trace | None = None
+        """What was followed ahead of the last one."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -169,13 +174,16 @@ class Traces:
 
     @property
     def expected(self) -> Trace | None:
-        """The one that has come after the last one before."""
-        return self._after.get(self._known[0]) if self._known else None
+        """The one that came next when the last two were followed before, or else the last one."""
+        last = self.latest
+        return None if last is None else self._after.get((self._before, last)) or self._after.get((None, last))
 
     def follow(self, trace: Trace) -> None:
         """A forward has followed a trace."""
-        if self._known:
-            self._after[self._known[0]] = trace
+        last = self.latest
+        if last is not None:
+            self._after[self._before, last] = self._after[None, last] = trace
+            self._before = last
         self.add(trace)
 
     def has_report(self) -> bool:
@@ -187,9 +195,10 @@ class Traces:
         if trace in self._known:
             self._known.remove(trace)
         self._known.insert(0, trace)
-        for forgotten in self._known[_MAX_TRACES:]:
-            self._after.pop(forgotten, None)
-        del self._known[_MAX_TRACES:]
+        forgotten = self._known[_MAX_TRACES:]
+        if forgotten:
+            self._after = {pair: after for pair, after in self._after.items() if not {*pair, after}.intersection(forgotten)}
+            del self._known[_MAX_TRACES:]
 
     def learn(
         self,
