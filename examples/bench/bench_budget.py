@@ -35,7 +35,7 @@ PARTS = {
     "whisper": Part(run=partial(beside_spaced, "whisper"), limit_s=120, environment=EXPANDABLE),
     "fits": Part(run=fits, limit_s=90, environment=EXPANDABLE),
     "cap": Part(run=cap, limit_s=130, environment=EXPANDABLE),
-    "others": Part(run=others, limit_s=130, environment=EXPANDABLE),
+    "others": Part(run=others, limit_s=240, environment=EXPANDABLE),
     "compiled": Part(run=compiled, limit_s=90, environment=EXPANDABLE),
 }
 SCRIPT = Script(path=__file__, parts=PARTS, about=__doc__, minutes=6.5)

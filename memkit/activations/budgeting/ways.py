@@ -20,14 +20,14 @@ _LOGGER = logging.getLogger(__name__)
 
 _NUM_COUNTED = 3
 """So many steps of each way count, the fastest of them."""
-_MOST_STEPS = 24
-"""So many steps may pass until calls of modules are recomputed as planned; then single ops it is."""
+_MOST_STEPS = 36
+"""So many steps may pass until it is known what a way takes in which calls of modules are recomputed; else it is given up."""
 _MOST_RECORDED = 8
 """So many steps in a row it takes at most until calls of modules are recomputed, if they are to be."""
 _MOST_CHANGES = 3
 """So often what saved values may take is set anew, by what a step took."""
-_NUM_NOTED = 2
-"""So many steps it takes until what leaves follows a schedule."""
+_NUM_NOTED = 3
+"""So many steps it takes until what leaves follows a schedule: twice it begins as an earlier one, and once it is looked at."""
 _MOSTLY = 0.9
 """A counter that tells less than so much of what saved values may take does not count them."""
 _SLACK = 0.03

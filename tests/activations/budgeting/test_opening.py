@@ -214,6 +214,36 @@ def test_ways_are_tried_where_the_device_has_a_clock_of_its_own_and_they_may_fit
     assert (budget_states["clock"].ways is not None) == (has_own_clock and may_fit)
 
 
+def test_regions_are_not_tried_where_nothing_is_left_for_saved_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "_has_own_clock", lambda _: True)
+    monkeypatch.setattr(learning, "limit_of_saved", lambda *_: 0)
+    device, model, x = ReferenceDevice(), blocks()[:6], torch.randn(8, 32)
+    make = partial(memkit.MemoryBudget, 0.6, "room", optimizer=_stateless(model), min_bytes=1, device=device)
+    for _ in range(8):
+        train(model, x, make)
+
+    assert budget_states["room"].ways is None
+
+
+@pytest.mark.parametrize(("budget", "over_bytes"), [(0.6, 1000), (0.01, 0)])
+def test_plan_is_made_anew_where_a_step_takes_more_unless_it_is_the_least_one(budget: float, over_bytes: int) -> None:
+    device, model, x = ReferenceDevice(), blocks()[:6], torch.randn(8, 32)
+    make = partial(memkit.MemoryBudget, budget, "over", optimizer=_stateless(model), min_bytes=1, device=device)
+    for _ in range(4):
+        train(model, x, make)
+    state = budget_states["over"]
+    trace, limits, budget_bytes = state.traces.latest, state.limits, state.budget_bytes
+    assert trace is not None
+    assert limits is not None
+    assert budget_bytes is not None
+    learned = state.learning.of(trace)
+    (planned,) = learned.plans.values()
+    most_bytes = max(planned.plan.predicted_peak_bytes, budget_bytes)
+    state.learning.judge(trace, planned, most_bytes + 1000, limits)
+
+    assert learned.over_bytes == over_bytes
+
+
 # Copies that take longer than was measured
 
 
