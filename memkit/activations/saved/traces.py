@@ -83,7 +83,7 @@ class Trace:
     _plan: tuple[tuple[float, int | None, int], Plan] | None = None
 
     def await_whole(self) -> None:
-        """A forward came to this one from the schedule of another: have it looked at, if it may come again as what came twice."""
+        """A forward came to this one from the schedule of another: have it looked at, if it may come again: it came twice."""
         if self.num_awaited is None and self.seen is None and (self.requests is not None or self.was_come_to):
             self.num_awaited = _MAX_AWAITED
         self.was_come_to = True
