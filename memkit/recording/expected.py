@@ -30,11 +30,16 @@ class ExpectedOp(NamedTuple):
     """The number of the next value, before it runs."""
     made: int
     """The number of the next value once the roots that it reads are numbered."""
-    is_view: bool = False
+    makes_none: bool = False
+    """Whether it makes no value, as a view does, or what writes to what no other op has to do with."""
     ins: tuple[int, ...] = ()
     """The values that it reads."""
     roots: frozenset[int] = frozenset()
     """Which of these are roots, that nothing makes."""
+    over: int | None = None
+    """The value that it writes over, where it is not recorded."""
+    strangers: tuple[int, ...] = ()
+    """The positions of arguments that it writes to beside, where it is not recorded: no other op has to do with these."""
 
 
 class Expected:
@@ -51,6 +56,8 @@ class Expected:
         self._num_values = num_values
         self.unmade = set[int]()
         """What ops have made that were not recorded."""
+        self.over: dict[int, int] = {}
+        """Of these, what was written over other values: which ones."""
         self.sources = set[int]()
         """What dropped values are made from that no recorded op makes, or that is read where it was saved: a write to it has it
         copied first."""
@@ -64,6 +71,25 @@ class Expected:
             recording.num_values = max(recording.num_values, self._num_values)
         else:
             recording.expected = None
+
+    def may_skip(self, recording: Recording, op: ExpectedOp, args: tuple[Any, ...]) -> bool:
+        """Tell whether an op that writes writes to nothing that is needed, as it was when it was noted."""
+        try:
+            if op.over is not None:
+                return recording.find(args[0].untyped_storage()) == op.over and op.over not in self.sources
+            return not any(args[position] is not None and recording.is_known(args[position]) for position in op.strangers)
+        except RuntimeError:  # an argument is no range of bytes
+            return False
+
+    def add_written(self, recording: Recording, target: Tensor, before: int) -> None:
+        """Note what an op that is not recorded has written over a value."""
+        value = recording.num_values
+        recording.num_values = value + 1  # first, as in `Recording.add_root`
+        self.unmade.add(value)
+        self.over[value] = before
+        recording.overwritten.add(before)
+        storage = target.untyped_storage()
+        recording.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
 
     def add_unmade(self, recording: Recording, results: Any) -> None:
         """Note what an op has returned that is not recorded."""

@@ -201,7 +201,12 @@ class Recording:
         while True:
             maker = self.lineage.maker[value]
             if maker == NO_OP:
-                return found if self.expected is not None and value in self.expected.unmade else math.inf
+                if self.expected is None or value not in self.expected.unmade:
+                    return math.inf
+                if value not in self.expected.over:
+                    return found
+                found, value = found + 1, self.expected.over[value]
+                continue
             call = self.calls[maker]
             place = value - call.first - (0 if call.notes is None else len(call.notes.places))
             if call.notes is None or place < 0:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Collection
+from dataclasses import replace
 
 from memkit.activations.budgeting.state import budget_states
 from memkit.plan import Action, JointPlanner, MemoryPlan
@@ -36,4 +39,15 @@ def plan_of_one(planner: JointPlanner, action: Action) -> MemoryPlan:
     """Return a plan that does the same with all for which that is legal, as late as may be; the others stay."""
     problem = planner.problem
     actions = [action if action in held.choices else Action.KEEP for held in problem.values]
+    return planner.told(simulate(problem, actions, problem.plain_peak_bytes), problem.plain_peak_bytes, 0)
+
+
+def plan_of_some(tag: str, action: Action, every: int, *, of: Collection[int] | None = None) -> MemoryPlan:
+    """Return a plan that does something with one in so many values, where that is legal, by a link that is fast enough."""
+    gpu = planner_of(tag).problem.gpu
+    rates = dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s", "both_bytes_per_s"), 1e15)
+    planner = JointPlanner(replace(planner_of(tag).problem, gpu=replace(gpu, copy_latency_s=0.0, **rates)))
+    problem, places = planner.problem, itertools.count(1)
+    may_be = [action in held.choices and (of is None or held.value in of) for held in problem.values]
+    actions = [action if may and next(places) % every == 0 else Action.KEEP for may in may_be]
     return planner.told(simulate(problem, actions, problem.plain_peak_bytes), problem.plain_peak_bytes, 0)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,9 +16,8 @@ from torch import Tensor, nn
 import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device
-from memkit.plan import Action, JointPlanner, MemoryPlan
-from memkit.plan.budget import simulate
-from tests.activations.budgeting.plans import planner_of
+from memkit.plan import Action
+from tests.activations.budgeting.plans import plan_of_some
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 
@@ -66,23 +63,13 @@ def _train(
     return [loss.detach(), x.grad, *grads]
 
 
-def _plan(action: Action, every: int) -> MemoryPlan:
-    """Return a plan that does something with one in so many values, where that is legal, by a link that is fast enough."""
-    gpu = planner_of(TAG).problem.gpu
-    rates = dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s", "both_bytes_per_s"), 1e15)
-    planner = JointPlanner(replace(planner_of(TAG).problem, gpu=replace(gpu, copy_latency_s=0.0, **rates)))
-    problem, places = planner.problem, itertools.count(1)
-    actions = [action if action in held.choices and next(places) % every == 0 else Action.KEEP for held in problem.values]
-    return planner.told(simulate(problem, actions, problem.plain_peak_bytes), problem.plain_peak_bytes, 0)
-
-
 def _steady(device: Device, action: Action, every: int = 2) -> tuple[nn.ModuleList, Make]:
     """Return a model whose next step is a steady one, and the context of that."""
     blocks, make = _blocks(device), partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
     plain = _train(blocks, nullcontext)
     for _ in range(3):
         assert_same_bits(_train(blocks, make), plain)
-    follow = partial(make, plan=_plan(action, every))
+    follow = partial(make, plan=plan_of_some(TAG, action, every))
     for _ in range(2):
         assert_same_bits(_train(blocks, follow), plain)
     return blocks, follow
@@ -212,7 +199,7 @@ def test_first_step_of_a_plan_may_end_as_another_one(action: Action, device: Dev
     plain, plain_of_fewer = _train(blocks, nullcontext), _train(fewer, nullcontext)
     for _ in range(3):
         _train(blocks, make)
-    follow = partial(make, plan=_plan(action, 1))
+    follow = partial(make, plan=plan_of_some(TAG, action, 1))
 
     assert_same_bits(_train(fewer, follow), plain_of_fewer)
     assert memkit.stats(TAG).live_records == 0
@@ -300,7 +287,7 @@ def test_parts_of_a_steady_graph_may_be_asked_for_alone(action: Action, device: 
 
     for _ in range(3):
         train(make, parts=False)
-    follow = partial(make, plan=_plan(action, 1))
+    follow = partial(make, plan=plan_of_some(TAG, action, 1))
     for _ in range(3):
         assert_same_bits(train(follow, parts=False), train(nullcontext, parts=False))
     for _ in range(2):
@@ -331,7 +318,7 @@ def test_write_to_what_a_dropped_value_is_made_from_is_no_harm(read: str, device
 
     for _ in range(3):
         train(make, writes=False)
-    follow = partial(make, plan=_plan(Action.RECOMPUTE, 2))
+    follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, 2))
     for _ in range(3):
         assert_same_bits(train(follow, writes=False), train(nullcontext, writes=False))
     assert memkit.stats(TAG).num_dropped > 0
@@ -342,7 +329,7 @@ def _found(make: Make, run: Callable[[Make, bool], list[Tensor]], *, every: int 
     """Return what a step computes that departs, after steady ones that do not; hold these to the plain run."""
     for _ in range(3):
         run(make, False)
-    follow = partial(make, plan=_plan(Action.RECOMPUTE, every))
+    follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, every))
     for _ in range(3):
         assert_same_bits(run(follow, False), run(nullcontext, False))
     assert memkit.stats(TAG).num_dropped > 0
