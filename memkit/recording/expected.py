@@ -6,6 +6,7 @@ plan goes by. With the first op that is another one, all is recorded again.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
+from memkit.plan import NO_OP
 from memkit.recording.recorded import tensors_in
 
 if TYPE_CHECKING:
@@ -139,3 +141,24 @@ class Expected:
                     return False
                 recording.add_root(tensor, storage, is_inside=False, number=number)
         return True
+
+
+def num_writes(recording: Recording, value: int) -> float:
+    """Return how often ops have written to what a value is in, no bound if that began before."""
+    recording.sync()
+    expected, found = recording.expected, 0
+    while True:
+        maker = recording.lineage.maker[value]
+        if maker != NO_OP:
+            call = recording.calls[maker]
+            place = value - call.first - (0 if call.notes is None else len(call.notes.places))
+            if call.notes is None or place < 0:
+                return found
+            before = call.notes.written[place]
+        elif expected is None or value not in expected.unmade:
+            return math.inf
+        elif value not in expected.over:
+            return found
+        else:
+            before = expected.over[value]
+        found, value = found + 1, before

@@ -74,7 +74,7 @@ def _train(blocks: nn.ModuleList, make: Make) -> list[Tensor]:
 
 
 def _steady(device: Device) -> tuple[nn.ModuleList, Make]:
-    """Return a model whose next step is a steady one, and the context of that: each difference is made again, and nothing else."""
+    """Return a model whose next step is a steady one, and the context of that: each difference is made again, nothing else."""
     blocks, make = _blocks(device), partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
     plain = _train(blocks, nullcontext)
     for _ in range(3):
