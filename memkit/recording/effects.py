@@ -141,12 +141,14 @@ def record_batch_norm(recorder: Recorder, func: Any, types: Any, args: tuple[Any
     sources: list[Source] = []
     kept: list[Any] = []
     known: list[Tensor] = []
+    statistics: list[Tensor] = []
     try:
         for position, argument in enumerate(args):
             if position not in kind.statistics:
                 kept.append(recorder.take(position, argument, sources) if isinstance(argument, Tensor) else argument)
             elif argument is not None:
                 recording.note_effect(argument)
+                statistics.append(argument)
                 if recording.is_known(argument):
                     known.append(argument)
     except RuntimeError:  # an argument is no range of bytes
@@ -158,6 +160,8 @@ def record_batch_norm(recorder: Recorder, func: Any, types: Any, args: tuple[Any
     results = recorder.run(func, args, None)
     recording.add_written(known, are_inside)
     recorder.note(kind.replayed_by or func, kept, None, sources, args, results, kind=kind)
+    for argument in statistics:  # as in `Recorder.record`: what reads them later is not to see the updates of another forward
+        recording.note_hidden(argument)
     return results
 
 

@@ -6,7 +6,6 @@ plan goes by. With the first op that is another one, all is recorded again.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.plan import NO_OP
 from memkit.recording.recorded import tensors_in
 
 if TYPE_CHECKING:
@@ -32,16 +30,11 @@ class ExpectedOp(NamedTuple):
     """The number of the next value, before it runs."""
     made: int
     """The number of the next value once the roots that it reads are numbered."""
-    makes_none: bool = False
-    """Whether it makes no value, as a view does, or what writes to what no other op has to do with."""
+    is_view: bool = False
     ins: tuple[int, ...] = ()
     """The values that it reads."""
     roots: frozenset[int] = frozenset()
     """Which of these are roots, that nothing makes."""
-    over: int | None = None
-    """The value that it writes over, where it is not recorded."""
-    strangers: tuple[int, ...] = ()
-    """The positions of arguments that it writes to beside, where it is not recorded: no other op has to do with these."""
 
 
 class Expected:
@@ -58,8 +51,6 @@ class Expected:
         self._num_values = num_values
         self.unmade = set[int]()
         """What ops have made that were not recorded."""
-        self.over: dict[int, int] = {}
-        """Of these, what was written over other values: which ones."""
         self.sources = set[int]()
         """What dropped values are made from that no recorded op makes, or that is read where it was saved: a write to it has it
         copied first."""
@@ -73,25 +64,6 @@ class Expected:
             recording.num_values = max(recording.num_values, self._num_values)
         else:
             recording.expected = None
-
-    def may_skip(self, recording: Recording, op: ExpectedOp, args: tuple[Any, ...]) -> bool:
-        """Tell whether an op that writes writes to nothing that is needed, as it was when it was noted."""
-        try:
-            if op.over is not None:
-                return recording.find(args[0].untyped_storage()) == op.over and op.over not in self.sources
-            return not any(args[position] is not None and recording.is_known(args[position]) for position in op.strangers)
-        except RuntimeError:  # an argument is no range of bytes
-            return False
-
-    def add_written(self, recording: Recording, target: Tensor, before: int) -> None:
-        """Note what an op that is not recorded has written over a value."""
-        value = recording.num_values
-        recording.num_values = value + 1  # first, as in `Recording.add_root`
-        self.unmade.add(value)
-        self.over[value] = before
-        recording.overwritten.add(before)
-        storage = target.untyped_storage()
-        recording.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
 
     def add_unmade(self, recording: Recording, results: Any) -> None:
         """Note what an op has returned that is not recorded."""
@@ -141,24 +113,3 @@ class Expected:
                     return False
                 recording.add_root(tensor, storage, is_inside=False, number=number)
         return True
-
-
-def num_writes(recording: Recording, value: int) -> float:
-    """Return how often ops have written to what a value is in, no bound if that began before."""
-    recording.sync()
-    expected, found = recording.expected, 0
-    while True:
-        maker = recording.lineage.maker[value]
-        if maker != NO_OP:
-            call = recording.calls[maker]
-            place = value - call.first - (0 if call.notes is None else len(call.notes.places))
-            if call.notes is None or place < 0:
-                return found
-            before = call.notes.written[place]
-        elif expected is None or value not in expected.unmade:
-            return math.inf
-        elif value not in expected.over:
-            return found
-        else:
-            before = expected.over[value]
-        found, value = found + 1, before

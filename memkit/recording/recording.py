@@ -5,6 +5,7 @@ A recording holds no tensor of the forward but the roots that something dropped 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from statistics import median
@@ -16,7 +17,7 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.device.base import Device, Event
 from memkit.kept import KeptHandle
-from memkit.plan import GrowingLineage
+from memkit.plan import NO_OP, GrowingLineage
 from memkit.recording.recorded import Call, CostKey, tensors_in
 from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch, written_error
 from memkit.recording.settings import current_settings
@@ -192,6 +193,20 @@ class Recording:
             self.add_root(tensor, storage, is_inside=False, is_hidden=True)
         elif value in self.roots:
             self.hidden.add(value)
+
+    def num_writes(self, value: int) -> float:
+        """Return how often ops have written to what a value is in, no bound if that began before."""
+        self.sync()
+        found = 0
+        while True:
+            maker = self.lineage.maker[value]
+            if maker == NO_OP:
+                return found if self.expected is not None and value in self.expected.unmade else math.inf
+            call = self.calls[maker]
+            place = value - call.first - (0 if call.notes is None else len(call.notes.places))
+            if call.notes is None or place < 0:
+                return found
+            found, value = found + 1, call.notes.written[place]
 
     def add_call(self, call: Call, storages: Sequence[torch.UntypedStorage]) -> range:
         """Return the values that a call has made, which are in these storages from now on."""

@@ -263,11 +263,10 @@ class Learning:
         least = _QUITE_OTHER_LINK
         if len(learned.rates) < _STEPS_JUDGED:
             learned.rates.append(found)
-            if len(learned.rates) == _STEPS_JUDGED:
+            if len(learned.rates) == _STEPS_JUDGED and not _is_other(link, found, least):
                 out, back = zip(*learned.rates, strict=True)
                 found, least = (median(out), median(back)), _OTHER_LINK
-        planned = link.d2h_bytes_per_s, link.h2d_bytes_per_s
-        is_other = any(abs(rate / known - 1) > least for rate, known in zip(found, planned, strict=True))
+        is_other = _is_other(link, found, least)
         if is_other and learned.num_links < _MOST_LINKS:
             problem = learned.planner.problem
             self._link = replace(link, d2h_bytes_per_s=found[0], h2d_bytes_per_s=found[1], both_bytes_per_s=min(found))
@@ -281,7 +280,7 @@ class Learning:
         self._scale(self.of(trace), planned.plan)
         learned, plan = self.of(trace), planned.plan
         budget_bytes = self.budget_bytes(trace, limits)
-        is_least = plan.predicted_peak_bytes > planned.allowed_bytes
+        is_least = learned.planner is not None and plan.predicted_peak_bytes <= learned.planner.least().peak_bytes
         if budget_bytes is None or is_least or learned.num_replans >= _MOST_REPLANS:
             return
         over_bytes = peak_bytes - max(limits.allocated_bytes(budget_bytes), plan.predicted_peak_bytes)
@@ -373,6 +372,12 @@ def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
         raise ValueError(f"this plan is for another step: {difference}. Plan this step anew")
     schedule = schedule_of(plan, ops.step.lineage, ops.step.retained_bytes)
     return Planned(plan=plan, schedule=schedule, allowed_bytes=plan.budget_bytes)
+
+
+def _is_other(link: GpuSpec, found: tuple[float, float], least: float) -> bool:
+    """Tell whether copies out or back go at another speed than was planned with, by at least so much of it."""
+    planned = link.d2h_bytes_per_s, link.h2d_bytes_per_s
+    return any(abs(rate / known - 1) > least for rate, known in zip(found, planned, strict=True))
 
 
 def _has_own_clock(device: Device | None) -> bool:

@@ -16,6 +16,7 @@ from memkit.activations.saved.records import ON_DEVICE, Record
 from memkit.compiled import AHEAD_OF_COMPILED_S
 from memkit.plan import ends_of
 from memkit.recording.recorded import tensors_in
+from memkit.torch_state import dynamo_is_loaded
 
 if TYPE_CHECKING:
     from memkit.activations.budgeting.planned_forward import PlannedForward
@@ -61,7 +62,8 @@ class Meter:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._events: list[tuple[Event, Event]] = []
         self._begun: Event | None = None
-        self._last = device.record_begin(AHEAD_OF_COMPILED_S)
+        self._may_be_opaque = dynamo_is_loaded()
+        self._last = self._begin_opaque()
         """The end of the last op: what is not looked into may begin here."""
         self._opaque = set[int]()
         self._opaque_times: list[tuple[int, Event, Event]] = []
@@ -71,6 +73,9 @@ class Meter:
             counter.reset_peak()
 
     # Forward
+
+    def _begin_opaque(self) -> Event:
+        return self._device.record_begin(AHEAD_OF_COMPILED_S) if self._may_be_opaque else self._device.record_event()
 
     def begin_op(self) -> None:
         """An op of the forward is about to run."""
@@ -100,7 +105,7 @@ class Meter:
             found = recording.current.get(torch_private.storage_address(tensor.untyped_storage()))
             if found is not None and found[1] not in self._alive and found[1] not in recording.roots:
                 self._alive[found[1]] = found[0]
-        self._last = self._device.record_begin()
+        self._last = self._begin_opaque()
 
     def end_save(self) -> None:
         """A save that counts is noted."""
@@ -118,7 +123,7 @@ class Meter:
         self._note_peak()
         self.names.append(_OPAQUE)
         self._opaque_times.append((place, self._last, now))
-        self._last = self._device.record_begin(AHEAD_OF_COMPILED_S)
+        self._last = self._begin_opaque()
         if record is not None:
             self._alive[value] = record.original
 

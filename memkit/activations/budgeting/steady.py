@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.schedule import Schedule
     from memkit.plan import Lineage
     from memkit.recording.ops import OpKinds
-    from memkit.recording.recorded import Call, OpKind
+    from memkit.recording.recorded import OpKind
     from memkit.recording.recording import Recording
 
 _Parameter = nn.Parameter
@@ -160,10 +160,8 @@ class StepNotes:
         with_records |= schedule.retained | {source for op in ops_read for source in lineage.ins[op]}
         places = [place for place, (_, ordinal, _) in enumerate(self._saves) if ordinal >= 0]
         due = {*schedule.copies, *schedule.lets_go}
-        expected = tuple(self._expected_ops(trace.funcs, lineage, recording, recorded, ops_read, kinds))
-        skipped = {
-            calls for (_, calls), op in zip(self._counts_at, expected, strict=True) if op.is_skipped and not op.makes_none
-        }
+        expected = tuple(self._expected_ops(trace.funcs, lineage, recording, recorded, kinds))
+        skipped = {calls for (_, calls), op in zip(self._counts_at, expected, strict=True) if op.is_skipped and not op.is_view}
         counts, seen = forward.counts, self._capture.saves
         moves = schedule_of_moves(plan, seen, self._numbers, places, forward.ledger.device)
         return SteadyStep(
@@ -181,42 +179,16 @@ class StepNotes:
         )
 
     def _expected_ops(
-        self,
-        funcs: Sequence[Any],
-        lineage: Lineage,
-        recording: Recording,
-        recorded: Collection[int],
-        ops_read: Collection[int],
-        kinds: OpKinds,
+        self, funcs: Sequence[Any], lineage: Lineage, recording: Recording, recorded: Collection[int], kinds: OpKinds
     ) -> Iterator[ExpectedOp]:
-        """Return what is to be known of each op.
-
-        Args:
-            recorded: those that are to be recorded.
-            ops_read: these, and all that are run again.
-        """
-        protected = {value for value, _, _ in self._saves}.union(recording.roots, self.planned.schedule.retained)
-        protected.update(*(lineage.ins[op] for op in ops_read))
-        last = len(lineage.maker), len(lineage.ins)
-        for place, (func, (first, op), (next_first, next_op)) in enumerate(
-            zip(funcs, self._counts_at, [*self._counts_at[1:], last], strict=True)
-        ):
-            kind = kinds.of(func)
-            if next_op == op and next_first == first and kind.is_in_place:  # it writes to a counter, or a buffer
-                yield ExpectedOp(func, is_skipped=True, first=first, made=first, makes_none=True, strangers=(0,))
-            elif next_op != op + 1:  # it makes nothing that can be made again
-                is_view = kind.op_class is OpClass.VIEW
-                yield ExpectedOp(func, is_skipped=is_view, first=first, made=first, makes_none=is_view)
-            elif place >= self._num_ahead and op not in recorded and _only_makes(kind):
+        """Return what is to be known of each op."""
+        ends = [*(calls for _, calls in self._counts_at[1:]), len(lineage.ins)]
+        for place, (func, (first, op), next_op) in enumerate(zip(funcs, self._counts_at, ends, strict=True)):
+            if next_op != op + 1:  # it makes nothing that can be made again
+                is_view = kinds.of(func).op_class is OpClass.VIEW
+                yield ExpectedOp(func, is_skipped=is_view, first=first, made=first, is_view=is_view)
+            elif place >= self._num_ahead and op not in recorded and _only_makes(kinds.of(func)):
                 yield ExpectedOp(func, is_skipped=True, first=first, made=lineage.outs[op][0])
-            elif (
-                place >= self._num_ahead
-                and op not in recorded
-                and next_first == lineage.outs[op][-1] + 1
-                and (written := _written_by(recording.calls[op], kind, protected)) is not None
-            ):
-                over, strangers = written
-                yield ExpectedOp(func, is_skipped=True, first=first, made=lineage.outs[op][0], over=over, strangers=strangers)
             else:
                 ins = [source[1] for source in recording.calls[op].sources]
                 roots = frozenset(value for value in ins if value in recording.roots)
@@ -309,19 +281,6 @@ class SteadySaves:
                     return tensor.detach(), version
             self._leave()
         return self._take(tensor)
-
-
-def _written_by(call: Call, kind: OpKind, protected: set[int]) -> tuple[int | None, tuple[int, ...]] | None:
-    """Return the value that an op has written over, if any, and which arguments it has updated that nobody reads; None if it is
-    to be recorded.
-
-    Args:
-        protected: values that something is made from, or that were saved.
-    """
-    written = () if call.notes is None else call.notes.written
-    if kind.is_in_place and len(written) == 1 and not protected.intersection(written):
-        return written[0], ()
-    return (None, kind.statistics) if kind.statistics and not written else None
 
 
 def _only_makes(kind: OpKind) -> bool:

@@ -224,8 +224,9 @@ class Ways:
             min((begun.elapsed_s(ended) for begun, ended in tried.pairs if ended.is_reached()), default=math.inf)
             for tried in self._tries
         ]
+        if not self._is_decided:
+            self.fastest_s = {tried.way: seconds for tried, seconds in zip(self._tries, fastest_s, strict=True)}
         self._place, self._is_decided = fastest_s.index(min(fastest_s)), True
-        self.fastest_s = {tried.way: seconds for tried, seconds in zip(self._tries, fastest_s, strict=True)}
         _LOGGER.debug("MemoryBudget: %s, of %s", self.way, self.fastest_s)
         self._now.num_changes = 0
         for tried in self._tries:

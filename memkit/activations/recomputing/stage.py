@@ -27,7 +27,6 @@ from memkit.device import CpuDevice, default_generator, open_device
 from memkit.hooks import SavedTensorHooks
 from memkit.kept import KeptHandle
 from memkit.plan import Action
-from memkit.recording.expected import num_writes
 from memkit.recording.recording import Recording
 from memkit.recording.trail import ModuleTrail
 from memkit.storages import is_range_of_bytes
@@ -256,7 +255,7 @@ class RecordingStage(Stage):
                 self._small_bytes[value] = num_bytes
             return self._offer(forward, value, tensor, None)
         version = torch_private.version_of(tensor)
-        if version and version > num_writes(recording, value):  # written to elsewhere, as by another thread
+        if version and version > recording.num_writes(value):  # written to elsewhere, as by another thread
             value = recording.add_root(tensor, storage, is_inside=True)
             root = recording.roots[value]
         window = forward.window

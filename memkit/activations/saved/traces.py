@@ -73,7 +73,7 @@ class Trace:
     """Where forwards came to it from the schedule of another that begins alike: for how many more, at most, none follows a
     schedule, so that it is looked at whole."""
     was_come_to: bool = False
-    """Whether a forward has come to it so. What its backward asks for is not learned then."""
+    """Whether a forward has come to it so, and its backward was not seen as one of its own."""
     is_report: bool = False
     """Made from a report, which does not know all that a context sees (large buffers, frozen casts): strangers are let pass."""
     learned: Any = None
@@ -83,7 +83,8 @@ class Trace:
     _plan: tuple[tuple[float, int | None, int], Plan] | None = None
 
     def await_whole(self) -> None:
-        """A forward came to this one from the schedule of another: have it looked at, if it may come again: it came twice."""
+        """A forward came to this one from the schedule of another: have the next ones looked at, if it may come again. That is
+        known of one whose backward was seen, and of one to which a forward came so before."""
         if self.num_awaited is None and self.seen is None and (self.requests is not None or self.was_come_to):
             self.num_awaited = _MAX_AWAITED
         self.was_come_to = True
@@ -183,8 +184,8 @@ class Traces:
         last = self.latest
         if last is not None:
             self._after[self._before, last] = self._after[None, last] = trace
-            self._before = last
         self.add(trace)
+        self._before = last
 
     def has_report(self) -> bool:
         """Tell whether there is a trace that was only foretold."""
