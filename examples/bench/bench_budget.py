@@ -1,18 +1,18 @@
 """What `MemoryBudget` makes of a budget of the device: each part in a process of its own. Prints lines of JSON.
 
-    python examples/bench/bench_budget.py                      # all on this machine's GPU, at most 6.5 minutes
+    python examples/bench/bench_budget.py                      # all on this machine's GPU, at most 6.5 minutes: not all fits
     python examples/bench/bench_budget.py --only resnet50 llama
     python examples/bench/bench_budget.py --except others
 
-Seconds that each part is expected to take on an H200, in the order of the run; 350 in all, and 20 until all are ready:
+Seconds that each part is expected to take on an H200, in the order of the run; 700 in all, and 20 until all are ready:
 
-    resnet50            45    at 12981, 10509, 8748 and 6396 MiB, beside `Rematerialize`; all blocks checkpointed
-    llama               62    batch 8 at 14323, 8594 and 6164 MiB, batch 4 at 7616 and 4570; all layers checkpointed
-    gpt2                27    at 75, 50 and 42 % of the plain peak, beside the fewest evenly spaced checkpointed layers
-    whisper             26
-    fits                28    a budget that keeps all, and one within the free link, over plain
-    cap                 60    the allocator capped at 1.10 of the budget, AdamW, attached: 30 steps from the first on
-    others              72    predicted beside actual: eight models at .8 .5 .3 of their peak
+    resnet50            68    at 12981, 10509, 8748 and 6396 MiB, beside `Rematerialize`; all blocks checkpointed
+    llama              124    batch 8 at 14323, 8594 and 6164 MiB, batch 4 at 7616 and 4570; all layers checkpointed
+    gpt2                74    at 75, 50 and 42 % of the plain peak, beside the fewest evenly spaced checkpointed layers
+    whisper             79
+    fits                54    a budget that keeps all, and one within the free link, over plain
+    cap                 91    the allocator capped at 1.10 of the budget, AdamW, attached: 30 steps from the first on
+    others             180    predicted beside actual: eight models at .8 .5 .3 of their peak
     compiled            30    the Llama with compiled blocks at 90 % of its peak
 
 How parts run, and what becomes of one that fails: see `parts.py`. In every part the allocator has expandable segments.

@@ -280,11 +280,10 @@ class Learning:
         self._scale(self.of(trace), planned.plan)
         learned, plan = self.of(trace), planned.plan
         budget_bytes = self.budget_bytes(trace, limits)
-        is_least = learned.planner is not None and plan.predicted_peak_bytes <= learned.planner.least().peak_bytes
-        if budget_bytes is None or is_least or learned.num_replans >= _MOST_REPLANS:
+        if budget_bytes is None or learned.planner is None or learned.num_replans >= _MOST_REPLANS:
             return
         over_bytes = peak_bytes - max(limits.allocated_bytes(budget_bytes), plan.predicted_peak_bytes)
-        if over_bytes > 0:
+        if over_bytes > 0 and plan.predicted_peak_bytes > learned.planner.least().peak_bytes:
             learned.over_bytes += over_bytes
             learned.num_replans += 1
 
