@@ -101,6 +101,11 @@ class Slot:
         self._freed[stream] = None
         self._device.note_read(self.storage)
 
+    def await_filled(self) -> None:
+        """Make the host wait until the copy that fills it has read the host copy: whoever is given that may write to it."""
+        if self.ready is not None and not self.ready.is_reached():
+            self.ready.wait()
+
     def release(self, stream: Stream) -> None:
         """A forward of the layer is over, or its backward: all work that uses the slot has been put on a stream, and the
         layer's tensors do not lie here any more.

@@ -183,10 +183,12 @@ class Streamer:
                 chunk.tick = self._lanes.tick()
             chunk.uses.discard(use)
             if not chunk.uses:  # else it runs on
+                slots = [slot for slot in self.ring if slot.chunk is chunk]
+                for slot in slots:
+                    slot.await_filled()
                 chunk.unbind()
-                for slot in self.ring:
-                    if slot.chunk is chunk:
-                        slot.release(self.device.current_stream())
+                for slot in slots:
+                    slot.release(self.device.current_stream())
 
     def _wait(self, slot: Slot, chunk: LayerChunk) -> None:
         """Have the current stream wait for what is in a slot, and note how long that takes."""

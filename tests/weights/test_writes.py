@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.device import Device, ReferenceDevice
+from memkit.device import Device, ReferenceDevice, open_device
+from memkit.device.clocks import ReferenceEvent
+from memkit.transfer.lanes import lanes_of
 from tests.weights.cases import WIDTH, Stack, assert_same, inputs, only_lora, run_step
 
 pytestmark = pytest.mark.full
@@ -383,6 +385,36 @@ def _same_with_layers_called(run: Callable[[nn.ModuleList, Tensor], Tensor], dev
 @pytest.mark.parametrize("by_the_model", [True, False])
 def test_write_to_the_layer_that_comes_next(by_the_model: bool, device: Device) -> None:
     _same_with_layers_called(_writing_ahead, device, by_the_model=by_the_model)
+
+
+def test_parameters_are_the_host_copy_again_once_the_copy_to_the_slot_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute that waits for a copy tells the host nothing of it: a write by the host may be what a late copy reads."""
+    device = ReferenceDevice()
+    model, x = _model().requires_grad_(False), inputs(device)[0]
+    waited = set[object]()
+    with memkit.LayerOffload(model.layers, offload_ratio=1.0, num_slots=3, device=device) as handle:
+        assert handle._streamer is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(ReferenceEvent, "is_reached", lambda event: event in waited)
+            patch.setattr(ReferenceEvent, "wait", lambda event: waited.add(event))
+            for layer in model.layers:
+                x = layer(x)
+                (slot,) = [slot for slot in handle._streamer.ring if slot.chunk is not None and slot.chunk.module is layer]
+                assert slot.ready in waited
+
+
+@pytest.mark.gpu
+def test_write_while_the_copy_to_the_slot_is_late() -> None:
+    device = open_device("cuda")
+    model, x = _model().requires_grad_(False).to("cuda"), inputs(device)[0]
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model.layers, offload_ratio=1.0, num_slots=3, device=device):
+        with device.on_stream(lanes_of(device).back):
+            torch.cuda._sleep(200_000_000)
+        layer, other = model.layers[0], plain.layers[0]
+        found = layer(x)
+        layer.up.weight.data.mul_(0.5)
+        assert torch.equal(found, other(x))
 
 
 @UNSEEN
