@@ -25,6 +25,7 @@ from memkit.profile.step import Step
 from memkit.profile.tree import ModuleTree
 from memkit.profile.watch import CUDA_ROUNDING_BYTES, LiveStorages
 from memkit.profile.without_data import as_on_target, refuse_scripted, say_why_not, without_data
+from memkit.recording.expected import num_writes
 from memkit.recording.ops import op_kinds
 from memkit.recording.recorder import Recorder
 from memkit.recording.recording import Recording
@@ -152,7 +153,7 @@ class SavedValues:
         if (root is not None and not root.is_inside) or storage.nbytes() < self.min_bytes:
             return KeptHandle(tensor)
         version = torch_private.version_of(tensor)
-        if version and version > recording.num_writes(value):  # written to elsewhere, as by another thread
+        if version and version > num_writes(recording, value):  # written to elsewhere, as by another thread
             value = recording.add_root(tensor, storage, is_inside=True)
             self._clock.note_value(value, storage)
         node = torch_private.node_number()

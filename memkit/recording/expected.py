@@ -6,6 +6,7 @@ plan goes by. With the first op that is another one, all is recorded again.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
+from memkit.plan import NO_OP
 from memkit.recording.recorded import tensors_in
 
 if TYPE_CHECKING:
@@ -31,6 +33,14 @@ class ExpectedOp(NamedTuple):
     made: int
     """The number of the next value once the roots that it reads are numbered."""
     is_view: bool = False
+    is_writer: bool = False
+    """Whether it is skipped though it writes, since nothing is made from what it writes to: see `Expected.may_skip`."""
+    over: int = -1
+    """The value that a writer writes over, -1 if it writes to what no other op has to do with."""
+    strangers: tuple[int, ...] = ()
+    """The positions of the arguments that it writes to then."""
+    is_norm: bool = False
+    """Whether it writes statistics, so that no counter shows it."""
     ins: tuple[int, ...] = ()
     """The values that it reads."""
     roots: frozenset[int] = frozenset()
@@ -51,6 +61,10 @@ class Expected:
         self._num_values = num_values
         self.unmade = set[int]()
         """What ops have made that were not recorded."""
+        self.over: dict[int, int] = {}
+        """Of these, what was written over another value, and over which."""
+        self._statistics: dict[int, Tensor] = {}
+        """What batch norms have updated that are not recorded, by its address: other updates of it may raise no counter."""
         self.sources = set[int]()
         """What dropped values are made from that no recorded op makes, or that is read where it was saved: a write to it has it
         copied first."""
@@ -60,10 +74,41 @@ class Expected:
         if not self.ops:
             return
         self.ops, recording.known_s = (), recording.known_s[: len(recording.calls)]
+        num_values = max(recording.num_values, self._num_values)
+        if self._statistics:
+            recording.num_values = num_values
+            for tensor in self._statistics.values():
+                recording.note_hidden(tensor)
+            self._statistics.clear()
+            num_values = recording.num_values
         if self.unmade:
-            recording.num_values = max(recording.num_values, self._num_values)
+            recording.num_values = num_values
         else:
             recording.expected = None
+
+    def may_skip(self, recording: Recording, op: ExpectedOp, args: tuple[Any, ...]) -> bool:
+        """Tell whether a writer that is skipped writes to what it did when that was found to be needed by nothing."""
+        try:
+            if op.over >= 0:
+                value = recording.find(args[0].untyped_storage())
+                return value == op.over and value not in recording.roots and value not in self.sources
+            written = [args[position] for position in op.strangers if args[position] is not None]
+            if any(map(recording.is_known, written)):
+                return False
+        except (AttributeError, IndexError, RuntimeError):  # no tensor, given by name, or no range of bytes
+            return False
+        for tensor in written if op.is_norm else ():
+            self._statistics[torch_private.storage_address(tensor.untyped_storage())] = tensor
+        return True
+
+    def add_written(self, recording: Recording, target: Tensor, before: int) -> None:
+        """Note what an op that is not recorded has written over a value."""
+        value, storage = recording.num_values, target.untyped_storage()
+        recording.num_values = value + 1  # first, as in `Recording.add_root`
+        self.over[value] = before
+        self.unmade.add(value)
+        recording.overwritten.add(before)
+        recording.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
 
     def add_unmade(self, recording: Recording, results: Any) -> None:
         """Note what an op has returned that is not recorded."""
@@ -94,7 +139,7 @@ class Expected:
             op: what is expected, if anything is.
             is_plain: whether its tensors are of no class with ops of its own.
         """
-        if op is not None and op.func is func and is_plain and recording.num_values <= op.first:
+        if op is not None and op.func is func and not op.is_skipped and is_plain and recording.num_values <= op.first:
             recording.num_values = op.made  # first: so no other value has one of these numbers, whatever comes
             try:
                 if not op.ins or self._number_roots(recording, (*args, *(kwargs or {}).values()), op):
@@ -111,5 +156,27 @@ class Expected:
             if number >= 0 and recording.find(storage) is None:
                 if number in recording.roots or number in self.unmade or number not in op.roots:
                     return False
-                recording.add_root(tensor, storage, is_inside=False, number=number)
+                is_hidden = torch_private.storage_address(storage) in self._statistics
+                recording.add_root(tensor, storage, is_inside=False, is_hidden=is_hidden, number=number)
         return True
+
+
+def num_writes(recording: Recording, value: int) -> float:
+    """Return how often ops have written to what a value is in, no bound if that began before."""
+    recording.sync()
+    expected, found = recording.expected, 0
+    while True:
+        maker = recording.lineage.maker[value]
+        if maker != NO_OP:
+            call = recording.calls[maker]
+            place = value - call.first - (0 if call.notes is None else len(call.notes.places))
+            if call.notes is None or place < 0:
+                return found
+            before = call.notes.written[place]
+        elif expected is None or value not in expected.unmade:
+            return math.inf
+        elif value in expected.over:
+            before = expected.over[value]
+        else:
+            return found
+        found, value = found + 1, before

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from memkit import torch_private
 from memkit.plan import ModuleCall
@@ -244,6 +245,8 @@ def _is_own(value: int, recording: Recording) -> bool:
 
 
 def _is_made_here(tensor: Tensor, recording: Recording) -> bool:
+    if is_lazy(tensor):
+        return True  # what it will be is made in this call
     if not is_range_of_bytes(tensor):
         return True
     storage = _storage_of(tensor)

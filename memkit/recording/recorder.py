@@ -85,13 +85,22 @@ class Recorder(QuietMode):
         funcs, expected = recording.funcs, recording.expected
         if expected is not None and expected.ops:
             op = expected.ops[len(funcs)] if len(funcs) < len(expected.ops) else None
-            if op is not None and op.func is func and op.is_skipped and recording.num_values <= op.first and not types:
+            if (
+                op is not None
+                and op.func is func
+                and op.is_skipped
+                and recording.num_values <= op.first
+                and not types
+                and (not op.is_writer or expected.may_skip(recording, op, args))
+            ):
                 funcs.append(func)
                 recording.num_values = op.made
                 if op.is_view and _is_of_number(args):
                     return _view_of_number(func, args, kwargs)
                 results = func(*args, **kwargs) if kwargs else func(*args)
-                if not op.is_view:
+                if op.over >= 0:
+                    expected.add_written(recording, args[0], op.over)
+                elif not op.is_view:
                     expected.add_unmade(recording, results)
                 return results
             expected.begin_op(recording, op, func, args, kwargs, is_plain=not types)

@@ -5,7 +5,6 @@ A recording holds no tensor of the forward but the roots that something dropped 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from statistics import median
@@ -17,7 +16,7 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.device.base import Device, Event
 from memkit.kept import KeptHandle
-from memkit.plan import NO_OP, GrowingLineage
+from memkit.plan import GrowingLineage
 from memkit.recording.recorded import Call, CostKey, tensors_in
 from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch, written_error
 from memkit.recording.settings import current_settings
@@ -25,6 +24,10 @@ from memkit.storages import Geometry, byte_view, is_range_of_bytes
 
 if TYPE_CHECKING:
     from memkit.recording.expected import Expected
+
+
+_MOST_STATISTICS = 2**16
+"""Of so many channels at most."""
 
 
 class Recording:
@@ -174,7 +177,7 @@ class Recording:
         version = None if is_written or tensor.is_inference() else torch_private.version_of(tensor)
         base = torch_private.base_of(tensor)  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
         root = self.roots[value] = Root(tensor if base is None else base, storage, version, is_inside=is_inside)
-        if is_hidden:
+        if is_hidden or (not is_inside and _may_be_statistics(tensor)):
             self.hidden.add(value)
         if root.lent is None:
             self.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
@@ -193,20 +196,6 @@ class Recording:
             self.add_root(tensor, storage, is_inside=False, is_hidden=True)
         elif value in self.roots:
             self.hidden.add(value)
-
-    def num_writes(self, value: int) -> float:
-        """Return how often ops have written to what a value is in, no bound if that began before."""
-        self.sync()
-        found = 0
-        while True:
-            maker = self.lineage.maker[value]
-            if maker == NO_OP:
-                return found if self.expected is not None and value in self.expected.unmade else math.inf
-            call = self.calls[maker]
-            place = value - call.first - (0 if call.notes is None else len(call.notes.places))
-            if call.notes is None or place < 0:
-                return found
-            found, value = found + 1, call.notes.written[place]
 
     def add_call(self, call: Call, storages: Sequence[torch.UntypedStorage]) -> range:
         """Return the values that a call has made, which are in these storages from now on."""
@@ -398,3 +387,9 @@ class Recording:
         self.see_versions()
         self.current.clear()
         self.lent.clear()
+
+
+def _may_be_statistics(tensor: Tensor) -> bool:
+    """Tell whether a tensor that was there before may be running statistics of a norm, which are written without a trace."""
+    is_plain = type(tensor) is Tensor and not tensor.requires_grad
+    return is_plain and tensor.dim() == 1 and tensor.is_floating_point() and len(tensor) <= _MOST_STATISTICS

@@ -25,9 +25,9 @@ from memkit.recording.expected import ExpectedOp
 from memkit.recording.recorded import OpClass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 
-    from memkit.activations.budgeting.learning import Planned
+    from memkit.activations.budgeting.learned import Planned
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.offloading.schedule import Schedule
     from memkit.plan import Lineage
@@ -160,8 +160,10 @@ class StepNotes:
         with_records |= schedule.retained | {source for op in ops_read for source in lineage.ins[op]}
         places = [place for place, (_, ordinal, _) in enumerate(self._saves) if ordinal >= 0]
         due = {*schedule.copies, *schedule.lets_go}
-        expected = tuple(self._expected_ops(trace.funcs, lineage, recording, recorded, kinds))
-        skipped = {calls for (_, calls), op in zip(self._counts_at, expected, strict=True) if op.is_skipped and not op.is_view}
+        expected = tuple(self._expected_ops(trace.funcs, lineage, recording, recorded, ops_read, kinds))
+        ends = [*(calls for _, calls in self._counts_at[1:]), len(lineage.ins)]
+        calls = zip(self._counts_at, ends, expected, strict=True)
+        skipped = {op for (_, op), end, each in calls if each.is_skipped and end > op}
         counts, seen = forward.counts, self._capture.saves
         moves = schedule_of_moves(plan, seen, self._numbers, places, forward.ledger.device)
         return SteadyStep(
@@ -179,16 +181,36 @@ class StepNotes:
         )
 
     def _expected_ops(
-        self, funcs: Sequence[Any], lineage: Lineage, recording: Recording, recorded: Collection[int], kinds: OpKinds
+        self,
+        funcs: Sequence[Any],
+        lineage: Lineage,
+        recording: Recording,
+        recorded: Collection[int],
+        ops_read: Collection[int],
+        kinds: OpKinds,
     ) -> Iterator[ExpectedOp]:
-        """Return what is to be known of each op."""
-        ends = [*(calls for _, calls in self._counts_at[1:]), len(lineage.ins)]
-        for place, (func, (first, op), next_op) in enumerate(zip(funcs, self._counts_at, ends, strict=True)):
-            if next_op != op + 1:  # it makes nothing that can be made again
-                is_view = kinds.of(func).op_class is OpClass.VIEW
+        """Return what is to be known of each op.
+
+        Args:
+            recorded: those that are to be recorded.
+            ops_read: these, and all that are run again.
+        """
+        needed = {value for value, _, _ in self._saves} | self.planned.schedule.retained
+        needed.update(*(lineage.ins[op] for op in ops_read))
+        ends = [*self._counts_at[1:], (len(lineage.maker), len(lineage.ins))]
+        for place, (func, (first, op), (next_first, next_op)) in enumerate(zip(funcs, self._counts_at, ends, strict=True)):
+            kind, outs = kinds.of(func), lineage.outs[op] if next_op == op + 1 else None
+            may_skip = place >= self._num_ahead and (outs is None or op not in recorded)
+            writer = None
+            if (kind.written or kind.statistics) and may_skip:
+                writer = _skipped_writer(func, kind, recording, op, range(first, next_first), outs, needed)
+            if writer is not None:
+                yield writer
+            elif outs is None:  # it makes nothing that can be made again
+                is_view = kind.op_class is OpClass.VIEW
                 yield ExpectedOp(func, is_skipped=is_view, first=first, made=first, is_view=is_view)
-            elif place >= self._num_ahead and op not in recorded and _only_makes(kinds.of(func)):
-                yield ExpectedOp(func, is_skipped=True, first=first, made=lineage.outs[op][0])
+            elif may_skip and _only_makes(kind):
+                yield ExpectedOp(func, is_skipped=True, first=first, made=outs[0])
             else:
                 ins = [source[1] for source in recording.calls[op].sources]
                 roots = frozenset(value for value in ins if value in recording.roots)
@@ -281,6 +303,48 @@ class SteadySaves:
                     return tensor.detach(), version
             self._leave()
         return self._take(tensor)
+
+
+def _skipped_writer(
+    func: Any,
+    kind: OpKind,
+    recording: Recording,
+    op: int,
+    numbers: range,
+    outs: Sequence[int] | None,
+    needed: Set[int],
+) -> ExpectedOp | None:
+    """Return what is to be known of an op that writes and need not be recorded; None if it is to be.
+
+    Args:
+        op: its number, if it can be run again.
+        numbers: those of the values that were new with it: roots that it has read, and what it has made.
+        outs: what it has made; None if it cannot be run again.
+        needed: what was saved, is held on purpose, or is read by what is recorded or run again.
+    """
+    if kind.is_in_place and _changes_shape(func):
+        return None
+    if outs is None:  # it writes to a counter, or a buffer, that nothing has read
+        is_stranger = kind.is_in_place and not numbers
+        skipped = ExpectedOp(func, is_skipped=True, is_writer=True, first=numbers.start, made=numbers.start, strangers=(0,))
+        return skipped._replace(is_view=True) if is_stranger else None
+    read = {source[1] for source in recording.calls[op].sources}
+    notes, hidden = recording.calls[op].notes, range(outs[-1] + 1, numbers.stop)
+    if not read.issuperset(range(numbers.start, outs[0])) or not needed.isdisjoint(hidden):
+        return None
+    skipped = ExpectedOp(func, is_skipped=True, is_writer=True, first=numbers.start, made=outs[0])
+    if kind.statistics:
+        is_first = len(hidden) == len(kind.statistics) and recording.hidden.issuperset(hidden)
+        return skipped._replace(strangers=kind.statistics, is_norm=True) if is_first else None
+    written = () if notes is None else notes.written
+    is_over = kind.is_in_place and not hidden and len(outs) == len(written) == 1
+    may_go = is_over and written[0] not in needed and written[0] not in recording.roots
+    return skipped._replace(over=written[0]) if may_go else None
+
+
+def _changes_shape(func: Any) -> bool:
+    """Tell whether an op that writes in place may give its tensor other bytes, or another shape."""
+    return torch.Tag.inplace_view in func.tags
 
 
 def _only_makes(kind: OpKind) -> bool:

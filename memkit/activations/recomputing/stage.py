@@ -27,6 +27,7 @@ from memkit.device import CpuDevice, default_generator, open_device
 from memkit.hooks import SavedTensorHooks
 from memkit.kept import KeptHandle
 from memkit.plan import Action
+from memkit.recording.expected import num_writes
 from memkit.recording.recording import Recording
 from memkit.recording.trail import ModuleTrail
 from memkit.storages import is_range_of_bytes
@@ -89,11 +90,16 @@ class RecordingStage(Stage):
         self._sizes = SizesSeen(options.min_bytes) if may_keep_all else None
         self.recorder = self._make_recorder()
         trace, number = decider.follower.trace, state.num_iterations
-        notes_calls = self._needs_plan and (trace is None or trace.num_noted < _NUM_NOTED)
+        notes_calls = self._needs_calls and (trace is None or trace.num_noted < _NUM_NOTED)
         self._trail = ModuleTrail(self._forward.recording, notes_calls=notes_calls)
         self._watches_modules = options.verify or notes_calls or (trace is None and number < _NUM_WATCHED)
         self._compiled = CompiledCalls(f'{state.name} (tag "{state.tag}")', self.recorder, self._trail)
         self._is_over = False
+
+    @property
+    def _needs_calls(self) -> bool:
+        """Whether it is to be known which modules are called, since they may be recomputed as a whole."""
+        return self._needs_plan
 
     def begin(self) -> None:
         if self._watches_modules:
@@ -255,7 +261,7 @@ class RecordingStage(Stage):
                 self._small_bytes[value] = num_bytes
             return self._offer(forward, value, tensor, None)
         version = torch_private.version_of(tensor)
-        if version and version > recording.num_writes(value):  # written to elsewhere, as by another thread
+        if version and version > num_writes(recording, value):  # written to elsewhere, as by another thread
             value = recording.add_root(tensor, storage, is_inside=True)
             root = recording.roots[value]
         window = forward.window
@@ -372,7 +378,9 @@ class RecordingStage(Stage):
                 return
             recording = forward.recording
             value = recording.find(storage)
-            if value is None or value in recording.roots:
+            root = None if value is None else recording.roots.get(value)
+            may_move = forward.moves and root is not None and root.is_inside and action is not Action.RECOMPUTE
+            if value is None or (root is not None and not may_move):
                 why_kept = None if value is None else recording.why_kept.get(value)
                 if self._moving is not None and action is not Action.RECOMPUTE:
                     self._moving.mark(tensor, action)

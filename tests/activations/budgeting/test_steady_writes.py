@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +35,11 @@ class Block(nn.Module):
         self.register_buffer("scale", torch.linspace(-1, 1, 16))
         self.reads: Callable[[Block], Tensor] = lambda block: block.scale
         self.writes_to = "made"
+        self.is_marked = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = x - self.reads(self)
+        x = memkit.recompute(x) if self.is_marked else x
         made = self.norm(self.layer(x))
         other = made + x
         torch.relu_({"made": made, "other": other, "saved": x, "root": self.scale}[self.writes_to])
@@ -108,6 +112,39 @@ def _change(blocks: nn.ModuleList, which: int, what: str) -> None:
     statistics = of.norm.running_var
     assert isinstance(statistics, Tensor)
     block.reads = lambda _: statistics
+
+
+def _step_of_others(blocks: nn.ModuleList) -> None:
+    """A forward of other data, which updates the statistics and nothing else."""
+    other = torch.randn(8, 16, generator=torch.Generator().manual_seed(5)).to(next(blocks.parameters()).device)
+    with torch.no_grad():
+        for block in blocks:
+            assert isinstance(block, Block)
+            block.norm(other)
+
+
+@pytest.mark.parametrize("what", OTHERS[:3])
+def test_statistics_that_are_read_in_another_step_are_as_they_were(what: str, device: Device) -> None:
+    """The batch norms that update them are not recorded in steps that are known; and another forward updates them as well."""
+    blocks = _blocks(device)
+    between = partial(_step_of_others, blocks)
+    make = _followed(blocks, device, between)
+    _change(blocks, 2, what)
+    assert_same_bits(_train(blocks, make, between), _train(blocks, nullcontext, between))
+
+
+def test_statistics_that_are_read_once_the_step_has_left_its_plan_are_as_they_were(device: Device) -> None:
+    blocks = _blocks(device)
+    between = partial(_step_of_others, blocks)
+    make = _followed(blocks, device, between)
+    first, leaves, reads = list(blocks)[:3]
+    assert isinstance(first, Block)
+    assert isinstance(leaves, Block)
+    assert isinstance(reads, Block)
+    leaves.is_marked = reads.is_marked = True
+    statistics = first.norm.running_var
+    reads.reads = lambda _: statistics
+    assert_same_bits(_train(blocks, make, between), _train(blocks, nullcontext, between))
 
 
 @pytest.mark.parametrize("which", [2, *(pytest.param(which, marks=pytest.mark.full) for which in (0, NUM_BLOCKS - 1))])
@@ -189,6 +226,41 @@ class Counts(nn.Module):
         return made.sin()
 
 
+def test_statistics_of_a_norm_that_is_not_called_are_as_they_were(device: Device) -> None:
+    """What has read them is made again behind another forward, which has updated them."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(16).to(device.torch_device)
+    layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)).to(device.torch_device)
+    x, other = torch.randn(8, 16), torch.arange(8.0)[:, None] * torch.ones(8, 16)
+    x, other = x.to(device.torch_device).requires_grad_(), other.to(device.torch_device)
+
+    def step(make: Make) -> list[Tensor]:
+        assert norm.running_var is not None
+        norm.running_var.fill_(1.0)
+        layers.zero_grad()
+        x.grad = None
+        with make():
+            y = x
+            for layer in layers:
+                y = layer(layer(y) - norm.running_var)
+        with torch.no_grad():
+            norm(other)
+        y.sum().backward()
+        assert x.grad is not None
+        return [x.grad, *(own.grad.clone() for own in layers.parameters() if own.grad is not None)]
+
+    plain = [found.clone() for found in step(nullcontext)]
+    make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
+    for _ in range(3):
+        assert_same_bits(step(make), plain)
+    names = planner_of(TAG).problem.trace.names
+    differences = {value for value, (op, _) in names.items() if "sub" in op}
+    follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, 1, of=differences))
+    for _ in range(3):
+        assert_same_bits(step(follow), plain)
+    assert memkit.stats(TAG).num_dropped
+
+
 @pytest.mark.parametrize("is_training", [True, False])
 def test_statistics_that_another_forward_updates_are_as_they_were(is_training: bool, device: Device) -> None:
     """Updates raise no counter."""
@@ -206,6 +278,60 @@ def test_statistics_that_another_forward_updates_are_as_they_were(is_training: b
     _followed(blocks, device, between)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Overwrites(nn.Module):
+    """Writes over what it is given, which nothing of the graph needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("scale", torch.linspace(-1, 1, 16))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            difference = x - self.scale
+            x = layer(difference.sin()).relu_() + difference.cos()
+            if number == 0:
+                x = x + Doubled.apply(other.mul_(1.5))
+        return x
+
+
+def test_what_is_written_over_is_not_held(device: Device) -> None:
+    torch.manual_seed(0)
+    ahead, model = nn.Linear(16, 16).to(device.torch_device), Overwrites().to(device.torch_device)
+    x = torch.randn(8, 16, device=device.torch_device)
+    make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
+
+    def is_held(context: Make) -> bool:
+        given = ahead(x)
+        storage = weakref.ref(given.untyped_storage())
+        with context():
+            y = model(x, given)
+        del given
+        is_there = storage() is not None
+        y.square().sum().backward()
+        return is_there
+
+    for _ in range(3):
+        is_held(make)
+    names = planner_of(TAG).problem.trace.names
+    differences = {value for value, (op, _) in names.items() if "sub" in op}
+    follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, 1, of=differences))
+    held = [is_held(follow) for _ in range(4)]
+
+    assert memkit.stats(TAG).num_dropped
+    assert not held[-1]
+
+
 def test_two_writes_to_what_is_read_between_them_are_exact(device: Device) -> None:
     torch.manual_seed(0)
     blocks = nn.ModuleList(Twice() for _ in range(4)).to(device.torch_device)
@@ -214,6 +340,21 @@ def test_two_writes_to_what_is_read_between_them_are_exact(device: Device) -> No
     assert isinstance(changed, Twice)
     changed.writes_to_scale = True
     assert_same_bits(_train(blocks, make), _train(blocks, nullcontext))
+
+
+def test_ops_that_write_to_what_nothing_needs_are_not_recorded(device: Device) -> None:
+    """A batch norm and an activation in place cost a step that is known as little as an op that only computes."""
+    from memkit.activations.budgeting.state import budget_states
+
+    _steady(device)
+    trace = budget_states[TAG].traces.latest
+    assert trace is not None
+    steady = trace.learned.steady
+    writers = [op for op in steady.ops if op.is_writer]
+
+    assert [op.is_norm for op in writers].count(True) == NUM_BLOCKS
+    assert [op.over >= 0 for op in writers].count(True) >= NUM_BLOCKS
+    assert all(op.is_skipped for op in writers)
 
 
 def test_ops_that_write_to_several_tensors_are_exact(device: Device) -> None:
