@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +18,22 @@ from memkit.activations.stats import SavedTensorStats
 from memkit.activations.unused import Unused
 from memkit.attached import attached_to, note_attached, note_detached
 from memkit.calls import Calls, Ending
+from memkit.errors import note_on
 from memkit.hooks import HookSet
 from memkit.storages import unique_storages
 
 
-def _end(leave: Callable[..., None], ending: Ending) -> None:
-    """Leave a context as the call has ended that it was around."""
+def _end(leave: Callable[..., None], note: str, ending: Ending) -> None:
+    """Leave a context as the call has ended that it was around.
+
+    Args:
+        note: what to tell of it should it have raised because of tensors without data.
+    """
     error: BaseException | None = None
     if ending is not Ending.RETURNED:
         error = sys.exc_info()[1] if ending is Ending.RAISED else KeyboardInterrupt()
+        if note and isinstance(error, Exception) and "meta" in str(error):
+            note_on(error, note)
     leave(None if error is None else type(error), error, None)
 
 
@@ -44,6 +52,8 @@ class Attachment:
         self._hooks = HookSet()
         self._unused: Unused | None = Unused(model, f'attach (tag "{context.tag}")' if context.tag else "attach")
         """Until the module has run for the first time."""
+        self._looks_ahead: int | None = None
+        """The thread that looks ahead, while one does."""
         try:
             self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True, is_copied=False)
             for other in attached_to(model):
@@ -87,15 +97,26 @@ class Attachment:
             self._unused = None
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        call = self._running.begin(model, depth=2)  # first: the other hook runs even if entering raises
+        if self._looks_ahead == threading.get_ident():
+            return
+        note, call = "", self._running.begin(model, depth=2)  # first: the other hook runs even if entering raises
         if self._unused is not None and torch.is_grad_enabled():
             self._end_unused()
+            note = self._look_ahead(model, args, kwargs)
         context = self.context.again()
-        call.end = functools.partial(_end, context.__exit__)  # held as long as the call is, as a `with` block would hold it
+        call.end = functools.partial(_end, context.__exit__, note)  # held as long as the call is
         context.enter_with(_resident(model, args, kwargs) if context.asks_what_is_resident else {})
 
+    def _look_ahead(self, model: nn.Module, args: Any, kwargs: Any) -> str:
+        self._looks_ahead = threading.get_ident()
+        try:
+            return self.context.foresee(model, args, kwargs)
+        finally:
+            self._looks_ahead = None
+
     def _after(self, model: nn.Module, *_: Any) -> None:
-        self._running.end(model, depth=2)
+        if self._looks_ahead != threading.get_ident():
+            self._running.end(model, depth=2)
 
 
 def _resident(model: nn.Module, args: Any, kwargs: Any) -> dict[int, weakref.ref[torch.UntypedStorage]]:

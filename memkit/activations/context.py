@@ -75,6 +75,14 @@ class ForwardContext(Exclusive):
         """Return the context to be entered around each forward of a model."""
         return self
 
+    def foresee(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """A module is about to be called for the first time, with gradients: look ahead at what that does, where it helps.
+
+        Returns:
+            What to tell of that should the call raise.
+        """
+        return ""
+
     def enter_with(self: _Context, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> _Context:
         """Enter; the storages in `resident`, by their keys (`storages.storage_key`), are held by others in any case."""
         end_left()

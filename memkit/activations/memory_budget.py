@@ -3,11 +3,13 @@ keep, offload and recompute."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from memkit import torch_private
 from memkit.activations.budgeting.limits import Limits
@@ -19,14 +21,21 @@ from memkit.activations.recomputing.figures import remat_figures
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
 from memkit.activations.stats import report_from
+from memkit.compiled import compiled_in
 from memkit.device import Device, open_device
 from memkit.interrupts import Block
 from memkit.plan import MemoryPlan, budget_or_share
+from memkit.profile import find_report
 from memkit.profiled import refuse_in_profile
 from memkit.recording.ops import names_of_ops, op_kinds
 from memkit.sizes import check_bytes, format_bytes
 
+_LOGGER = logging.getLogger(__name__)
 _LIMITS = ("allocated", "reserved")
+_RAN_AHEAD = (
+    "memkit: the module ran without data ahead of its first step, and what it keeps outside of modules, as in a global cache, "
+    "may be of that run: MemoryBudget(..., look_ahead=False) leaves it out"
+)
 _OF_REGIONS = (
     *("live_records", "live_bytes", "follows_plan", "is_recorded", "num_ops", "recorder_s", "num_saved", "saved_bytes"),
     *("num_kept", "num_dropped", "dropped_bytes", "ledger_peak_bytes", "num_replays", "num_replayed_ops"),
@@ -62,6 +71,7 @@ class MemoryBudget(RecordedContext):
         strict: raise when the budget cannot be kept to, instead of a warning.
         device: whose memory it is, such as "cuda:1"; by default the first device that saves any.
         pure_ops: see `Rematerialize`.
+        look_ahead: whether a module that it is attached to runs without data ahead of its first step: see `docs/budget.md`.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -96,6 +106,7 @@ class MemoryBudget(RecordedContext):
         strict: bool = False,
         device: str | torch.device | Device | None = None,
         pure_ops: Iterable[Any] = (),
+        look_ahead: bool = True,
     ) -> None:
         torch_private.require(torch_private.Feature.REMAT)
         torch_private.require(torch_private.Feature.OFFLOAD)
@@ -107,10 +118,12 @@ class MemoryBudget(RecordedContext):
             raise ValueError(f'limit is "allocated" or "reserved"; found {limit!r}')
         if plan is not None and not isinstance(plan, MemoryPlan):
             raise TypeError(f"plan is a MemoryPlan, as MemoryBudget.plan is; found {type(plan).__name__}")
-        if not isinstance(strict, bool):
-            raise TypeError(f"strict is True or False; found {strict!r}")
+        for name, flag in {"strict": strict, "look_ahead": look_ahead}.items():
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} is True or False; found {flag!r}")
         self.budget = budget_or_share(budget)
         self.tag = tag
+        self._looks_ahead = look_ahead
         self._limits = Limits(
             budget=self.budget,
             is_of_reserved=limit == "reserved",
@@ -123,8 +136,7 @@ class MemoryBudget(RecordedContext):
         self._options = recorded_alone(self._limits.min_bytes, self._device, op_kinds(names_of_ops(pure_ops)))
 
     def _begin(self, _: object, block: Block) -> None:
-        self._refuse_in_capture()
-        self._refuse_in_checkpoint(": a budget needs none")
+        self._check_place()
         stop_recording()
         around = entries_around()
         if around:
@@ -144,6 +156,31 @@ class MemoryBudget(RecordedContext):
         entry.recording.model = None if self._model is None else self._model()
         entry.begin(pair)
 
+    def _check_place(self) -> None:
+        self._refuse_in_capture()
+        self._refuse_in_checkpoint(": a budget needs none")
+
+    def foresee(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Run a step of the module without data, where nothing is known under the tag, so that the first keeps to it."""
+        self._check_place()
+        device = self._device or _device_of(model)
+        report, limits = find_report(self.tag), self._limits
+        is_told = limits.plan is not None or (report is not None and report.trace is not None)
+        is_known = is_told or isinstance(self.budget, float) or not self._looks_ahead
+        if is_known or device is None or device.memory_counter() is None:
+            return ""
+        state = budget_states.open(self.tag)
+        if len(state.traces) or next(compiled_in(model), None) is not None:
+            return ""  # it is known already; or what it saves is not what its ops would
+        from memkit.profile.tracker import trace_ahead  # only now: what it needs is a long way down
+
+        target = device.torch_device.type
+        try:
+            state.foreseen = trace_ahead(model, args, kwargs, target=target, min_bytes=limits.min_bytes)
+        except Exception as error:  # it cannot run without data, or not at all: that is told by the real one
+            _LOGGER.info("%s: nothing is known ahead of the first step: %s", self._title, error)
+        return _RAN_AHEAD
+
     @property
     def plan(self) -> MemoryPlan | None:
         """The plan that was given, or else the one that was followed last under the tag; None before one."""
@@ -154,6 +191,12 @@ class MemoryBudget(RecordedContext):
         budget = self.budget
         held = f"{budget:.0%} of the plain step's peak" if isinstance(budget, float) else format_bytes(budget)
         return f'<MemoryBudget(tag="{self.tag}"): at most {held} of the device; what does not fit leaves or is recomputed>'
+
+
+def _device_of(model: nn.Module) -> Device | None:
+    """Return the device with a host of its own that a module is on, None if it is on none."""
+    found = next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), None)
+    return None if found is None else open_device(found)
 
 
 def _figures(tag: str) -> dict[str, Any] | None:

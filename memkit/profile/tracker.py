@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ from memkit.profile.tree import ModuleTree
 from memkit.sizes import check_bytes
 from memkit.storages import storage_bytes
 
+if TYPE_CHECKING:
+    from memkit.plan import StepTrace
+
+_REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _logger = logging.getLogger("memkit.profile")
 
 
@@ -119,6 +123,27 @@ def profile_memory(
     if print_table:
         print(report.to_text(depth=depth, sort_by=sort_by))
     return report
+
+
+def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: str, min_bytes: int) -> StepTrace:
+    """Return the trace of a call of a module and of a backward from all that it returns; the module is left as it was.
+
+    Args:
+        target, min_bytes: see `StepTrace`.
+
+    Raises:
+        ProfileError, DataDependentError: as `profile_memory(..., device="meta", trace=True)`.
+    """
+    step = Step(model=model, args=args, kwargs=kwargs, loss_fn=None, backward=True)
+    step.check_surroundings()
+    _check_model(step)
+    if any(isinstance(module, _REPLICATED) for module in model.modules()):
+        raise ProfileError("the model, or a part of it, is replicated, and its forward speaks to the other replicas")
+    step = replace(step, streamed=find_streamed(step.modules()))
+    _check_gradients_without_data(step)
+    from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
+
+    return trace_step(step, target, max(1, min_bytes))
 
 
 def _check_arguments(step: Step, *, target: str, tag: str, warmup: int, depth: int | None, sort_by: str | None) -> None:

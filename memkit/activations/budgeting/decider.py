@@ -11,7 +11,7 @@ from memkit.activations.saved.traces import Follower, Trace, Traces
 from memkit.plan import Action
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.learning import Planned
+    from memkit.activations.budgeting.learned import Planned
 
 
 class PlannedDecider(Decider):

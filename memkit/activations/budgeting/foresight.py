@@ -1,38 +1,54 @@
-"""What a step that was never run here takes beside its saved values, by a report of it: so that the first one keeps to its
-budget."""
+"""What a step that was never planned takes beside its saved values: from what a trace of it says that was made without data, or
+from the one step that was run. So that the first ones keep to their budget."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from memkit.plan import OpKind
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memkit.plan import StepTrace
 
+_CONVOLUTIONS = (OpKind.CONVOLUTION, OpKind.CONVOLUTION_OF_FEW)
+
 
 class Foresight:
     """The most bytes beside the base and the saved values, from each save to the next, and from each request to the next.
 
+    A convolution on CUDA may take a workspace, of which a run without data knows nothing: as much as it reads and writes, so
+    that these can be brought into another memory format.
+
     Args:
-        trace: of a step without data, as `profile_memory(..., trace=True)` makes it.
+        trace: of a step like those to come.
+        is_whole: whether the loss is in it as well, and not only the module that is called.
     """
 
-    def __init__(self, trace: StepTrace) -> None:
+    def __init__(self, trace: StepTrace, *, is_whole: bool = True) -> None:
+        self.is_whole = is_whole
+        num_bytes = trace.step.lineage.num_bytes
+        self._sizes_bytes = [num_bytes[value] for value in trace.step.saves]
         held = [0] * (len(trace.ops) + 1)
         for value in dict.fromkeys(trace.step.saves):
             life = trace.lifetimes.get(value)
             if life is not None:
-                held[min(max(life.made_at, 0), len(trace.ops))] += trace.step.lineage.num_bytes[value]
-                held[min(max(life.freed_at, 0), len(trace.ops))] -= trace.step.lineage.num_bytes[value]
+                held[min(max(life.made_at, 0), len(trace.ops))] += num_bytes[value]
+                held[min(max(life.freed_at, 0), len(trace.ops))] -= num_bytes[value]
         beside, there = [], 0
-        for change, live in zip(held, trace.live_bytes, strict=False):
+        for change, live, op in zip(held, trace.live_bytes, trace.ops, strict=False):
             there += change
-            beside.append(max(live - there, 0))
+            workspace_bytes = op.num_bytes if trace.target == "cuda" and op.kind in _CONVOLUTIONS else 0
+            beside.append(max(live - there, 0) + workspace_bytes)
         turn = trace.use_places[0] if trace.use_places else len(trace.ops)
         self._saves = _most_between(trace.save_places, beside, turn)
         self._requests = _most_between(trace.use_places, beside, len(trace.ops))
+
+    def is_of(self, save: int, num_bytes: int) -> bool:
+        """Tell whether a save of so many bytes is the one that was foreseen with this ordinal."""
+        return save < len(self._sizes_bytes) and self._sizes_bytes[save] == num_bytes
 
     def after_save(self, num_saves: int) -> int:
         """Return the most bytes after so many saves, up to the next one or to the first request."""

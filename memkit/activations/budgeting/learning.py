@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from memkit.activations.budgeting.foresight import Foresight
+from memkit.activations.budgeting.learned import LearnedStep, Planned
 from memkit.activations.budgeting.observed import measured_s, observed_trace
-from memkit.activations.budgeting.schedule import Schedule, schedule_of
+from memkit.activations.budgeting.schedule import schedule_of
 from memkit.activations.budgeting.ways import Ways, limit_of_saved, moving_beside
 from memkit.errors import BudgetInfeasible
-from memkit.plan import NO_OP, DTRScore, GpuSpec, JointPlanner, MemoryPlan, make_problem
+from memkit.plan import NO_OP, GpuSpec, JointPlanner, MemoryPlan, make_problem
 from memkit.sizes import format_bytes
 from memkit.transfer import measure_link
 
@@ -56,49 +58,6 @@ _MORE_BESIDE = 0.005
 """Of the budget, what may be there beside the step more than was planned with."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A plan that steps follow."""
-
-    plan: MemoryPlan
-    schedule: Schedule
-    allowed_bytes: int
-    """What the step may take: the budget, less what is left free."""
-
-
-@dataclass(eq=False, slots=True)
-class LearnedStep:
-    """What is known of steps like one trace."""
-
-    meter: Meter | None = None
-    """What has measured the last one that was measured."""
-    planner: JointPlanner | None = None
-    measured_s: list[float] = field(default_factory=list)
-    """What each op takes."""
-    plans: dict[int, Planned] = field(default_factory=dict)
-    """By what they are allowed to take."""
-    given: Planned | None = None
-    """What the user has asked to be followed."""
-    over_bytes: int = 0
-    """By how much steps took more than was predicted."""
-    num_replans: int = 0
-    num_links: int = 0
-    """How often the link was found to be another than was planned with."""
-    num_judged: int = 0
-    rates: list[tuple[float, float]] = field(default_factory=list)
-    """How fast the first steps of a plan have copied, out and back, in bytes per second."""
-    has_scaled: bool = False
-    """Whether what its ops take was set by what steps took."""
-    steady: SteadyStep | None = None
-    """What a whole step has shown that has followed a plan."""
-    noted: Planned | None = None
-    """The plan that it had followed, of use or not."""
-    num_left: int = 0
-    """How many steps have begun as steady ones, and were others."""
-    has_chosen: bool = False
-    """Whether it was looked at which way its steps go."""
-
-
 class Learning:
     """Plans the steps of one tag from what they are measured to take.
 
@@ -117,6 +76,8 @@ class Learning:
         """What was there at most by the end of the backward; None until then. What comes after it is none of the plan's."""
         self._last_allowed_bytes = 0
         self.num_plans = self.num_ended = 0
+        self._first: tuple[Trace, Meter] | None = None
+        """What has measured the first step, whose times are not those of later ones."""
         self._last_times: list[tuple[Event, Event]] = []
 
     def of(self, trace: Trace) -> LearnedStep:
@@ -132,6 +93,19 @@ class Learning:
             return False
         learned = self.of(trace)
         return learned.planner is None and not _is_ready(trace, learned.meter)
+
+    def note_first(self, trace: Trace, meter: Meter) -> None:
+        """The first step under the tag was measured."""
+        self._first = trace, meter
+
+    def shown(self, trace: Trace) -> Foresight | None:
+        """Return what the first step has shown, if it was like a trace; None if it was not measured to its end."""
+        learned, first = self.of(trace), self._first
+        if first is not None and first[0] is trace and first[1].is_whole and trace.ops is not None:
+            meter, self._first = first[1], None
+            step = replace(trace.ops.step, uses=meter.uses, use_ends=meter.use_ends)
+            learned.shown = Foresight(observed_trace(meter, step, {}, target="", min_bytes=0))
+        return learned.shown
 
     def planned(self, trace: Trace, limits: Limits, device: Device, *, base_bytes: int, coming_bytes: int) -> Planned | None:
         """Return what a step like a trace is to do; None if it is not known well enough.
@@ -171,7 +145,8 @@ class Learning:
         step = replace(ops.step, uses=meter.uses, use_ends=meter.use_ends)
         trace = observed_trace(meter, step, ops.names, target=device.torch_device.type, min_bytes=limits.min_bytes)
         learned.meter, learned.measured_s = None, measured_s(meter, step)
-        return JointPlanner(make_problem(trace, self._gpu(device), measured_s=learned.measured_s))
+        self._first = None
+        return JointPlanner(make_problem(trace, self.gpu(device), measured_s=learned.measured_s))
 
     def _plan(self, ops: OpTrace, planner: JointPlanner, learned: LearnedStep, limits: Limits, base_bytes: int) -> Planned:
         problem = planner.problem
@@ -304,7 +279,7 @@ class Learning:
         if not lacks_ops and (is_as_known or plan.predicted_peak_bytes > self._last_allowed_bytes):
             return None
         limit_bytes = limit_of_saved(problem, self._last_allowed_bytes)
-        if limit_bytes <= 0 or not (lacks_ops or _fits(trace.ops, limit_bytes)):
+        if limit_bytes <= 0:
             return None
         moving = None if self._link is None else moving_beside(problem, limit_bytes, self._link.both_bytes_per_s)
         return Ways(self._last_allowed_bytes, limit_bytes, moving=moving)
@@ -342,7 +317,7 @@ class Learning:
         over = [begun.elapsed_s(ended) for begun, ended in self._last_times if ended.is_reached()]
         return over[-1] if over else None
 
-    def _gpu(self, device: Device) -> GpuSpec:
+    def gpu(self, device: Device) -> GpuSpec:
         """Return what copies take between a device and the host."""
         if self._link is None:
             link = _links.get(device) or measure_link(device, num_bytes=_PROBED_BYTES)
@@ -382,15 +357,6 @@ def _is_other(link: GpuSpec, found: tuple[float, float], least: float) -> bool:
 def _has_own_clock(device: Device | None) -> bool:
     """Tell whether the host issues what a device computes, and may be slower."""
     return device is not None and device.torch_device.type != "cpu"
-
-
-def _fits(ops: OpTrace, limit_bytes: int) -> bool:
-    """Tell whether single ops alone keep what a step saves to a limit, as they do until calls of modules are recomputed."""
-    try:
-        ops.plan(limit_bytes, DTRScore())
-    except BudgetInfeasible:
-        return False
-    return True
 
 
 def _is_ready(trace: Trace, meter: Meter | None) -> bool:

@@ -10,8 +10,7 @@ from memkit.activations.budgeting.state import BudgetState, budget_states, copie
 from memkit.activations.budgeting.ways import Way
 from memkit.activations.offloading.stage import MovingStage
 from memkit.activations.offloading.steady import OffloadOptions
-from memkit.activations.recomputing.opening import open_recording
-from memkit.activations.recomputing.settling import NEXT_STEPS
+from memkit.activations.recomputing.settling import settle_ahead
 from memkit.activations.recomputing.steady import IdleStage, open_steady
 from memkit.activations.saved.entry import Entry, unpack
 from memkit.activations.saved.state import offload_states, remat_states
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.ways import Ways
     from memkit.activations.recomputing.budget import RematOptions
-    from memkit.hooks import HookPair
+    from memkit.activations.saved.entry import Stage
+    from memkit.hooks import HookPair, SavedTensorHooks
 
 
 def open_budget(entry: Entry, options: RematOptions, limits: Limits) -> HookPair | None:
@@ -72,7 +72,9 @@ def _ways_of(state: BudgetState, limits: Limits) -> Ways | None:
     if ways is not None and device is not None and (not ways.is_decided or ways.way is not Way.OPS):
         was_decided = ways.is_decided
         peak_bytes = None if counter is None else counter.peak_bytes()
-        ways.begin_step(device.record_event(), peak_bytes, was_whole=_was_whole(state))
+        regions = None if state.regions_tag is None else remat_states.get(state.regions_tag)
+        planned_bytes = None if regions is None or regions.plan is None else regions.plan.predicted_peak_bytes
+        ways.begin_step(device.record_event(), peak_bytes, was_whole=_was_whole(state), planned_bytes=planned_bytes)
         if counter is not None:
             counter.reset_peak()
         if ways.is_decided and not was_decided:
@@ -103,29 +105,35 @@ def _let_go_of_others(state: BudgetState, way: Way) -> None:
 
 def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOptions) -> None:
     """Begin a forward as a `Rematerialize` does that is held to what saved values may take, within a `CPUOffload` where a share
-    of what it keeps is to leave. Sets nothing if that would run single ops again as well."""
+    of what it keeps is to leave. Sets nothing if no call can be recomputed."""
     state.regions_tag, state.copies_tag = regions_tag(state.tag), None
     options = replace(options, budget=ways.limit_bytes)
     outer = None
     if ways.way is Way.REGIONS_AND_COPIES:
         _open_copies(entry, state, ways, options.min_bytes)
         outer = innermost_hooks()
-    steady = open_steady(state.regions_tag, options, outer)
+    steady = open_steady(state.regions_tag, options, outer) or _settled_ahead(state, options, outer)
     if steady is not None:
         ways.count_step()
         state.is_recorded = False
         entry.recording = steady
         return
-    if not ways.note_recorded():
-        ways.give_up()
-        if entry.around is not None:
-            entry.around.end(has_failed=True)
-            entry.around = None
-        if ways.is_decided:
-            _let_go_of_others(state, ways.way)
-        return
-    state.is_recorded = True
-    entry.recording = open_recording(state.regions_tag, options, outer=outer, settling=NEXT_STEPS)
+    ways.give_up()
+    if entry.around is not None:
+        entry.around.end(has_failed=True)
+        entry.around = None
+    if ways.is_decided:
+        _let_go_of_others(state, ways.way)
+
+
+def _settled_ahead(state: BudgetState, options: RematOptions, outer: SavedTensorHooks | None) -> Stage | None:
+    """Return what recomputes calls of modules in a step, by what was recorded of the steps before any was planned."""
+    assert state.regions_tag is not None
+    regions, trace = remat_states.open(state.regions_tag), state.traces.latest
+    with regions.lock:
+        regions.traces, regions.costs.device, regions.device = state.traces, state.costs.device, state.device
+        is_settled = trace is not None and settle_ahead(regions, options, trace)
+    return open_steady(state.regions_tag, options, outer) if is_settled else None
 
 
 def _open_copies(entry: Entry, state: BudgetState, ways: Ways, min_bytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from memkit.kept import KeptHandle
 from memkit.plan import Action
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.learning import Planned
+    from memkit.activations.budgeting.learned import Planned
     from memkit.activations.budgeting.meter import Meter
     from memkit.activations.budgeting.schedule import Schedule
     from memkit.activations.offloading.window import OffloadWindow
@@ -91,6 +92,8 @@ class PlannedForward(RecordedForward):
         self._limit_bytes, self._warn = limit_bytes, warn
         self._waiting: list[tuple[weakref.ref[Record], int]] = []
         """Records that leave once the op is over that saves them, and its node."""
+        self._let_go: list[weakref.ref[torch.UntypedStorage]] = []
+        """What has left since there was no room."""
         self._asked: list[weakref.ref[Record]] = []
         """Records that leave since the user has asked for it: no schedule says when they are let go."""
         self._lent: dict[int, _Lent] = {}
@@ -222,6 +225,44 @@ class PlannedForward(RecordedForward):
     def _release_record(self, record: Record | None) -> None:
         if record is not None and record.residency is Residency.LEAVING:
             self.ledger.release(record)
+
+    def make_room(self) -> bool:
+        """Drop values until the limit is kept to, and then have others leave, the oldest first; tell whether it is."""
+        if super().make_room() or self.schedule is not None:
+            return self.live_bytes <= self.walk.limit_bytes
+        stays = self._just_saved() if self.task == -1 else set(self.uses[-1:])
+        for record in self.records():
+            storage = record.original()
+            may_leave = record.counts is None and record.owner is None and record.residency is Residency.DEVICE
+            if not may_leave or storage is None or record.value in stays or self._is_held(record.value):
+                continue
+            self.ledger.count_moves(record, self.counts)
+            self._send(record, storage)
+            if record.residency is not Residency.LEAVING:  # there is no host memory for it
+                return False
+            self._release_record(record)
+            self._let_go.append(weakref.ref(storage))
+            if self.live_bytes <= self.walk.limit_bytes:
+                return True
+        return False
+
+    def _is_held(self, value: int) -> bool:
+        """Tell whether a value stays on the device, whoever has a record of it: for replays, or by the user's word."""
+        root = self.recording.roots.get(value)
+        is_root_held = root is not None and root.alias is not None
+        return is_root_held or value in self.recording.pinned or self.marks.get(value) is Action.KEEP
+
+    @property
+    def lingering_bytes(self) -> int:
+        """Bytes of what has left, and of which others hold the storage yet, as a compiled block that has not returned."""
+        there = [storage for reference in self._let_go if (storage := reference()) is not None]
+        self._let_go = [weakref.ref(storage) for storage in there]
+        return sum(storage.nbytes() for storage in there)
+
+    def _just_saved(self) -> set[int]:
+        """Return what the last node has saved, whose op may not have written it yet."""
+        saves = zip(reversed(self.saves), reversed(self.save_nodes), strict=True)
+        return {value for value, _ in takewhile(lambda save: save[1] == self.save_nodes[-1], saves)}
 
     # Backward
 

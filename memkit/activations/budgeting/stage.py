@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.budgeting.decider import PlannedDecider
+from memkit.activations.budgeting.inside import Room
 from memkit.activations.budgeting.meter import Meter
 from memkit.activations.budgeting.planned_forward import PlannedForward
 from memkit.activations.budgeting.states import ComingStates
@@ -16,13 +19,14 @@ from memkit.activations.budgeting.steady import StepNotes
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.stage import RecordingStage
 from memkit.activations.saved.settled import Settled
-from memkit.device import default_generator
+from memkit.device import default_generator, open_device
+from memkit.device.ceilings import measure_ceilings, measure_flops
 from memkit.profile import find_report
 from memkit.sizes import format_bytes
 from memkit.torch_state import is_traced
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.learning import Planned
+    from memkit.activations.budgeting.learned import Planned
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.state import BudgetState
     from memkit.activations.offloading.window import OffloadWindow
@@ -35,8 +39,8 @@ if TYPE_CHECKING:
     from memkit.recording.recording import Recording
 
 _UNPLANNED, _FORESEEN = 0.9, 0.97
-"""Of the budget, what steps without a plan may take when something is saved or asked for: temporaries come on top. If a report
-tells how much these are, they are counted in, but for what libraries take."""
+"""Of the budget, what steps without a plan may take when something is saved or asked for: temporaries come on top, and what is
+outside of the context. If it is known how much these are, they are counted in."""
 
 
 class BudgetStage(RecordingStage):
@@ -58,8 +62,31 @@ class BudgetStage(RecordingStage):
         self._opened: PlannedForward | None = None
         self._is_metered = True
         self._notes: StepNotes | None = None
-        self._foresight = state.foresight_of(find_report(state.tag))
+        self._foresight = state.foresight(find_report(state.tag))
+        self._is_first = not len(state.traces)
         super().__init__(state, options)
+
+    @property
+    def _needs_calls(self) -> bool:
+        return self._limits.plan is None and not self._planned_decider.follows_plan
+
+    def begin(self) -> None:
+        self._compiled.setting = functools.partial(self._state.inside.setting, room=self._room)
+        super().begin()
+
+    def _room(self, torch_device: torch.device, dtype: torch.dtype) -> Room | None:
+        """Return what compiled blocks may save on a device; None if that is not known."""
+        state, device = self._state, self._device or open_device(torch_device)
+        counter, flops_per_s = device.memory_counter(), measure_flops(device, dtype)
+        if counter is None or state.budget_bytes is None or flops_per_s is None:
+            return None
+        allowed_bytes = _FORESEEN * self._limits.allocated_bytes(state.budget_bytes) - self._coming_bytes
+        return Room(
+            num_bytes=allowed_bytes - counter.allocated_bytes(),
+            bytes_per_s=state.learning.gpu(device).both_bytes_per_s,
+            flops_per_s=flops_per_s,
+            memory_bytes_per_s=measure_ceilings(device).bytes_per_s,
+        )
 
     def _decide(self, *, raises: bool) -> Decider:
         state, limits, device = self._state, self._limits, self._device
@@ -75,11 +102,17 @@ class BudgetStage(RecordingStage):
         state.budget_bytes = budget_bytes = state.learning.budget_bytes(latest, limits)
         if budget_bytes is not None:
             self._check_capacity(budget_bytes)
-            share = _UNPLANNED if self._foresight is None else _FORESEEN
-            self._allowed_bytes = share * limits.allocated_bytes(budget_bytes) - self._coming_bytes
+            is_known = self._foresight is not None and self._foresight.is_whole
+            self._allow(_FORESEEN if is_known else _UNPLANNED)
         decider = self._planned_decider = PlannedDecider(state.traces, self._plan_of, self._limit_now)
         self.counts.follows_plan = decider.follows_plan
         return decider
+
+    def _allow(self, share: float) -> None:
+        """Have steps without a plan take no more than a share of the budget."""
+        budget_bytes = self._state.budget_bytes
+        assert budget_bytes is not None
+        self._allowed_bytes = share * self._limits.allocated_bytes(budget_bytes) - self._coming_bytes
 
     def _check_capacity(self, budget_bytes: int) -> None:
         device = self._device
@@ -122,7 +155,8 @@ class BudgetStage(RecordingStage):
             is_backward = forward.task != -1
             more_bytes = foresight.after_request(len(forward.uses)) if is_backward else foresight.after_save(len(forward.saves))
             return max(self._allowed_bytes - self._base_bytes - more_bytes, 0)
-        beside_bytes = counter.allocated_bytes() - forward.live_bytes - forward.walk.temp_bytes
+        own_bytes = forward.live_bytes + forward.walk.temp_bytes + forward.lingering_bytes
+        beside_bytes = counter.allocated_bytes() - own_bytes
         return max(self._allowed_bytes - beside_bytes, 0)
 
     def _make_forward(self, recording: Recording, window: OffloadWindow) -> RecordedForward:
@@ -145,7 +179,8 @@ class BudgetStage(RecordingStage):
         if decider.planned is not None and trace is not None and state.learning.wants_notes(trace, decider.planned):
             self._notes = StepNotes(decider.planned)
         is_unknown = decider.planned is None and self._is_metered
-        if is_unknown and state.learning.wants_measure(trace, self._limits):
+        is_first = self._is_first and counter is not None and self._limits.plan is None and state.budget_bytes is not None
+        if is_unknown and (is_first or state.learning.wants_measure(trace, self._limits)):
             self._meter = Meter(device, counter, forward)
             forward.measure(self._meter)
         elif decider.planned is not None and trace is not None and counter is not None and state.learning.is_judged(trace):
@@ -207,10 +242,19 @@ class BudgetStage(RecordingStage):
 
     def _note_save(self, forward: RecordedForward, value: int, num_bytes: int, node: int) -> None:
         super()._note_save(forward, value, num_bytes, node)
+        foresight = self._foresight
+        if foresight is not None and not foresight.is_of(len(forward.saves) - 1, num_bytes) and forward is self._opened:
+            self._give_up_foresight()
         opened, planned = self._opened, self._planned_decider.planned
         if opened is not None and opened.planned is not planned:
             opened.follow(planned)
             self.counts.follows_plan = planned is not None
+
+    def _give_up_foresight(self) -> None:
+        """The step is another than was foreseen."""
+        self._foresight = None
+        if self._state.budget_bytes is not None:
+            self._allow(_UNPLANNED)
 
     def _end_forward(self, *, learn: bool) -> None:
         forward, meter, state, notes = self._forward, self._meter, self._state, self._notes
@@ -228,7 +272,10 @@ class BudgetStage(RecordingStage):
             return
         if meter is not None and forward.trace is trace.ops and len(meter.save_places) == len(forward.saves):
             meter.end_forward()
-            state.learning.of(trace).meter = meter
+            if self._is_first:
+                state.learning.note_first(trace, meter)
+            else:
+                state.learning.of(trace).meter = meter
         decider = self._planned_decider
         has_followed = notes is not None and decider.planned is notes.planned and decider.follower.trace is trace
         if notes is not None and opened is not None and has_followed:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memkit.activations.budgeting.foresight import Foresight
-from memkit.activations.budgeting.learning import Learning, Planned
+from memkit.activations.budgeting.inside import InsideBudgets
+from memkit.activations.budgeting.learned import Planned
+from memkit.activations.budgeting.learning import Learning
 from memkit.activations.budgeting.states import ComingStates
 from memkit.activations.saved.state import RematState, States
 
@@ -42,7 +44,10 @@ class BudgetState(RematState):
         """Whether it was seen that the device has as much as the budget."""
         self.coming = ComingStates(None)
         """What an optimizer is still to make."""
-        self._foreseen: tuple[StepTrace | None, Foresight | None] = (None, None)
+        self.foreseen: StepTrace | None = None
+        """What the module that a context is attached to does, as seen without data ahead of its first call."""
+        self._foresight: tuple[StepTrace | None, Foresight | None] = (None, None)
+        self.inside = InsideBudgets()
         self.limits: Limits | None = None
         """What was asked for last."""
         self.ways: Ways | None = None
@@ -56,12 +61,18 @@ class BudgetState(RematState):
         self.judged: tuple[Trace, Planned] | None = None
         """What the last forward has followed, if what it takes is to be looked at."""
 
-    def foresight_of(self, report: MemoryReport | None) -> Foresight | None:
-        """Return what a report foretells, if it has a trace."""
-        trace = None if report is None else report.trace
-        if trace is not self._foreseen[0]:
-            self._foreseen = trace, None if trace is None else Foresight(trace)
-        return self._foreseen[1]
+    def foresight(self, report: MemoryReport | None) -> Foresight | None:
+        """Return what steps will take that are not planned yet: as the first one has shown, or as a report foretells or a run
+        without data; None if there is neither."""
+        latest = self.traces.latest
+        shown = None if latest is None else self.learning.shown(latest)
+        if shown is not None:
+            return shown
+        trace = (None if report is None else report.trace) or self.foreseen
+        if trace is not self._foresight[0]:
+            is_whole = trace is not self.foreseen
+            self._foresight = trace, None if trace is None else Foresight(trace, is_whole=is_whole)
+        return self._foresight[1]
 
     @property
     def counter(self) -> MemoryCounter | None:

@@ -22,8 +22,6 @@ _NUM_COUNTED = 3
 """So many steps of each way count, the fastest of them."""
 _MOST_STEPS = 36
 """So many steps may pass until it is known what a way takes in which calls of modules are recomputed; else it is given up."""
-_MOST_RECORDED = 8
-"""So many steps in a row it takes at most until calls of modules are recomputed, if they are to be."""
 _MOST_CHANGES = 3
 """So often what saved values may take is set anew, by what a step took."""
 _NUM_NOTED = 3
@@ -60,8 +58,6 @@ class _Try:
     num_steps: int = 0
     num_changes: int = 0
     """How often the limit was set anew; it is counted anew from the choice on."""
-    num_recorded: int = 0
-    """How many steps in a row were recorded."""
     num_ahead: int = 0
     """How many whole steps with the same limit are yet to come before one counts."""
 
@@ -129,16 +125,20 @@ class Ways:
         """Whether one of the ways was chosen."""
         return self._is_decided
 
-    def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool) -> None:
+    def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool, planned_bytes: int | None = None) -> None:
         """A context is entered again.
 
         Args:
             now: the moment.
             peak_bytes: what was there at most since the last entry; None if that is not known.
+            planned_bytes: what saved values were planned to take where calls of modules are recomputed: less than the limit, by
+                as much as one call makes a difference.
             was_whole: whether the last step went to its end as it has begun. Others say nothing of their way.
         """
         over_bytes = 0 if peak_bytes is None or self.way is Way.OPS else peak_bytes - self.allowed_bytes
         if self._begun is not None and self._is_steady and was_whole:
+            if planned_bytes is not None and over_bytes > 0:
+                self._now.limit_bytes = min(self._now.limit_bytes, planned_bytes)
             if not self._is_decided:
                 self._note(self._begun, now, peak_bytes)
             elif over_bytes > 0:
@@ -146,11 +146,6 @@ class Ways:
         self._begun, self._is_steady = now, False
         if not self._is_decided:
             self._decide()
-
-    def note_recorded(self) -> bool:
-        """Calls of modules are to be recomputed, and the step that begins is recorded: tell whether that may go on."""
-        self._now.num_recorded += 1
-        return self._now.num_recorded <= _MOST_RECORDED
 
     def give_up(self) -> None:
         """Steps do not come to go this way, whatever is planned for them."""
@@ -162,7 +157,7 @@ class Ways:
 
     def count_step(self) -> None:
         """Nothing is recorded in the step that has begun, as in later ones."""
-        self._is_steady, self._now.num_recorded = True, 0
+        self._is_steady = True
 
     def _note(self, begun: Event, ended: Event, peak_bytes: int | None) -> None:
         now = self._now

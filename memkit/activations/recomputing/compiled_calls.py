@@ -7,6 +7,8 @@ recorder and its hooks are off while a compiled module runs. What that saves, an
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +56,8 @@ class CompiledCalls:
         self._found = set[nn.Module]()
         self._given: set[int] | None = None
         """While a compiled module runs: storages that were there before, by their keys."""
+        self.setting: Callable[[nn.Module, Any, Any, int], AbstractContextManager[object]] | None = None
+        """Returns a context for the call of one with these arguments, beside so many of its class; None if there is none."""
         self.is_on = False
 
     def begin(self, model: nn.Module | None) -> None:
@@ -78,7 +82,7 @@ class CompiledCalls:
 
     def end(self) -> None:
         """Take all hooks off; may be called again."""
-        self.is_on = False
+        self.is_on, self.setting = False, None
         self._finding.remove()
         self._outermost.remove()
         self._around.remove()
@@ -130,7 +134,8 @@ class CompiledCalls:
         try:
             leave_mode(self._recorder)
             trail.pause()
-            results = self._timed(trail.place, code, args, kwargs)
+            with self._set_for(module, args, kwargs):
+                results = self._timed(trail.place, code, args, kwargs)
         finally:
             self._given = None
             if trail_is_on:
@@ -143,6 +148,11 @@ class CompiledCalls:
         if not trail_sees:
             trail.note_end(module, args, kwargs, results)
         return results
+
+    def _set_for(self, module: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[object]:
+        if self.setting is None:
+            return nullcontext()
+        return self.setting(module, args, kwargs, sum(type(other) is type(module) for other in self._found))
 
     def _timed(self, place: int, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what runs a compiled module, and note how long that takes if ops are timed: unless it is compiled meanwhile.

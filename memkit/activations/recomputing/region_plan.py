@@ -62,7 +62,9 @@ class RegionPlan:
         )
 
 
-def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch.device) -> RegionPlan | None:
+def plan_regions(
+    trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch.device, *, against_ops: bool = True
+) -> RegionPlan | None:
     """Return the regions of a step; None if they do not fit the budget, or if it is certain that ops take less time: where the
     host itself computes. Else a trial shows that.
 
@@ -71,6 +73,7 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
         num_ops: how many ops it has.
         of_ops: its plan by ops.
         torch_device: where it runs.
+        against_ops: whether that is asked at all.
     """
     calls, references = _candidates(trace)
     if all(call.why_not for call in calls):
@@ -85,7 +88,7 @@ def plan_regions(trace: OpTrace, num_ops: int, of_ops: Plan, torch_device: torch
             return None
     if choice is None or not choice.chosen:
         return None
-    is_open = of_ops.predicted_peak_bytes <= max(budget_bytes, choice.peak_bytes)  # else ops need more
+    is_open = against_ops and of_ops.predicted_peak_bytes <= max(budget_bytes, choice.peak_bytes)  # else ops need more
     if is_open and costs.is_device and planner.seconds(choice) > _seconds_of_ops(planner, costs, num_ops, of_ops):
         return None
     chosen: dict[Reference, frozenset[int]] = {}

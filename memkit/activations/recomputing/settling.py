@@ -12,6 +12,7 @@ from memkit.activations.recomputing.region_plan import RegionPlan, plan_regions
 from memkit.activations.saved.settled import Settled
 from memkit.activations.saved.traces import Trace
 from memkit.activations.saved.trial import Trial, Way
+from memkit.errors import BudgetInfeasible
 from memkit.plan import Plan
 
 if TYPE_CHECKING:
@@ -62,13 +63,38 @@ class NextSteps(Settling):
 NEXT_STEPS = NextSteps()
 
 
-def _regions_of(state: RematState, trace: Trace, of_ops: Plan) -> RegionPlan | None:
+def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool:
+    """Have calls of modules recomputed in the next steps, which are like one that was recorded under another tag; tell whether
+    there are any that keep to the budget, or come closest to it.
+
+    Args:
+        state: what is known under the tag.
+        options: what is asked for, with a budget in bytes.
+        trace: that of the step, with its calls noted and its ops measured.
+    """
+    budget_bytes = options.budget
+    assert isinstance(budget_bytes, int)
+    if trace.ops is None or not trace.ops.is_measured:
+        return False
+    try:
+        of_ops = trace.ops.plan(budget_bytes, options.score)
+    except BudgetInfeasible:
+        planner = trace.ops.planner(options.score)
+        of_ops = planner.plan(budget_bytes, planner.least_found())
+    regions = _regions_of(state, trace, of_ops, against_ops=False)
+    if regions is not None:
+        state.settled = Settled(options=options, budget_bytes=budget_bytes, regions=regions)
+    return regions is not None
+
+
+def _regions_of(state: RematState, trace: Trace, of_ops: Plan, *, against_ops: bool = True) -> RegionPlan | None:
     """Return which regions a step may have instead of a plan by ops; None if it is to have none."""
     if trace.ops is None or trace.has_marks or state.num_left >= _MOST_DEVIATIONS:
         return None
     device = state.costs.device
     torch_device = torch.device("cpu") if device is None else device.torch_device
-    return trace.ops.regions(of_ops, functools.partial(plan_regions, trace.ops, len(trace.funcs), of_ops, torch_device))
+    plan = functools.partial(plan_regions, trace.ops, len(trace.funcs), of_ops, torch_device, against_ops=against_ops)
+    return trace.ops.regions(of_ops, plan)
 
 
 def _lacks_ops(state: RematState, trial: Trial, *, is_timed: bool) -> bool:

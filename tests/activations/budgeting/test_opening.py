@@ -142,6 +142,7 @@ def test_ways_are_tried_and_the_fastest_is_chosen(way: Way, device: Device, fast
     assert ways is not None
     assert ways.is_decided
     assert tags[:6] == [(None, None)] * 6
+    assert not any(stats.is_recorded for (regions, _), stats in zip(tags, found, strict=True) if regions is not None)
     assert {(of_regions, None), (of_regions, of_copies)} < set(tags)
     assert (
         tags[-1]

@@ -38,12 +38,14 @@ class Steps:
         self.reached = True
         self.moments: list[Moment] = []
 
-    def run(self, count: int, *, peak_bytes: int | None = None, counts: bool = True) -> list[Way]:
+    def run(
+        self, count: int, *, peak_bytes: int | None = None, counts: bool = True, planned_bytes: int | None = None
+    ) -> list[Way]:
         """Return the ways of so many steps; each entry is told what was there at most since the last one."""
         went = []
         for _ in range(count):
             self.moments.append(Moment(self.now_s, self.reached))
-            self.ways.begin_step(self.moments[-1], peak_bytes, was_whole=True)
+            self.ways.begin_step(self.moments[-1], peak_bytes, was_whole=True, planned_bytes=planned_bytes)
             if counts:
                 self.ways.count_step()
             went.append(self.ways.way)
@@ -100,6 +102,17 @@ def test_single_ops_are_chosen_where_no_step_recomputes_regions_as_planned() -> 
 
     assert went == [Way.REGIONS] * 36 + [Way.OPS] * 2
     assert steps.ways.is_decided
+
+
+def test_limit_is_lowered_from_what_was_planned_and_not_from_what_was_allowed() -> None:
+    """Calls are recomputed as a whole: a limit that is lowered by a little may leave all as it was, and be exceeded again."""
+    steps = Steps(Ways(1000, 500))
+    steps.run(4)
+    steps.run(1, peak_bytes=1020, planned_bytes=420)
+
+    assert steps.ways.limit_bytes == 400
+    steps.run(1, peak_bytes=900, planned_bytes=390)
+    assert steps.ways.limit_bytes == 490
 
 
 def test_given_up() -> None:

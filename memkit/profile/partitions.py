@@ -1,0 +1,143 @@
+"""What a block would save and compute again, were it compiled with one budget or another: seen in graphs, and nothing runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from memkit import torch_private
+from memkit.device.ceilings import flops_of
+from memkit.profile.restore import preserved
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_KINDS = ("cuda", "cpu")
+
+
+class Partition(NamedTuple):
+    """One way to cut a block's forward and backward in two."""
+
+    budget: float
+    """The value of `activation_memory_budget`."""
+    saved_bytes: int
+    """What the block saves, its inputs and outputs included and its parameters not."""
+    given_bytes: int
+    """What it is given, which is saved where it is recomputed as a whole."""
+    forward_flops: float
+    backward_flops: float
+    """With what is computed again."""
+
+
+class _CutError(Exception):
+    """The graphs are there, and all else is left out."""
+
+
+def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float]) -> list[Partition]:
+    """Return how the compiler would cut a block that is called so, for values of `activation_memory_budget`.
+
+    Nothing is computed, and the block is left as it was. Its forward is traced by AOTAutograd, as `torch.compile` has it
+    (`torch._functorch.partitioners.min_cut_rematerialization_partition`), in a thread of its own, where no mode and no hook of
+    the caller's is on.
+
+    Args:
+        block: a module, compiled or not; not one that `torch.compile` has put around another.
+
+    Raises:
+        RuntimeError: it cannot be traced.
+    """
+    found: list[Partition] = []
+    errors: list[BaseException] = []
+    device = torch.get_default_device()
+    enabled = [(kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind)]
+
+    def run() -> None:
+        try:
+            with ExitStack() as around:
+                around.enter_context(device)
+                for kind, dtype in enabled:
+                    around.enter_context(torch.autocast(kind, dtype=dtype))
+                around.enter_context(preserved([block], torch.device("cpu"), contents=False))
+                around.enter_context(torch.compiler.set_stance("force_eager"))
+                found.extend(_partition(block, args, kwargs, budget) for budget in budgets)
+        except BaseException as error:  # raised in the thread of the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="memkit partitions")
+    thread.start()
+    thread.join()
+    if errors:
+        raise RuntimeError(f"{type(block).__name__} cannot be traced: {errors[0]!r}") from errors[0]
+    return found
+
+
+def _partition(block: nn.Module, args: Any, kwargs: Any, budget: float) -> Partition:
+    from functorch import compile as functorch  # type: ignore[import-untyped]  # only now: it loads much
+
+    owned = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    tensors = list(owned.values())
+    given = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    cut: dict[str, Any] = {}
+
+    def forward(*inputs: Tensor) -> Any:
+        states = dict(zip(owned, inputs, strict=False))
+        rest = iter(inputs[len(owned) :])
+        called_with = torch_private.tree_map(lambda leaf: next(rest) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        return torch.func.functional_call(block, states, *called_with)
+
+    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> None:
+        cut["forward"], cut["backward"] = functorch.min_cut_rematerialization_partition(joint, inputs, **options)
+        raise _CutError
+
+    traced: Callable[..., Any] = functorch.aot_function(forward, fw_compiler=_nothing, partition_fn=partition)
+    inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (*tensors, *given)]
+    try:
+        with functorch.config.patch(activation_memory_budget=budget):
+            traced(*inputs)
+    except _CutError:
+        pass
+    if not cut:
+        raise RuntimeError("nothing that is computed requires grad")
+    return Partition(
+        budget=budget,
+        saved_bytes=_saved_bytes(cut["forward"].graph, len(owned)),
+        given_bytes=sum(tensor.nbytes for tensor in given if tensor.requires_grad),
+        forward_flops=_flops(cut["forward"].graph),
+        backward_flops=_flops(cut["backward"].graph),
+    )
+
+
+def _nothing(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
+    return graph
+
+
+def _saved_bytes(graph: fx.Graph, num_owned: int) -> int:
+    """Return the bytes of all that a forward hands out, but for parameters and buffers: each storage once."""
+    owned = {node for node, _ in zip(graph.find_nodes(op="placeholder"), range(num_owned), strict=False)}
+    (output,) = graph.find_nodes(op="output")
+    kept = {_base(node) for node in output.all_input_nodes} - owned
+    return sum(value.numel() * value.itemsize for node in kept if isinstance(value := node.meta.get("val"), Tensor))
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """Return what has the storage that is in a node."""
+    while isinstance(node.target, torch_private.OpOverload) and node.target.is_view:
+        first = node.args[0]
+        if not isinstance(first, fx.Node):
+            break
+        node = first
+    return node
+
+
+def _flops(graph: fx.Graph) -> float:
+    found = 0.0
+    for node in graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+            found += flops_of(node.target, args, kwargs, node.meta.get("val"))
+    return found

@@ -1,0 +1,344 @@
+"""Steps without a plan: what is seen ahead of the first one, what that shows of the second, and what has to leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.activations.budgeting.state import budget_states
+from memkit.device import Device, ReferenceDevice, open_device
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step
+from tests.activations.remat.conftest import NO_PLAN_FITS
+
+Make = Callable[[], AbstractContextManager[object]]
+
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
+
+
+class Wide(nn.Module):
+    """Saves a chain of units, and makes a temporary of many on the way, of which nothing is saved."""
+
+    def __init__(self, units: int = 20, wide: int = 6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(UNIT_NUMEL, generator=torch.Generator().manual_seed(1)))
+        self.units, self.wide = units, wide
+        self.num_calls = 0
+        self.seen: list[object] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.seen.append(x.shape)
+        y = chain(x * self.weight, [1] * self.units)
+        with torch.no_grad():
+            torch.ones(self.wide * UNIT_NUMEL, device=x.device).add(1)
+        return chain(y, [1] * self.units)
+
+
+def _train(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    y = model(x)
+    y.sum().backward()
+    return [y.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def _budget(device: Device, units: int, tag: str, model: nn.Module) -> memkit.MemoryBudget:
+    """Return a budget of so many units, for an optimizer that has no states."""
+    optimizer = torch.optim.SGD(model.parameters())
+    return memkit.MemoryBudget(f"{units * UNIT_BYTES}B", tag, optimizer=optimizer, min_bytes=UNIT_BYTES, device=device)
+
+
+# What is seen ahead
+
+
+@pytest.mark.parametrize(("wide", "most"), [(1, 14), (6, 10)])
+def test_first_step_leaves_room_for_what_is_seen_ahead(wide: int, most: int) -> None:
+    """The reference device counts what is saved alone: what is left free for temporaries stays free."""
+    device, x = ReferenceDevice(), torch.randn(UNIT_NUMEL)
+    counter, model = device.memory_counter(), Wide(wide=wide)
+    plain = _train(model, x)
+    handle = memkit.attach(model, _budget(device, 16, "ahead", model))
+    counter.reset_peak()
+    assert_same_bits(_train(model, x), plain)
+    handle.remove()
+
+    assert budget_states["ahead"].foreseen is not None
+    assert counter.peak_bytes() <= most * UNIT_BYTES
+
+
+def test_model_is_left_as_it_was() -> None:
+    device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Wide()
+    torch.manual_seed(0)
+    drawn = torch.rand(4)
+    torch.manual_seed(0)
+    memkit.attach(model, _budget(device, 16, "left", model))
+    model(x)
+
+    assert budget_states["left"].foreseen is not None
+    assert (model.num_calls, model.seen) == (1, [x.shape])
+    assert torch.equal(torch.rand(4), drawn)
+    assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}
+
+
+def test_it_is_seen_ahead_once() -> None:
+    device, x, model, calls = ReferenceDevice(), torch.randn(UNIT_NUMEL), Wide(), []
+    model.register_forward_hook(lambda *_: calls.append(None))
+    memkit.attach(model, _budget(device, 16, "once", model))
+    _train(model, x)
+    num_ahead = len(calls) - 1
+    _train(model, x)
+    memkit.detach(model)
+    memkit.attach(model, _budget(device, 16, "once", model))
+    _train(model, x)
+
+    assert num_ahead > 0
+    assert len(calls) == num_ahead + 3
+
+
+class Reads(Wide):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if x.sum().item() > 0 else 2.0)
+
+
+class Raises(Wide):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            raise KeyError("no such thing")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Reads, Raises])
+def test_what_cannot_be_seen_ahead_runs_all_the_same(kind: type[Wide]) -> None:
+    device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), kind()
+    plain = _train(model, x)
+    memkit.attach(model, _budget(device, 16, "not ahead", model))
+    for _ in range(4):
+        assert_same_bits(_train(model, x), plain)
+
+    assert budget_states["not ahead"].foreseen is None
+    assert memkit.stats("not ahead").follows_plan
+
+
+class Caches(Wide):
+    """Keeps a tensor outside of modules, by its size alone."""
+
+    cache: ClassVar[dict[int, Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.cache.setdefault(x.numel(), torch.ones(x.numel(), device=x.device))
+        return super().forward(x * table)
+
+
+def test_what_a_module_keeps_elsewhere_of_the_run_ahead_is_told_of() -> None:
+    device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Caches()
+    Caches.cache.clear()
+    handle = memkit.attach(model, _budget(device, 16, "caches", model))
+    with pytest.raises(RuntimeError) as raised:
+        model(x)
+    assert "look_ahead=False" in "".join(getattr(raised.value, "__notes__", [str(raised.value)]))
+    handle.remove()
+    Caches.cache.clear()
+    memkit.attach(model, memkit.MemoryBudget(16 * UNIT_BYTES + 2**20, "caches not", device=device, look_ahead=False))
+    _train(model, x)
+
+
+def test_module_without_shapes_yet_runs() -> None:
+    device, model = ReferenceDevice(), nn.Sequential(nn.LazyLinear(16), nn.GELU(), nn.Linear(16, 4))
+    memkit.attach(model, memkit.MemoryBudget("1MiB", "lazy", min_bytes=1, device=device))
+    for _ in range(5):
+        model(torch.randn(4, 16)).sum().backward()
+
+    assert memkit.stats("lazy").follows_plan
+
+
+def test_replicated_models_are_not_run_ahead() -> None:
+    """Their forward would wait for the other replicas."""
+    device, x = ReferenceDevice(), torch.randn(UNIT_NUMEL)
+    model = nn.DataParallel(Wide())
+    memkit.attach(model, _budget(device, 16, "replicated", model))
+    _train(model, x)
+
+    assert budget_states["replicated"].foreseen is None
+
+
+def test_shares_and_reports_ask_for_nothing_ahead() -> None:
+    device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Wide()
+    handle = memkit.attach(model, memkit.MemoryBudget(0.5, "share", min_bytes=UNIT_BYTES, device=device))
+    _train(model, x)
+    handle.remove()
+    report = memkit.profile_memory(
+        model, x, device="meta", target="cpu", backward=True, trace=True, min_bytes=UNIT_BYTES, tag="told", print_table=False
+    )
+    memkit.attach(model, _budget(device, 16, "told", model))
+    _train(model, x)
+
+    assert report.trace is not None
+    assert all(budget_states[tag].foreseen is None for tag in ("share", "told") if tag in budget_states)
+
+
+def test_larger_step_than_was_seen_ahead_is_held_as_one_of_which_nothing_is_known() -> None:
+    """Held to what was foreseen, a step of twice the bytes would find no room for temporaries that are as much larger."""
+    device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Wide(wide=1)
+    memkit.attach(model, _budget(device, 16, "larger", model))
+    model(x)
+    larger = torch.randn(2, UNIT_NUMEL)
+
+    class Larger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = model.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(12):
+                x = (x * self.weight).sin()
+            return x
+
+    other = Larger()
+    plain = _train(other, larger)
+    counter = device.memory_counter()
+    counter.reset_peak()
+    with _budget(device, 16, "larger", other):
+        y = other(larger)
+    y.sum().backward()
+    assert_same_bits([y.detach()], plain[:1])
+    assert counter.peak_bytes() <= 16 * UNIT_BYTES
+
+
+# What the first step shows
+
+
+MIB_NUMEL = 2**18
+
+
+def _mib_step(x: Tensor, make: Make, *, loss_mib: int) -> list[Tensor]:
+    """A chain of forty storages of a MiB in a context, and a temporary of the loss behind it."""
+    x.grad = None
+    with make():
+        y = x
+        for _ in range(40):
+            y = y.sin()
+    torch.ones(loss_mib * MIB_NUMEL, device=x.device)
+    y.sum().backward()
+    return [y.detach(), x.grad]
+
+
+@pytest.mark.gpu
+def test_second_step_leaves_room_for_what_the_first_one_has_shown() -> None:
+    device = open_device("cuda")
+    x = torch.randn(MIB_NUMEL, device="cuda", requires_grad=True)
+    plain = _mib_step(x, nullcontext, loss_mib=16)
+    counter = device.memory_counter()
+    base_mib = counter.allocated_bytes() >> 20
+    budget = f"{base_mib + 34}MiB"
+    peaks = []
+    for _ in range(2):
+        counter.reset_peak()
+        assert_same_bits(_mib_step(x, partial(memkit.MemoryBudget, budget, "shown"), loss_mib=16), plain)
+        peaks.append((counter.peak_bytes() >> 20) - base_mib)
+
+    assert peaks[0] > 34  # of which nothing was known
+    assert peaks[1] <= 34
+
+
+def test_second_step_goes_by_the_first() -> None:
+    device = ReferenceDevice()
+    x = leaf_on(device.torch_device)
+    make = partial(memkit.MemoryBudget, f"{16 * UNIT_BYTES}B", "first", min_bytes=0, device=device)
+    step(x, [1] * 30, make)
+    state = budget_states["first"]
+    trace = state.traces.latest
+    assert trace is not None
+    shown = state.learning.shown(trace)
+    assert shown is not None
+    assert shown.is_whole
+    assert shown.is_of(29, UNIT_BYTES)
+    assert not shown.is_of(30, UNIT_BYTES)
+    step(x, [1] * 30, make)
+    step(x, [1] * 30, make)
+
+    assert memkit.stats("first").follows_plan
+    assert memkit.stats("first").num_deviations == 0
+
+
+# What has to leave
+
+
+@torch.library.custom_op("memkit_first::sine", mutates_args=())
+def sine(x: Tensor) -> Tensor:
+    """Of which memkit cannot know whether it does the same again."""
+    return x.sin()
+
+
+sine.register_autograd(
+    lambda ctx, grad: grad * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+def _sines(x: Tensor, make: Make, length: int = 20) -> list[Tensor]:
+    x.grad = None
+    with make():
+        y = x
+        for _ in range(length):
+            y = sine(y)
+    y.sum().backward()
+    return [y.detach(), x.grad]
+
+
+@pytest.mark.parametrize("units", [16, 10])
+def test_what_cannot_be_made_again_leaves(units: int, device: Device) -> None:
+    """The reference device counts what is saved alone; on a GPU gradients and what an op makes come on top of it."""
+    x = torch.randn(MIB_NUMEL, device=device.torch_device, requires_grad=True)
+    plain = _sines(x, nullcontext)
+    counter, copies = device.memory_counter(), []
+    assert counter is not None
+    x.grad = None
+    most_bytes = counter.allocated_bytes() + (units << 20)
+    room_bytes = 4096 if device.torch_device.type == "cuda" else 0  # of the sum behind the context
+    make = partial(memkit.MemoryBudget, f"{most_bytes}B", "leaves", min_bytes=0, device=device)
+    for _ in range(3):
+        counter.reset_peak()
+        assert_same_bits(_sines(x, make), plain)
+        assert counter.peak_bytes() <= most_bytes + room_bytes
+        copies.append(memkit.stats("leaves").num_copies_out)
+
+    assert min(copies) > 0
+    assert memkit.stats("leaves").live_records == 0
+    assert memkit.stats("leaves").host_in_use_bytes == 0
+
+
+def test_what_others_are_made_again_from_does_not_leave() -> None:
+    """It stays on the device for these, and a copy would free nothing."""
+    device = ReferenceDevice()
+    x = torch.randn(MIB_NUMEL, requires_grad=True)
+    for _ in range(2):
+        with memkit.MemoryBudget("16MiB", "mixed", min_bytes=0, device=device):
+            y = x
+            for _ in range(20):
+                y = sine(y).cos()
+        y.sum().backward()
+        stats = memkit.stats("mixed")
+
+        assert stats.num_dropped
+        assert stats.num_copies_out == stats.num_copies_in
+
+
+def test_what_the_user_keeps_does_not_leave() -> None:
+    device = ReferenceDevice()
+    x = leaf_on(device.torch_device)
+    x.grad = None
+    with memkit.MemoryBudget(f"{6 * UNIT_BYTES}B", "kept", min_bytes=0, device=device):
+        y = x
+        for _ in range(20):
+            y = memkit.keep(sine(y))
+        y = sine(y)
+    y.sum().backward()
+
+    assert memkit.stats("kept").num_copies_out == 0

@@ -1,0 +1,230 @@
+"""What compiled blocks recompute inside: chosen ahead of their compile, exact, and never compiled again for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import pytest
+import torch
+from functorch.compile import config
+from torch import Tensor, nn
+
+import memkit
+from memkit.activations.budgeting import inside
+from memkit.activations.budgeting.inside import Room, best_partition
+from memkit.activations.budgeting.state import budget_states
+from memkit.device import Device, ReferenceDevice
+from memkit.profile.partitions import Partition, partitions
+from memkit.torch_state import num_compiled
+from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.activations.test_interrupts import OF_DYNAMO
+
+pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS, *OF_DYNAMO)
+
+# Which is best
+
+CUTS = (  # a block saves 10 bytes, or 4 for one second more, or 2 for three; it is given 1, and its forward takes 6 seconds
+    Partition(budget=1.0, saved_bytes=10, given_bytes=1, forward_flops=6.0, backward_flops=12.0),
+    Partition(budget=0.5, saved_bytes=4, given_bytes=1, forward_flops=6.0, backward_flops=13.0),
+    Partition(budget=0.3, saved_bytes=2, given_bytes=1, forward_flops=6.0, backward_flops=15.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "bytes_per_s", "memory_bytes_per_s", "budget"),
+    [
+        (100, 0.1, 1e9, 1.0),  # all fits
+        (97, 0.1, 1e9, 1.0),  # what does not leaves for nothing: three bytes in the half of sixty seconds
+        (91, 0.1, 1e9, 1.0),  # and one block is recomputed, for six seconds
+        (91, 0.05, 2.0, 0.5),  # for ten more where memory is slow
+        (40, 0.1, 1e9, 0.5),  # six blocks for 36 seconds, or one second for each of the ten
+        (40, 10.0, 1e9, 1.0),  # a fast link
+        (20, 0.1, 1e9, 0.3),  # 54 seconds for nine blocks, ten and thirty for five, or thirty for all
+        (0, 0.001, 1e9, 0.3),  # nothing is enough but to wait for the link
+    ],
+)
+def test_best_partition(room_bytes: float, bytes_per_s: float, memory_bytes_per_s: float, budget: float) -> None:
+    room = Room(num_bytes=room_bytes, bytes_per_s=bytes_per_s, flops_per_s=1.0, memory_bytes_per_s=memory_bytes_per_s)
+    assert best_partition(CUTS, 10, room).budget == budget
+
+
+# What the compiler would do
+
+
+class Block(nn.Module):
+    """Two matrix products and what lies between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+        self.first, self.second, self.third = nn.Linear(32, 128), nn.Linear(128, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+        y = self.second(torch.nn.functional.gelu(self.first(self.norm(x))))
+        y = self.third(torch.nn.functional.gelu(y))
+        return x + (y if scale is None else y * scale)
+
+
+class Counts(Block):
+    """Draws random numbers as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+        self.num_calls += 1
+        return torch.nn.functional.dropout(super().forward(x, scale=scale)) * torch.rand(32)
+
+
+def _inputs() -> Tensor:
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+def test_smaller_budgets_save_less_and_compute_more() -> None:
+    block, x = Block(), _inputs()
+    found = partitions(block, (x,), {"scale": torch.ones(32)}, (1.0, 0.5, 0.0))
+
+    assert [each.budget for each in found] == [1.0, 0.5, 0.0]
+    assert found[0].saved_bytes > found[1].saved_bytes > found[2].saved_bytes >= found[2].given_bytes == x.nbytes
+    assert found[0].backward_flops < found[2].backward_flops
+    assert {each.forward_flops for each in found} == {2.0 * 16 * (32 * 128 + 128 * 128 + 128 * 32)}
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_block_is_left_as_it_was(is_compiled: bool, no_compiled_code_is_left: None) -> None:
+    block, x = Counts(), _inputs()
+    if is_compiled:
+        block.compile(backend="aot_eager")
+    before = {name: value.clone() for name, value in block.state_dict().items()}
+    torch.manual_seed(0)
+    drawn = torch.rand(4)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(_fail, _fail):
+        (found,) = partitions(block, (x,), {}, (1.0,))
+
+    assert found.saved_bytes != partitions(block, (x,), {}, (1.0,))[0].saved_bytes  # it is that of a block in bfloat16
+    assert block.num_calls == 0
+    assert {name: value.tolist() for name, value in block.state_dict().items()} == {
+        name: value.tolist() for name, value in before.items()
+    }
+    assert all(parameter.grad is None for parameter in block.parameters())
+    assert torch.equal(torch.rand(4), drawn)
+
+
+def _fail(_: object) -> None:
+    raise AssertionError("nothing is saved here")
+
+
+def test_block_that_reads_a_value_raises() -> None:
+    class Reads(Block):
+        def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+            return super().forward(x) * x.sum().item()
+
+    with pytest.raises(Exception, match=r"item|local_scalar|data-dependent"):
+        partitions(Reads(), (_inputs(),), {}, (1.0,))
+
+
+# In steps
+
+
+def _model(how: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(4)])
+    for number, block in enumerate(model):
+        if how == "forward":
+            block.forward = torch.compile(block.forward, backend="aot_eager")
+        elif how == "module":
+            model[number] = torch.compile(block, backend="aot_eager")
+        else:
+            block.compile(backend="aot_eager")
+    return model
+
+
+def _step(model: nn.Module, context: AbstractContextManager[object]) -> list[Tensor]:
+    model.zero_grad()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with context:
+        loss = model(_inputs()).square().sum()
+    loss.backward()
+    found = [loss.detach(), *[parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]]
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+    return found
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the second of the partitions be the best."""
+
+    def take_second(found: Sequence[Partition], *_: object) -> Partition:
+        return found[1]
+
+    monkeypatch.setattr(inside, "best_partition", take_second)
+
+
+def _budget(device: Device, budget: str | float = "24KiB") -> memkit.MemoryBudget:
+    return memkit.MemoryBudget(budget, "inside", min_bytes=1, device=device)
+
+
+@pytest.mark.usefixtures("no_compiled_code_is_left", "second")
+@pytest.mark.parametrize(
+    "how", ["call", pytest.param("forward", marks=pytest.mark.full), pytest.param("module", marks=pytest.mark.full)]
+)
+def test_steps_are_those_of_the_same_blocks_with_the_value_that_was_chosen(how: str) -> None:
+    model = _model(how)
+    with config.patch(activation_memory_budget=0.5):
+        plain = _step(model, nullcontext())
+    torch._dynamo.reset()
+    device, model, compiled = ReferenceDevice(), _model(how), []
+    for _ in range(6):
+        assert_same_bits(_step(model, _budget(device)), plain)
+        compiled.append(num_compiled())
+        assert config.activation_memory_budget == 1.0
+
+    assert budget_states["inside"].inside.chosen == {Block: 0.5}
+    assert len(set(compiled[2:])) == 1
+    stats = memkit.stats("inside")
+    assert stats.follows_plan
+
+
+@pytest.mark.usefixtures("no_compiled_code_is_left", "second")
+def test_blocks_save_less_with_the_value_that_was_chosen() -> None:
+    saved = []
+    for value in (1.0, None):
+        torch._dynamo.reset()
+        memkit.reset("inside")
+        if value is not None:
+            with config.patch(activation_memory_budget=value):
+                _step(model := _model("call"), nullcontext())
+        else:
+            model = _model("call")
+        _step(model, _budget(ReferenceDevice(), "1GiB"))
+        saved.append(memkit.stats("inside").saved_bytes)
+
+    assert saved[1] < saved[0]
+
+
+@pytest.mark.usefixtures("no_compiled_code_is_left", "second")
+@pytest.mark.parametrize("what", ["compiled before", "chosen by the user", "a share", "not to be traced"])
+def test_nothing_is_chosen(what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(logging.INFO, logger="memkit")
+    model = _model("call")
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    if what == "compiled before":
+        _step(model, nullcontext())
+    if what == "chosen by the user":
+        around = partial(config.patch, activation_memory_budget=0.7)
+    if what == "not to be traced":
+        monkeypatch.setattr("memkit.profile.partitions._partition", _fail)
+    with around():
+        _step(model, _budget(ReferenceDevice(), 0.5 if what == "a share" else "24KiB"))
+
+    assert budget_states["inside"].inside.chosen == {Block: None}
+    told = {"compiled before": "was compiled before", "not to be traced": "no activation_memory_budget is chosen"}
+    assert told.get(what, "") in caplog.text
