@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from alternating import CLOSE, step_of, warm_up
-from bench_compiled import compile_each, dynamo_counts
 from budget_models import OTHERS, built
 from budget_steps import LEAST, MIB, Budgeted, compared_alone, in_mib, measured, of_plain, plain_peak
 from remat_spaced import fewest_within, spaced
@@ -31,7 +30,6 @@ SPACED_SHARES = (0.75, 0.5, 0.42)
 KEEPS_ALL = 1.1
 WITHIN_LINK: Mapping[str, float] = {"resnet50": 0.95, "llama": 0.9}
 OTHERS_SHARES = (0.8, 0.5, 0.3)
-COMPILED_SHARE = 0.9
 BESIDE = "beside"
 """The tag of what is measured beside a budget."""
 BOUND_S = 40.0
@@ -100,20 +98,6 @@ def others(setting: Setting) -> Iterator[Line]:
     for model, build in OTHERS.items():
         yield from _other(model, build, setting)
         setting.clean()
-
-
-def compiled(setting: Setting) -> Iterator[Line]:
-    """The Llama with compiled blocks, its body in the context, at a share of the peak of the compiled plain step."""
-    workload = setting.llama()
-    start_s = time.perf_counter()
-    compile_each(blocks_of(workload.model), "forward", "aot_eager" if setting.tiny else "inductor")
-    plain_bytes = plain_peak(workload, setting)
-    compiling_s, before = time.perf_counter() - start_s, dynamo_counts()
-    budget = of_plain(COMPILED_SHARE, plain_bytes)
-    found = setting.attempt(partial(measured, workload, budget, setting))
-    new = {f"new_{name}": number - before[name] for name, number in dynamo_counts().items()}
-    about = {"bench": "budget_compiled", "model": "llama", "name": workload.name, "share": COMPILED_SHARE}
-    yield {**about, "asked": str(budget), "compiling_s": compiling_s, **new, **found}
 
 
 def _mib(mib: int, plain_mib: int, setting: Setting) -> str | float:

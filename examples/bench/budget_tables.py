@@ -183,16 +183,31 @@ def _share(line: Line) -> Row:
 
 
 def _compiled(lines: Sequence[Line]) -> Table:
-    header = f"blocks compiled | budget, MiB | plain, ms | memkit, ms | / plain | {_PREDICTED} | {_DONE} | new graphs"
+    header = (
+        "share of the eager peak | budget, MiB | eager, ms | memkit, ms | / eager | compiled at | fastest by hand | "
+        f"its step, ms | its peak, MiB | / by hand | {_PREDICTED} | {_DONE} | new graphs"
+    )
 
     def cells(line: Line) -> Row:
+        by_hand = [line.get("hand_mix", "-"), in_ms(line.get("hand_s")), _mib(line.get("hand_peak_mib"))]
         return [
-            *(_mib(line["budget_mib"]), in_ms(line["plain_s"]), in_ms(line["step_s"]), bold(as_ratio(line["ratio"]))),
-            *(*_predicted(line), *_done(line), as_number(line["new_graphs"])),
+            *(_mib(line["budget_mib"]), in_ms(line["eager_s"]), in_ms(line["step_s"])),
+            *(bold(as_ratio(line["step_s"] / line["eager_s"])), str(line["inside"] or "-"), *by_hand),
+            *(bold(as_ratio(line.get("to_hand"))), *_predicted(line), *_done(line), as_number(line["new_graphs"])),
         ]
 
-    found = last_by(lambda line: line["model"], lines_of(lines, "budget_compiled"))
-    return header, rows_of(found, header, lambda line: [f"{line['model']}, {line['share']:g} of the plain peak"], cells)
+    found = last_by(lambda line: line["share"], lines_of(lines, "budget_compiled"))
+    return header, rows_of(found, header, lambda line: [f"{line['share']:g}"], cells)
+
+
+def _by_hand(lines: Sequence[Line]) -> Table:
+    header = "blocks compiled, mixed by hand | step, ms | / eager | peak, MiB"
+
+    def cells(line: Line) -> Row:
+        return [in_ms(line["step_s"]), bold(as_ratio(line["step_s"] / line["eager_s"])), _mib(line["peak_allocated_mib"])]
+
+    found = last_by(lambda line: line["mix"], lines_of(lines, "budget_compiled_by_hand"))
+    return header, rows_of(found, header, lambda line: [line["mix"]], cells)
 
 
 def _planning(lines: Sequence[Line]) -> Table:
@@ -225,6 +240,7 @@ _TABLES: dict[str, Callable[[list[Line]], Table]] = {
     "cap": _cap,
     "others": _others,
     "compiled": _compiled,
+    "by_hand": _by_hand,
     "planning": _planning,
 }
 

@@ -1,0 +1,142 @@
+"""Compiled blocks under budgets, beside mixes that are made by hand: each compiled anew, since that is what differs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from alternating import alternate, warm_up
+from bench_compiled import compile_each, dynamo_counts
+from budget_steps import Budgeted, in_mib, of_plain, plain_peak
+from functorch.compile import config
+from remat_spaced import spaced
+from setting import TAG, Setting, say
+from shared import Line
+from torch import nn
+
+from memkit.activations.budgeting.state import budget_states
+from memkit.bench import Workload
+from memkit.bench.engines import blocks_of, plain
+from memkit.bench.measure import Engine
+
+SHARES = (0.73, 0.48, 0.39, 0.26)
+"""Of the peak of the eager plain step."""
+WAY = "forward"
+
+
+def compiled(setting: Setting) -> Iterator[Line]:
+    """The Llama, its body in the context: eager, compiled and mixed by hand, and under budgets that find out by themselves."""
+    workload = setting.llama()
+    about: Line = {"model": "llama", "name": workload.name}
+    plain_bytes = plain_peak(workload, setting)
+    eager_s = alternate(workload, {"plain": plain}, setting.device, num_steps=setting.steps)["plain"].step_s
+    yield {"bench": "budget_compiled_eager", **about, "step_s": eager_s, "peak_allocated_mib": in_mib(plain_bytes)}
+    del workload
+    by_hand: list[Line] = []
+    for value, mixes in _mixes(setting).items():
+        with config.patch(activation_memory_budget=value):
+            workload, compiling_s = _compiled(setting)
+            for name, build in mixes.items():
+                line = setting.attempt(partial(_by_hand, workload, build, setting))
+                by_hand.append({**line, "mix": f"{name}, compiled at {value:g}", "eager_s": eager_s})
+                yield {"bench": "budget_compiled_by_hand", **about, "compiling_s": compiling_s, **by_hand[-1]}
+            del workload
+    for share in setting.few(SHARES):
+        budget = of_plain(share, plain_bytes)
+        line = setting.attempt(partial(_budgeted, budget, setting))
+        line = {**line, "eager_s": eager_s}
+        yield {"bench": "budget_compiled", **about, "asked": str(budget), "share": share, **line, **_best_of(by_hand, line)}
+
+
+Mix = Callable[[Sequence[nn.Module]], Engine]
+
+
+def _mixes(setting: Setting) -> dict[float, dict[str, Mix]]:
+    """Return what is made by hand, by the `activation_memory_budget` that the blocks are compiled with."""
+
+    def offloads(ratio: float) -> Mix:
+        return lambda _: setting.offload(ratio)
+
+    def checkpoints(count: int | None, ratio: float = 0.0) -> Mix:
+        def build(layers: Sequence[nn.Module]) -> Engine:
+            inner = spaced(layers, len(layers) if count is None else min(count, len(layers)))
+            return partial(_both, setting.offload(ratio), inner) if ratio else inner
+
+        return build
+
+    return {
+        1.0: {
+            "all kept": lambda _: plain,
+            "offload 0.1": offloads(0.1),
+            "half of the blocks checkpointed": checkpoints(8),
+            "half checkpointed, offload 0.15": checkpoints(8, 0.15),
+            "all checkpointed": checkpoints(None),
+            "all checkpointed, offload 1": checkpoints(None, 1.0),
+        },
+        0.5: {"all kept": lambda _: plain, "offload 0.2": offloads(0.2), "offload 0.5": offloads(0.5)},
+    }
+
+
+@contextmanager
+def _both(outer: Engine, inner: Engine) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(outer())
+        stack.enter_context(inner())
+        yield
+
+
+def _compiled(setting: Setting) -> tuple[Workload, float]:
+    """Return the workload with blocks that were compiled by two plain steps, and what that took."""
+    torch.compiler.reset()
+    setting.clean()
+    workload = setting.llama()
+    _compile(workload, setting)
+    start_s = time.perf_counter()
+    warm_up(workload, plain, setting.device, num_steps=2)
+    return workload, time.perf_counter() - start_s
+
+
+def _compile(workload: Workload, setting: Setting) -> None:
+    compile_each(blocks_of(workload.model), WAY, "aot_eager" if setting.tiny else "inductor")
+
+
+def _by_hand(workload: Workload, build: Mix, setting: Setting) -> Line:
+    engine = build(blocks_of(workload.model))
+    setting.clean()
+    warm_up(workload, engine, setting.device)
+    found = alternate(workload, {"by hand": engine}, setting.device, num_steps=setting.steps)["by hand"]
+    say(f"{workload.name}: {1e3 * found.step_s:.1f} ms at {in_mib(found.peak_allocated_bytes)} MiB")
+    return {"step_s": found.step_s, "peak_allocated_mib": in_mib(found.peak_allocated_bytes)}
+
+
+def _budgeted(budget: str | float, setting: Setting) -> Line:
+    """Measure a budget that is there before the blocks are compiled."""
+    torch.compiler.reset()
+    setting.clean()
+    workload = setting.llama()
+    _compile(workload, setting)
+    budgeted = Budgeted(workload, budget, setting)
+    budgeted.learn()
+    before = dynamo_counts()
+    line = budgeted.compare()
+    new = {f"new_{name}": number - before[name] for name, number in dynamo_counts().items()}
+    chosen = budget_states[TAG].inside.chosen if TAG in budget_states else {}
+    return {**line, **new, "inside": next(iter(chosen.values()), None)}
+
+
+def _best_of(by_hand: Sequence[Line], line: Line) -> Line:
+    """Return the fastest mix by hand whose peak is at most the budget."""
+    budget_mib = line.get("budget_mib")
+    fitting = [mix for mix in by_hand if "step_s" in mix and budget_mib and (mix["peak_allocated_mib"] or 0) <= budget_mib]
+    if not fitting or "step_s" not in line:
+        return {}
+    best = min(fitting, key=lambda mix: mix["step_s"])
+    return {
+        "hand_mix": best["mix"],
+        "hand_s": best["step_s"],
+        "hand_peak_mib": best["peak_allocated_mib"],
+        "to_hand": line["step_s"] / best["step_s"],
+    }
