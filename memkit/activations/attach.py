@@ -147,7 +147,7 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
     Args:
         model: whose forward to put it around; a part of a model will do. It is left as it is; hooks are registered on it,
             which are not copied or saved with it.
-        context: `CPUOffload`, `Rematerialize` or `no_offload`, as it would stand in `with`.
+        context: `MemoryBudget`, `CPUOffload`, `Rematerialize` or `no_offload`, as it would stand in `with`.
 
     Returns:
         A handle whose `remove()` takes the hooks off again, as `memkit.detach(model)` does. Its `plan` and `stats()` are those

@@ -53,10 +53,11 @@ class MemoryBudget(RecordedContext):
     goes on, or is made again when the backward asks for it: whichever mix is thought to be fastest. Gradients are those of the
     plain run, bit for bit, wherever its ops are deterministic.
 
-    The first two steps under a tag are held to 0.9 of the budget as they go, by recomputing alone. The second is measured: what
-    each op takes, and the device's bytes at each op of the forward and between the requests of the backward. Then a plan is
-    made, once for each sequence of ops, which takes up to some seconds, and followed from then on. If a step takes more than
-    the budget, the plan is made again, at most three times. Where all fits, nothing is moved and nothing is recomputed.
+    The first two steps under a tag are held to the budget as they go, by recomputing, and by moving what cannot be made again.
+    A module that it is attached to runs without data ahead of the first. The second step is measured: what each op takes, and
+    the device's bytes at each op of the forward and between the requests of the backward. Then a plan is made, once for each
+    sequence of ops, which takes up to some seconds, and followed from then on. If a step takes more than the budget, the plan
+    is made again, at most three times. Where all fits, nothing is moved and nothing is recomputed.
 
     Args:
         budget: the most bytes that this process allocates on the device at once: text such as "12GiB", an int of bytes, or a
@@ -71,7 +72,8 @@ class MemoryBudget(RecordedContext):
         strict: raise when the budget cannot be kept to, instead of a warning.
         device: whose memory it is, such as "cuda:1"; by default the first device that saves any.
         pure_ops: see `Rematerialize`.
-        look_ahead: whether a module that it is attached to runs without data ahead of its first step: see `docs/budget.md`.
+        look_ahead: whether a module that it is attached to runs without data, with its hooks, ahead of its first step. False
+            for one that keeps tensors in a global cache.
 
     Raises:
         TypeError: an argument is of the wrong type.
