@@ -104,6 +104,9 @@ class Attachment:
             self._end_unused()
             note = self._look_ahead(model, args, kwargs)
         context = self.context.again()
+        if context.asks_for_shapes:
+            leaves = torch_private.tree_leaves((args, kwargs))
+            context.shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_nested)
         call.end = functools.partial(_end, context.__exit__, note)  # held as long as the call is
         context.enter_with(_resident(model, args, kwargs) if context.asks_what_is_resident else {})
 

@@ -16,6 +16,7 @@ from memkit.hooks import end_left, in_checkpoint
 from memkit.interrupts import Block, Exclusive
 from memkit.torch_state import leave_untraced
 
+Shapes = tuple[torch.Size, ...]
 _Context = TypeVar("_Context", bound="ForwardContext")
 _Recorded = TypeVar("_Recorded", bound="RecordedContext")
 
@@ -29,6 +30,10 @@ class ForwardContext(Exclusive):
     """Whether it is entered ahead of others that are attached to the same module, whichever was attached first."""
     asks_what_is_resident = False
     """Whether `enter_with` is to be told which storages others hold."""
+    asks_for_shapes = False
+    """Whether it is to be told, in `shapes`, what the module is called with."""
+    shapes: Shapes | None = None
+    """Of the tensors that the call is given around which it is entered; None if that is not known."""
     _entry: Any = None
     """What is there while it is entered."""
 

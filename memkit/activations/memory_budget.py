@@ -96,6 +96,8 @@ class MemoryBudget(RecordedContext):
         True
     """
 
+    asks_for_shapes = True
+
     def __init__(
         self,
         budget: int | float | str,
@@ -153,7 +155,7 @@ class MemoryBudget(RecordedContext):
         from memkit.activations.budgeting.opening import open_budget  # only now: what it needs is a long way down
 
         self._entry = entry = Entry("MemoryBudget", self.tag, is_last=True, block=block)
-        pair = open_budget(entry, self._options, self._limits)
+        pair = open_budget(entry, self._options, self._limits, self.shapes)
         assert entry.recording is not None
         entry.recording.model = None if self._model is None else self._model()
         entry.begin(pair)

@@ -19,22 +19,27 @@ from memkit.hooks import innermost_hooks
 if TYPE_CHECKING:
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.ways import Ways
+    from memkit.activations.context import Shapes
     from memkit.activations.recomputing.budget import RematOptions
     from memkit.activations.saved.entry import Stage
     from memkit.hooks import HookPair, SavedTensorHooks
 
 
-def open_budget(entry: Entry, options: RematOptions, limits: Limits) -> HookPair | None:
-    """Set what the entry of a context is to do; return the hooks that it needs, None for its own."""
+def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Shapes | None) -> HookPair | None:
+    """Set what the entry of a context is to do; return the hooks that it needs, None for its own.
+
+    Args:
+        shapes: of what the module is called with, if that is known.
+    """
     state = budget_states.open(entry.tag)
     with state.lock:
         state.num_iterations += 1
-        if state.settled is not None and _stays_idle(state, options, limits):
-            state.is_recorded = False
+        if state.settled is not None and _stays_idle(state, options, limits, shapes):
+            state.is_recorded, state.shapes = False, shapes
             entry.recording = idle = IdleStage(state, None)
             return idle.pair
         state.settled = None
-        ways = _ways_of(state, limits)
+        ways = _ways_of(state, limits, shapes)
         if ways is not None and ways.way is not Way.OPS:
             _open_regions(entry, state, ways, options)
             if (stage := entry.recording) is not None:
@@ -51,22 +56,35 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits) -> HookPair
         return None if pack == entry.pack else (pack, unpack)
 
 
-def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits) -> bool:
-    """Tell whether a step that is like the last needs nothing: the last one has kept to the budget."""
+def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits, shapes: Shapes | None) -> bool:
+    """Tell whether a step needs nothing: the last one has kept to the budget, and as much was given in one that has."""
     settled, counter = state.settled, state.counter
     if settled is None or not settled.options.is_like(options) or state.limits != limits or counter is None:
         return False
-    return counter.peak_bytes() <= settled.budget_bytes
+    if counter.peak_bytes() > settled.budget_bytes:
+        return False
+    state.most_numel = max(state.most_numel, _numel(state.shapes))
+    return _numel(shapes) <= state.most_numel
 
 
-def _ways_of(state: BudgetState, limits: Limits) -> Ways | None:
-    """Return what chooses between ways, once a plan was followed; None where there is no choice."""
+def _numel(shapes: Shapes | None) -> int:
+    return sum(shape.numel() for shape in shapes or ())
+
+
+def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways | None:
+    """Return what chooses between ways, once a plan was followed; None where there is no choice, or for other steps."""
+    is_as_before, state.shapes = shapes == state.shapes, shapes
     if state.ways is not None and state.limits != limits:
         state.ways = None
         state.learning.choose_again(state.traces)
         _let_go_of_others(state, Way.OPS)
-    if state.ways is None and state.limits == limits:
-        state.ways = state.learning.ways_of(state.traces.latest, state.costs.device)
+    latest = state.traces.latest
+    if state.ways is None and state.limits == limits and latest is not None and is_as_before:
+        state.ways, state.ways_of = state.learning.ways_of(latest, state.costs.device), (latest, shapes)
+    if state.ways is not None and state.ways_of is not None and state.ways_of[1] != shapes:
+        state.ways.skip_step()
+        state.limits = limits
+        return None
     ways, device, counter = state.ways, state.costs.device, state.counter
     state.limits = limits
     if ways is not None and device is not None and (not ways.is_decided or ways.way is not Way.OPS):
@@ -129,7 +147,7 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
 def _settled_ahead(state: BudgetState, options: RematOptions, outer: SavedTensorHooks | None) -> Stage | None:
     """Return what recomputes calls of modules in a step, by what was recorded of the steps before any was planned."""
     assert state.regions_tag is not None
-    regions, trace = remat_states.open(state.regions_tag), state.traces.latest
+    regions, trace = remat_states.open(state.regions_tag), None if state.ways_of is None else state.ways_of[0]
     with regions.lock:
         regions.traces, regions.costs.device, regions.device = state.traces, state.costs.device, state.device
         is_settled = trace is not None and settle_ahead(regions, options, trace)

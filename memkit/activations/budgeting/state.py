@@ -14,6 +14,7 @@ from memkit.activations.saved.state import RematState, States
 if TYPE_CHECKING:
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.ways import Ways
+    from memkit.activations.context import Shapes
     from memkit.activations.saved.traces import Trace
     from memkit.device import MemoryCounter
     from memkit.plan import StepTrace
@@ -50,8 +51,14 @@ class BudgetState(RematState):
         self.inside = InsideBudgets()
         self.limits: Limits | None = None
         """What was asked for last."""
+        self.shapes: Shapes | None = None
+        """What the module was called with last, if that is known."""
+        self.most_numel = 0
+        """So many elements at most it was given in steps in which all has fit."""
         self.ways: Ways | None = None
         """What chooses how steps keep to the budget; None where there is nothing to choose, or not yet."""
+        self.ways_of: tuple[Trace, Shapes | None] | None = None
+        """Which steps that is for, and what the module is called with in them. Others follow plans of their own."""
         self.regions_tag: str | None = None
         """Under which the calls of modules are planned, if the last forward was one in which they are recomputed."""
         self.copies_tag: str | None = None

@@ -147,6 +147,10 @@ class Ways:
         if not self._is_decided:
             self._decide()
 
+    def skip_step(self) -> None:
+        """A step goes none of the ways: nothing is known of the time from one entry to the next."""
+        self._begun, self._is_steady = None, False
+
     def give_up(self) -> None:
         """Steps do not come to go this way, whatever is planned for them."""
         self._now.pairs.clear()

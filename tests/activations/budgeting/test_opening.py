@@ -307,3 +307,52 @@ def test_link_is_set_anew_eight_times_at_most(monkeypatch: pytest.MonkeyPatch) -
         planners.append(planner_of("link"))
 
     assert len({id(planner) for planner in planners}) == 8
+
+
+# Other shapes
+
+
+def _attach(model: nn.Module, budget: str, tag: str, device: Device, optimizer: torch.optim.Optimizer) -> None:
+    memkit.attach(model, memkit.MemoryBudget(budget, tag, optimizer=optimizer, min_bytes=1, device=device))
+
+
+def test_larger_step_is_not_idle_where_the_shapes_are_known_and_smaller_ones_are() -> None:
+    device, model = ReferenceDevice(), Stages()
+    optimizer, recorded = _stateless(model), []
+    _attach(model, "1GiB", "sizes", device, optimizer)
+    for rows in [8] * 5 + [4, 8] + [16] * 4 + [8, 16, 12]:
+        train(model, torch.randn(rows, 16), nullcontext)
+        recorded.append(memkit.stats("sizes").is_recorded)
+
+    assert recorded[3:7] == [False] * 4
+    assert recorded[7]
+    assert recorded[-3:] == [False] * 3
+
+
+@pytest.mark.usefixtures("any_times", "dear_ops", "moving")
+def test_step_of_other_shapes_keeps_to_the_budget_and_leaves_the_chosen_way(fastest: Callable[[Way], None]) -> None:
+    fastest(Way.REGIONS)
+    device, model = ReferenceDevice(), blocks()[:12]
+    counter, x, larger = device.memory_counter(), torch.randn(8, 32), torch.randn(16, 32)
+    plain = {len(given): train(model, given, nullcontext) for given in (x, larger)}
+    train(model, x, partial(memkit.MemoryBudget, "1GiB", "size", optimizer=_stateless(model), min_bytes=1, device=device))
+    budget_bytes = int(0.6 * memkit.stats("size").saved_bytes)
+    optimizer = _stateless(model)
+    _attach(model, f"{budget_bytes}B", "shapes", device, optimizer)
+    for _ in range(30):
+        assert_same_bits(train(model, x, nullcontext), plain[8])
+    state = budget_states["shapes"]
+    assert state.ways is not None
+    assert state.ways.is_decided
+    assert state.regions_tag is not None
+    for _ in range(4):
+        device.synchronize()
+        counter.reset_peak()
+        assert_same_bits(train(model, larger, nullcontext), plain[16])
+        assert counter.peak_bytes() <= budget_bytes
+        assert state.regions_tag is None
+    assert memkit.stats("shapes").follows_plan
+    for _ in range(2):
+        assert_same_bits(train(model, x, nullcontext), plain[8])
+
+    assert state.regions_tag is not None
