@@ -38,7 +38,8 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
             state.is_recorded, state.shapes = False, shapes
             entry.recording = idle = IdleStage(state, None)
             return idle.pair
-        state.settled = None
+        if state.settled is not None:
+            state.settled, state.most_numel = None, 0
         ways = _ways_of(state, limits, shapes)
         if ways is not None and ways.way is not Way.OPS:
             _open_regions(entry, state, ways, options)

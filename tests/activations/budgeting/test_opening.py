@@ -329,6 +329,22 @@ def test_larger_step_is_not_idle_where_the_shapes_are_known_and_smaller_ones_are
     assert recorded[-3:] == [False] * 3
 
 
+def test_how_much_may_be_given_is_forgotten_with_the_budget() -> None:
+    device, model, x = ReferenceDevice(), Stages(), torch.randn(256, 16)
+    optimizer = _stateless(model)
+    _attach(model, "1GiB", "less", device, optimizer)
+    for _ in range(5):
+        train(model, x, nullcontext)
+    assert not memkit.stats("less").is_recorded
+    memkit.detach(model)
+    _attach(model, "4KiB", "less", device, optimizer)
+    for _ in range(5):
+        train(model, x[:8], nullcontext)
+    assert not memkit.stats("less").is_recorded
+    train(model, x, nullcontext)
+    assert memkit.stats("less").is_recorded
+
+
 @pytest.mark.usefixtures("any_times", "dear_ops", "moving")
 def test_step_of_other_shapes_keeps_to_the_budget_and_leaves_the_chosen_way(fastest: Callable[[Way], None]) -> None:
     fastest(Way.REGIONS)
