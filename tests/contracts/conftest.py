@@ -70,8 +70,13 @@ def _param(name: str, device: str, *marks: pytest.MarkDecorator) -> object:
     return pytest.param((name, device), id=f"{name}-{device}", marks=marks)
 
 
+_LIKE_OTHERS = ("offload half", "remat dtr")
+"""What these do, the others do as well: they run where all does."""
+
+
 def _params(kinds: dict[str, Kind]) -> list[object]:
-    return [_param(name, device) for name, kind in kinds.items() for device in (*DEVICES, *["cpu"] * kind.on_cpu)]
+    marks = {name: (pytest.mark.full,) if name in _LIKE_OTHERS else () for name in kinds}
+    return [_param(name, device, *marks[name]) for name, kind in kinds.items() for device in (*DEVICES, *["cpu"] * kind.on_cpu)]
 
 
 def _open(name: str) -> Device:

@@ -208,7 +208,7 @@ def test_steps_are_exact(train: Callable[[Net, Device, Make], None], budget: str
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("is_steady", [False, True])
+@pytest.mark.parametrize("is_steady", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))])
 @pytest.mark.parametrize("train", STEPS, ids=lambda train: train.__name__)
 def test_plan_of_the_plain_step_leaves_other_steps_exact(
