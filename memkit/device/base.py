@@ -7,7 +7,6 @@ it says so.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +16,6 @@ import torch
 from torch import Tensor
 
 from memkit.storages import byte_view, tensor_over
-
-_LOOK_AGAIN_S = 1e-5
 
 
 class MemoryCounter(ABC):
@@ -66,11 +63,6 @@ class Event(ABC):
     @abstractmethod
     def is_reached(self) -> bool:
         """Tell whether all work recorded before the event is done. Does not wait for it."""
-
-    def wait(self) -> None:
-        """Make the host wait until it is reached."""
-        while not self.is_reached():
-            time.sleep(_LOOK_AGAIN_S)
 
     def recorded(self) -> Event:
         """Return the event as the device has recorded it: itself, unless another thread is yet to do so.

@@ -76,10 +76,6 @@ class ReferenceEvent(Event):
             self.device.note_reached(self)
         return is_reached
 
-    def wait(self) -> None:
-        if not self.is_reached():
-            self.device.synchronize()
-
 
 @dataclass(slots=True)
 class Accesses:

@@ -67,9 +67,6 @@ class CudaEvent(Event):
     def is_reached(self) -> bool:
         return bool(self.event.query())
 
-    def wait(self) -> None:
-        self.event.synchronize()
-
 
 @functools.cache
 def _bindings() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -94,7 +95,7 @@ def _partition(block: nn.Module, args: Any, kwargs: Any, budget: float) -> Parti
         cut["forward"], cut["backward"] = functorch.min_cut_rematerialization_partition(joint, inputs, **options)
         raise _CutError
 
-    traced: Callable[..., Any] = functorch.aot_function(forward, fw_compiler=_nothing, partition_fn=partition)
+    traced: Callable[..., Any] = functorch.aot_function(forward, fw_compiler=functorch.nop, partition_fn=partition)
     inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (*tensors, *given)]
     try:
         with functorch.config.patch(activation_memory_budget=budget):
@@ -112,13 +113,9 @@ def _partition(block: nn.Module, args: Any, kwargs: Any, budget: float) -> Parti
     )
 
 
-def _nothing(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
-    return graph
-
-
 def _saved_bytes(graph: fx.Graph, num_owned: int) -> int:
     """Return the bytes of all that a forward hands out, but for parameters and buffers: each storage once."""
-    owned = {node for node, _ in zip(graph.find_nodes(op="placeholder"), range(num_owned), strict=False)}
+    owned = set(islice(graph.find_nodes(op="placeholder"), num_owned))
     (output,) = graph.find_nodes(op="output")
     kept = {_base(node) for node in output.all_input_nodes} - owned
     return sum(value.numel() * value.itemsize for node in kept if isinstance(value := node.meta.get("val"), Tensor))

@@ -32,7 +32,8 @@ class ExpectedOp(NamedTuple):
     """The number of the next value, before it runs."""
     made: int
     """The number of the next value once the roots that it reads are numbered."""
-    is_view: bool = False
+    makes_none: bool = False
+    """Whether it makes no value, as a view does, or what writes to what no other op has to do with."""
     is_writer: bool = False
     """Whether it is skipped though it writes, since nothing is made from what it writes to: see `Expected.may_skip`."""
     over: int = -1

@@ -95,12 +95,12 @@ class Recorder(QuietMode):
             ):
                 funcs.append(func)
                 recording.num_values = op.made
-                if op.is_view and _is_of_number(args):
+                if op.makes_none and _is_of_number(args):
                     return _view_of_number(func, args, kwargs)
                 results = func(*args, **kwargs) if kwargs else func(*args)
                 if op.over >= 0:
                     expected.add_written(recording, args[0], op.over)
-                elif not op.is_view:
+                elif not op.makes_none:
                     expected.add_unmade(recording, results)
                 return results
             expected.begin_op(recording, op, func, args, kwargs, is_plain=not types)

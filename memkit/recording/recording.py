@@ -176,8 +176,9 @@ class Recording:
             self.num_values = value + 1  # first: an interrupt leaves a number that no value has, and none that two have
         version = None if is_written or tensor.is_inference() else torch_private.version_of(tensor)
         base = torch_private.base_of(tensor)  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
-        root = self.roots[value] = Root(tensor if base is None else base, storage, version, is_inside=is_inside)
-        if is_hidden or (not is_inside and _may_be_statistics(tensor)):
+        whole = tensor if base is None else base
+        root = self.roots[value] = Root(whole, storage, version, is_inside=is_inside)
+        if is_hidden or (not is_inside and type(whole) is Tensor and _may_be_statistics(whole)):
             self.hidden.add(value)
         if root.lent is None:
             self.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
@@ -391,5 +392,5 @@ class Recording:
 
 def _may_be_statistics(tensor: Tensor) -> bool:
     """Tell whether a tensor that was there before may be running statistics of a norm, which are written without a trace."""
-    is_plain = type(tensor) is Tensor and not tensor.requires_grad
-    return is_plain and tensor.dim() == 1 and tensor.is_floating_point() and len(tensor) <= _MOST_STATISTICS
+    is_vector = tensor.dim() == 1 and len(tensor) <= _MOST_STATISTICS
+    return is_vector and tensor.is_floating_point() and not tensor.requires_grad

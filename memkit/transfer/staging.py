@@ -43,9 +43,6 @@ class PromisedEvent(Event):
     def elapsed_s(self, end: Event) -> float:
         return self.recorded().elapsed_s(end)
 
-    def wait(self) -> None:
-        self.recorded().wait()
-
     def is_reached(self) -> bool:
         recording = self._recording
         return recording.done() and (recording.exception() is not None or self.recorded().is_reached())

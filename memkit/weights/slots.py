@@ -104,7 +104,7 @@ class Slot:
     def await_filled(self) -> None:
         """Make the host wait until the copy that fills it has read the host copy: whoever is given that may write to it."""
         if self.ready is not None and not self.ready.is_reached():
-            self.ready.wait()
+            self._device.synchronize(self.ready)
 
     def release(self, stream: Stream) -> None:
         """A forward of the layer is over, or its backward: all work that uses the slot has been put on a stream, and the

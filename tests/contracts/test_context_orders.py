@@ -232,8 +232,7 @@ def test_optimizer_steps(train: Callable[[Context, Callable[[], object]], list[T
 
     for _ in range(2):
         assert_same_bits(train(context, context), plain)
-    # on a GPU the workspaces of libraries may set the peak of so small a model, which no plan lowers
-    assert context.num_acts > 0 or (context.name == "budget" and context.torch_device.type == "cuda")
+    assert context.num_acts > 0
 
 
 # Streams and threads

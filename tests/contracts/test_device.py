@@ -119,7 +119,7 @@ def test_host_waits_for_an_event(device: Device, host: Tensor) -> None:
     device.wait_event(lane, device.record_event(timed=False))
     device.copy(byte_view(destination), host, lane)
     copied = device.record_event(lane, timed=False)
-    copied.wait()
+    device.synchronize(copied)
     assert copied.is_reached()
     host.fill_(4)  # the copy has read it
     device.wait_event(device.current_stream(), copied)

@@ -396,7 +396,7 @@ def test_parameters_are_the_host_copy_again_once_the_copy_to_the_slot_has_read_i
         assert handle._streamer is not None
         with monkeypatch.context() as patch:
             patch.setattr(ReferenceEvent, "is_reached", lambda event: event in waited)
-            patch.setattr(ReferenceEvent, "wait", lambda event: waited.add(event))
+            patch.setattr(device, "synchronize", waited.add)
             for layer in model.layers:
                 x = layer(x)
                 (slot,) = [slot for slot in handle._streamer.ring if slot.chunk is not None and slot.chunk.module is layer]

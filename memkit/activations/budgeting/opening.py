@@ -81,8 +81,8 @@ def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways 
         _let_go_of_others(state, Way.OPS)
     latest = state.traces.latest
     if state.ways is None and state.limits == limits and latest is not None and is_as_before:
-        state.ways, state.ways_of = state.learning.ways_of(latest, state.costs.device), (latest, shapes)
-    if state.ways is not None and state.ways_of is not None and state.ways_of[1] != shapes:
+        state.ways, state.ways_for = state.learning.ways_of(latest, state.costs.device), (latest, shapes)
+    if state.ways is not None and state.ways_for is not None and state.ways_for[1] != shapes:
         state.ways.skip_step()
         state.limits = limits
         return None
@@ -148,7 +148,7 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
 def _settled_ahead(state: BudgetState, options: RematOptions, outer: SavedTensorHooks | None) -> Stage | None:
     """Return what recomputes calls of modules in a step, by what was recorded of the steps before any was planned."""
     assert state.regions_tag is not None
-    regions, trace = remat_states.open(state.regions_tag), None if state.ways_of is None else state.ways_of[0]
+    regions, trace = remat_states.open(state.regions_tag), None if state.ways_for is None else state.ways_for[0]
     with regions.lock:
         regions.traces, regions.costs.device, regions.device = state.traces, state.costs.device, state.device
         is_settled = trace is not None and settle_ahead(regions, options, trace)

@@ -228,8 +228,10 @@ class PlannedForward(RecordedForward):
 
     def make_room(self) -> bool:
         """Drop values until the limit is kept to, and then have others leave, the oldest first; tell whether it is."""
-        if super().make_room() or self.schedule is not None:
-            return self.live_bytes <= self.walk.limit_bytes
+        if super().make_room():
+            return True
+        if self.schedule is not None:
+            return False
         stays = self._just_saved() if self.task == -1 else set(self.uses[-1:])
         for record in self.records():
             storage = record.original()
@@ -255,9 +257,7 @@ class PlannedForward(RecordedForward):
     @property
     def lingering_bytes(self) -> int:
         """Bytes of what has left, and of which others hold the storage yet, as a compiled block that has not returned."""
-        there = [storage for reference in self._let_go if (storage := reference()) is not None]
-        self._let_go = [weakref.ref(storage) for storage in there]
-        return sum(storage.nbytes() for storage in there)
+        return sum(storage.nbytes() for reference in self._let_go if (storage := reference()) is not None)
 
     def _just_saved(self) -> set[int]:
         """Return what the last node has saved, whose op may not have written it yet."""

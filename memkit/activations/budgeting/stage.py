@@ -77,8 +77,11 @@ class BudgetStage(RecordingStage):
     def _room(self, torch_device: torch.device, dtype: torch.dtype) -> Room | None:
         """Return what compiled blocks may save on a device; None if that is not known."""
         state, device = self._state, self._device or open_device(torch_device)
-        counter, flops_per_s = device.memory_counter(), measure_flops(device, dtype)
-        if counter is None or state.budget_bytes is None or flops_per_s is None:
+        counter = device.memory_counter()
+        if counter is None or state.budget_bytes is None:
+            return None
+        flops_per_s = measure_flops(device, dtype)
+        if flops_per_s is None:
             return None
         allowed_bytes = _FORESEEN * self._limits.allocated_bytes(state.budget_bytes) - self._coming_bytes
         return Room(

@@ -57,7 +57,7 @@ class BudgetState(RematState):
         """So many elements at most it was given in steps in which all has fit."""
         self.ways: Ways | None = None
         """What chooses how steps keep to the budget; None where there is nothing to choose, or not yet."""
-        self.ways_of: tuple[Trace, Shapes | None] | None = None
+        self.ways_for: tuple[Trace, Shapes | None] | None = None
         """Which steps that is for, and what the module is called with in them. Others follow plans of their own."""
         self.regions_tag: str | None = None
         """Under which the calls of modules are planned, if the last forward was one in which they are recomputed."""
@@ -74,6 +74,7 @@ class BudgetState(RematState):
         latest = self.traces.latest
         shown = None if latest is None else self.learning.shown(latest)
         if shown is not None:
+            self.foreseen, self._foresight = None, (None, None)  # of no use any more
             return shown
         trace = (None if report is None else report.trace) or self.foreseen
         if trace is not self._foresight[0]:

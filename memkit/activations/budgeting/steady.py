@@ -208,7 +208,7 @@ class StepNotes:
                 yield writer
             elif outs is None:  # it makes nothing that can be made again
                 is_view = kind.op_class is OpClass.VIEW
-                yield ExpectedOp(func, is_skipped=is_view, first=first, made=first, is_view=is_view)
+                yield ExpectedOp(func, is_skipped=is_view, first=first, made=first, makes_none=is_view)
             elif may_skip and _only_makes(kind):
                 yield ExpectedOp(func, is_skipped=True, first=first, made=outs[0])
             else:
@@ -327,7 +327,7 @@ def _skipped_writer(
     if outs is None:  # it writes to a counter, or a buffer, that nothing has read
         is_stranger = kind.is_in_place and not numbers
         skipped = ExpectedOp(func, is_skipped=True, is_writer=True, first=numbers.start, made=numbers.start, strangers=(0,))
-        return skipped._replace(is_view=True) if is_stranger else None
+        return skipped._replace(makes_none=True) if is_stranger else None
     read = {source[1] for source in recording.calls[op].sources}
     notes, hidden = recording.calls[op].notes, range(outs[-1] + 1, numbers.stop)
     if not read.issuperset(range(numbers.start, outs[0])) or not needed.isdisjoint(hidden):
