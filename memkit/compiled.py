@@ -27,6 +27,7 @@ Python, and no code is compiled again because of it.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -89,9 +90,12 @@ def is_seen_by_global_hooks(module: nn.Module) -> bool:
     return _place_of_code(module) != torch_private.COMPILED_CALL
 
 
-def minds_global_hooks(module: nn.Module) -> bool:
-    """Tell whether calling a module warns of global hooks, as what `torch.compile(module)` returns does."""
-    return type(module).__call__ is not nn.Module.__call__
+def module_inside(module: nn.Module) -> nn.Module | None:
+    """Return the module that `torch.compile(module)` has put this one around; None if it is none of those. A call of one warns
+    of global hooks."""
+    dynamo = sys.modules.get(f"{torch_private.DYNAMO}.eval_frame")  # nothing is compiled where it is not loaded
+    is_around = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return next(module.children()) if is_around else None
 
 
 class _Asked(threading.local):

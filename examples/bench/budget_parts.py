@@ -50,7 +50,7 @@ def resnet50(setting: Setting) -> Iterator[Line]:
 def llama(setting: Setting) -> Iterator[Line]:
     """The Llama with head and loss in the context, at budgets in MiB; and all of its layers checkpointed."""
     for batch, (plain_mib, budgets) in LLAMA_BUDGETS.items():
-        workload = setting.llama(partial(_llama_whole, batch))
+        workload = llama_of(batch, setting)
         about = {"bench": "budget", "model": f"llama_b{batch}", "name": workload.name}
         plain_peak(workload, setting)
         for mib in budgets:
@@ -81,7 +81,7 @@ def beside_spaced(model: str, setting: Setting) -> Iterator[Line]:
 def fits(setting: Setting) -> Iterator[Line]:
     """A budget that keeps all, and one within what the link moves for nothing, over plain."""
     for model, share in WITHIN_LINK.items():
-        workload = setting.resnet50() if model == "resnet50" else setting.llama(partial(_llama_whole, 8))
+        workload = setting.resnet50() if model == "resnet50" else llama_of(8, setting)
         plain_bytes = plain_peak(workload, setting)
         num_steps = CLOSE * setting.steps if model == "resnet50" else setting.steps  # a Llama's are alike, and long
         for which, of in (("keeps all", KEEPS_ALL), ("within the link", share)):
@@ -107,6 +107,11 @@ def _mib(mib: int, plain_mib: int, setting: Setting) -> str | float:
 
 def _but_bench(about: Line) -> Line:
     return {name: value for name, value in about.items() if name != "bench"}
+
+
+def llama_of(batch: int, setting: Setting) -> Workload:
+    """Return the Llama with head and loss in the context."""
+    return setting.llama(partial(_llama_whole, batch))
 
 
 def _llama_whole(own_batch: int, batch: int = 0, length: int = 2048, **sizes: int) -> Workload:

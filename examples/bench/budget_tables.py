@@ -30,6 +30,8 @@ from markdown_tables import (
 from shared import Line
 
 SPACED = ("gpt2", "whisper")
+COMPILED = ("llama", "resnet50")
+FRONTS = ("resnet50", "llama", "gpt2", "whisper")
 _PREDICTED = "peak, MiB | of the budget | / predicted | step / predicted | plans"
 _DONE = "kept to by | ops again | moved, MiB | stalls, ms"
 __all__ = ["filled", "tables"]
@@ -182,9 +184,9 @@ def _share(line: Line) -> Row:
     return [line["model"], f"{line['share']:g}" + (" (the least)" if line.get("is_least") else "") if "share" in line else "-"]
 
 
-def _compiled(lines: Sequence[Line]) -> Table:
+def _compiled(model: str, lines: Sequence[Line]) -> Table:
     header = (
-        "share of the eager peak | budget, MiB | eager, ms | memkit, ms | / eager | compiled at | fastest by hand | "
+        f"{model}: share of the eager peak | budget, MiB | eager, ms | memkit, ms | / eager | compiled at | fastest by hand | "
         f"its step, ms | its peak, MiB | / by hand | {_PREDICTED} | {_DONE} | new graphs"
     )
 
@@ -196,18 +198,68 @@ def _compiled(lines: Sequence[Line]) -> Table:
             *(bold(as_ratio(line.get("to_hand"))), *_predicted(line), *_done(line), as_number(line["new_graphs"])),
         ]
 
-    found = last_by(lambda line: line["share"], lines_of(lines, "budget_compiled"))
+    found = last_by(lambda line: line["share"], lines_of(lines, "budget_compiled", model=model))
     return header, rows_of(found, header, lambda line: [f"{line['share']:g}"], cells)
 
 
-def _by_hand(lines: Sequence[Line]) -> Table:
-    header = "blocks compiled, mixed by hand | step, ms | / eager | peak, MiB"
+def _by_hand(model: str, lines: Sequence[Line]) -> Table:
+    header = f"{model}: blocks compiled, mixed by hand | step, ms | / eager | peak, MiB"
 
     def cells(line: Line) -> Row:
         return [in_ms(line["step_s"]), bold(as_ratio(line["step_s"] / line["eager_s"])), _mib(line["peak_allocated_mib"])]
 
-    found = last_by(lambda line: line["mix"], lines_of(lines, "budget_compiled_by_hand"))
+    found = last_by(lambda line: line["mix"], lines_of(lines, "budget_compiled_by_hand", model=model))
     return header, rows_of(found, header, lambda line: [line["mix"]], cells)
+
+
+def _front(model: str, lines: Sequence[Line]) -> Table:
+    header = (
+        f"{model}: set by hand | exact | step, ms | / plain | peak, MiB | a budget of that peak, ms | its peak, MiB | "
+        "kept to by | budget / by hand"
+    )
+    budgets = {line["which"]: line for line in lines_of(lines, "budget_front", model=model)}
+
+    def cells(line: Line) -> Row:
+        budget = budgets.get(line["which"], {})
+        return [
+            *("yes" if line["is_exact"] else "no", in_ms(line["step_s"])),
+            *(bold(as_ratio(line["step_s"] / line["plain_s"])), _mib(line["peak_allocated_mib"])),
+            *(in_ms(budget.get("step_s")), _mib(budget.get("peak_allocated_mib")), budget.get("way", "-")),
+            bold(as_ratio(budget.get("to_other"))),
+        ]
+
+    names = ("budget_front_other", "budget_front_whole")
+    found = last_by(lambda line: line["which"], (line for name in names for line in lines_of(lines, name, model=model)))
+    return header, rows_of(found, header, lambda line: [line["which"]], cells)
+
+
+def _link(lines: Sequence[Line]) -> Table:
+    header = (
+        "model | budget, MiB | free link: step, ms | moved, MiB | the next five steps, ms | after them | moved, MiB | "
+        "plain, ms | learned anew | moved, MiB | after five / anew"
+    )
+
+    def cells(line: Line) -> Row:
+        return [
+            *(_mib(line["budget_mib"]), in_ms(line["free_s"]), _mib(line["free_moved_mib"])),
+            *(", ".join(in_ms(seconds) for seconds in line["adapting_s"]), in_ms(line["later_s"])),
+            *(_mib(line["later_moved_mib"]), in_ms(line["plain_s"]), in_ms(line["anew_s"]), _mib(line["anew_moved_mib"])),
+            bold(as_ratio(line["later_to_anew"])),
+        ]
+
+    found = last_by(lambda line: line.get("model"), lines_of(lines, "budget_link"))
+    return header, rows_of(found, header, lambda line: [line.get("model", "-")], cells)
+
+
+def _lengths(lines: Sequence[Line]) -> Table:
+    header = "sequences of | budget, MiB | first step's peak, MiB | of the budget | last step's peak, MiB | of the budget"
+
+    def cells(line: Line) -> Row:
+        first = [_mib(line["budget_mib"]), _mib(line["first_peak_mib"]), bold(as_ratio(line["first_to_budget"]))]
+        return [*first, _mib(line["last_peak_mib"]), as_ratio(line["last_to_budget"])]
+
+    found = last_by(lambda line: line["length"], lines_of(lines, "budget_lengths"))
+    return header, rows_of(found, header, lambda line: [as_number(line["length"])], cells)
 
 
 def _planning(lines: Sequence[Line]) -> Table:
@@ -239,8 +291,11 @@ _TABLES: dict[str, Callable[[list[Line]], Table]] = {
     "fits": _fits,
     "cap": _cap,
     "others": _others,
-    "compiled": _compiled,
-    "by_hand": _by_hand,
+    **{f"compiled_{model}": partial(_compiled, model) for model in COMPILED},
+    **{f"by_hand_{model}": partial(_by_hand, model) for model in COMPILED},
+    **{f"front_{model}": partial(_front, model) for model in FRONTS},
+    "link": _link,
+    "lengths": _lengths,
     "planning": _planning,
 }
 

@@ -79,6 +79,7 @@ def flat(setting: Setting) -> Iterator[Line]:
         warm_up(workload, plain, setting.device, num_steps=2)
         warm = warm_up(workload, engine, setting.device, num_steps=WARM_STEPS)
         num_steps = steps_within(setting.time_left_s() / 2, 2 * warm.step_s, setting.steps)
+        say(f"{workload.name}: a step takes {warm.step_s:.1f} s")
         found = alternate(workload, {"plain": plain, "memkit": engine}, setting.device, num_steps=num_steps)
         line = per_storage(found["plain"], found["memkit"], memkit.stats(TAG).num_copies_out)
         say(f"{workload.name}: {line['host_us_per_storage']} us for each storage")

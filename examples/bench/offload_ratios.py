@@ -88,9 +88,12 @@ def reserved_figures(allocated_bytes: int | None, reserved_bytes: int | None) ->
 
 
 def offload_reserved(setting: Setting) -> Iterator[Line]:
-    """ResNet-50 and everything: reserved over allocated. Run it with expandable segments."""
+    """ResNet-50 and everything: reserved over allocated. Run it with expandable segments.
+
+    The plain step comes behind: the few blocks that it leaves, far apart, are in the way of what is allocated later.
+    """
     workload = setting.resnet50()
-    for name, engine in (("plain", plain), ("ratio 1", setting.offload(1.0))):
+    for name, engine in (("ratio 1", setting.offload(1.0)), ("plain", plain)):
         setting.clean()
         warm = warm_up(workload, engine, setting.device, num_steps=NUM_WARMUP + 3)
         yield {

@@ -20,8 +20,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from peers import add_wheels
 from setting import Setting, say
 from shared import Line, about_run, allow_tf32
 
@@ -133,6 +135,7 @@ class Script:
         parser.add_argument("--except", nargs="*", default=[], choices=names_of_parts, metavar="PART", dest="left_out")
         parser.add_argument("--steps", type=int, default=10, help="steps that count, for each median; default: 10")
         parser.add_argument("--minutes", type=float, default=self.minutes, help=f"for all of it; default: {self.minutes:g}")
+        parser.add_argument("--wheels", type=Path, help="a folder with wheels of trl and torchtune, to be compared with")
         parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
         parser.add_argument("--ready", type=int, help=argparse.SUPPRESS)
         parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -143,8 +146,11 @@ class Script:
                 _tell({"part": name, "skipped": "nothing was measured: there is no CUDA device here"})
             return 0
         if options.here:
+            if options.wheels is not None:
+                _add_wheels(options.wheels)
             return self._here(names[0], steps=options.steps, tiny=options.tiny, ready=options.ready)
         passed = [f"--steps={options.steps}", *(["--tiny"] if options.tiny else [])]
+        passed += [] if options.wheels is None else [f"--wheels={options.wheels}"]
         return self.run_parts(names, passed, options.minutes, scale=SCALE_OF_TINY if options.tiny else 1)
 
 
@@ -182,6 +188,13 @@ def _import_ahead() -> None:
                 getattr(found, model)
         except ImportError as error:  # what needs it will say so
             say(f"{module}: {error}")
+
+
+def _add_wheels(folder: Path) -> None:
+    try:
+        add_wheels(folder)
+    except ImportError as error:  # what would be compared with them is left out
+        say(f"{folder}: {error}")
 
 
 def _tell(line: Line) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from memkit.activations.offloading.stage import is_from_leaf
 from memkit.bench.measure import Engine
@@ -62,11 +62,19 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def checkpointed_each(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """The same for modules of one's choice."""
+def checkpointed_each(modules: Sequence[nn.Module], *, kept_ops: Sequence[Any] = ()) -> Iterator[None]:
+    """The same for modules of one's choice.
+
+    Args:
+        kept_ops: overloads of ops whose results are kept.
+            Source: `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+    """
+    options: dict[str, Any] = {}
+    if kept_ops:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, list(kept_ops))
     own = [module.__dict__.get("forward") for module in modules]  # a compiled one, for instance
     for module in modules:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, **options)
     try:
         yield
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,13 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
+from memkit.device.base import CopyBatch
 from memkit.hooks import innermost_pack
+from memkit.transfer.lanes import Lanes, Transfer
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import Context
 from tests.activations.conftest import Offload
+from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.compiling import WITH_COMPILED
 
 pytestmark = WITH_COMPILED
@@ -173,3 +178,52 @@ def test_writing_to_what_a_compiled_block_saved_raises(device: Device, offloadin
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+class _Notes(nn.Module):
+    """Notes how many copies have begun ahead of its calls."""
+
+    def __init__(self, begun: list[object]) -> None:
+        super().__init__()
+        self.begun, self.seen = begun, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(self.begun))
+        return x
+
+
+@pytest.mark.filterwarnings(NO_PLAN_FITS)
+@pytest.mark.parametrize("kind", ["offload", "budget"])
+def test_what_a_compiled_block_saves_leaves_as_it_returns(kind: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not only when the next block saves something, which is when that is over."""
+    begun: list[object] = []
+    copy_out, start = Lanes.copy_out, CopyBatch.start
+
+    def note_copy(lanes: Lanes, *args: Any, **kwargs: Any) -> Transfer:
+        begun.append(None)
+        return copy_out(lanes, *args, **kwargs)
+
+    def note_start(batch: CopyBatch, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
+        begun.extend(storages)
+        start(batch, storages, behind)
+
+    monkeypatch.setattr(Lanes, "copy_out", note_copy)
+    monkeypatch.setattr(CopyBatch, "start", note_start)
+    blocks, notes = _model(device, num_blocks=3).blocks, _Notes(begun)
+    for block in blocks:
+        block.compile(backend="aot_eager")
+    model = nn.Sequential(blocks[0], notes, *blocks[1:])
+
+    def context() -> AbstractContextManager[object]:
+        if kind == "offload":
+            return memkit.CPUOffload(1.0, "leaves", min_bytes=0, window_bytes=0, device=device)
+        return memkit.MemoryBudget("1B", "leaves", min_bytes=0, device=device)
+
+    x = torch.randn(16, 32, device=device.torch_device)
+    for _ in range(8):
+        begun.clear()
+        with context():
+            loss = model(x).square().mean()
+        loss.backward()
+    assert memkit.stats("leaves").num_copies_out > 3
+    assert min(notes.seen[-3:]) > 0

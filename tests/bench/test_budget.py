@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,11 @@ from memkit.bench import engines
 from memkit.device import ReferenceDevice
 from tests.bench.cases import BENCHES, bench_module, layers
 
-PARTS = ["resnet50", "llama", "gpt2", "whisper", "fits", "cap", "others", "compiled"]
+FRONTS = ["front_resnet50", "front_llama", "front_gpt2", "front_whisper"]
+PARTS = [
+    *("resnet50", "llama", "gpt2", "whisper", "fits", "cap", "others", "compiled_llama", "compiled_resnet50"),
+    *(*FRONTS, "changes"),
+]
 PAGE = BENCHES.parents[1] / "docs" / "benchmarks" / "budget_h200_2026-11.md"
 ABOUT = {"device": "NVIDIA H200", "cuda": "13.0", "torch": "2.11.0", "memkit": "0.1.0", "steps": 10}
 BUDGET = {
@@ -122,6 +127,49 @@ def test_budget_that_cannot_be_kept_to_is_told(budget_steps: ModuleType, setting
     memkit.reset("bench")
 
 
+# Fronts
+
+
+def _by_hand(**steps: tuple[float, float]) -> dict[str, dict[str, Any]]:
+    found = {"bench": "budget_front_other", "model": "gpt2", "plain_s": 0.1, "is_exact": True, **ABOUT}
+    return {
+        which: {**found, "which": which, "step_s": step_s, "ratio": step_s / 0.1, "peak_allocated_mib": peak_mib}
+        for which, (step_s, peak_mib) in steps.items()
+    }
+
+
+def test_budgets_are_set_beside_what_nothing_else_is_better_than() -> None:
+    best_of = bench_module("budget_fronts").best_of
+    found = _by_hand(
+        slow=(0.2, 900.0), least=(0.3, 100.0), half=(0.15, 500.0), faster_than_plain=(0.09, 1000.0), most=(0.11, 990.0)
+    )
+
+    assert best_of(found) == ["least", "half", "most"]
+    assert best_of(found, 2) == ["least", "most"]
+    assert best_of({**found, "failed": {"error": "x"}}) == ["least", "half", "most"]
+
+
+def test_what_is_set_by_hand_stands_beside_a_budget_of_its_peak(budget_tables: ModuleType) -> None:
+    lines = list(_by_hand(half=(0.15, 500.0), slow=(0.2, 900.0)).values())
+    budget = {"bench": "budget_front", "model": "gpt2", "which": "half", "step_s": 0.12, "to_other": 0.8, "way": "regions"}
+
+    (half, slow) = _cells(budget_tables.tables([*lines, {**budget, "peak_allocated_mib": 490.0}])["front_gpt2"])
+
+    assert half == ["half", "yes", "150.0", "**1.500**", "500", "120.0", "490", "regions", "**0.800**"]
+    assert slow == ["slow", "yes", "200.0", "**2.000**", "900", "-", "-", "-", "**-**"]
+
+
+def test_picture_has_what_was_measured(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = list(_by_hand(**{"1 of 2 blocks checkpointed": (0.15, 500.0), "CPUOffload(0.1)": (0.11, 900.0)}).values())
+    mixed = {"bench": "budget_compiled_by_hand", "model": "llama", "step_s": 0.08, "eager_s": 0.1, "peak_allocated_mib": 700.0}
+
+    made = bench_module("draw_budget").draw([*lines, {**BUDGET, "model": "gpt2"}, mixed], str(tmp_path / "{model}.svg"))
+
+    assert [path.name for path in made] == ["gpt2.svg", "llama_compiled.svg"]
+    assert all(path.stat().st_size > 1000 for path in made)
+
+
 # Tables
 
 
@@ -162,14 +210,17 @@ def test_names_of_parts_are_those_that_are_described() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("names", [["resnet50", "gpt2"], ["llama", "whisper", "compiled"], ["fits", "cap"], ["others"]])
+@pytest.mark.parametrize(
+    "names",
+    [["resnet50", "gpt2"], ["llama", "whisper", "compiled_llama"], ["fits", "cap", "changes"], ["others"], ["front_gpt2"]],
+)
 def test_parts_run(names: list[str], budget_tables: ModuleType) -> None:
     lines = _script("--tiny", "--steps", "1", "--only", *names)
 
     assert [line["part"] for line in lines if "taken_s" in line] == names
     assert [line for line in lines if "error" in line] == []
     budgets = [line for line in lines if "follows_plan" in line]
-    assert {line["part"] for line in budgets} == set(names)
+    assert {line["part"] for line in budgets} == set(names) - {"changes"}
     for line in budgets:
         assert line["allocator"] == "expandable_segments:True"
     assert budget_tables.tables(lines).keys() > {"machine"}

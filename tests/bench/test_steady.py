@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from memkit.bench import engines
 from memkit.device import ReferenceDevice
@@ -165,6 +166,19 @@ def test_checkpointing_gives_back_a_forward_of_the_modules_own() -> None:
 
     assert one.forward is mine
     assert "forward" not in other.__dict__
+
+
+def _flops_of_backward(kept_ops: Sequence[Any]) -> int:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with engines.checkpointed_each([layer], kept_ops=kept_ops):
+        loss = layer(torch.ones(2, 4)).sum()
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    return counter.get_total_flops()
+
+
+def test_checkpointing_keeps_the_results_of_ops_that_are_named() -> None:
+    assert _flops_of_backward([]) == 2 * _flops_of_backward([torch.ops.aten.addmm.default]) > 0
 
 
 # What the host takes

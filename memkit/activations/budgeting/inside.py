@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memkit.compiled import minds_global_hooks
+from memkit.compiled import module_inside
 from memkit.torch_state import num_compiled
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class InsideBudgets:
         """
         from functorch.compile import config  # type: ignore[import-untyped]  # loaded by what compiles the module
 
-        block = next(module.children()) if minds_global_hooks(module) else module
+        block = module_inside(module) or module
         kind = type(block)
         is_first = kind not in self.chosen
         if is_first:

@@ -66,7 +66,9 @@ class Meter:
         self._last = self._begin_opaque()
         """The end of the last op: what is not looked into may begin here."""
         self._opaque = set[int]()
-        self._opaque_times: list[tuple[int, Event, Event]] = []
+        self._opaque_times: list[tuple[int, list[tuple[Event, Event]]]] = []
+        self._since: list[tuple[Event, Event]] = []
+        """What has run since the last op, or since the last of what counts as one, but for what saves have waited for."""
         self._beside_bytes = 0
         """What is to be added to what is measured next."""
         if counter is not None:
@@ -105,7 +107,13 @@ class Meter:
             found = recording.current.get(torch_private.storage_address(tensor.untyped_storage()))
             if found is not None and found[1] not in self._alive and found[1] not in recording.roots:
                 self._alive[found[1]] = found[0]
+        self._since = []
         self._last = self._begin_opaque()
+
+    def begin_save(self) -> None:
+        """A save that counts has come, and nothing was done for it yet: it may have to wait until there is room."""
+        if self._may_be_opaque:
+            self._since.append((self._last, self._device.record_event()))
 
     def end_save(self) -> None:
         """A save that counts is noted."""
@@ -115,15 +123,17 @@ class Meter:
             self._opaque.add(value)
             self._end_opaque(value)
         self.save_places.append(len(self.live_bytes))
+        if self._may_be_opaque:
+            self._last = self._begin_opaque()
 
     def _end_opaque(self, value: int) -> None:
         """What is saved was made by what is not looked into, as a compiled block: that counts as an op."""
         self._note_released()
-        place, record, now = len(self.live_bytes), self._forward.record_of(value), self._device.record_event()
+        place, record = len(self.live_bytes), self._forward.record_of(value)
         self._note_peak()
         self.names.append(_OPAQUE)
-        self._opaque_times.append((place, self._last, now))
-        self._last = self._begin_opaque()
+        self._opaque_times.append((place, self._since))
+        self._since = []
         if record is not None:
             self._alive[value] = record.original
 
@@ -174,7 +184,7 @@ class Meter:
     def opaque_s(self) -> dict[int, float]:
         """Return the seconds of what counts as an op and is none, by its place; the host waits."""
         self._device.synchronize()
-        return {place: begin.elapsed_s(end) for place, begin, end in self._opaque_times}
+        return {place: sum(begin.elapsed_s(end) for begin, end in times) for place, times in self._opaque_times}
 
     def stretches_s(self) -> list[float]:
         """Return the seconds from the end of the forward to the first request, and between requests; the host waits."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.saved.records import Handle, Record, Residency, Unpacker
+from memkit.activations.saved.seen import is_written
 from memkit.errors import HostMemoryError
 from memkit.kept import KeptHandle
 from memkit.plan import Action
@@ -136,10 +137,15 @@ class PlannedForward(RecordedForward):
 
     # Forward
 
+    def note_save(self, value: int, node: int) -> None:
+        if self.meter is not None:
+            self.meter.begin_save()
+        super().note_save(value, node)
+
     def leave(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, node: int) -> None:
         self.walk.evictable.pop(record.value, None)
         self.ledger.count_moves(record, self.counts)
-        if tensor.requires_grad:
+        if is_written(tensor):
             self._send(record, storage)
         else:  # see [Note: saved before it is written] in `memkit.activations.offloading.window`
             self._waiting.append((weakref.ref(record), node))

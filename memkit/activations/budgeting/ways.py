@@ -58,6 +58,8 @@ class _Try:
     num_steps: int = 0
     num_changes: int = 0
     """How often the limit was set anew; it is counted anew from the choice on."""
+    too_much_bytes: float = math.inf
+    """With so many bytes of saved values a step has taken more than it may: the limit is not raised to that again."""
     num_ahead: int = 0
     """How many whole steps with the same limit are yet to come before one counts."""
 
@@ -174,23 +176,28 @@ class Ways:
                 self.give_up()
                 return
             has_room = is_counted and peak_bytes >= _MOSTLY * staying_bytes and left_bytes > _SLACK * self.allowed_bytes
-            if may_change and (left_bytes < 0 or has_room):
-                self._change(left_bytes)
+            if left_bytes < 0 and is_counted:
+                now.too_much_bytes = min(now.limit_bytes, now.too_much_bytes)
+            if may_change and (left_bytes < 0 or has_room) and self._change(left_bytes):
                 return
         if is_counted:
             now.pairs.append((begun, ended))
 
-    def _change(self, by_bytes: int) -> None:
-        """Let saved values take more, or less."""
+    def _change(self, by_bytes: int) -> bool:
+        """Let saved values take more, or less; tell whether they may."""
         now = self._now
-        now.num_changes += 1
-        now.num_ahead = _NUM_NOTED if now.way is Way.REGIONS_AND_COPIES else 0
         if by_bytes > 0:
             by_bytes = int(0.9 * by_bytes)
             if now.way is Way.REGIONS_AND_COPIES:
                 by_bytes = min(by_bytes, int(_MOST_MORE * self.allowed_bytes))
+            by_bytes = int(min(by_bytes, now.too_much_bytes - 1 - now.limit_bytes))
+            if by_bytes <= 0:
+                return False
+        now.num_changes += 1
+        now.num_ahead = _NUM_NOTED if now.way is Way.REGIONS_AND_COPIES else 0
         now.limit_bytes = max(now.limit_bytes + by_bytes, 1)
         now.pairs.clear()
+        return True
 
     def _lower(self, by_bytes: int) -> None:
         """A step has taken more than it may, in the way that was chosen."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.activations.offloading.scheduled_sends import Life
 from memkit.kept import KeptHandle, ScheduledHandle
+from memkit.torch_state import is_saved_by_compiled_code
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.schedule import ScheduledSave
@@ -132,7 +133,7 @@ class ScheduledSaves:
             or tensor.storage_offset() != save.offset
             or storage.nbytes() != save.num_bytes
             or type(tensor) is not Tensor
-            or tensor.requires_grad != save.is_written
+            or (tensor.requires_grad != save.is_written and not (save.is_written and is_saved_by_compiled_code()))
             or tensor.is_conj() != save.is_conj
             or tensor.is_neg() != save.is_neg
             or torch_private.is_zero_tensor(tensor)

@@ -20,6 +20,7 @@ from memkit.activations.saved.forward import Forward, LiveForwards
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.mending import mend
 from memkit.activations.saved.records import Handle, Record, Residency
+from memkit.activations.saved.seen import is_written
 from memkit.activations.saved.traces import Traces
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_no_room, warn_user
@@ -128,7 +129,7 @@ class OffloadWindow:
         counts.unique_bytes += record.num_bytes
         if action is Action.KEEP:
             counts.kept_bytes += record.num_bytes
-        elif tensor.requires_grad:
+        elif is_written(tensor):
             self.leave(forward, record, storage)
         else:
             forward.unwritten.append((record, node))
@@ -155,7 +156,8 @@ class OffloadWindow:
         [Note: saved before it is written] Autograd saves the inputs of an op before the op runs. What carries a gradient is not
         written to unnoticed; but an op may fill a tensor without one that it has saved already, as `rrelu` does with its noise.
         A copy that is put on its lane at the save would take what was there before. So what requires no grad leaves with the
-        next save of another node, when the op has been launched.
+        next save of another node, when the op has been launched. Code that was compiled with its backward saves once all of it
+        has been launched.
         """
         waited, forward.unwritten = forward.unwritten, []
         for record, node in waited:

@@ -22,7 +22,7 @@ from memkit.compiled import (
     compiled_in,
     is_compiled,
     is_seen_by_global_hooks,
-    minds_global_hooks,
+    module_inside,
     runs_as_it_is,
 )
 from memkit.hooks import HookSet
@@ -107,7 +107,7 @@ class CompiledCalls:
             if part not in self._found:
                 around_compiled(self._around, part, self._run)
                 self._found.add(part)
-        if any(map(minds_global_hooks, found)):
+        if any(module_inside(part) is not None for part in found):
             self._trail.pause()
 
     def _after(self, module: nn.Module, *_: Any) -> None:

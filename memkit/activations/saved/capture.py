@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.saved.records import Handle
-from memkit.activations.saved.seen import NO_VALUE, SeenSave
+from memkit.activations.saved.seen import NO_VALUE, SeenSave, is_written
 from memkit.kept import KeptHandle
 from memkit.storages import Geometry
 
@@ -55,12 +55,12 @@ class Capture:
             storage = tensor.untyped_storage()
             geometry, num_bytes, before = Geometry.of(tensor), storage.nbytes(), self._before(storage, value)
         is_plain = (type(tensor) is Tensor or type(tensor) is nn.Parameter) and not tensor.is_nested
-        shape, dtype, is_written = (tensor.shape, tensor.dtype, tensor.requires_grad) if is_plain else (None, None, True)
+        shape, dtype, written = (tensor.shape, tensor.dtype, is_written(tensor)) if is_plain else (None, None, True)
         number = torch_private.node_number()
         if not self.saves:
             self._first_node = number
         node = number - self._first_node
-        self.saves.append(SeenSave(shape, dtype, value, geometry, num_bytes, is_written, node, num_values, before, seen_bytes))
+        self.saves.append(SeenSave(shape, dtype, value, geometry, num_bytes, written, node, num_values, before, seen_bytes))
         return is_plain
 
     def _before(self, storage: torch.UntypedStorage, value: int) -> int:

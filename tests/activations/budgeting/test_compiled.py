@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memkit
+from memkit.activations.budgeting.planned_forward import PlannedForward
 from memkit.device import ReferenceDevice
 from tests.activations.budgeting.plans import planner_of, random_plan
 from tests.activations.cases import assert_same_bits
@@ -28,6 +30,25 @@ def _step(model: nn.Module, context: AbstractContextManager[object]) -> list[Ten
         loss = model(torch.linspace(-1, 1, 128).view(8, 16)).square().sum()
     loss.backward()
     return [loss.detach(), *[parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]]
+
+
+def test_waiting_for_room_is_no_part_of_what_a_block_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a step is measured, what it saves leaves and is waited for, so that the step keeps to the budget."""
+    make_room, waits = PlannedForward.make_room, list[float]()
+
+    def wait_and_make_room(forward: PlannedForward) -> bool:
+        waits.append(0.05)
+        time.sleep(0.05)
+        return make_room(forward)
+
+    monkeypatch.setattr(PlannedForward, "make_room", wait_and_make_room)
+    device, model = ReferenceDevice(), compiled_blocks()
+    _step(model, nullcontext())  # it compiles
+    for _ in range(3):
+        _step(model, memkit.MemoryBudget("2KiB", "waits", min_bytes=0, device=device))
+
+    assert len(waits) >= 4
+    assert planner_of("waits").problem.plain_s < 0.05
 
 
 @pytest.mark.full

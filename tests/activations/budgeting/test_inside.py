@@ -69,6 +69,14 @@ class Block(nn.Module):
         return x + (y if scale is None else y * scale)
 
 
+class CalledItsOwnWay(Block):
+    """Has a `__call__` of its own, as the layers of transformers' models have."""
+
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        found: Tensor = super().__call__(*args, **kwargs)
+        return found
+
+
 class Counts(Block):
     """Draws random numbers as well."""
 
@@ -134,9 +142,10 @@ def test_block_that_reads_a_value_raises() -> None:
 
 def _model(how: str) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block() for _ in range(4)])
+    kind = CalledItsOwnWay if how == "own call" else Block
+    model = nn.Sequential(*[kind() for _ in range(4)])
     for number, block in enumerate(model):
-        if how == "forward":
+        if how in ("forward", "own call"):
             block.forward = torch.compile(block.forward, backend="aot_eager")
         elif how == "module":
             model[number] = torch.compile(block, backend="aot_eager")
@@ -174,7 +183,13 @@ def _budget(device: Device, budget: str | float = "24KiB") -> memkit.MemoryBudge
 
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
 @pytest.mark.parametrize(
-    "how", ["call", pytest.param("forward", marks=pytest.mark.full), pytest.param("module", marks=pytest.mark.full)]
+    "how",
+    [
+        "call",
+        "own call",
+        pytest.param("forward", marks=pytest.mark.full),
+        pytest.param("module", marks=pytest.mark.full),
+    ],
 )
 def test_steps_are_those_of_the_same_blocks_with_the_value_that_was_chosen(how: str) -> None:
     model = _model(how)
@@ -187,7 +202,7 @@ def test_steps_are_those_of_the_same_blocks_with_the_value_that_was_chosen(how: 
         compiled.append(num_compiled())
         assert config.activation_memory_budget == 1.0
 
-    assert budget_states["inside"].inside.chosen == {Block: 0.5}
+    assert budget_states["inside"].inside.chosen == {CalledItsOwnWay if how == "own call" else Block: 0.5}
     assert len(set(compiled[2:])) == 1
     stats = memkit.stats("inside")
     assert stats.follows_plan

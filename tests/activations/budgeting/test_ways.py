@@ -112,7 +112,7 @@ def test_limit_is_lowered_from_what_was_planned_and_not_from_what_was_allowed() 
 
     assert steps.ways.limit_bytes == 400
     steps.run(1, peak_bytes=900, planned_bytes=390)
-    assert steps.ways.limit_bytes == 490
+    assert steps.ways.limit_bytes == 419  # with 420 it was too much
 
 
 def test_given_up() -> None:
@@ -156,6 +156,21 @@ def test_steps_with_another_limit_are_timed_anew_and_three_are_tried() -> None:
 
     assert steps.ways.limit_bytes == 470
     assert (steps.ways.way, steps.ways.is_decided) == (Way.REGIONS, True)
+
+
+def test_limit_is_not_raised_to_what_was_too_much() -> None:
+    """One block more that is recomputed makes a difference of 100: 400 fit and 500 do not, though 6 % seem to be left."""
+    steps = Steps(Ways(1000, 480))
+    steps.run(4)
+    took = []
+    while not steps.ways.is_decided:
+        planned_bytes = steps.ways.limit_bytes // 100 * 100
+        took.append(planned_bytes)
+        steps.run(1, peak_bytes=540 + planned_bytes, planned_bytes=planned_bytes)
+
+    assert took[:2] == [400, 500]
+    assert set(took[2:]) == {400}
+    assert steps.ways.way is Way.REGIONS
 
 
 def test_way_whose_steps_take_too_much_time_and_again_is_given_up() -> None:

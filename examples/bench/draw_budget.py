@@ -1,0 +1,99 @@
+"""Draw time against peak from what bench_budget.py has printed: a picture for each model of which there are lines.
+
+python examples/bench/bench_budget.py > lines.jsonl
+python examples/bench/draw_budget.py lines.jsonl "docs/benchmarks/budget_{model}_h200_2026-11.svg"
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from budget_tables import COMPILED, FRONTS
+from draw_steady import NAMES
+from shared import Line
+
+from memkit.bench.curves import draw_curve, picture
+
+MIB = 2**20
+MOST_OF_PLAIN = 2.2
+"""Steps that take longer, as those that copy one tensor at a time, are left out of the picture."""
+BUDGETS: Mapping[str, Sequence[str]] = {"llama": ("llama", "llama_b8")}
+"""The names that the budgets of a model are told under, where there are several."""
+Point = tuple[int | None, float]
+_KINDS: Mapping[str, tuple[str, Callable[[str], bool]]] = {
+    "checkpointed blocks": ("D:", lambda which: "blocks checkpointed" in which and "OffloadActivations" not in which),
+    "selective checkpointing": ("d", lambda which: which.startswith("selective")),
+    "save_on_cpu": ("v", lambda which: "save_on_cpu" in which),
+    "TRL OffloadActivations, alone or over checkpoints": ("^", lambda which: "OffloadActivations" in which),
+    "CPUOffload, by hand": ("o", lambda which: which.startswith("CPUOffload")),
+    "Rematerialize, by hand": ("s", lambda which: which.startswith("Rematerialize")),
+    "compiled as a whole": ("x", lambda which: which.startswith("compiled")),
+}
+
+
+def draw(lines: Sequence[Line], pattern: str) -> list[Path]:
+    """Draw what was measured of each model, and return the paths: the pattern with the model in the place of `{model}`."""
+    eager = [_eager(lines, model, pattern) for model in FRONTS]
+    compiled = [_compiled(lines, model, pattern) for model in COMPILED]
+    return [path for path in (*eager, *compiled) if path is not None]
+
+
+def _eager(lines: Sequence[Line], model: str, pattern: str) -> Path | None:
+    by_hand = [*_of(lines, "budget_front_other", [model]), *_of(lines, "budget_front_whole", [model])]
+    budgets = [*_of(lines, "budget_front", [model]), *_of(lines, "budget", BUDGETS.get(model, [model]))]
+    if not by_hand:
+        return None
+    path = Path(pattern.format(model=model))
+    with picture(path, f"{NAMES[model]} on {_device(lines)}: a step by its peak, plain is 100") as axes:
+        plain_mib = max((line["plain_peak_mib"] for line in budgets if line.get("plain_peak_mib")), default=None)
+        draw_curve(axes, "k*", "plain", [(_bytes(plain_mib), 0.1)], markersize=12)
+        for label, (style, is_of) in _KINDS.items():
+            _draw(axes, style, label, [_point(line) for line in by_hand if is_of(line["which"])])
+        _draw(axes, "r.-", "MemoryBudget", [_point(line) for line in budgets])
+        axes.set(xlim=(0, None), ylabel="step (% of plain)")
+    return path
+
+
+def _compiled(lines: Sequence[Line], model: str, pattern: str) -> Path | None:
+    by_hand, budgets = (_of(lines, f"budget_compiled{kind}", [model]) for kind in ("_by_hand", ""))
+    if not by_hand:
+        return None
+    path = Path(pattern.format(model=f"{model}_compiled"))
+    with picture(path, f"{NAMES[model]}, blocks compiled, on {_device(lines)}: eager plain is 100") as axes:
+        _draw(axes, "D", "mixed by hand", [_point(line, "eager_s") for line in by_hand])
+        _draw(axes, "r.-", "MemoryBudget", [_point(line, "eager_s") for line in budgets])
+        axes.set(xlim=(0, None), ylabel="step (% of the eager plain step)")
+    return path
+
+
+def _draw(axes: Any, style: str, label: str, points: Iterable[Point]) -> None:
+    shown = sorted((point for point in points if 10 * point[1] <= MOST_OF_PLAIN and point[0]), key=lambda point: point[0] or 0)
+    if shown:
+        draw_curve(axes, style, label, shown)
+
+
+def _point(line: Line, beside: str = "plain_s") -> Point:
+    """Return the peak in bytes, and the step as tenths of another: milliseconds of that are its percents."""
+    return _bytes(line["peak_allocated_mib"]), line["step_s"] / line[beside] / 10
+
+
+def _bytes(mib: float | None) -> int | None:
+    return None if mib is None else int(mib * MIB)
+
+
+def _of(lines: Sequence[Line], bench: str, models: Sequence[str]) -> list[Line]:
+    return [line for line in lines if line.get("bench") == bench and line.get("model") in models and "step_s" in line]
+
+
+def _device(lines: Sequence[Line]) -> str:
+    return str(next(line["device"] for line in lines if "device" in line))
+
+
+if __name__ == "__main__":
+    lines_path, name_pattern = sys.argv[1:]
+    for drawn in draw([json.loads(line) for line in Path(lines_path).read_text().splitlines()], name_pattern):
+        print(drawn)
