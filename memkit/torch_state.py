@@ -129,9 +129,12 @@ def in_compiled_function() -> bool:
 
 
 def is_saved_by_compiled_code() -> bool:
-    """Tell whether the tensor that a pack hook was given is saved by code that was compiled with its backward.
+    """Tell whether the tensor that a pack hook was given is saved by code that was compiled with its backward: after all of
+    that was launched.
 
     To be called from within the hook."""
+    if torch_private.DYNAMO not in sys.modules:
+        return False
     frame: FrameType | None = sys._getframe(1)
     num_looks = _NUM_FRAMES
     while frame is not None and num_looks:

@@ -20,11 +20,12 @@ from memkit.activations.recomputing.budget import recorded_alone
 from memkit.activations.recomputing.figures import remat_figures
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
+from memkit.activations.saved.state import remat_states
 from memkit.activations.stats import report_from
 from memkit.compiled import compiled_in
 from memkit.device import Device, open_device
 from memkit.interrupts import Block
-from memkit.plan import MemoryPlan, budget_or_share
+from memkit.plan import MemoryPlan, Plan, budget_or_share
 from memkit.profile import find_report
 from memkit.profiled import refuse_in_profile
 from memkit.recording.ops import names_of_ops, op_kinds
@@ -186,10 +187,16 @@ class MemoryBudget(RecordedContext):
         return _RAN_AHEAD
 
     @property
-    def plan(self) -> MemoryPlan | None:
-        """The plan that was given, or else the one that was followed last under the tag; None before one."""
+    def plan(self) -> MemoryPlan | Plan | None:
+        """The plan that was given, or else the one that was followed last under the tag; None before one.
+
+        It is a `memkit.plan.Plan` where calls of modules are recomputed as a whole: of these, and of what stays beside.
+        """
         state = budget_states.get(self.tag)
-        return self._limits.plan or (None if state is None else state.learning.last)
+        if self._limits.plan is not None or state is None:
+            return self._limits.plan
+        regions = None if state.regions_tag is None else remat_states.get(state.regions_tag)
+        return state.learning.last if regions is None or regions.plan is None else regions.plan
 
     def __repr__(self) -> str:
         budget = self.budget
@@ -250,16 +257,35 @@ def _figures_of(state: BudgetState) -> dict[str, Any]:
             "num_plans": state.learning.num_plans,
             **(counts if state.regions_tag is None else Counts()).figures_of_copies(),
         }
-    regions = None if state.regions_tag is None else remat_figures(state.regions_tag)
-    if regions is None:
+    tag = state.regions_tag
+    regions = None if tag is None else remat_figures(tag)
+    if tag is None or regions is None:
         return figures
     figures |= {name: regions[name] for name in _OF_REGIONS}
+    figures |= _with_regions(state, tag, plan)
     copies = None if state.copies_tag is None else offload_figures(state.copies_tag)
     if copies is not None:
         figures |= {name: copies[name] for name in _OF_COPIES}
         figures |= {name: regions[name] + copies[name] for name in ("live_records", "live_bytes")}
         figures["num_kept"] -= copies["num_copies_out"]
     return figures
+
+
+def _with_regions(state: BudgetState, regions_tag: str, plan: MemoryPlan | None) -> dict[str, Any]:
+    """Return what is foretold of steps in which calls of modules are recomputed, and what the last one took at its peak.
+
+    Args:
+        plan: of single ops and copies, for a step like these.
+    """
+    ways, regions = state.ways, remat_states.get(regions_tag)
+    planned = None if regions is None else regions.plan
+    if ways is None or plan is None or planned is None:
+        return {}
+    return {
+        "predicted_s": plan.plain_s + planned.predicted_replay_s,
+        "predicted_peak_bytes": ways.predicted_bytes(planned.predicted_peak_bytes),
+        "step_peak_bytes": ways.last_peak_bytes,
+    }
 
 
 report_from(MemoryBudget.__name__, tags=lambda: list(budget_states), figures=_figures)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import functools
+import os
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,29 +54,34 @@ def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float
     Raises:
         RuntimeError: it cannot be traced.
     """
-    found: list[Partition] = []
-    errors: list[BaseException] = []
+    from torch._dynamo import config as dynamo  # only now: it loads much
+
     device = torch.get_default_device()
+    place = torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else nullcontext()
     enabled = [(kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind)]
 
-    def run() -> None:
-        try:
-            with ExitStack() as around:
-                around.enter_context(device)
-                for kind, dtype in enabled:
-                    around.enter_context(torch.autocast(kind, dtype=dtype))
-                around.enter_context(preserved([block], torch.device("cpu"), contents=False))
-                around.enter_context(torch.compiler.set_stance("force_eager"))
-                found.extend(_partition(block, args, kwargs, budget) for budget in budgets)
-        except BaseException as error:  # raised in the thread of the caller
-            errors.append(error)
+    def run() -> list[Partition]:
+        with ExitStack() as around:
+            around.enter_context(device)
+            around.enter_context(place)
+            for kind, dtype in enabled:
+                around.enter_context(torch.autocast(kind, dtype=dtype))
+            around.enter_context(preserved([block], torch.device("cpu"), contents=False))
+            around.enter_context(torch.compiler.set_stance("force_eager"))
+            around.enter_context(dynamo.patch(error_on_nested_fx_trace=False))  # what is compiled runs as it is
+            return [_partition(block, args, kwargs, budget) for budget in budgets]
 
-    thread = threading.Thread(target=run, name="memkit partitions")
-    thread.start()
-    thread.join()
-    if errors:
-        raise RuntimeError(f"{type(block).__name__} cannot be traced: {errors[0]!r}") from errors[0]
-    return found
+    try:
+        return _tracer(os.getpid()).submit(run).result()
+    except Exception as error:
+        raise RuntimeError(f"{type(block).__name__} cannot be traced: {error!r}") from error
+
+
+@functools.cache
+def _tracer(_: int) -> ThreadPoolExecutor:
+    """Return the thread that traces in a process, always the same: where there is no CUDA, torch 2.11 crashes as a second one
+    begins to trace (`torch._C._ensureCUDADeviceGuardSet`)."""
+    return ThreadPoolExecutor(1, "memkit partitions")
 
 
 def _partition(block: nn.Module, args: Any, kwargs: Any, budget: float) -> Partition:

@@ -6,23 +6,46 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from memkit import backwards
 from memkit.activations.budgeting.state import BudgetState, budget_states, copies_tag, regions_tag
 from memkit.activations.budgeting.ways import Way
 from memkit.activations.offloading.stage import MovingStage
 from memkit.activations.offloading.steady import OffloadOptions
 from memkit.activations.recomputing.settling import settle_ahead
-from memkit.activations.recomputing.steady import IdleStage, open_steady
+from memkit.activations.recomputing.steady import IdleStage, RegionStage, open_steady
 from memkit.activations.saved.entry import Entry, unpack
 from memkit.activations.saved.state import offload_states, remat_states
+from memkit.activations.saved.trial import Trial
 from memkit.hooks import innermost_hooks
 
 if TYPE_CHECKING:
+    from memkit.activations.budgeting.learning import Learning
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.ways import Ways
     from memkit.activations.context import Shapes
     from memkit.activations.recomputing.budget import RematOptions
     from memkit.activations.saved.entry import Stage
+    from memkit.device import Device
     from memkit.hooks import HookPair, SavedTensorHooks
+
+
+class _StepClock(Trial):
+    """Notes what a step takes in which calls of modules are recomputed, from its entry to the end of its backward."""
+
+    def __init__(self, learning: Learning, device: Device) -> None:
+        super().__init__(is_open=False)
+        self._learning, self._begun = learning, (device, device.record_event())
+        self._is_over = False
+
+    def begin_backward(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            backwards.on_end(self._note)
+
+    def _note(self, has_failed: bool) -> None:
+        device, begun = self._begun
+        if not has_failed:
+            self._learning.note_times(begun, device.record_event())
 
 
 def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Shapes | None) -> HookPair | None:
@@ -133,6 +156,8 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
         outer = innermost_hooks()
     steady = open_steady(state.regions_tag, options, outer) or _settled_ahead(state, options, outer)
     if steady is not None:
+        if isinstance(steady, RegionStage) and state.costs.device is not None:
+            steady.counts.trial = _StepClock(state.learning, state.costs.device)
         ways.count_step()
         state.is_recorded = False
         entry.recording = steady

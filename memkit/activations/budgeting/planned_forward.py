@@ -12,10 +12,10 @@ from torch import Tensor
 
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.saved.records import Handle, Record, Residency, Unpacker
-from memkit.activations.saved.seen import is_written
 from memkit.errors import HostMemoryError
 from memkit.kept import KeptHandle
 from memkit.plan import Action
+from memkit.torch_state import is_saved_by_compiled_code
 
 if TYPE_CHECKING:
     from memkit.activations.budgeting.learned import Planned
@@ -145,7 +145,7 @@ class PlannedForward(RecordedForward):
     def leave(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, node: int) -> None:
         self.walk.evictable.pop(record.value, None)
         self.ledger.count_moves(record, self.counts)
-        if is_written(tensor):
+        if tensor.requires_grad or is_saved_by_compiled_code():
             self._send(record, storage)
         else:  # see [Note: saved before it is written] in `memkit.activations.offloading.window`
             self._waiting.append((weakref.ref(record), node))

@@ -9,7 +9,7 @@ saves, by the number of a value that has a record, or at its end, and goes on wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -73,12 +73,14 @@ class SteadyStep:
     num_values: int
     moves: Moves | None
     """What is followed with no op recorded, where nothing is made again."""
-    ops: tuple[ExpectedOp, ...]
-    """Empty if all are recorded that can run again."""
-    known_s: tuple[float, ...]
-    """What each op takes that is recorded."""
+    only_moves: bool
+    """Whether it is known only as far as no op is recorded: what compiled blocks save has no numbers that are known ahead."""
     figures: Mapping[str, Any]
     """What it counts in all, but for what moves and what is made again."""
+    ops: tuple[ExpectedOp, ...] = ()
+    """Empty if all are recorded that can run again."""
+    known_s: tuple[float, ...] = ()
+    """What each op takes that is recorded."""
 
 
 @dataclass(eq=False, slots=True)
@@ -147,9 +149,11 @@ class StepNotes:
         """
         planned, ops, recording = self.planned, trace.ops, forward.recording
         plan, schedule, uses = planned.plan, planned.schedule, planned.plan.step.uses
-        if not self.is_whole or not uses or ops is None or len(self._counts_at) != len(trace.funcs):
+        if not self.is_whole or not uses or ops is None:
             return None
-        lineage = ops.step.lineage
+        counts, seen, lineage = forward.counts, self._capture.saves, ops.step.lineage
+        places = [place for place, (_, ordinal, _) in enumerate(self._saves) if ordinal >= 0]
+        moves = schedule_of_moves(plan, seen, self._numbers, places, forward.ledger.device)
         recorded = self._recorded_ops(lineage, recording.overwritten)
         has_lent = any(root.lent is not None for root in recording.roots.values())  # these are numbered time and again
         if has_lent or not recording.overwritten.isdisjoint(schedule.retained):
@@ -158,15 +162,8 @@ class StepNotes:
         with_records = {each.value for each in plan.values if each.action is not Action.KEEP} | set(schedule.held_until)
         with_records |= {uses[request] for request in (0, *schedule.fetches, *schedule.releases) if request < len(uses)}
         with_records |= schedule.retained | {source for op in ops_read for source in lineage.ins[op]}
-        places = [place for place, (_, ordinal, _) in enumerate(self._saves) if ordinal >= 0]
         due = {*schedule.copies, *schedule.lets_go}
-        expected = tuple(self._expected_ops(trace.funcs, lineage, recording, recorded, ops_read, kinds))
-        ends = [*(calls for _, calls in self._counts_at[1:]), len(lineage.ins)]
-        calls = zip(self._counts_at, ends, expected, strict=True)
-        skipped = {op for (_, op), end, each in calls if each.is_skipped and end > op}
-        counts, seen = forward.counts, self._capture.saves
-        moves = schedule_of_moves(plan, seen, self._numbers, places, forward.ledger.device)
-        return SteadyStep(
+        step = SteadyStep(
             planned=planned,
             saves=tuple(
                 SteadySave(save.shape, save.dtype, value, ordinal, value in with_records, waits or ordinal in due)
@@ -175,10 +172,17 @@ class StepNotes:
             requests=tuple(request for request, value in enumerate(uses) if value in with_records),
             num_values=len(lineage.maker),
             moves=None if moves is None else Moves(moves, Trace(keys=(), requests=(uses,))),
-            ops=expected if skipped else (),
-            known_s=tuple(seconds for op, seconds in enumerate(lineage.seconds) if op not in skipped),
+            only_moves=len(self._counts_at) != len(trace.funcs),
             figures={name: getattr(counts, name) for name in ("num_ops", "num_saved", "saved_bytes", "peak_bytes")},
         )
+        if step.only_moves:
+            return None if moves is None else step
+        expected = tuple(self._expected_ops(trace.funcs, lineage, recording, recorded, ops_read, kinds))
+        ends = [*(calls for _, calls in self._counts_at[1:]), len(lineage.ins)]
+        calls = zip(self._counts_at, ends, expected, strict=True)
+        skipped = {op for (_, op), end, each in calls if each.is_skipped and end > op}
+        known_s = tuple(seconds for op, seconds in enumerate(lineage.seconds) if op not in skipped)
+        return replace(step, ops=expected if skipped else (), known_s=known_s)
 
     def _expected_ops(
         self,

@@ -64,6 +64,9 @@ class SteadyStage(BudgetStage):
             saves = ScheduledSaves(functools.partial(self._take_other, take))
             saves.follow(scheduled)
             return saves.pack
+        if step.only_moves:
+            self._step = None
+            return take
         self._steady = SteadySaves(step, forward, self._take_expected, self._leave, take)
         forward.requests = step.requests
         if step.ops:

@@ -20,13 +20,13 @@ from memkit.activations.saved.forward import Forward, LiveForwards
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.mending import mend
 from memkit.activations.saved.records import Handle, Record, Residency
-from memkit.activations.saved.seen import is_written
 from memkit.activations.saved.traces import Traces
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_no_room, warn_user
 from memkit.interrupts import mended
 from memkit.plan import Action
 from memkit.sizes import format_mib
+from memkit.torch_state import is_saved_by_compiled_code
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
 
@@ -129,7 +129,7 @@ class OffloadWindow:
         counts.unique_bytes += record.num_bytes
         if action is Action.KEEP:
             counts.kept_bytes += record.num_bytes
-        elif is_written(tensor):
+        elif tensor.requires_grad or is_saved_by_compiled_code():
             self.leave(forward, record, storage)
         else:
             forward.unwritten.append((record, node))

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.activations.saved.records import Handle
-from memkit.activations.saved.seen import NO_VALUE, SeenSave, is_written
+from memkit.activations.saved.seen import NO_VALUE, SeenSave
 from memkit.kept import KeptHandle
 from memkit.storages import Geometry
+from memkit.torch_state import is_saved_by_compiled_code
 
 
 class Capture:
@@ -55,12 +56,13 @@ class Capture:
             storage = tensor.untyped_storage()
             geometry, num_bytes, before = Geometry.of(tensor), storage.nbytes(), self._before(storage, value)
         is_plain = (type(tensor) is Tensor or type(tensor) is nn.Parameter) and not tensor.is_nested
-        shape, dtype, written = (tensor.shape, tensor.dtype, is_written(tensor)) if is_plain else (None, None, True)
+        shape, dtype = (tensor.shape, tensor.dtype) if is_plain else (None, None)
+        is_written = not is_plain or tensor.requires_grad or is_saved_by_compiled_code()
         number = torch_private.node_number()
         if not self.saves:
             self._first_node = number
         node = number - self._first_node
-        self.saves.append(SeenSave(shape, dtype, value, geometry, num_bytes, written, node, num_values, before, seen_bytes))
+        self.saves.append(SeenSave(shape, dtype, value, geometry, num_bytes, is_written, node, num_values, before, seen_bytes))
         return is_plain
 
     def _before(self, storage: torch.UntypedStorage, value: int) -> int:

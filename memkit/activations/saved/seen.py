@@ -8,18 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from memkit.storages import Geometry
-from memkit.torch_state import dynamo_is_loaded, is_saved_by_compiled_code
 
 NO_VALUE = -1
 """The number of what stays because of what it is: too small, a parameter, the caller's."""
-
-
-def is_written(tensor: Tensor) -> bool:
-    """Tell whether a tensor that a pack hook is given has been written, by what has been launched.
-
-    See [Note: saved before it is written] in `memkit.activations.offloading.window`. To be called from within the hook.
-    """
-    return tensor.requires_grad or (dynamo_is_loaded() and is_saved_by_compiled_code())
 
 
 @dataclass(frozen=True, slots=True)

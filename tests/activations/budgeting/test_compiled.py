@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memkit
+from memkit.activations.budgeting.learning import Learning
 from memkit.activations.budgeting.planned_forward import PlannedForward
 from memkit.device import ReferenceDevice
 from tests.activations.budgeting.plans import planner_of, random_plan
@@ -30,6 +31,21 @@ def _step(model: nn.Module, context: AbstractContextManager[object]) -> list[Ten
         loss = model(torch.linspace(-1, 1, 128).view(8, 16)).square().sum()
     loss.backward()
     return [loss.detach(), *[parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]]
+
+
+def test_nothing_is_recorded_where_what_compiled_blocks_save_only_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Learning, "note_link", lambda *_: None)  # how fast copies are here differs from step to step
+    device, model = ReferenceDevice(), compiled_blocks()
+    plain, recorded = _step(model, nullcontext()), []
+    for _ in range(8):
+        assert_same_bits(_step(model, memkit.MemoryBudget(0.9, "moves", min_bytes=0, device=device)), plain)
+        stats = memkit.stats("moves")
+        recorded.append(stats.is_recorded)
+
+    assert stats.num_copies_out
+    assert recorded == [True] * 3 + [False] * 5
+    device.synchronize()
+    assert stats.live_records == 0
 
 
 def test_waiting_for_room_is_no_part_of_what_a_block_takes(monkeypatch: pytest.MonkeyPatch) -> None:
