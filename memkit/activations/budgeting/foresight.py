@@ -4,6 +4,7 @@ from the one step that was run. So that the first ones keep to their budget."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from copy import copy
 from typing import TYPE_CHECKING
 
 from memkit.plan import OpKind
@@ -29,6 +30,8 @@ class Foresight:
 
     def __init__(self, trace: StepTrace, *, is_whole: bool = True) -> None:
         self.is_whole = is_whole
+        self._factor = 0.0
+        """So many times all of that; 0 where sizes are known as they are."""
         num_bytes = trace.step.lineage.num_bytes
         self._sizes_bytes = [num_bytes[value] for value in trace.step.saves]
         held = [0] * (len(trace.ops) + 1)
@@ -47,16 +50,32 @@ class Foresight:
         self._requests = _most_between(trace.use_places, beside, len(trace.ops))
 
     def is_of(self, save: int, num_bytes: int) -> bool:
-        """Tell whether a save of so many bytes is the one that was foreseen with this ordinal."""
-        return save < len(self._sizes_bytes) and self._sizes_bytes[save] == num_bytes
+        """Tell whether a save of so many bytes may be the one that was foreseen with this ordinal."""
+        if save >= len(self._sizes_bytes):
+            return False
+        size_bytes = self._sizes_bytes[save]
+        return num_bytes == size_bytes if not self._factor else num_bytes <= self._factor * size_bytes
+
+    def scaled(self, save: int, num_bytes: int) -> Foresight | None:
+        """Return what is foreseen of a step of other sizes, as with longer sequences: at least as much, and in proportion to the
+        save that shows it; None where no save was foreseen."""
+        if save >= len(self._sizes_bytes) or not self._sizes_bytes[save]:
+            return None
+        found = copy(self)
+        found.is_whole, found._factor = False, max(self._factor, num_bytes / self._sizes_bytes[save], 1.0)
+        return found
 
     def after_save(self, num_saves: int) -> int:
         """Return the most bytes after so many saves, up to the next one or to the first request."""
-        return self._saves[min(max(num_saves - 1, 0), len(self._saves) - 1)] if self._saves else 0
+        return self._of(self._saves, num_saves)
 
     def after_request(self, num_requests: int) -> int:
         """Return the most bytes after so many requests, up to the next one or to the end."""
-        return self._requests[min(max(num_requests - 1, 0), len(self._requests) - 1)] if self._requests else 0
+        return self._of(self._requests, num_requests)
+
+    def _of(self, found: Sequence[int], number: int) -> int:
+        most = found[min(max(number - 1, 0), len(found) - 1)] if found else 0
+        return int(most * self._factor) if self._factor else most
 
 
 def _most_between(places: Sequence[int], beside: Sequence[int], end: int) -> list[int]:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.meter import Meter
     from memkit.activations.budgeting.schedule import Schedule
     from memkit.activations.budgeting.steady import SteadyStep
+    from memkit.activations.context import Shapes
     from memkit.plan import JointPlanner, MemoryPlan
 
 
@@ -50,6 +51,8 @@ class LearnedStep:
     """Whether what its ops take was set by what steps took."""
     steady: SteadyStep | None = None
     """What a whole step has shown that has followed a plan."""
+    shapes: Shapes | None = None
+    """What the module was called with in it, if that is known."""
     noted: Planned | None = None
     """The plan that it had followed, of use or not."""
     num_left: int = 0

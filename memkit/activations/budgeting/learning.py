@@ -41,6 +41,8 @@ _IN_STEPS, _MOST_LINKS = 0.98, 8
 """Of the speed in steps what is planned with, and how often that is set anew."""
 _OTHER_LINK, _QUITE_OTHER_LINK = 0.05, 0.2
 """By so much what is planned with may be missed: by the median of the first steps of a plan; and by one step."""
+_TOLERANCE = 1.5
+"""Each time that it is set anew so much more of it may be missed."""
 _PROBED_BYTES = 64 * 2**20
 _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
 """The speed of copies, measured once for each device."""
@@ -99,12 +101,14 @@ class Learning:
         self._first = trace, meter
 
     def shown(self, trace: Trace) -> Foresight | None:
-        """Return what the first step has shown, if it was like a trace; None if it was not measured to its end."""
+        """Return what a step like a trace has shown, if one was measured to its end: the first of all, or one to plan from."""
         learned, first = self.of(trace), self._first
         if first is not None and first[0] is trace and first[1].is_whole and trace.ops is not None:
             meter, self._first = first[1], None
             step = replace(trace.ops.step, uses=meter.uses, use_ends=meter.use_ends)
             learned.shown = Foresight(observed_trace(meter, step, {}, target="", min_bytes=0))
+        elif learned.shown is None and learned.planner is not None:
+            learned.shown = Foresight(learned.planner.problem.trace)
         return learned.shown
 
     def planned(self, trace: Trace, limits: Limits, device: Device, *, base_bytes: int, coming_bytes: int) -> Planned | None:
@@ -235,12 +239,13 @@ class Learning:
         if link is None or learned.planner is None or out_bytes_per_s is None or back_bytes_per_s is None:
             return
         found = _IN_STEPS * out_bytes_per_s, _IN_STEPS * back_bytes_per_s
-        least = _QUITE_OTHER_LINK
+        tolerance = _TOLERANCE**learned.num_links  # where others take what they like of it, no plan is for long
+        least = _QUITE_OTHER_LINK * tolerance
         if len(learned.rates) < _STEPS_JUDGED:
             learned.rates.append(found)
             if len(learned.rates) == _STEPS_JUDGED and not _is_other(link, found, least):
                 out, back = zip(*learned.rates, strict=True)
-                found, least = (median(out), median(back)), _OTHER_LINK
+                found, least = (median(out), median(back)), _OTHER_LINK * tolerance
         is_other = _is_other(link, found, least)
         if is_other and learned.num_links < _MOST_LINKS:
             problem = learned.planner.problem

@@ -246,16 +246,17 @@ class BudgetStage(RecordingStage):
     def _note_save(self, forward: RecordedForward, value: int, num_bytes: int, node: int) -> None:
         super()._note_save(forward, value, num_bytes, node)
         foresight = self._foresight
-        if foresight is not None and not foresight.is_of(len(forward.saves) - 1, num_bytes) and forward is self._opened:
-            self._give_up_foresight()
+        save = len(forward.saves) - 1
+        if foresight is not None and not foresight.is_of(save, num_bytes) and forward is self._opened:
+            self._scale_foresight(foresight.scaled(save, num_bytes))
         opened, planned = self._opened, self._planned_decider.planned
         if opened is not None and opened.planned is not planned:
             opened.follow(planned)
             self.counts.follows_plan = planned is not None
 
-    def _give_up_foresight(self) -> None:
+    def _scale_foresight(self, foresight: Foresight | None) -> None:
         """The step is another than was foreseen."""
-        self._foresight = None
+        self._foresight = foresight
         if self._state.budget_bytes is not None:
             self._allow(_UNPLANNED)
 
@@ -283,6 +284,7 @@ class BudgetStage(RecordingStage):
         has_followed = notes is not None and decider.planned is notes.planned and decider.follower.trace is trace
         if notes is not None and opened is not None and has_followed:
             state.learning.note_steady(trace, notes, opened, self._options.kinds)
+            state.learning.of(trace).shapes = state.shapes
         planned, budget_bytes = decider.planned, state.budget_bytes
         if planned is not None and planned.plan.is_plain and budget_bytes is not None and not forward.marks:
             limits = self._limits

@@ -53,9 +53,10 @@ class SteadyStage(BudgetStage):
             take: the hook that takes all others.
         """
         forward, planned, trace = self._opened, self._planned_decider.planned, self._planned_decider.follower.trace
-        step = None if trace is None or planned is None else self._state.learning.steady_step(trace, planned)
-        if step is None or forward is None:
-            return take
+        state = self._state
+        step = None if trace is None or planned is None else state.learning.steady_step(trace, planned)
+        if step is None or forward is None or trace is None or state.learning.of(trace).shapes != state.shapes:
+            return take  # what is called with other shapes saves something else, and not all of it may be seen any more
         self._step, self._notes = step, None
         scheduled = None if step.moves is None else self._open_scheduled(step.moves, forward)
         if scheduled is not None:

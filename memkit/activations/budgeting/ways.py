@@ -90,9 +90,10 @@ class Ways:
         if moving is not None:
             self._tries.append(_Try(Way.REGIONS_AND_COPIES, limit_bytes, num_ahead=_NUM_NOTED))
         self.last_peak_bytes: int | None = None
-        """What the last whole step has taken in which calls of modules were recomputed."""
-        self._beside_bytes: int | None = None
-        """So much of that was not planned to be taken by saved values."""
+        """What the last whole step has taken in which calls of modules were recomputed, as far as nobody else has begun to count
+        peaks anew meanwhile."""
+        self._beside: tuple[int, int] | None = None
+        """With which limit, and the most that was not planned to be taken by saved values."""
         self.fastest_s: Mapping[Way, float] = {}
         """What the fastest step of each way has taken, once one was chosen."""
         self._place = 0
@@ -144,7 +145,7 @@ class Ways:
         over_bytes = 0 if peak_bytes is None or self.way is Way.OPS else peak_bytes - self.allowed_bytes
         if self._begun is not None and self._is_steady and was_whole:
             if self.way is not Way.OPS and peak_bytes is not None and planned_bytes is not None:
-                self.last_peak_bytes, self._beside_bytes = peak_bytes, peak_bytes - planned_bytes
+                self._note_peak(peak_bytes, planned_bytes)
             if planned_bytes is not None and over_bytes > 0:
                 self._now.limit_bytes = min(self._now.limit_bytes, planned_bytes)
             if not self._is_decided:
@@ -156,13 +157,19 @@ class Ways:
             self._decide()
 
     def predicted_bytes(self, planned_bytes: int) -> int | None:
-        """Return what a step is to take at its peak in which calls of modules are recomputed, by what the last has shown; None
-        if there was none.
+        """Return what a step is to take at its peak in which calls of modules are recomputed, by what others have shown; None if
+        there was none.
 
         Args:
             planned_bytes: what saved values are planned to take.
         """
-        return None if self._beside_bytes is None else planned_bytes + self._beside_bytes
+        return None if self._beside is None else planned_bytes + self._beside[1]
+
+    def _note_peak(self, peak_bytes: int, planned_bytes: int) -> None:
+        beside_bytes, limit_bytes = peak_bytes - planned_bytes, self._now.limit_bytes
+        if self._beside is not None and self._beside[0] == limit_bytes:
+            beside_bytes = max(beside_bytes, self._beside[1])
+        self._beside, self.last_peak_bytes = (limit_bytes, beside_bytes), planned_bytes + beside_bytes
 
     def skip_step(self) -> None:
         """A step goes none of the ways: nothing is known of the time from one entry to the next."""

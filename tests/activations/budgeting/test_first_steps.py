@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import memkit
+from memkit.activations.budgeting import steady_stage
+from memkit.activations.budgeting.foresight import Foresight
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice, open_device
 from tests.activations.cases import assert_same_bits
@@ -227,6 +229,68 @@ def _mib_step(x: Tensor, make: Make, *, loss_mib: int) -> list[Tensor]:
     torch.ones(loss_mib * MIB_NUMEL, device=x.device)
     y.sum().backward()
     return [y.detach(), x.grad]
+
+
+class Sines(nn.Module):
+    """Saves thirty values of the size of what it is called with, but for the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(30):
+            x = x.sin()
+        return x
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_longer_step_is_held_to_what_a_shorter_one_has_shown(is_attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before need not be recorded any more: of what is attached it is known ahead that this one is another, and else it
+    is seen, unless something might be compiled."""
+    scaled, own = list[tuple[int, int]](), Foresight.scaled
+
+    def note(foresight: Foresight, save: int, num_bytes: int) -> Foresight | None:
+        scaled.append((save, num_bytes))
+        return own(foresight, save, num_bytes)
+
+    monkeypatch.setattr(Foresight, "scaled", note)
+    monkeypatch.setattr(steady_stage, "dynamo_is_loaded", lambda: is_attached)
+    device, model = ReferenceDevice(), Sines()
+    context = memkit.MemoryBudget(f"{20 * UNIT_BYTES}B", "longer", min_bytes=UNIT_BYTES, device=device)
+    if is_attached:
+        memkit.attach(model, context)
+    for units in (1, 1, 1, 1, 2):
+        x = torch.randn(units * UNIT_NUMEL, requires_grad=True)
+        with nullcontext() if is_attached else context:
+            y = model(x)
+        y.sum().backward()
+        assert_same_bits([y.detach(), x.grad], [*_outcome(x)])
+
+    stats = memkit.stats("longer")
+    assert stats.is_recorded
+    assert stats.num_saved == 29
+    assert scaled == [(0, 2 * UNIT_BYTES)]
+
+
+def _outcome(x: Tensor) -> tuple[Tensor, Tensor]:
+    same = x.detach().requires_grad_()
+    y = Sines()(same)
+    y.sum().backward()
+    return y.detach(), same.grad
+
+
+@pytest.mark.gpu
+def test_longer_step_leaves_room_for_a_loss_that_is_longer_as_well() -> None:
+    device = open_device("cuda")
+    counter = device.memory_counter()
+    peaks = []
+    for units in (1, 1, 1, 1, 2):
+        x = torch.randn(units * MIB_NUMEL, device="cuda", requires_grad=True)
+        plain = _mib_step(x, nullcontext, loss_mib=20 * units)
+        make = partial(memkit.MemoryBudget, "90MiB", "longer", optimizer=torch.optim.SGD([x]), device=device)
+        base_bytes = counter.allocated_bytes()
+        counter.reset_peak()
+        assert_same_bits(_mib_step(x, make, loss_mib=20 * units), plain)
+        peaks.append(counter.peak_bytes() - base_bytes)
+
+    assert peaks[-1] <= 90 * 2**20
 
 
 @pytest.mark.gpu

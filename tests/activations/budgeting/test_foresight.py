@@ -33,6 +33,30 @@ def test_after_requests(num_requests: int, mib: int) -> None:
     assert Foresight(TRACE).after_request(num_requests) == mib * MIB
 
 
+def test_step_of_larger_sizes_takes_as_much_more() -> None:
+    """By the save that shows the most of it; what is saved smaller is of it as well."""
+    scaled = Foresight(TRACE).scaled(0, 8 * MIB)
+
+    assert scaled is not None
+    assert not scaled.is_whole
+    assert (scaled.after_save(1), scaled.after_request(2)) == (10 * MIB, 12 * MIB)
+    assert scaled.is_of(1, 16 * MIB)
+    assert scaled.is_of(1, 3 * MIB)
+    assert not scaled.is_of(1, 17 * MIB)
+    assert not scaled.is_of(2, MIB)
+    assert scaled.scaled(2, MIB) is None
+    more = scaled.scaled(1, 24 * MIB)
+    assert more is not None
+    assert more.after_save(1) == 15 * MIB
+
+
+def test_step_of_smaller_sizes_takes_no_less() -> None:
+    scaled = Foresight(TRACE).scaled(0, MIB)
+
+    assert scaled is not None
+    assert (scaled.after_save(1), scaled.after_request(2)) == (5 * MIB, 6 * MIB)
+
+
 def test_saved_twice_counts_once() -> None:
     step = replace(TRACE.step, saves=(1, 1, 3))
     twice = Foresight(replace(TRACE, step=step, save_places=(1, 2, 3)))

@@ -300,6 +300,22 @@ def test_small_differences_of_the_link_count_once_three_steps_show_them(monkeypa
     assert found == [1.0, 1.0, pytest.approx(1.1)]
 
 
+def test_link_that_others_take_in_bursts_is_set_anew_only_once_or_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates as seen on an H200 while another process copied both ways."""
+    _steps(ReferenceDevice(), 3)
+    monkeypatch.setattr(learning, "_OTHER_LINK", 0.05)
+    monkeypatch.setattr(learning, "_QUITE_OTHER_LINK", 0.2)
+    trace, learned, planners = budget_states["link"].traces.latest, budget_states["link"].learning, []
+    assert trace is not None
+    seen = [(26.1, 24.1), (29.7, 24.8), (25.6, 23.9), (26.1, 25.4), (27.3, 33.3), (26.0, 22.4), (31.6, 24.3), (24.3, 25.5)]
+    for out, back in [(53.3, 54.7), *seen, (30.6, 23.7), (26.4, 24.7), (25.6, 22.6)]:
+        learned.note_link(trace, out * 1e9, back * 1e9)
+        planners.append(planner_of("link"))
+
+    assert planners[0] is not planners[1]
+    assert len({id(planner) for planner in planners[1:]}) <= 2
+
+
 def test_link_is_set_anew_eight_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     _steps(ReferenceDevice(), 3)
     monkeypatch.setattr(learning, "_QUITE_OTHER_LINK", 0.01)
@@ -307,7 +323,7 @@ def test_link_is_set_anew_eight_times_at_most(monkeypatch: pytest.MonkeyPatch) -
     assert trace is not None
     planners = []
     for number in range(1, 13):
-        budget_states["link"].learning.note_link(trace, number * 1e9, number * 1e9)
+        budget_states["link"].learning.note_link(trace, 2.0**number * 1e9, 2.0**number * 1e9)
         planners.append(planner_of("link"))
 
     assert len({id(planner) for planner in planners}) == 8

@@ -115,6 +115,16 @@ def test_limit_is_lowered_from_what_was_planned_and_not_from_what_was_allowed() 
     assert steps.ways.limit_bytes == 419  # with 420 it was too much
 
 
+def test_peak_that_somebody_has_counted_anew_says_nothing() -> None:
+    steps = Steps(Ways(1000, 500))
+    steps.run(4)
+    assert steps.ways.predicted_bytes(420) is None
+    steps.run(1, peak_bytes=990, planned_bytes=420)
+    steps.run(1, peak_bytes=100, planned_bytes=420)
+
+    assert steps.ways.last_peak_bytes == steps.ways.predicted_bytes(420) == 990
+
+
 def test_given_up() -> None:
     steps = Steps(Ways(100, 50))
     assert steps.run(4)[-1] is Way.REGIONS
