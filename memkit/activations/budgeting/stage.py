@@ -26,6 +26,7 @@ from memkit.sizes import format_bytes
 from memkit.torch_state import is_traced
 
 if TYPE_CHECKING:
+    from memkit.activations.budgeting.foresight import Foresight
     from memkit.activations.budgeting.learned import Planned
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.state import BudgetState

@@ -90,8 +90,8 @@ class Ways:
         if moving is not None:
             self._tries.append(_Try(Way.REGIONS_AND_COPIES, limit_bytes, num_ahead=_NUM_NOTED))
         self.last_peak_bytes: int | None = None
-        """What the last whole step has taken in which calls of modules were recomputed, as far as nobody else has begun to count
-        peaks anew meanwhile."""
+        """What the last whole step has taken in which calls of modules were recomputed, unless somebody else has begun to count
+        peaks anew."""
         self._beside: tuple[int, int] | None = None
         """With which limit, and the most that was not planned to be taken by saved values."""
         self.fastest_s: Mapping[Way, float] = {}
@@ -157,8 +157,8 @@ class Ways:
             self._decide()
 
     def predicted_bytes(self, planned_bytes: int) -> int | None:
-        """Return what a step is to take at its peak in which calls of modules are recomputed, by what others have shown; None if
-        there was none.
+        """Return what a step is to take at its peak in which calls of modules are recomputed, by what others have shown; None
+        if there was none.
 
         Args:
             planned_bytes: what saved values are planned to take.
