@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -54,10 +55,10 @@ def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float
     Raises:
         RuntimeError: it cannot be traced.
     """
-    from torch._dynamo import config as dynamo  # only now: it loads much
-
+    dynamo: Any = importlib.import_module(torch_private.DYNAMO_CONFIG)  # only now: it loads much
     device = torch.get_default_device()
-    place = torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else nullcontext()
+    is_elsewhere = any(parameter.device.type not in ("cpu", "meta") for parameter in block.parameters())
+    place = torch.accelerator.device_index(torch.accelerator.current_device_index()) if is_elsewhere else nullcontext()
     enabled = [(kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind)]
 
     def run() -> list[Partition]:

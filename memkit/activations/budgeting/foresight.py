@@ -57,8 +57,8 @@ class Foresight:
         return num_bytes == size_bytes if not self._factor else num_bytes <= self._factor * size_bytes
 
     def scaled(self, save: int, num_bytes: int) -> Foresight | None:
-        """Return what is foreseen of a step of other sizes, as with longer sequences: at least as much, in proportion to a save;
-        None where none was foreseen."""
+        """Return what is foreseen of a step of other sizes, as with longer sequences: at least as much, and more in proportion
+        to a save; None where none was foreseen."""
         if save >= len(self._sizes_bytes) or not self._sizes_bytes[save]:
             return None
         found = copy(self)
