@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.device import Device
 from memkit.device.base import CopyBatch
+from memkit.device.cuda import CudaCopyBatch
 from memkit.hooks import innermost_pack
 from memkit.transfer.lanes import Lanes, Transfer
 from tests.activations.cases import assert_same_bits
@@ -197,18 +198,22 @@ class _Notes(nn.Module):
 def test_what_a_compiled_block_saves_leaves_as_it_returns(kind: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not only when the next block saves something, which is when that is over."""
     begun: list[object] = []
-    copy_out, start = Lanes.copy_out, CopyBatch.start
+    copy_out = Lanes.copy_out
 
     def note_copy(lanes: Lanes, *args: Any, **kwargs: Any) -> Transfer:
         begun.append(None)
         return copy_out(lanes, *args, **kwargs)
 
-    def note_start(batch: CopyBatch, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
-        begun.extend(storages)
-        start(batch, storages, behind)
+    def noting(start: Callable[..., None]) -> Callable[..., None]:
+        def note_start(batch: CopyBatch, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
+            begun.extend(storages)
+            start(batch, storages, behind)
+
+        return note_start
 
     monkeypatch.setattr(Lanes, "copy_out", note_copy)
-    monkeypatch.setattr(CopyBatch, "start", note_start)
+    for kind_of_batch in (CopyBatch, CudaCopyBatch):
+        monkeypatch.setattr(kind_of_batch, "start", noting(kind_of_batch.start))
     blocks, notes = _model(device, num_blocks=3).blocks, _Notes(begun)
     for block in blocks:
         block.compile(backend="aot_eager")
