@@ -110,8 +110,10 @@ def _lengths(setting: Setting) -> Iterator[Line]:
     optimizer = has_stepped(workload.model)
     context = memkit.MemoryBudget(budget, TAG, optimizer=optimizer, min_bytes=setting.min_bytes, device=setting.device)
     attached = memkit.attach(workload.model, context)
-    for length in lengths:
+    for number, length in enumerate(lengths):
         line = _of_length(workload.model, batch, length, setting)
+        if not number:  # the first of all is measured, and peaks are counted anew all the time
+            line |= {"first_peak_mib": None, "first_to_budget": None}
         yield {"bench": "budget_lengths", "model": "llama", "share": LENGTH_SHARE, "length": length, **line}
     attached.remove()
     setting.clean()

@@ -98,7 +98,6 @@ class Budgeted:
         self.peak_bytes = step_of(workload, self.engine, device).peak_allocated_bytes
         self.about_learning = {
             "peak_reserved_mib": in_mib(reserved_bytes),
-            "first_peak_mib": in_mib(first.peak_allocated_bytes),
             "first_step_s": first.step_s,
             "num_learning": len(later) + 1,
             "is_settled": not is_choosing(),

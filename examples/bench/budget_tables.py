@@ -264,15 +264,14 @@ def _lengths(lines: Sequence[Line]) -> Table:
 
 def _planning(lines: Sequence[Line]) -> Table:
     header = (
-        "model | budget, MiB | saved values | plan, s | learning, s | first step's peak, MiB | deviations | "
+        "model | budget, MiB | saved values | plan, s | learning, s | deviations | "
         "plain's host in the forward, ms | memkit's, ms"
     )
 
     def cells(line: Line) -> Row:
         return [
             *(as_number(line["num_saved"]), f"{line['plan_s']:.2f}", f"{line['learning_s']:.1f}"),
-            *(_mib(line["first_peak_mib"]), as_number(line["num_deviations"])),
-            *(in_ms(line["plain_forward_host_s"]), in_ms(line["forward_host_s"])),
+            *(as_number(line["num_deviations"]), in_ms(line["plain_forward_host_s"]), in_ms(line["forward_host_s"])),
         ]
 
     found = last_by(

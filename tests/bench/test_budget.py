@@ -47,7 +47,6 @@ BUDGET = {
     "num_saved": 181,
     "plan_s": 0.5,
     "learning_s": 3.0,
-    "first_peak_mib": 6000.0,
     "num_deviations": 0,
     "plain_forward_host_s": 0.01,
     "forward_host_s": 0.02,
