@@ -48,13 +48,13 @@ def _eager(lines: Sequence[Line], model: str, pattern: str) -> Path | None:
     if not by_hand:
         return None
     path = Path(pattern.format(model=model))
-    with picture(path, f"{NAMES[model]} on {_device(lines)}: a step by its peak, plain is 100") as axes:
+    with picture(path, f"{NAMES[model]} on {_device(lines)}: a step by its peak", steps="step (% of plain)") as axes:
         plain_mib = max((line["plain_peak_mib"] for line in budgets if line.get("plain_peak_mib")), default=None)
         draw_curve(axes, "k*", "plain", [(_bytes(plain_mib), 0.1)], markersize=12)
         for label, (style, is_of) in _KINDS.items():
             _draw(axes, style, label, [_point(line) for line in by_hand if is_of(line["which"])])
         _draw(axes, "r.-", "MemoryBudget", [_point(line) for line in budgets])
-        axes.set(xlim=(0, None), ylabel="step (% of plain)")
+        axes.set_xlim(left=0)
     return path
 
 
@@ -63,10 +63,11 @@ def _compiled(lines: Sequence[Line], model: str, pattern: str) -> Path | None:
     if not by_hand:
         return None
     path = Path(pattern.format(model=f"{model}_compiled"))
-    with picture(path, f"{NAMES[model]}, blocks compiled, on {_device(lines)}: eager plain is 100") as axes:
+    title = f"{NAMES[model]}, blocks compiled, on {_device(lines)}: a step by its peak"
+    with picture(path, title, steps="step (% of the eager plain step)") as axes:
         _draw(axes, "D", "mixed by hand", [_point(line, "eager_s") for line in by_hand])
         _draw(axes, "r.-", "MemoryBudget", [_point(line, "eager_s") for line in budgets])
-        axes.set(xlim=(0, None), ylabel="step (% of the eager plain step)")
+        axes.set_xlim(left=0)
     return path
 
 
