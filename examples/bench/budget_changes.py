@@ -25,7 +25,8 @@ MODEL, SHARE = "resnet50", 0.7
 """Much of what leaves here is moved."""
 NUM_ADAPTING = 5
 """Steps within which a budget is to make do with another link."""
-NUM_SHORT = 12
+NUM_LATER = 12
+"""Steps of a length behind the first one."""
 LENGTH_SHARE = 0.6
 _TAKES_LINK = """
 import torch
@@ -96,6 +97,8 @@ def half_taken(setting: Setting) -> Iterator[None]:
         if process.stdout.readline().strip() != "ready":
             raise RuntimeError(f"the process that is to take half of the link has ended with status {process.wait()}")
         yield
+        if process.poll() is not None:
+            raise RuntimeError(f"the process that took half of the link has ended with status {process.returncode}")
     finally:
         process.kill()
         process.wait()
@@ -132,7 +135,7 @@ def _of_length(model: nn.Module, batch: int, length: int, setting: Setting) -> L
     workload = on_tokens(f"llama_{length}", model, tokens)
     steps = [step_of(workload, plain, setting.device)]
     first = figures_of_stats(steps[0].peak_allocated_bytes, None)
-    steps += [step_of(workload, plain, setting.device, resets_peak=False) for _ in range(NUM_SHORT)]
+    steps += [step_of(workload, plain, setting.device, resets_peak=False) for _ in range(NUM_LATER)]
     last = step_of(workload, plain, setting.device)
     say(f"{length}: {in_mib(steps[0].peak_allocated_bytes)} MiB at first, {in_mib(last.peak_allocated_bytes)} in the end")
     return {

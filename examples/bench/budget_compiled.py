@@ -68,7 +68,7 @@ def _mixes_of_llama(setting: Setting) -> dict[float, dict[str, Mix]]:
     def checkpoints(count: int | None, ratio: float = 0.0) -> Mix:
         def build(layers: Sequence[nn.Module]) -> Engine:
             inner = spaced(layers, len(layers) if count is None else min(count, len(layers)))
-            return partial(_both, setting.offload(ratio), inner) if ratio else inner
+            return partial(both, setting.offload(ratio), inner) if ratio else inner
 
         return build
 
@@ -97,7 +97,7 @@ _MIXES = {"llama": _mixes_of_llama, "resnet50": _mixes_of_resnet50}
 
 
 @contextmanager
-def _both(outer: Engine, inner: Engine) -> Iterator[None]:
+def both(outer: Engine, inner: Engine) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(outer())
         stack.enter_context(inner())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from alternating import NUM_WARMUP, alternate, warm_up
+from budget_compiled import both
 from budget_parts import llama_of
 from budget_steps import MIB, Budgeted, in_mib, plain_peak
 from functorch.compile import config
@@ -52,8 +52,8 @@ class Other:
 
     engine: Engine
     num_warmup: int = 3
-    is_exact: bool = True
-    """Whether a BatchNorm within updates once."""
+    updates_once: bool = True
+    """Whether a BatchNorm within updates once, as in the plain step."""
 
 
 def fronts(model: str, setting: Setting) -> Iterator[Line]:
@@ -65,15 +65,16 @@ def fronts(model: str, setting: Setting) -> Iterator[Line]:
     others, found = _others(workload, setting), dict[str, Line]()
     for name, other in others.items():
         line = setting.attempt(partial(_alone, workload, other, setting))
-        found[name] = {**line, "which": name, "is_exact": other.is_exact}
+        found[name] = {**line, "which": name, "updates_once": other.updates_once}
         yield {"bench": "budget_front_other", **about, **found[name]}
     for name in best_of(found):
         line = setting.attempt(partial(_at_peak_of, workload, found[name], others[name].engine, setting))
-        yield {"bench": "budget_front", **about, "which": name, "is_exact": others[name].is_exact, **line}
+        yield {"bench": "budget_front", **about, "which": name, "updates_once": others[name].updates_once, **line}
     for name in others:
         memkit.reset(name)
-    plain_s = statistics.median(line["plain_s"] for line in found.values() if "plain_s" in line)
-    yield from _compiled(model, workload, {**about, "plain_s": plain_s}, setting)
+    plain_s = [line["plain_s"] for line in found.values() if "plain_s" in line]
+    if plain_s:
+        yield from _compiled(model, workload, {**about, "plain_s": statistics.median(plain_s)}, setting)
 
 
 def best_of(found: Mapping[str, Line], most: int = MOST_BUDGETS) -> list[str]:
@@ -97,14 +98,14 @@ def _peak(line: Line) -> float:
 def _others(workload: Workload, setting: Setting) -> dict[str, Other]:
     layers = blocks_of(workload.model)
     has_norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for layer in layers for module in layer.modules())
-    by_hand = partial(Other, is_exact=not has_norms)
+    by_hand = partial(Other, updates_once=not has_norms)
     counts = dict.fromkeys(max(1, len(layers) * quarters // 4) for quarters in SPACED_QUARTERS)
     found = {f"{count} of {len(layers)} blocks checkpointed": by_hand(engine=spaced(layers, count)) for count in counts}
     found["selective checkpointing, products kept"] = by_hand(engine=partial(checkpointed_each, layers, kept_ops=_products()))
     found["torch save_on_cpu"] = Other(engine=save_on_cpu)
     for name, engine in installed_peers(workload.model).items():
         found[name] = Other(engine=engine)
-        found[f"{name}, all blocks checkpointed"] = by_hand(engine=partial(_both, engine, spaced(layers, len(layers))))
+        found[f"{name}, all blocks checkpointed"] = by_hand(engine=partial(both, engine, spaced(layers, len(layers))))
     for ratio in OFFLOADED:
         name = f"CPUOffload({ratio:g})"
         found[name] = Other(engine=setting.offload(ratio, name), num_warmup=NUM_WARMUP)
@@ -117,14 +118,6 @@ def _others(workload: Workload, setting: Setting) -> dict[str, Other]:
 def _products() -> list[torch._ops.OpOverload]:
     """Return the ops whose results cost most to make again, as of those that are products."""
     return [getattr(torch.ops.aten, name).default for name in _PRODUCTS]
-
-
-@contextmanager
-def _both(outer: Engine, inner: Engine) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(outer())
-        stack.enter_context(inner())
-        yield
 
 
 def _alone(workload: Workload, other: Other, setting: Setting) -> Line:
@@ -164,7 +157,7 @@ def _compiled(model: str, workload: Workload, about: Line, setting: Setting) -> 
     """The same model compiled as a whole, with `activation_memory_budget` at several values."""
     called = _CALLED.get(model, lambda found: found.get_submodule("model"))(workload.model)
     for value in COMPILED_AT:
-        line: Line = {"which": f"compiled as a whole at {value:g}", "is_exact": True}
+        line: Line = {"which": f"compiled as a whole at {value:g}", "updates_once": True}
         if setting.time_left_s() < COMPILING_S:
             yield {"bench": "budget_front_whole", **about, **line, "error": "not measured: no time was left"}
             continue

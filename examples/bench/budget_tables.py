@@ -214,15 +214,15 @@ def _by_hand(model: str, lines: Sequence[Line]) -> Table:
 
 def _front(model: str, lines: Sequence[Line]) -> Table:
     header = (
-        f"{model}: set by hand | exact | step, ms | / plain | peak, MiB | a budget of that peak, ms | its peak, MiB | "
-        "kept to by | budget / by hand"
+        f"{model}: set by hand | norms update once | step, ms | / plain | peak, MiB | a budget of that peak, ms | "
+        "its peak, MiB | kept to by | budget / by hand"
     )
     budgets = {line["which"]: line for line in lines_of(lines, "budget_front", model=model)}
 
     def cells(line: Line) -> Row:
         budget = budgets.get(line["which"], {})
         return [
-            *("yes" if line["is_exact"] else "no", in_ms(line["step_s"])),
+            *("yes" if line["updates_once"] else "no", in_ms(line["step_s"])),
             *(bold(as_ratio(line["step_s"] / line["plain_s"])), _mib(line["peak_allocated_mib"])),
             *(in_ms(budget.get("step_s")), _mib(budget.get("peak_allocated_mib")), budget.get("way", "-")),
             bold(as_ratio(budget.get("to_other"))),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ MOST_OF_PLAIN = 2.2
 """Steps that take longer, as those that copy one tensor at a time, are left out of the picture."""
 BUDGETS: Mapping[str, Sequence[str]] = {"llama": ("llama", "llama_b8")}
 """The names that the budgets of a model are told under, where there are several."""
-Point = tuple[int | None, float]
 _KINDS: Mapping[str, tuple[str, Callable[[str], bool]]] = {
     "checkpointed blocks": ("D:", lambda which: "blocks checkpointed" in which and "OffloadActivations" not in which),
     "selective checkpointing": ("d", lambda which: which.startswith("selective")),
@@ -48,12 +47,12 @@ def _eager(lines: Sequence[Line], model: str, pattern: str) -> Path | None:
     if not by_hand:
         return None
     path = Path(pattern.format(model=model))
-    with picture(path, f"{NAMES[model]} on {_device(lines)}: a step by its peak", steps="step (% of plain)") as axes:
-        plain_mib = max((line["plain_peak_mib"] for line in budgets if line.get("plain_peak_mib")), default=None)
-        draw_curve(axes, "k*", "plain", [(_bytes(plain_mib), 0.1)], markersize=12)
+    with picture(path, f"{NAMES[model]} on {_device(lines)}: a step by its peak") as axes:
+        _draw(axes, "r.-", "MemoryBudget", budgets)
+        plains = [(_bytes(line["plain_peak_mib"]), line["plain_s"]) for line in budgets if line.get("plain_peak_mib")]
+        draw_curve(axes, "k*", "plain", plains[:1], markersize=12)
         for label, (style, is_of) in _KINDS.items():
-            _draw(axes, style, label, [_point(line) for line in by_hand if is_of(line["which"])])
-        _draw(axes, "r.-", "MemoryBudget", [_point(line) for line in budgets])
+            _draw(axes, style, label, [line for line in by_hand if is_of(line["which"])])
         axes.set_xlim(left=0)
     return path
 
@@ -63,23 +62,19 @@ def _compiled(lines: Sequence[Line], model: str, pattern: str) -> Path | None:
     if not by_hand:
         return None
     path = Path(pattern.format(model=f"{model}_compiled"))
-    title = f"{NAMES[model]}, blocks compiled, on {_device(lines)}: a step by its peak"
-    with picture(path, title, steps="step (% of the eager plain step)") as axes:
-        _draw(axes, "D", "mixed by hand", [_point(line, "eager_s") for line in by_hand])
-        _draw(axes, "r.-", "MemoryBudget", [_point(line, "eager_s") for line in budgets])
+    with picture(path, f"{NAMES[model]}, blocks compiled, on {_device(lines)}: a step by its peak") as axes:
+        _draw(axes, "r.-", "MemoryBudget", budgets)
+        _draw(axes, "D", "mixed by hand", by_hand)
         axes.set_xlim(left=0)
     return path
 
 
-def _draw(axes: Any, style: str, label: str, points: Iterable[Point]) -> None:
-    shown = sorted((point for point in points if 10 * point[1] <= MOST_OF_PLAIN and point[0]), key=lambda point: point[0] or 0)
-    if shown:
-        draw_curve(axes, style, label, shown)
-
-
-def _point(line: Line, beside: str = "plain_s") -> Point:
-    """Return the peak in bytes, and the step as tenths of another: milliseconds of that are its percents."""
-    return _bytes(line["peak_allocated_mib"]), line["step_s"] / line[beside] / 10
+def _draw(axes: Any, style: str, label: str, lines: Sequence[Line]) -> None:
+    """Draw steps, but for those that take far longer than plain ones."""
+    shown = [line for line in lines if line["step_s"] <= MOST_OF_PLAIN * line.get("plain_s", line["step_s"])]
+    points = sorted((_bytes(line["peak_allocated_mib"]) or 0, line["step_s"]) for line in shown)
+    if points:
+        draw_curve(axes, style, label, points)
 
 
 def _bytes(mib: float | None) -> int | None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memkit import torch_private
+from memkit.activations.budgeting.learning import last_s
 from memkit.activations.budgeting.limits import Limits
 from memkit.activations.budgeting.state import BudgetState, budget_states
 from memkit.activations.context import RecordedContext
@@ -187,16 +188,22 @@ class MemoryBudget(RecordedContext):
         return _RAN_AHEAD
 
     @property
-    def plan(self) -> MemoryPlan | Plan | None:
-        """The plan that was given, or else the one that was followed last under the tag; None before one.
+    def plan(self) -> MemoryPlan | None:
+        """The plan that was given, or else the one that was made last under the tag; None before one.
 
-        It is a `memkit.plan.Plan` where calls of modules are recomputed as a whole: of these, and of what stays beside.
+        Where calls of modules are recomputed as a whole, it is that of `regions` which is followed.
         """
         state = budget_states.get(self.tag)
-        if self._limits.plan is not None or state is None:
-            return self._limits.plan
-        regions = None if state.regions_tag is None else remat_states.get(state.regions_tag)
-        return state.learning.last if regions is None or regions.plan is None else regions.plan
+        return self._limits.plan or (None if state is None else state.learning.last)
+
+    @property
+    def regions(self) -> Plan | None:
+        """Which calls of modules the last step has recomputed as a whole, and what has stayed; None where it has gone by the
+        plan."""
+        state = budget_states.get(self.tag)
+        tag = None if state is None else state.regions_tag
+        found = None if tag is None else remat_states.get(tag)
+        return None if found is None else found.plan
 
     def __repr__(self) -> str:
         budget = self.budget
@@ -262,7 +269,7 @@ def _figures_of(state: BudgetState) -> dict[str, Any]:
     if tag is None or regions is None:
         return figures
     figures |= {name: regions[name] for name in _OF_REGIONS}
-    figures |= _with_regions(state, tag, plan)
+    figures |= _with_regions(state, tag)
     copies = None if state.copies_tag is None else offload_figures(state.copies_tag)
     if copies is not None:
         figures |= {name: copies[name] for name in _OF_COPIES}
@@ -271,21 +278,22 @@ def _figures_of(state: BudgetState) -> dict[str, Any]:
     return figures
 
 
-def _with_regions(state: BudgetState, regions_tag: str, plan: MemoryPlan | None) -> dict[str, Any]:
-    """Return what is foretold of steps in which calls of modules are recomputed, and what the last one took at its peak.
-
-    Args:
-        plan: of single ops and copies, for a step like these.
-    """
-    ways, regions = state.ways, remat_states.get(regions_tag)
+def _with_regions(state: BudgetState, regions_tag: str) -> dict[str, Any]:
+    """Return what is foretold of steps in which calls of modules are recomputed, and what the last ones took."""
+    ways, regions, learning = state.ways, remat_states.get(regions_tag), state.learning
+    planner = None if state.ways_for is None else learning.of(state.ways_for[0]).planner
     planned = None if regions is None else regions.plan
-    if ways is None or plan is None or planned is None:
+    if ways is None or planner is None or planned is None:
         return {}
-    return {
-        "predicted_s": plan.plain_s + planned.predicted_replay_s,
-        "predicted_peak_bytes": ways.predicted_bytes(planned.predicted_peak_bytes),
-        "step_peak_bytes": ways.last_peak_bytes,
+    plain_s, predicted_bytes = planner.problem.plain_s, ways.predicted_bytes(planned.predicted_peak_bytes)
+    figures = {
+        "plain_s": plain_s,
+        "predicted_s": plain_s + planned.predicted_replay_s,
+        "step_s": last_s(state.region_times),
     }
+    if predicted_bytes is not None:
+        figures |= {"predicted_peak_bytes": predicted_bytes, "step_peak_bytes": ways.last_peak_bytes}
+    return figures
 
 
 report_from(MemoryBudget.__name__, tags=lambda: list(budget_states), figures=_figures)

@@ -50,12 +50,11 @@ def to_json_line(bench: str, name: str, where: str, figures: Mapping[str, Any]) 
 
 
 @contextmanager
-def picture(path: Path, title: str, *, steps: str = "step (ms)") -> Iterator[Axes]:
+def picture(path: Path, title: str) -> Iterator[Axes]:
     """Give axes for seconds against peak bytes (see `draw_curve`), and write what was drawn when it is done.
 
     Args:
         path: where to; the kind of picture follows from the file's name.
-        steps: what stands beside the axis of steps.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -65,7 +64,7 @@ def picture(path: Path, title: str, *, steps: str = "step (ms)") -> Iterator[Axe
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     yield axes
-    axes.set(xlabel="peak allocated (GiB)", ylabel=steps, title=title)
+    axes.set(xlabel="peak allocated (GiB)", ylabel="step (ms)", title=title)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
     figure.savefig(path)

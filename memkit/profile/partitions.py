@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,6 +63,7 @@ def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float
     enabled = [(kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind)]
 
     def run() -> list[Partition]:
+        _here.traces = True
         with ExitStack() as around:
             around.enter_context(device)
             around.enter_context(place)
@@ -72,10 +74,24 @@ def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float
             around.enter_context(dynamo.patch(error_on_nested_fx_trace=False))  # what is compiled runs as it is
             return [_partition(block, args, kwargs, budget) for budget in budgets]
 
+    if _here.traces:
+        raise RuntimeError(f"{type(block).__name__} cannot be traced: another block is, of which it is a part")
+    tracing = _tracer(os.getpid()).submit(run)
     try:
-        return _tracer(os.getpid()).submit(run).result()
+        return tracing.result()
     except Exception as error:
         raise RuntimeError(f"{type(block).__name__} cannot be traced: {error!r}") from error
+    finally:
+        wait([tracing])  # after an interrupt as well: meanwhile nothing is compiled, whoever asks
+
+
+class _Here(threading.local):
+    """What the current thread does."""
+
+    traces = False
+
+
+_here = _Here()
 
 
 @functools.cache

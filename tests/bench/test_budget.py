@@ -130,7 +130,7 @@ def test_budget_that_cannot_be_kept_to_is_told(budget_steps: ModuleType, setting
 
 
 def _by_hand(**steps: tuple[float, float]) -> dict[str, dict[str, Any]]:
-    found = {"bench": "budget_front_other", "model": "gpt2", "plain_s": 0.1, "is_exact": True, **ABOUT}
+    found = {"bench": "budget_front_other", "model": "gpt2", "plain_s": 0.1, "updates_once": True, **ABOUT}
     return {
         which: {**found, "which": which, "step_s": step_s, "ratio": step_s / 0.1, "peak_allocated_mib": peak_mib}
         for which, (step_s, peak_mib) in steps.items()

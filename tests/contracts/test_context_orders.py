@@ -239,9 +239,10 @@ def test_optimizer_steps(train: Callable[[Context, Callable[[], object]], list[T
 def _has_nothing_to_gain(context: Context) -> bool:
     """Tell whether the least that a plan is found for is the plain step: on a GPU products of so few numbers have workspaces of
     MiB, and what is saved beside them makes no difference."""
-    stats = memkit.stats(context.tag)
-    workspaces = stats.min_budget_bytes is not None and stats.min_budget_bytes > 1000 * stats.saved_bytes
-    return context.name == "budget" and context.torch_device.type == "cuda" and workspaces
+    made = context()
+    if not isinstance(made, memkit.MemoryBudget) or context.torch_device.type != "cuda":
+        return False
+    return made.plan is not None and made.plan.is_plain and made.plan.min_budget_bytes > made.plan.budget_bytes
 
 
 # Streams and threads

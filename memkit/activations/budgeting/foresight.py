@@ -49,6 +49,11 @@ class Foresight:
         self._saves = _most_between(trace.save_places, beside, turn)
         self._requests = _most_between(trace.use_places, beside, len(trace.ops))
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether it is of a step of other sizes."""
+        return self._factor > 0
+
     def is_of(self, save: int, num_bytes: int) -> bool:
         """Tell whether a save of so many bytes may be the one that was foreseen with this ordinal."""
         if save >= len(self._sizes_bytes):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,21 @@ class InsideBudgets:
         self.chosen: dict[type[nn.Module], float | None] = {}
         """None for those that are compiled as they would be without."""
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether all kinds are compiled with the same value."""
+        return len(set(self.chosen.values())) <= 1
+
+    def for_all(self) -> AbstractContextManager[object]:
+        """Return a context in which all kinds are compiled as was chosen, should any be, where that is the same for all."""
+        value = next(iter(self.chosen.values()), None)
+        if value is None:
+            return nullcontext()
+        from functorch.compile import config  # type: ignore[import-untyped]  # loaded by what has compiled them
+
+        found: AbstractContextManager[object] = config.patch(activation_memory_budget=value)
+        return found
+
     @contextmanager
     def setting(self, module: nn.Module, args: Any, kwargs: Any, num_blocks: int, *, room: RoomOf) -> Iterator[None]:
         """A context for one call of a compiled module, in which it is compiled as was chosen, should it be.
@@ -86,7 +101,7 @@ class InsideBudgets:
         Args:
             num_blocks: how many of its kind there are.
         """
-        from functorch.compile import config  # type: ignore[import-untyped]  # loaded by what compiles the module
+        from functorch.compile import config  # loaded by what compiles the module
 
         block = module_inside(module) or module
         kind = type(block)

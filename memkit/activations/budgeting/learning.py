@@ -19,12 +19,13 @@ from memkit.sizes import format_bytes
 from memkit.transfer import measure_link
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.meter import Meter
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.budgeting.steady import SteadyStep, StepNotes
+    from memkit.activations.context import Shapes
     from memkit.activations.saved.op_trace import OpTrace
     from memkit.activations.saved.traces import Trace
     from memkit.device import Device, Event
@@ -201,19 +202,28 @@ class Learning:
             steady = learned.steady = replace(steady, moves=None)
         return steady
 
-    def wants_notes(self, trace: Trace, planned: Planned) -> bool:
-        """Tell whether a step like a trace that follows a plan is to note all that it saves."""
-        learned = self.of(trace)
-        return not (learned.noted is planned or trace.has_marks or planned.plan.is_plain or learned.num_left >= _MOST_LEFT)
+    def wants_notes(self, trace: Trace, planned: Planned, shapes: Shapes | None) -> bool:
+        """Tell whether a step like a trace that follows a plan is to note all that it saves.
 
-    def note_steady(self, trace: Trace, notes: StepNotes, forward: PlannedForward, kinds: OpKinds) -> None:
+        Args:
+            shapes: of what the module is called with, if that is known.
+        """
+        learned = self.of(trace)
+        is_noted = learned.noted is planned and learned.shapes == shapes
+        return not (is_noted or trace.has_marks or planned.plan.is_plain or learned.num_left >= _MOST_LEFT)
+
+    def note_steady(
+        self, trace: Trace, notes: StepNotes, forward: PlannedForward, kinds: OpKinds, shapes: Shapes | None
+    ) -> None:
         """A step has followed a plan to its end.
 
         Args:
             notes: what it has saved.
             forward: what has taken that.
             kinds: what is known of ops.
+            shapes: see `wants_notes`.
         """
+        self.of(trace).shapes = shapes
         learned = self.of(trace)
         learned.steady, learned.noted = notes.finish(trace, forward, kinds), notes.planned
 
@@ -319,8 +329,7 @@ class Learning:
 
     def last_step_s(self) -> float | None:
         """Return what the last step took that is over by now."""
-        over = [begun.elapsed_s(ended) for begun, ended in self._last_times if ended.is_reached()]
-        return over[-1] if over else None
+        return last_s(self._last_times)
 
     def gpu(self, device: Device) -> GpuSpec:
         """Return what copies take between a device and the host."""
@@ -353,10 +362,16 @@ def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
     return Planned(plan=plan, schedule=schedule, allowed_bytes=plan.budget_bytes)
 
 
+def last_s(times: Sequence[tuple[Event, Event]]) -> float | None:
+    """Return the seconds from the one event to the other, of the last pair that is reached; None if none is."""
+    over = [begun.elapsed_s(ended) for begun, ended in times if ended.is_reached()]
+    return over[-1] if over else None
+
+
 def _is_other(link: GpuSpec, found: tuple[float, float], least: float) -> bool:
     """Tell whether copies out or back go at another speed than was planned with, by at least so much of it."""
     planned = link.d2h_bytes_per_s, link.h2d_bytes_per_s
-    return any(abs(rate / known - 1) > least for rate, known in zip(found, planned, strict=True))
+    return any(max(rate / known, known / rate) - 1 > least for rate, known in zip(found, planned, strict=True) if rate > 0)
 
 
 def _has_own_clock(device: Device | None) -> bool:

@@ -19,7 +19,6 @@ from memkit.activations.saved.trial import Trial
 from memkit.hooks import innermost_hooks
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.learning import Learning
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.ways import Ways
     from memkit.activations.context import Shapes
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
 class _StepClock(Trial):
     """Notes what a step takes in which calls of modules are recomputed, from its entry to the end of its backward."""
 
-    def __init__(self, learning: Learning, device: Device) -> None:
+    def __init__(self, state: BudgetState, device: Device) -> None:
         super().__init__(is_open=False)
-        self._learning, self._begun = learning, (device, device.record_event())
+        self._state, self._begun = state, (device, device.record_event())
         self._is_over = False
 
     def begin_backward(self) -> None:
@@ -45,7 +44,7 @@ class _StepClock(Trial):
     def _note(self, has_failed: bool) -> None:
         device, begun = self._begun
         if not has_failed:
-            self._learning.note_times(begun, device.record_event())
+            self._state.region_times = [*self._state.region_times[-2:], (begun, device.record_event())]
 
 
 def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Shapes | None) -> HookPair | None:
@@ -157,7 +156,7 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
     steady = open_steady(state.regions_tag, options, outer) or _settled_ahead(state, options, outer)
     if steady is not None:
         if isinstance(steady, RegionStage) and state.costs.device is not None:
-            steady.counts.trial = _StepClock(state.learning, state.costs.device)
+            steady.counts.trial = _StepClock(state, state.costs.device)
         ways.count_step()
         state.is_recorded = False
         entry.recording = steady

@@ -154,14 +154,16 @@ class BudgetStage(RecordingStage):
         counter = None if device is None else device.memory_counter()
         if counter is None or forward is None:
             return self._allowed_bytes
-        foresight = self._foresight
+        foresight, foreseen_bytes = self._foresight, math.inf
         if foresight is not None and not forward.num_passed:
             is_backward = forward.task != -1
             more_bytes = foresight.after_request(len(forward.uses)) if is_backward else foresight.after_save(len(forward.saves))
-            return max(self._allowed_bytes - self._base_bytes - more_bytes, 0)
+            foreseen_bytes = max(self._allowed_bytes - self._base_bytes - more_bytes, 0)
+            if not foresight.is_scaled:
+                return foreseen_bytes
         own_bytes = forward.live_bytes + forward.walk.temp_bytes + forward.lingering_bytes
         beside_bytes = counter.allocated_bytes() - own_bytes
-        return max(self._allowed_bytes - beside_bytes, 0)
+        return min(max(self._allowed_bytes - beside_bytes, 0), foreseen_bytes)
 
     def _make_forward(self, recording: Recording, window: OffloadWindow) -> RecordedForward:
         decider, state, device = self._planned_decider, self._state, self._device
@@ -180,8 +182,9 @@ class BudgetStage(RecordingStage):
         counter = None if device is None else device.memory_counter()
         if device is None:
             return forward
-        if decider.planned is not None and trace is not None and state.learning.wants_notes(trace, decider.planned):
-            self._notes = StepNotes(decider.planned)
+        learning, planned = state.learning, decider.planned
+        if planned is not None and trace is not None and learning.wants_notes(trace, planned, state.shapes):
+            self._notes = StepNotes(planned)
         is_unknown = decider.planned is None and self._is_metered
         is_first = self._is_first and counter is not None and self._limits.plan is None and state.budget_bytes is not None
         if is_unknown and (is_first or state.learning.wants_measure(trace, self._limits)):
@@ -240,7 +243,7 @@ class BudgetStage(RecordingStage):
         opened = self._opened
         if opened is None or opened.schedule is None or type(tensor) is not Tensor or is_traced():
             return super().take(tensor, action)
-        # What follows a plan so far is not saved by code that was compiled: that would have shown no op.
+        # What follows a plan so far is not saved by code that was compiled and not found: that would have shown no op.
         with torch_private.without_python_dispatch():
             return self._take_locked(tensor)
 
@@ -284,8 +287,7 @@ class BudgetStage(RecordingStage):
         decider = self._planned_decider
         has_followed = notes is not None and decider.planned is notes.planned and decider.follower.trace is trace
         if notes is not None and opened is not None and has_followed:
-            state.learning.note_steady(trace, notes, opened, self._options.kinds)
-            state.learning.of(trace).shapes = state.shapes
+            state.learning.note_steady(trace, notes, opened, self._options.kinds, state.shapes)
         planned, budget_bytes = decider.planned, state.budget_bytes
         if planned is not None and planned.plan.is_plain and budget_bytes is not None and not forward.marks:
             limits = self._limits

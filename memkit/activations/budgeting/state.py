@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.ways import Ways
     from memkit.activations.context import Shapes
     from memkit.activations.saved.traces import Trace
-    from memkit.device import MemoryCounter
+    from memkit.device import Event, MemoryCounter
     from memkit.plan import StepTrace
     from memkit.profile import MemoryReport
 
@@ -65,6 +65,8 @@ class BudgetState(RematState):
         """The same of what leaves beside, if anything does."""
         self.before = 0, 0
         """As the last forward began: how many backwards had ended, and how many steps had departed from their plan."""
+        self.region_times: list[tuple[Event, Event]] = []
+        """When the last steps began and ended in which calls of modules were recomputed."""
         self.judged: tuple[Trace, Planned] | None = None
         """What the last forward has followed, if what it takes is to be looked at."""
 

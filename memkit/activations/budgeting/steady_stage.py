@@ -11,13 +11,16 @@ from memkit import torch_private
 from memkit.activations.budgeting.stage import BudgetStage
 from memkit.activations.budgeting.steady import SteadySaves
 from memkit.activations.offloading.scheduled_saves import ScheduledSaves
+from memkit.activations.offloading.stage import is_from_leaf
 from memkit.activations.offloading.steady import is_free, open_scheduled
 from memkit.kept import KeptHandle
 from memkit.recording.expected import Expected
-from memkit.torch_state import dynamo_is_loaded
+from memkit.storages import is_range_of_bytes
+from memkit.torch_state import dynamo_is_loaded, is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.planned_forward import PlannedForward
@@ -41,6 +44,8 @@ class SteadyStage(BudgetStage):
         """Has what leaves, where none are."""
         self._due: SteadySave | None = None
         """What is expected of the tensor that is just taken."""
+        self._compiling: AbstractContextManager[object] | None = None
+        """Has blocks compiled as was chosen, where no op is recorded."""
         self._is_noted = self.is_recording = True
         """Whether all that was saved by now was noted, and whether ops are recorded."""
         self._num_modes = torch_private.num_dispatch_modes()
@@ -58,7 +63,8 @@ class SteadyStage(BudgetStage):
         if step is None or forward is None or trace is None or state.learning.of(trace).shapes != state.shapes:
             return take  # what is called with other shapes saves something else, and not all of it may be seen any more
         self._step, self._notes = step, None
-        scheduled = None if step.moves is None else self._open_scheduled(step.moves, forward)
+        moves = step.moves if state.inside.are_alike else None  # else it would have to be known which block compiles
+        scheduled = None if moves is None else self._open_scheduled(moves, forward)
         if scheduled is not None:
             self._scheduled, self.is_recording = scheduled, False
             scheduled.on_end, forward.on_end = forward.on_end, None
@@ -91,6 +97,15 @@ class SteadyStage(BudgetStage):
     def begin(self) -> None:
         if self.is_recording:
             super().begin()
+            return
+        self._compiling = self._state.inside.for_all()
+        self._compiling.__enter__()
+
+    def take_off(self) -> None:
+        compiling, self._compiling = self._compiling, None
+        if compiling is not None:
+            compiling.__exit__(None, None, None)
+        super().take_off()
 
     # What is expected
 
@@ -155,6 +170,7 @@ class SteadyStage(BudgetStage):
             steady.is_on = False
         if scheduled is not None:
             scheduled.stop()
+            self._foresight = None if scheduled.num_saves else self._foresight  # it would be asked of other saves
         if self._step is None or forward is None or (forward.task != -1 and self._is_complete):
             return  # another forward begins
         self._step = self._steady = forward.requests = None
@@ -176,7 +192,19 @@ class SteadyStage(BudgetStage):
         self._record()
 
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
-        return super().take(tensor, action) if self.is_recording else KeptHandle(tensor)
+        if self.is_recording:
+            return super().take(tensor, action)
+        forward, counter = self._opened, self._state.counter
+        if forward is None or counter is None or is_traced() or not self._may_leave(tensor):
+            return KeptHandle(tensor)
+        with torch_private.without_python_dispatch(), self._lock:
+            has_room = counter.allocated_bytes() <= self._allowed_bytes
+            return KeptHandle(tensor) if has_room else self._move(forward, tensor)
+
+    def _may_leave(self, tensor: Tensor) -> bool:
+        """Tell whether to move a tensor frees anything, of which no op was recorded."""
+        is_here = type(tensor) is Tensor and tensor.device == self._torch_device and is_range_of_bytes(tensor)
+        return is_here and tensor.untyped_storage().nbytes() >= self._min_bytes and not is_from_leaf(tensor)
 
     def _record(self) -> None:
         """Record ops from here on, unless a mode was entered since that is to be left first, or something may be compiled, for

@@ -90,10 +90,9 @@ class Ways:
         if moving is not None:
             self._tries.append(_Try(Way.REGIONS_AND_COPIES, limit_bytes, num_ahead=_NUM_NOTED))
         self.last_peak_bytes: int | None = None
-        """What the last whole step has taken in which calls of modules were recomputed, unless somebody else has begun to count
-        peaks anew."""
-        self._beside: tuple[int, int] | None = None
-        """With which limit, and the most that was not planned to be taken by saved values."""
+        """What the last whole step has taken in which calls of modules were recomputed."""
+        self._beside: tuple[Way, int, int] | None = None
+        """In which way and with which limit, and the most that was not planned to be taken by saved values."""
         self.fastest_s: Mapping[Way, float] = {}
         """What the fastest step of each way has taken, once one was chosen."""
         self._place = 0
@@ -163,13 +162,15 @@ class Ways:
         Args:
             planned_bytes: what saved values are planned to take.
         """
-        return None if self._beside is None else planned_bytes + self._beside[1]
+        return None if self._beside is None else planned_bytes + self._beside[2]
 
     def _note_peak(self, peak_bytes: int, planned_bytes: int) -> None:
-        beside_bytes, limit_bytes = peak_bytes - planned_bytes, self._now.limit_bytes
-        if self._beside is not None and self._beside[0] == limit_bytes:
-            beside_bytes = max(beside_bytes, self._beside[1])
-        self._beside, self.last_peak_bytes = (limit_bytes, beside_bytes), planned_bytes + beside_bytes
+        if self.way is Way.REGIONS and peak_bytes < planned_bytes:
+            return  # somebody else has begun to count peaks anew
+        now, beside_bytes = self._now, peak_bytes - planned_bytes
+        if self._beside is not None and self._beside[:2] == (now.way, now.limit_bytes):
+            beside_bytes = max(beside_bytes, self._beside[2])
+        self._beside, self.last_peak_bytes = (now.way, now.limit_bytes, beside_bytes), peak_bytes
 
     def skip_step(self) -> None:
         """A step goes none of the ways: nothing is known of the time from one entry to the next."""

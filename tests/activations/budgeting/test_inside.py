@@ -11,12 +11,14 @@ import pytest
 import torch
 from functorch.compile import config
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import memkit
 from memkit.activations.budgeting import inside
 from memkit.activations.budgeting.inside import Room, best_partition
+from memkit.activations.budgeting.learning import Learning
 from memkit.activations.budgeting.state import budget_states
-from memkit.device import Device, ReferenceDevice
+from memkit.device import Device, MemoryCounter, ReferenceDevice
 from memkit.profile.partitions import Partition, partitions
 from memkit.torch_state import num_compiled
 from tests.activations.cases import assert_same_bits
@@ -206,6 +208,63 @@ def test_steps_are_those_of_the_same_blocks_with_the_value_that_was_chosen(how: 
     assert len(set(compiled[2:])) == 1
     stats = memkit.stats("inside")
     assert stats.follows_plan
+
+
+class Full(MemoryCounter):
+    """Says that the device is full."""
+
+    def allocated_bytes(self) -> int:
+        return 2**40
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def peak_reserved_bytes(self) -> None:
+        return None
+
+    def reset_peak(self) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("no_compiled_code_is_left", "second")
+def test_larger_step_where_nothing_is_recorded_compiles_as_was_chosen_and_keeps_to_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps that only move are not recorded, and so nobody stands around the blocks."""
+    compiled_with: list[float] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        compiled_with.append(config.activation_memory_budget)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(Learning, "note_link", lambda *_: None)  # how fast copies are here differs from step to step
+    monkeypatch.setattr(Learning, "ways_of", lambda *_: None)
+    torch.manual_seed(0)
+    model, device = nn.Sequential(*[Block() for _ in range(4)]), ReferenceDevice()
+    for block in model:
+        block.compile(backend=backend, dynamic=False)
+    for _ in range(8):
+        _step(model, _budget(device))
+    assert not memkit.stats("inside").is_recorded
+    assert memkit.stats("inside").num_copies_out
+    monkeypatch.setattr(device, "memory_counter", Full)
+    larger = torch.randn(24, 32).requires_grad_()
+    with _budget(device):
+        loss = model(larger).square().sum()
+    loss.backward()
+    found = [larger.grad, *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+    assert compiled_with == [0.5, 0.5]
+    assert config.activation_memory_budget == 1.0
+    assert memkit.stats("inside").num_copies_out > 4
+    assert_same_bits(found[:1], [_gradient(model, larger)])
+
+
+def _gradient(model: nn.Module, x: Tensor) -> Tensor:
+    same = x.detach().requires_grad_()
+    model(same).square().sum().backward()
+    assert same.grad is not None
+    return same.grad
 
 
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")

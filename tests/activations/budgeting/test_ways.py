@@ -121,8 +121,22 @@ def test_peak_that_somebody_has_counted_anew_says_nothing() -> None:
     assert steps.ways.predicted_bytes(420) is None
     steps.run(1, peak_bytes=990, planned_bytes=420)
     steps.run(1, peak_bytes=100, planned_bytes=420)
+    assert steps.ways.last_peak_bytes == 990
 
-    assert steps.ways.last_peak_bytes == steps.ways.predicted_bytes(420) == 990
+    steps.run(1, peak_bytes=980, planned_bytes=420)
+    assert steps.ways.last_peak_bytes == 980
+    assert steps.ways.predicted_bytes(420) == 990
+    assert steps.ways.predicted_bytes(400) == 970
+
+
+def test_peak_is_foretold_by_steps_of_the_same_way() -> None:
+    steps = Steps(Ways(1000, 500, moving=Moving(num_bytes=200, window_bytes=50)))
+    steps.run(7, peak_bytes=980, planned_bytes=420)
+    assert steps.ways.way is Way.REGIONS_AND_COPIES
+    assert steps.ways.predicted_bytes(420) == 980
+    steps.run(1, peak_bytes=700, planned_bytes=420)
+
+    assert steps.ways.predicted_bytes(420) == steps.ways.last_peak_bytes == 700
 
 
 def test_given_up() -> None:
