@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -100,6 +101,9 @@ class MemoryBudget(RecordedContext):
 
     asks_for_shapes = True
 
+    _compiling: AbstractContextManager[object] | None = None
+    """Has blocks compiled as was chosen, where no op is recorded."""
+
     def __init__(
         self,
         budget: int | float | str,
@@ -159,8 +163,18 @@ class MemoryBudget(RecordedContext):
         self._entry = entry = Entry("MemoryBudget", self.tag, is_last=True, block=block)
         pair = open_budget(entry, self._options, self._limits, self.shapes)
         assert entry.recording is not None
+        state = budget_states[self.tag]
+        if not state.is_recorded:
+            self._compiling = state.inside.for_all()
+            self._compiling.__enter__()
         entry.recording.model = None if self._model is None else self._model()
         entry.begin(pair)
+
+    def end_block(self, *, has_failed: bool) -> None:
+        compiling, self._compiling = self._compiling, None
+        if compiling is not None:
+            compiling.__exit__(None, None, None)
+        super().end_block(has_failed=has_failed)
 
     def _check_place(self) -> None:
         self._refuse_in_capture()

@@ -85,8 +85,9 @@ class InsideBudgets:
         return len(set(self.chosen.values())) <= 1
 
     def for_all(self) -> AbstractContextManager[object]:
-        """Return a context in which all kinds are compiled as was chosen, should any be, where that is the same for all."""
-        value = next(iter(self.chosen.values()), None)
+        """Return a context in which all kinds are compiled as was chosen, should any be, where that is the same for all: for a
+        whole forward, where nobody stands around the blocks."""
+        value = next(iter(self.chosen.values()), None) if self.are_alike else None
         if value is None:
             return nullcontext()
         from functorch.compile import config  # type: ignore[import-untyped]  # loaded by what has compiled them

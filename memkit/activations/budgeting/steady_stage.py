@@ -20,7 +20,6 @@ from memkit.torch_state import dynamo_is_loaded, is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.planned_forward import PlannedForward
@@ -44,8 +43,6 @@ class SteadyStage(BudgetStage):
         """Has what leaves, where none are."""
         self._due: SteadySave | None = None
         """What is expected of the tensor that is just taken."""
-        self._compiling: AbstractContextManager[object] | None = None
-        """Has blocks compiled as was chosen, where no op is recorded."""
         self._is_noted = self.is_recording = True
         """Whether all that was saved by now was noted, and whether ops are recorded."""
         self._num_modes = torch_private.num_dispatch_modes()
@@ -97,15 +94,6 @@ class SteadyStage(BudgetStage):
     def begin(self) -> None:
         if self.is_recording:
             super().begin()
-            return
-        self._compiling = self._state.inside.for_all()
-        self._compiling.__enter__()
-
-    def take_off(self) -> None:
-        compiling, self._compiling = self._compiling, None
-        if compiling is not None:
-            compiling.__exit__(None, None, None)
-        super().take_off()
 
     # What is expected
 
