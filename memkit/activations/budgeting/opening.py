@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from memkit.activations.context import Shapes
     from memkit.activations.recomputing.budget import RematOptions
     from memkit.activations.saved.entry import Stage
-    from memkit.device import Device
+    from memkit.device import Device, Event
     from memkit.hooks import HookPair, SavedTensorHooks
 
 
 class _StepClock(Trial):
     """Notes what a step takes in which calls of modules are recomputed, from its entry to the end of its backward."""
 
-    def __init__(self, state: BudgetState, device: Device) -> None:
+    def __init__(self, state: BudgetState, device: Device, begun: Event) -> None:
         super().__init__(is_open=False)
-        self._state, self._begun = state, (device, device.record_event())
+        self._state, self._begun = state, (device, begun)
         self._is_over = False
 
     def begin_backward(self) -> None:
@@ -155,8 +155,8 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
         outer = innermost_hooks()
     steady = open_steady(state.regions_tag, options, outer) or _settled_ahead(state, options, outer)
     if steady is not None:
-        if isinstance(steady, RegionStage) and state.costs.device is not None:
-            steady.counts.trial = _StepClock(state, state.costs.device)
+        if isinstance(steady, RegionStage) and state.costs.device is not None and ways.begun is not None:
+            steady.counts.trial = _StepClock(state, state.costs.device, ways.begun)
         ways.count_step()
         state.is_recorded = False
         entry.recording = steady

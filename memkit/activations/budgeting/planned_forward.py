@@ -137,11 +137,6 @@ class PlannedForward(RecordedForward):
 
     # Forward
 
-    def note_save(self, value: int, node: int) -> None:
-        if self.meter is not None:
-            self.meter.begin_save()
-        super().note_save(value, node)
-
     def leave(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, node: int) -> None:
         self.walk.evictable.pop(record.value, None)
         self.ledger.count_moves(record, self.counts)

@@ -248,6 +248,8 @@ class BudgetStage(RecordingStage):
             return self._take_locked(tensor)
 
     def _note_save(self, forward: RecordedForward, value: int, num_bytes: int, node: int) -> None:
+        if self._meter is not None:
+            self._meter.begin_save()
         super()._note_save(forward, value, num_bytes, node)
         foresight = self._foresight
         save = len(forward.saves) - 1

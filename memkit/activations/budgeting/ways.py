@@ -127,6 +127,11 @@ class Ways:
         return 0 if self._moving is None else self._moving.window_bytes
 
     @property
+    def begun(self) -> Event | None:
+        """When the step has begun that goes on; None if it goes none of the ways."""
+        return self._begun
+
+    @property
     def is_decided(self) -> bool:
         """Whether one of the ways was chosen."""
         return self._is_decided

@@ -18,9 +18,10 @@ from memkit.activations.budgeting import inside
 from memkit.activations.budgeting.inside import Room, best_partition
 from memkit.activations.budgeting.learning import Learning
 from memkit.activations.budgeting.state import budget_states
-from memkit.device import Device, MemoryCounter, ReferenceDevice
+from memkit.device import Device, ReferenceDevice
 from memkit.profile.partitions import Partition, partitions
 from memkit.torch_state import num_compiled
+from tests.activations.budgeting.conftest import Blind
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.activations.test_interrupts import OF_DYNAMO
@@ -212,20 +213,11 @@ def test_steps_are_those_of_the_same_blocks_with_the_value_that_was_chosen(how: 
     assert stats.follows_plan
 
 
-class Full(MemoryCounter):
+class Full(Blind):
     """Says that the device is full."""
 
     def allocated_bytes(self) -> int:
         return 2**40
-
-    def peak_bytes(self) -> int:
-        return 0
-
-    def peak_reserved_bytes(self) -> None:
-        return None
-
-    def reset_peak(self) -> None:
-        pass
 
 
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
