@@ -16,6 +16,7 @@ from torch import Tensor
 from memkit import torch_private
 
 _STRIDED = torch.strided
+_NO_CONTEXT = nullcontext()
 _SPARSE_PARTS = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
@@ -121,8 +122,7 @@ def tensor_over(
 ) -> Tensor:
     """Return a tensor that lies so in a storage. No dispatch mode sees how: nothing is read or written."""
     # `set_` says that it writes. CUDA's stream sanitizer, such a mode, would take it for a write to the bytes.
-    has_modes = torch_private.num_dispatch_modes() > 0
-    with torch_private.without_dispatch_modes() if has_modes else nullcontext():
+    with torch_private.without_python_dispatch() if torch_private.num_dispatch_modes() else _NO_CONTEXT:
         tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
         if is_conj:
             torch_private.set_conj(tensor, True)

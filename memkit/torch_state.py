@@ -61,6 +61,11 @@ def has_own_dispatch(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch_private.no_own_dispatch
 
 
+def is_seen_by_modes() -> bool:
+    """Tell whether a dispatch mode sees what runs now."""
+    return torch_private.num_dispatch_modes() > 0 and not torch_private.is_key_excluded(torch_private.DispatchKey.Python)
+
+
 def sharing_counters() -> AbstractContextManager[object]:
     """Return a context in which an alias of a tensor shares its version counter, also for a mode that handles an op: there
     autograd's layers are off, which see to that."""

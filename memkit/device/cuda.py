@@ -13,6 +13,7 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.device.base import CopyBatch, Device, Event, MemoryCounter, Piece, Stream
 from memkit.errors import DeviceUnavailableError, HostMemoryError
+from memkit.torch_state import is_seen_by_modes
 
 _CYCLES_PER_S = 1.8e9
 """About what a GPU's clock makes of them."""
@@ -39,10 +40,12 @@ def cuda_generator(torch_device: torch.device) -> torch.Generator:
 class CudaStream(Stream):
     """A CUDA stream. Source: `torch.cuda.Stream`."""
 
-    __slots__ = ("stream",)
+    __slots__ = ("raw", "stream")
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
+        self.raw = None if _bindings() is None else _bindings().cudaStream_t(stream.cuda_stream)
+        """The same as `cuda.bindings` takes it."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CudaStream) and bool(self.stream == other.stream)
@@ -79,6 +82,11 @@ def _bindings() -> Any:
     return runtime
 
 
+@functools.cache
+def _copy_kind(is_out: bool) -> Any:
+    return getattr(_bindings().cudaMemcpyKind, "cudaMemcpyDeviceToHost" if is_out else "cudaMemcpyHostToDevice")
+
+
 class CudaCopyBatch(CopyBatch):
     """Copies by `cudaMemcpyAsync`; several by one `cudaMemcpyBatchAsync`, where the driver has that.
 
@@ -92,19 +100,13 @@ class CudaCopyBatch(CopyBatch):
         self, device: CudaDevice, stream: Stream, pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None = None
     ) -> None:
         super().__init__(device, stream, pieces, is_out=is_out, ahead=ahead)
-        runtime = self._runtime = _bindings()
-        kinds = runtime.cudaMemcpyKind
-        self._kind = kinds.cudaMemcpyDeviceToHost if is_out else kinds.cudaMemcpyHostToDevice
-        self._lane = runtime.cudaStream_t(_of(stream).cuda_stream)
+        assert isinstance(stream, CudaStream)
+        self._runtime, self._kind, self._lane = _bindings(), _copy_kind(is_out), stream.raw
         self._raw_stream = device.raw_stream
         self._events: tuple[CudaEvent, CudaEvent, CudaEvent] | None = None
         """Made with the first copies: what `started`, `done` and `waited` are each time."""
-        self._hosts = [piece.address for piece in pieces]
-        self._sizes_bytes = [piece.num_bytes for piece in pieces]
+        self._hosts, self._sizes_bytes = [piece.address for piece in pieces], [piece.num_bytes for piece in pieces]
         self._is_one = len(pieces) == 1
-
-    def _is_current(self) -> bool:
-        return _is_alone() or torch.cuda.current_device() == self.device.torch_device.index
 
     def _make_events(self) -> None:
         events = CudaEvent(), CudaEvent(), CudaEvent()
@@ -115,7 +117,7 @@ class CudaCopyBatch(CopyBatch):
         self._events = events
 
     def start(self, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
-        if torch_private.num_dispatch_modes() or not self._is_current():
+        if torch_private.num_dispatch_modes() or not _is_current(self.device.torch_device):
             self._events = None
             super().start(storages, behind)
             return
@@ -130,16 +132,15 @@ class CudaCopyBatch(CopyBatch):
             if batch is not None and not error:
                 error = runtime.cudaStreamWaitEvent(lane, batch.done.event.cuda_event, 0)[0]  # type: ignore[attr-defined]  # CUDA's
         if error:
-            raise self._refused("wait for what comes before it", error)
+            raise _refused(self.num_bytes, self.is_out, "wait for what comes before it", error)
         if self._is_one:
             address = storages[0].data_ptr() + self.pieces[0].start
             destination, source = (self._hosts[0], address) if self.is_out else (address, self._hosts[0])
             error = runtime.cudaMemcpyAsync(destination, source, self._sizes_bytes[0], self._kind, lane)[0]
         else:
             error = self._copy_all([storages[piece.index].data_ptr() + piece.start for piece in self.pieces])
-        error = error or runtime.cudaEventRecord(self._on_done, lane)[0]
-        if error:
-            raise self._refused("take it, and tell when it is done", error)
+        if error := error or runtime.cudaEventRecord(self._on_done, lane)[0]:
+            raise _refused(self.num_bytes, self.is_out, "take it, and tell when it is done", error)
 
     def _copy_all(self, addresses: list[int]) -> Any:
         """Copy all pieces; return CUDA's error."""
@@ -160,23 +161,27 @@ class CudaCopyBatch(CopyBatch):
         return 0
 
     def wait(self) -> None:
-        if self._events is None or torch_private.num_dispatch_modes() or not self._is_current():
+        if self._events is None or torch_private.num_dispatch_modes() or not _is_current(self.device.torch_device):
             super().wait()
             return
         runtime, stream = self._runtime, self._raw_stream()
         self.waited = self._events[2]
         error = runtime.cudaEventRecord(self._on_waited, stream)[0] or runtime.cudaStreamWaitEvent(stream, self._on_done, 0)[0]
         if error:
-            raise self._refused("have its other work wait for it", error)
+            raise _refused(self.num_bytes, self.is_out, "have its other work wait for it", error)
 
-    def _refused(self, what: str, error: Any) -> RuntimeError:
-        """Return what is raised where CUDA has refused a call: without it the copy would race with other work."""
-        self._runtime.cudaGetLastError()  # which the next kernel's launch check would else raise as its own
-        to = "host memory" if self.is_out else "the device"
-        return RuntimeError(
-            f"a copy of {self.num_bytes} bytes to {to} needs CUDA to {what}; CUDA gave {error!r}. What this step computes "
-            "is not to be used. Mostly a kernel before it has failed: run with CUDA_LAUNCH_BLOCKING=1 to see which"
-        )
+
+def _refused(num_bytes: int, is_out: bool, what: str, error: Any) -> RuntimeError:
+    """Return what is raised where CUDA has refused a call for a copy: without it the copy would race with other work."""
+    _bindings().cudaGetLastError()  # which the next kernel's launch check would else raise as its own
+    return RuntimeError(
+        f"a copy of {num_bytes} bytes to {'host memory' if is_out else 'the device'} needs CUDA to {what}; CUDA gave {error!r}"
+        ". What this step computes is not to be used. Mostly a kernel before it has failed: CUDA_LAUNCH_BLOCKING=1 shows which"
+    )
+
+
+def _is_current(torch_device: torch.device) -> bool:
+    return _is_alone() or torch.cuda.current_device() == torch_device.index
 
 
 @functools.cache
@@ -260,7 +265,6 @@ class CudaDevice(Device):
             )
         self.torch_device = torch.device("cuda", index)
         self._spare_events: list[CudaEvent] = []
-        self._raw_stream: tuple[int | None, Any] = (None, None)
         self._streams: dict[int, CudaStream] = {}
         """Those that were current, by their numbers: CUDA gives none of torch's back."""
         self._runtime: Any = torch.cuda.cudart()  # a module made in C++: torch has no types for it
@@ -290,10 +294,7 @@ class CudaDevice(Device):
 
     def raw_stream(self) -> Any:
         """Return the current stream as `cuda.bindings` takes it."""
-        number, found = torch_private.raw_stream(self.torch_device.index), self._raw_stream
-        if number != found[0]:
-            found = self._raw_stream = (number, _bindings().cudaStream_t(number))
-        return found[1]
+        return self.current_stream().raw
 
     def new_stream(self, name: str) -> CudaStream:
         return CudaStream(torch.cuda.Stream(self.torch_device))
@@ -341,9 +342,15 @@ class CudaDevice(Device):
         return torch.empty_strided(size, stride, dtype=dtype, device=self.torch_device)
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Put an asynchronous copy on the stream: the host's side is pinned."""
-        with torch.cuda.stream(_of(stream)):
-            destination.copy_(source, non_blocking=True)
+        """Put an asynchronous copy on the stream: through torch, which costs the host far more, where a mode is to see it."""
+        assert isinstance(stream, CudaStream)
+        if stream.raw is None or is_seen_by_modes() or not _is_current(self.torch_device):
+            with torch.cuda.stream(stream.stream):
+                destination.copy_(source, non_blocking=True)
+            return
+        runtime, is_out, ends = _bindings(), source.is_cuda, (destination.data_ptr(), source.data_ptr())
+        if error := runtime.cudaMemcpyAsync(*ends, source.nbytes, _copy_kind(is_out), stream.raw)[0]:
+            raise _refused(source.nbytes, is_out, "take it", error)
 
     def copy_batch(self, stream: Stream, pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None = None) -> CopyBatch:
         made = CopyBatch if _bindings() is None else CudaCopyBatch

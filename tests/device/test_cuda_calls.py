@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from memkit import torch_private
 from memkit.device import cuda
 from memkit.device.base import Piece
 
@@ -59,7 +63,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 def batch_of(num_pieces: int, *, is_out: bool = True) -> cuda.CudaCopyBatch:
-    device: Any = SimpleNamespace(raw_stream=lambda: 3)
+    device: Any = SimpleNamespace(raw_stream=lambda: 3, torch_device=torch.device("cuda", 0))
     stream: Any = SimpleNamespace(cuda_stream=7)
     host = torch.empty(16, dtype=torch.uint8)
     pieces = [Piece(index, 0, host, host.data_ptr(), 16) for index in range(num_pieces)]
@@ -104,3 +108,52 @@ def test_copies_that_go_well_take_as_many_calls_as_ever(runtime: Runtime) -> Non
         *("cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync", "cudaEventRecord"),
         *("cudaEventRecord", "cudaStreamWaitEvent"),
     ]
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def copy_once() -> Tensor:
+    """Copy some bytes as if they were on a device; return where to."""
+    device: Any = object.__new__(cuda.CudaDevice)
+    device.torch_device = torch.device("cuda", 0)
+    destination, stream = torch.zeros(16, dtype=torch.uint8), cuda.CudaStream(STREAM)
+    device.copy(destination, torch.ones(16, dtype=torch.uint8), stream)
+    return destination
+
+
+STREAM: Any = SimpleNamespace(cuda_stream=7)
+
+
+@pytest.mark.parametrize("is_in_mode", [False, True])
+def test_single_copy_takes_one_call_that_no_mode_is_to_see(runtime: Runtime, is_in_mode: bool) -> None:
+    with Mode() if is_in_mode else nullcontext(), torch_private.without_python_dispatch():
+        copy_once()
+
+    assert runtime.calls == ["cudaMemcpyAsync"]
+
+
+@pytest.mark.parametrize("why", ["a mode sees it", "another device is the current one"])
+def test_single_copy_goes_through_torch(runtime: Runtime, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: (streams.append(stream), nullcontext())[1])
+    if why == "a mode sees it":
+        with Mode():
+            destination = copy_once()
+    else:
+        monkeypatch.setattr(cuda, "_is_alone", lambda: False)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        destination = copy_once()
+
+    assert runtime.calls == []
+    assert streams == [STREAM]
+    assert destination.tolist() == [1] * 16
+
+
+def test_single_copy_that_fails_is_said(runtime: Runtime) -> None:
+    runtime.failing = 0
+
+    with pytest.raises(RuntimeError, match="a copy of 16 bytes to the device needs CUDA to take it; CUDA gave 719"):
+        copy_once()
