@@ -99,6 +99,8 @@ class PlannedForward(RecordedForward):
         """Records that leave since the user has asked for it: no schedule says when they are let go."""
         self._lent: dict[int, _Lent] = {}
         """What replays still read of what a backward was given."""
+        self._kept_sources: dict[int, list[weakref.ref[KeptHandle]]] = {}
+        """The handles of values that stay, and that replays read."""
         self._stays: frozenset[int] | None = None
         """While something is made again by the schedule: what stays of what is made on the way."""
         self.on_end: Callable[[], None] | None = None
@@ -144,6 +146,25 @@ class PlannedForward(RecordedForward):
             self._send(record, storage)
         else:  # see [Note: saved before it is written] in `memkit.activations.offloading.window`
             self._waiting.append((weakref.ref(record), node))
+
+    def keep_source(self, value: int, tensor: Tensor) -> KeptHandle:
+        """Return the handle of a value that stays, and that replays read: what is made from it holds the handle."""
+        handle = KeptHandle(tensor)
+        self._kept_sources.setdefault(value, []).append(weakref.ref(handle))
+        self._streams[self.ledger.device.current_stream()] = None
+        return handle
+
+    def other(self, value: int) -> KeptHandle | None:
+        """Return the handle of a value that has no record: of one that replays read, if no save of it was written to since."""
+        if value in self._kept_sources and value not in self.recording.overwritten:
+            handles = [handle for reference in self._kept_sources[value] if (handle := reference()) is not None]
+            if handles and all(handle.is_unchanged() and handle.version == handles[0].version for handle in handles):
+                return handles[0]
+        return super().other(value)
+
+    def _kept_storage(self, value: int) -> torch.UntypedStorage | None:
+        handle = self.other(value) if value in self._kept_sources else None
+        return None if handle is None else handle.unpack().untyped_storage()
 
     def end_save(self, node: int) -> None:
         if self.meter is not None:
@@ -336,7 +357,7 @@ class PlannedForward(RecordedForward):
         return super().is_wanted(value) and (self._stays is None or value in self._stays)
 
     def _storage(self, value: int) -> torch.UntypedStorage:
-        storage = None if value in self._replay.made else self._lent_storage(value)
+        storage = None if value in self._replay.made else self._lent_storage(value) or self._kept_storage(value)
         if storage is None:
             return super()._storage(value)
         self.ledger.device.note_read(storage)

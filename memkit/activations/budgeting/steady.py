@@ -1,10 +1,11 @@
 """What steps that follow a plan save, known ahead: of most of it nothing is noted, and where nothing is made again, no op is.
 
 [Note: what a steady step leaves out] A plan goes by the ordinals of saves and requests. Once a step has followed it from its
-first save to its last, later ones are expected to save the same. A tensor that stays, and that no replay reads, then needs no
-record: autograd is given an alias and the count of its writes, and no request of it is seen. What has records is found by its
-storage, as ever, so that a step which does something else is exact all the same: it is told apart by the shape of what it
-saves, by the number of a value that has a record, or at its end, and goes on without a plan.
+first save to its last, later ones are expected to save the same. A tensor that stays then needs no record: autograd is given
+an alias and the count of its writes, and no request of it is seen. What replays read of that is known by its handle, which
+whatever is made from it holds. What has records is found by its storage, as ever, so that a step which does something else is
+exact all the same: it is told apart by the shape of what it saves, by the number of a value that is made again, moves or is
+read, or at its end, and goes on without a plan.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class SteadySave(NamedTuple):
     ordinal: int
     """Its place among the saves that count, -1 if it does not."""
     has_record: bool
-    """Whether there is anything to do with the value, or any replay that reads it."""
+    """Whether there is anything to do with the value, or replays read it and it does not count."""
+    is_read: bool
+    """Whether it stays without a record, and replays read it."""
     is_due: bool
     """Whether anything is to be done at this save, with other values."""
 
@@ -159,14 +162,23 @@ class StepNotes:
         if has_lent or not recording.overwritten.isdisjoint(schedule.retained):
             recorded = set(range(len(lineage.ins)))
         ops_read = {op for replay in plan.replays for op in replay.ops} | recorded
-        with_records = {each.value for each in plan.values if each.action is not Action.KEEP} | set(schedule.held_until)
-        with_records |= {uses[request] for request in (0, *schedule.fetches, *schedule.releases) if request < len(uses)}
-        with_records |= schedule.retained | {source for op in ops_read for source in lineage.ins[op]}
+        last = {value: request for request, value in enumerate(uses)}
+        lent = {value for value, until in schedule.held_until.items() if last.get(value, -1) < until}
+        held = lent | schedule.retained
+        releases = {request for request, values in schedule.releases.items() if not held.isdisjoint(values)}
+        with_records = {each.value for each in plan.values if each.action is not Action.KEEP} | held
+        with_records |= {uses[request] for request in (0, *schedule.fetches, *releases) if request < len(uses)}
+        read = {source for op in ops_read for source in lineage.ins[op]} - with_records
         due = {*schedule.copies, *schedule.lets_go}
         step = SteadyStep(
             planned=planned,
             saves=tuple(
-                SteadySave(save.shape, save.dtype, value, ordinal, value in with_records, waits or ordinal in due)
+                SteadySave(
+                    *(save.shape, save.dtype, value, ordinal),
+                    has_record=value in with_records or (value in read and ordinal < 0),
+                    is_read=value in read and ordinal >= 0,
+                    is_due=waits or ordinal in due,
+                )
                 for save, (value, ordinal, waits) in zip(seen, self._saves, strict=True)
             ),
             requests=tuple(request for request, value in enumerate(uses) if value in with_records),
@@ -298,7 +310,7 @@ class SteadySaves:
                 is_expected = False
             if save is not None and is_expected:
                 self.num_saves = place + 1
-                if save.has_record or save.is_due:
+                if save.has_record or save.is_due or save.is_read:
                     return self._take_one(tensor, save)
                 with torch_private.without_python_dispatch():
                     version = torch_private.version_of(tensor)

@@ -14,7 +14,7 @@ from memkit.activations.offloading.scheduled_saves import ScheduledSaves
 from memkit.activations.offloading.stage import is_from_leaf
 from memkit.activations.offloading.steady import is_free, open_scheduled
 from memkit.kept import KeptHandle
-from memkit.recording.expected import Expected
+from memkit.recording.expected import Expected, num_writes
 from memkit.storages import is_range_of_bytes
 from memkit.torch_state import dynamo_is_loaded, is_traced
 
@@ -104,24 +104,37 @@ class SteadyStage(BudgetStage):
             try:
                 if save.ordinal >= 0:
                     forward.num_passed = save.ordinal - len(forward.saves)
-                if save.has_record:
+                handle = None if save.has_record else self._keep(tensor, save, forward)
+                if handle is None:
                     self._due = save
-                    packed = self._take(tensor)
+                    handle = self._take(tensor)
                     if self._due is not None and save.ordinal >= 0:  # it does not count
                         self._leave()
-                    return packed
-                if forward.window.is_broken:
-                    forward.window.mend()
-                version, device = torch_private.version_of(tensor), forward.ledger.device
-                if device.takes_notes and save.ordinal >= 0:
-                    device.note_written(tensor.untyped_storage(), version)
-                forward.pass_save(torch_private.node_number(), save.ordinal)
-                return tensor.detach(), version
+                return handle
             except BaseException:  # as `mended` does, at less cost
                 self._state.is_broken = True
                 raise
             finally:
                 self._due = None
+
+    def _keep(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
+        """Return what autograd is given of a tensor that stays, once that is done which is due with other values; None if
+        replays are to read it, and it is another value than is expected, or may be."""
+        version, device, handle = torch_private.version_of(tensor), forward.ledger.device, None
+        if save.is_read:
+            if not is_range_of_bytes(tensor):
+                return None
+            recording, storage = forward.recording, tensor.untyped_storage()
+            if recording.find(storage) != save.value or (version and version > num_writes(recording, save.value)):
+                return None
+            handle = forward.keep_source(save.value, tensor)
+        if forward.window.is_broken:
+            forward.window.mend()
+        if device.takes_notes and save.ordinal >= 0:
+            device.note_written(tensor.untyped_storage(), version)
+        if save.is_due:
+            forward.pass_save(torch_private.node_number(), save.ordinal)
+        return (tensor.detach(), version) if handle is None else handle
 
     def _note_save(self, forward: RecordedForward, value: int, num_bytes: int, node: int) -> None:
         due, self._due = self._due, None

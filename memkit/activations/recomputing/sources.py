@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from memkit.activations.recomputing.anchors import Anchors
     from memkit.activations.recomputing.recorded_forward import RecordedForward
-    from memkit.activations.saved.records import Handle
     from memkit.recording.recording import Recording
 
 
@@ -56,7 +55,7 @@ class Sources:
                 secured[value_here] = all(secured[source] or self._pin(source) for source in lineage.ins[maker])
         return secured[value]
 
-    def handles_for(self, value: int) -> list[Handle] | None:
+    def handles_for(self, value: int) -> list[KeptHandle] | None:
         """Secure a value; return the handles of what it is made from that are to be held with it, since what they are of cannot
         be made again; None if the value cannot be."""
         if self._recording.expected is None:
@@ -64,11 +63,11 @@ class Sources:
         self._recording.sync()
         return self._handles_where_unmade(value)
 
-    def _handles_where_unmade(self, value: int) -> list[Handle] | None:
+    def _handles_where_unmade(self, value: int) -> list[KeptHandle] | None:
         recording, expected = self._recording, self._recording.expected
         assert expected is not None
         unmade, sources = expected.unmade, expected.sources
-        handles: list[Handle] = []
+        handles: list[KeptHandle] = []
         if recording.lineage.maker[value] == NO_OP:
             return None
         for source, handle in self._leaves(value):
@@ -80,7 +79,7 @@ class Sources:
                 return None
         return handles
 
-    def _leaves(self, value: int) -> Iterator[tuple[int, Handle | None]]:
+    def _leaves(self, value: int) -> Iterator[tuple[int, KeptHandle | None]]:
         """Return what a value is made from: what is saved and not dropped, with a handle of that; what is held; and what no op
         is recorded of."""
         lineage, found, pending = self._recording.lineage, {value}, [value]
@@ -99,10 +98,10 @@ class Sources:
         anchor = self._anchors.handle(value)
         return anchor is not None and anchor.version == 0
 
-    def _handle(self, value: int) -> Handle | None:
+    def _handle(self, value: int) -> KeptHandle | None:
         if value in self._recording.overwritten:
             return None
-        return self._forward.handle_of(value) or self._anchors.handle(value)
+        return self._forward.handle_of(value) or self._anchors.handle(value) or self._forward.other(value)
 
     def _pin(self, value: int) -> bool:
         """Hold a value that cannot be made again, if it is there."""

@@ -49,6 +49,8 @@ class Ledger:
         """All records that are not GONE."""
         self.deaths: deque[HandleReference | CopyReference] = deque()
         """What has died and was not taken up yet: handles of records, and later copies."""
+        self.note_death = self.deaths.append
+        """What finalizers call."""
         self.backlog: deque[Record] = deque()
         """Records that are LEAVING, in the order of their copies. Those whose handles have died wait here for the copy."""
         self.coming: dict[Record, None] = {}

@@ -45,6 +45,9 @@ class Residency(Enum):
     """Nowhere: the last handle has died."""
 
 
+_NONE: list[KeptHandle] = []
+"""Stands for what was lent of records of which there is no later copy: nothing is put into it."""
+
 ON_DEVICE = frozenset({Residency.DEVICE, Residency.LEAVING, Residency.COMING, Residency.BACK})
 
 
@@ -96,7 +99,7 @@ class Handle(KeptHandle):
         self.node = node
         """The number of the node of the graph that saved it."""
         self.geometry: Geometry | None = None
-        self.sources: Sequence[Handle] = ()
+        self.sources: Sequence[KeptHandle] = ()
         """Of what its record is made from, where that is held for it since its maker cannot make it again."""
         self.reference = HandleReference(self, record)
 
@@ -156,7 +159,7 @@ class HandleReference(weakref.ref[Handle]):
     """Whether it is one of the record's `num_handles`."""
 
     def __new__(cls, handle: Handle, record: Record) -> HandleReference:
-        self = super().__new__(cls, handle, record.ledger.deaths.append)
+        self = super().__new__(cls, handle, record.ledger.note_death)
         self.record, self.is_awaiting, self.is_counted = record, True, False
         return self
 
@@ -169,7 +172,7 @@ class CopyReference(weakref.ref[torch.UntypedStorage]):
     record: weakref.ref[Record]
 
     def __new__(cls, storage: torch.UntypedStorage, record: Record) -> CopyReference:
-        self = super().__new__(cls, storage, record.ledger.deaths.append)
+        self = super().__new__(cls, storage, record.ledger.note_death)
         self.record = weakref.ref(record)
         return self
 
@@ -241,7 +244,7 @@ class Record:
         self.came: Transfer | None = None
         self.fetched: CopyReference | None = None
         self.fetched_on: Stream | None = None
-        self.lent: list[KeptHandle] = []
+        self.lent: list[KeptHandle] = _NONE
         """What was handed out over the later copy, without its bytes: tells whether it was written to since."""
 
     def add_handle(self, tensor: Tensor, unpacker: Unpacker, node: int) -> Handle:
@@ -254,7 +257,7 @@ class Record:
         self.num_awaiting += 1
         return handle
 
-    def hold(self, sources: Sequence[Handle]) -> None:
+    def hold(self, sources: Sequence[KeptHandle]) -> None:
         """Hold what it is made from for as long as a graph may ask for it."""
         for handle in self.live_handles():
             handle.sources = sources
