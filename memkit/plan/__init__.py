@@ -2,7 +2,7 @@
 
 from memkit.plan.actions import Action, Plan, PlannedSave, infeasible, limit_of, tell_kept
 from memkit.plan.asked import budget_or_share, plan_memory
-from memkit.plan.budget import JointPlanner, MemoryPlan, Problem, make_problem
+from memkit.plan.budget import JointPlanner, MemoryPlan, Moving, Problem, fit_copies, fit_regions, make_problem
 from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes
 from memkit.plan.drop_order import drop_order
@@ -13,7 +13,7 @@ from memkit.plan.gpus import find_gpu
 from memkit.plan.lineage import NO_OP, GrowingLineage, Lineage, Step, ends_of
 from memkit.plan.planner import RematPlanner
 from memkit.plan.ratio import RatioSoFar, check_ratio, plan_ratio
-from memkit.plan.region_step import HostCosts, ModuleCall, RegionChoice
+from memkit.plan.region_step import HostCosts, ModuleCall, RegionBytes, RegionChoice, RegionNeeds
 from memkit.plan.regions import RegionPlanner
 from memkit.plan.residency import (
     LayerResidency,
@@ -53,6 +53,7 @@ __all__ = [
     "MemoryPlan",
     "ModuleCall",
     "ModuleOps",
+    "Moving",
     "OpKind",
     "OpWork",
     "Outcome",
@@ -61,7 +62,9 @@ __all__ = [
     "PlannedSave",
     "Problem",
     "RatioSoFar",
+    "RegionBytes",
     "RegionChoice",
+    "RegionNeeds",
     "RegionPlanner",
     "RematPlanner",
     "ResidencyPlan",
@@ -81,6 +84,8 @@ __all__ = [
     "ends_of",
     "find_gpu",
     "find_spans",
+    "fit_copies",
+    "fit_regions",
     "infeasible",
     "limit_of",
     "make_problem",

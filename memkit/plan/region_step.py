@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from memkit.plan.lineage import NO_OP, Step
 
@@ -70,6 +71,25 @@ class RegionChoice:
     """What the device spends on running regions again."""
     host_s: float
     """What the host spends on them."""
+
+
+class RegionBytes(NamedTuple):
+    """What one call takes that is recomputed."""
+
+    dropped: frozenset[int]
+    """What it saves, and what is gone after it."""
+    inputs: tuple[int, ...]
+    """What is held for it, saved or not."""
+    peak_bytes: int
+    """The most bytes that its second run has made and still holds at once."""
+
+
+class RegionNeeds(NamedTuple):
+    """What a step takes in which some calls are recomputed."""
+
+    peak_bytes: int
+    """The most bytes of saved values and replay temporaries at once."""
+    regions: tuple[RegionBytes, ...]
 
 
 class RegionStep:
@@ -200,6 +220,14 @@ class RegionStep:
     def seconds(self, choice: RegionChoice) -> float:
         """Return what a step takes."""
         return self.costs.step_s(self.plain_device_s + choice.device_s, self.plain_host_s + choice.host_s)
+
+    def needs(self, choice: RegionChoice) -> RegionNeeds:
+        """Return what a step takes, call by call."""
+        dropped = self.dropped(choice)
+        regions = (
+            RegionBytes(self._saved[index] & dropped, self._inputs[index], self._peaks[index]) for index in choice.chosen
+        )
+        return RegionNeeds(choice.peak_bytes, tuple(regions))
 
     def dropped(self, choice: RegionChoice) -> frozenset[int]:
         """Return the saved values that are gone after the forward."""

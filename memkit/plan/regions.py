@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from memkit.plan.region_step import RegionChoice, RegionStep
+from memkit.plan.region_step import RegionChoice, RegionNeeds, RegionStep
 
 _DIGITS = re.compile(r"\d+")
 _MOST_WORK = 6_000_000
@@ -43,6 +43,11 @@ class RegionPlanner(RegionStep):
     def least(self) -> RegionChoice:
         """Return the choice that takes the fewest bytes of all that were found."""
         return min(self._explored(), key=lambda choice: (choice.peak_bytes, self._rank(choice)))
+
+    def choices(self) -> list[RegionNeeds]:
+        """Return what steps take by the choices than which none is quicker and takes fewer bytes (their Pareto front), the
+        quickest first."""
+        return [self.needs(choice) for choice in sorted(self._explored(), key=self._rank)]
 
     def _rank(self, choice: RegionChoice) -> tuple[float, float, int]:
         return self.seconds(choice), choice.device_s + choice.host_s, choice.peak_bytes

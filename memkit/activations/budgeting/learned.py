@@ -22,6 +22,8 @@ class Planned:
     schedule: Schedule
     allowed_bytes: int
     """What the step may take: the budget, less what is left free."""
+    headroom_bytes: int = 0
+    """Of what is left free, so much is for what a step takes beyond what was predicted; it is taken where nothing else fits."""
 
 
 @dataclass(eq=False, slots=True)

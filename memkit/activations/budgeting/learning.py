@@ -8,11 +8,13 @@ from statistics import median
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import torch
+
 from memkit.activations.budgeting.foresight import Foresight
 from memkit.activations.budgeting.learned import LearnedStep, Planned
 from memkit.activations.budgeting.observed import measured_s, observed_trace
 from memkit.activations.budgeting.schedule import schedule_of
-from memkit.activations.budgeting.ways import Ways, limit_of_saved, moving_beside
+from memkit.activations.budgeting.ways import Ways, ways_within
 from memkit.errors import BudgetInfeasible
 from memkit.plan import NO_OP, GpuSpec, JointPlanner, MemoryPlan, make_problem
 from memkit.sizes import format_bytes
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from memkit.activations.saved.op_trace import OpTrace
     from memkit.activations.saved.traces import Trace
     from memkit.device import Device, Event
+    from memkit.plan import RegionNeeds
     from memkit.recording.ops import OpKinds
     from memkit.transfer import Link
 
@@ -71,17 +74,20 @@ class Learning:
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
         self._link: GpuSpec | None = None
-        self.last: MemoryPlan | None = None
-        """The plan that was followed last."""
         self.last_peak_bytes: int | None = None
         """What the last step took that was looked at."""
         self.ended_peak_bytes: int | None = None
         """What was there at most by the end of the backward; None until then. What comes after it is none of the plan's."""
-        self._last_allowed_bytes = 0
+        self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
         self._first: tuple[Trace, Meter] | None = None
         """What has measured the first step, whose times are not those of later ones."""
         self._last_times: list[tuple[Event, Event]] = []
+
+    @property
+    def last(self) -> MemoryPlan | None:
+        """The plan that was followed last."""
+        return None if self._last is None else self._last.plan
 
     def of(self, trace: Trace) -> LearnedStep:
         """Return what is known of steps like a trace."""
@@ -136,7 +142,7 @@ class Learning:
             if learned.planner is None:
                 return None
             found = self._plan(trace.ops, learned.planner, learned, limits, base_bytes + coming_bytes)
-        self.last, self._last_allowed_bytes = found.plan, found.allowed_bytes
+        self._last = found
         return found
 
     def budget_bytes(self, trace: Trace | None, limits: Limits) -> int | None:
@@ -168,7 +174,9 @@ class Learning:
             plan = self._search(planner, allowed_bytes, headroom_bytes, budget_bytes, limits)
             plan = replace(plan, budget_bytes=budget_bytes)
             schedule = schedule_of(plan, problem.lineage, ops.step.retained_bytes)
-            found = learned.plans[allowed_bytes] = Planned(plan=plan, schedule=schedule, allowed_bytes=allowed_bytes)
+            found = learned.plans[allowed_bytes] = Planned(
+                plan=plan, schedule=schedule, allowed_bytes=allowed_bytes, headroom_bytes=headroom_bytes
+            )
             learned.num_judged = 0
             learned.rates.clear()
             self.num_plans += 1
@@ -277,27 +285,32 @@ class Learning:
             learned.over_bytes += over_bytes
             learned.num_replans += 1
 
-    def ways_of(self, trace: Trace | None, device: Device | None) -> Ways | None:
+    def ways_of(
+        self, trace: Trace | None, device: Device | None, choices_of: Callable[[Trace, torch.device], Sequence[RegionNeeds]]
+    ) -> Ways | None:
         """Return what chooses between the ways of steps like a trace; None where there is no choice, or nothing to be gained:
-        where the host itself computes, what a plan takes is known."""
+        where the host itself computes, what a plan takes is known.
+
+        Args:
+            choices_of: returns which calls of modules may be recomputed, the quickest choice first.
+        """
         learned = None if trace is None else self.of(trace)
         if learned is None or learned.planner is None or not learned.has_scaled or learned.has_chosen:
             return None
         if learned.num_judged < _STEPS_JUDGED or trace is None or trace.ops is None:
             return None
-        plan, problem, step_s = self.last, learned.planner.problem, self.fastest_step_s()
-        if learned.given is not None or plan is None or plan.is_plain or step_s is None:
+        planned, problem, step_s = self._last, learned.planner.problem, self.fastest_step_s()
+        if learned.given is not None or planned is None or planned.plan.is_plain or step_s is None:
             return None
         learned.has_chosen = True
+        plan, allowed_bytes, headroom_bytes = planned.plan, planned.allowed_bytes, planned.headroom_bytes
         lacks_ops = any(problem.lineage.maker[value.value] == NO_OP for value in problem.values)
         is_as_known = step_s <= _AS_PREDICTED * plan.predicted_s and not _has_own_clock(device)
-        if not lacks_ops and (is_as_known or plan.predicted_peak_bytes > self._last_allowed_bytes):
+        if not lacks_ops and (is_as_known or plan.predicted_peak_bytes > allowed_bytes + headroom_bytes):
             return None
-        limit_bytes = limit_of_saved(problem, self._last_allowed_bytes)
-        if limit_bytes <= 0:
-            return None
-        moving = None if self._link is None else moving_beside(problem, limit_bytes, self._link.both_bytes_per_s)
-        return Ways(self._last_allowed_bytes, limit_bytes, moving=moving)
+        choices = choices_of(trace, torch.device("cpu") if device is None else device.torch_device)
+        bytes_per_s = None if self._link is None else self._link.both_bytes_per_s
+        return ways_within(problem, choices, allowed_bytes, headroom_bytes, bytes_per_s)
 
     def _scale(self, learned: LearnedStep, plan: MemoryPlan) -> None:
         """Plan with what steps take, where that is less than was measured op by op: while a step is measured, the device waits

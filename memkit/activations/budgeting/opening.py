@@ -11,7 +11,7 @@ from memkit.activations.budgeting.state import BudgetState, budget_states, copie
 from memkit.activations.budgeting.ways import Way
 from memkit.activations.offloading.stage import MovingStage
 from memkit.activations.offloading.steady import OffloadOptions
-from memkit.activations.recomputing.settling import settle_ahead
+from memkit.activations.recomputing.settling import choices_ahead, settle_ahead
 from memkit.activations.recomputing.steady import IdleStage, RegionStage, open_steady
 from memkit.activations.saved.entry import Entry, unpack
 from memkit.activations.saved.state import offload_states, remat_states
@@ -103,7 +103,7 @@ def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways 
         _let_go_of_others(state, Way.OPS)
     latest = state.traces.latest
     if state.ways is None and state.limits == limits and latest is not None and is_as_before:
-        state.ways, state.ways_for = state.learning.ways_of(latest, state.costs.device), (latest, shapes)
+        state.ways, state.ways_for = state.learning.ways_of(latest, state.costs.device, choices_ahead), (latest, shapes)
     if state.ways is not None and state.ways_for is not None and state.ways_for[1] != shapes:
         state.ways.skip_step()
         state.limits = limits

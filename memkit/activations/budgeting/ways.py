@@ -7,17 +7,20 @@ import logging
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from memkit.plan import fit_copies, fit_regions
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from memkit.device.base import Event
-    from memkit.plan import Problem
+    from memkit.plan import Moving, Problem, RegionNeeds
 
 _LOGGER = logging.getLogger(__name__)
 
+_MISSES = 1.02
+"""By so much what steps take may be missed: where no choice keeps to the budget, one that nearly does shows what it takes."""
 _NUM_COUNTED = 3
 """So many steps of each way count, the fastest of them."""
 _MOST_STEPS = 36
@@ -34,8 +37,6 @@ _MOST_MORE = 0.05
 """By so much of what is allowed the limit is raised at once where copies leave: late in the backward little is away."""
 _MOST_LESS = 0.1
 """By so much of itself it is lowered at once, after the choice."""
-_HIDDEN = 0.9
-"""For so much of the forward copies are on the link beside calls of modules that are recomputed."""
 
 
 class Way(Enum):
@@ -64,35 +65,30 @@ class _Try:
     """How many whole steps with the same limit are yet to come before one counts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moving:
-    """What leaves beside calls of modules that are recomputed."""
-
-    num_bytes: int
-    """So much hides behind the computation."""
-    window_bytes: int
-    """So much of it the device may hold at a time: what is on its way."""
-
-
 class Ways:
     """Times steps of each way, from one entry to the next, on the device's own clock.
 
     Args:
         allowed_bytes: what a step may take on the device.
-        limit_bytes: what saved values may take on the device where calls of modules are recomputed, as a first guess.
+        limit_bytes: what saved values may take on the device where calls of modules are recomputed, as a first guess; None if
+            that alone is not to be tried.
         moving: what may leave beside; None if that is not to be tried.
     """
 
-    def __init__(self, allowed_bytes: int, limit_bytes: int, *, moving: Moving | None = None) -> None:
+    def __init__(self, allowed_bytes: int, limit_bytes: int | None, *, moving: Moving | None = None) -> None:
         self.allowed_bytes = allowed_bytes
-        self._moving = moving
-        self._tries = [_Try(Way.OPS), _Try(Way.REGIONS, limit_bytes)]
+        self._moving, self._first_limit_bytes = moving, limit_bytes
+        self._tries = [_Try(Way.OPS)]
+        if limit_bytes is not None:
+            self._tries.append(_Try(Way.REGIONS, limit_bytes))
         if moving is not None:
-            self._tries.append(_Try(Way.REGIONS_AND_COPIES, limit_bytes, num_ahead=_NUM_NOTED))
+            self._tries.append(_Try(Way.REGIONS_AND_COPIES, moving.limit_bytes, num_ahead=_NUM_NOTED))
         self.last_peak_bytes: int | None = None
         """What the last whole step has taken in which calls of modules were recomputed."""
-        self._beside: tuple[Way, int, int] | None = None
-        """In which way and with which limit, and the most that was not planned to be taken by saved values."""
+        self._besides: dict[tuple[Way, int], int] = {}
+        """By way and limit, the most that was not planned to be taken by saved values."""
+        self._beside: int | None = None
+        """The same of the last step that tells."""
         self.fastest_s: Mapping[Way, float] = {}
         """What the fastest step of each way has taken, once one was chosen."""
         self._place = 0
@@ -117,9 +113,11 @@ class Ways:
     @property
     def ratio(self) -> float:
         """The share of what is not dropped that leaves."""
-        if self._moving is None or self.way is not Way.REGIONS_AND_COPIES:
+        moving = self._moving
+        if moving is None or self.way is not Way.REGIONS_AND_COPIES:
             return 0.0
-        return min(self._moving.num_bytes / self.limit_bytes, 1.0)
+        kept_bytes = moving.kept_bytes + self.limit_bytes - moving.limit_bytes
+        return min(moving.num_bytes / kept_bytes, 1.0) if kept_bytes > 0 else 1.0
 
     @property
     def window_bytes(self) -> int:
@@ -167,15 +165,16 @@ class Ways:
         Args:
             planned_bytes: what saved values are planned to take.
         """
-        return None if self._beside is None else planned_bytes + self._beside[2]
+        if self._beside is None:
+            return None
+        return planned_bytes + self._besides.get((self.way, self.limit_bytes), self._beside)
 
     def _note_peak(self, peak_bytes: int, planned_bytes: int) -> None:
         if self.way is Way.REGIONS and peak_bytes < planned_bytes:
             return  # somebody else has begun to count peaks anew
-        now, beside_bytes = self._now, peak_bytes - planned_bytes
-        if self._beside is not None and self._beside[:2] == (now.way, now.limit_bytes):
-            beside_bytes = max(beside_bytes, self._beside[2])
-        self._beside, self.last_peak_bytes = (now.way, now.limit_bytes, beside_bytes), peak_bytes
+        key, beside_bytes = (self.way, self.limit_bytes), peak_bytes - planned_bytes
+        self._beside = self._besides[key] = max(beside_bytes, self._besides.get(key, beside_bytes))
+        self.last_peak_bytes = peak_bytes
 
     def skip_step(self) -> None:
         """A step goes none of the ways: nothing is known of the time from one entry to the next."""
@@ -249,8 +248,8 @@ class Ways:
     def _go_on(self) -> None:
         """Try the next way."""
         before, self._place = self._now, self._place + 1
-        if self._moving is not None and before.way is Way.REGIONS:
-            self._now.limit_bytes = before.limit_bytes
+        if before.way is Way.REGIONS and before.pairs and self._first_limit_bytes is not None:  # what was learned of it
+            self._now.limit_bytes = max(self._now.limit_bytes + before.limit_bytes - self._first_limit_bytes, 1)
 
     def _choose(self) -> None:
         """The fastest step of each way says which it is; single ops where nothing does."""
@@ -267,38 +266,22 @@ class Ways:
             tried.pairs.clear()
 
 
-def limit_of_saved(problem: Problem, allowed_bytes: int) -> int:
-    """Return how many bytes saved values may take at any moment, so that the step keeps to what it may take in all, whichever
-    of them are dropped.
+def ways_within(
+    problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: int, headroom_bytes: int, bytes_per_s: float | None
+) -> Ways | None:
+    """Return what chooses between the ways of a step; None where no choice of calls keeps to what the step may take, or nearly
+    does: then what its first steps take tells, which may be a little more.
 
     Args:
         problem: the step.
-        allowed_bytes: what it may take on the device.
+        choices: which calls of modules may be recomputed, the quickest choice first.
+        allowed_bytes: what the step may take on the device.
+        headroom_bytes: so much more it may take where no choice fits without that and without copies.
+        bytes_per_s: of the link, both ways at once; None if that is not known.
     """
-    held = [0] * problem.num_slots
-    for value in problem.values:
-        if not value.is_anchor:
-            for slot in range(value.made, min(value.freed, problem.num_slots)):
-                held[slot] += value.num_bytes
-    room = [allowed_bytes - problem.base_bytes - working for working in problem.working_bytes]
-    return max(min((left for left, full in zip(room, held, strict=True) if left < full), default=sum(held)), 0)
-
-
-def moving_beside(problem: Problem, limit_bytes: int, bytes_per_s: float) -> Moving | None:
-    """Return what may leave beside calls of modules that are recomputed; None if that frees nothing.
-
-    Args:
-        problem: the step.
-        limit_bytes: what saved values may take on the device.
-        bytes_per_s: of the link, both ways at once.
-    """
-    if problem.num_forward_points >= len(problem.points):
-        return None
-    forward_s = problem.starts_s[problem.points[problem.num_forward_points]]
-    num_bytes = int(_HIDDEN * forward_s * bytes_per_s)
-    sizes_bytes = [value.num_bytes for value in problem.values if not value.is_anchor]  # what is saved first leaves
-    leaving = sum(before < num_bytes for before in accumulate(sizes_bytes, initial=0))
-    window_bytes = 2 * max(sizes_bytes[:leaving], default=0)
-    needed_bytes = sum(sizes_bytes) - limit_bytes + window_bytes
-    moving = Moving(num_bytes=min(num_bytes, needed_bytes), window_bytes=window_bytes)
-    return moving if moving.num_bytes > moving.window_bytes else None
+    limit_bytes = fit_regions(problem, choices, allowed_bytes)
+    if limit_bytes is None:
+        allowed_bytes += headroom_bytes
+        limit_bytes = fit_regions(problem, choices, int(_MISSES * allowed_bytes))
+    moving = None if bytes_per_s is None else fit_copies(problem, choices, allowed_bytes, bytes_per_s)
+    return None if limit_bytes is None and moving is None else Ways(allowed_bytes, limit_bytes, moving=moving)

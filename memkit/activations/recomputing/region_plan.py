@@ -14,7 +14,7 @@ from memkit.activations.recomputing.region_reasons import why_not_region
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.op_trace import OpTrace
 from memkit.activations.saved.trial import Trial
-from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionPlanner
+from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedSave, RegionChoice, RegionNeeds, RegionPlanner
 from memkit.recording.cost import host_costs
 from memkit.sequentials import SpanReference
 
@@ -112,6 +112,18 @@ def plan_regions(
         plan=plan,
         trial=Trial(is_open=is_open),
     )
+
+
+def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> list[RegionNeeds]:
+    """Return what a step takes by each choice of regions that `plan_regions` may make, the quickest first.
+
+    Args:
+        trace, num_ops, torch_device: see `plan_regions`.
+    """
+    calls, _ = _candidates(trace)
+    if all(call.why_not for call in calls):
+        return []
+    return RegionPlanner(trace.step, calls, host_costs(torch_device), num_ops=num_ops).choices()
 
 
 def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memkit.activations.recomputing.budget import BudgetDecider, RematOptions, Settling
-from memkit.activations.recomputing.region_plan import RegionPlan, plan_regions
+from memkit.activations.recomputing.region_plan import RegionPlan, plan_regions, region_choices
 from memkit.activations.saved.settled import Settled
 from memkit.activations.saved.traces import Trace
 from memkit.activations.saved.trial import Trial, Way
@@ -18,6 +18,7 @@ from memkit.plan import Plan
 if TYPE_CHECKING:
     from memkit.activations.saved.settled import SizesSeen
     from memkit.activations.saved.state import RematState
+    from memkit.plan import RegionNeeds
 
 _NUM_RECORDED = 3
 """So many steps are recorded at least: by the third it is known what each op takes."""
@@ -61,6 +62,13 @@ class NextSteps(Settling):
 
 
 NEXT_STEPS = NextSteps()
+
+
+def choices_ahead(trace: Trace, torch_device: torch.device) -> list[RegionNeeds]:
+    """Return what steps like a trace take by each choice of calls that `settle_ahead` may make, the quickest first."""
+    if trace.ops is None or not trace.ops.is_measured or trace.has_marks:
+        return []
+    return region_choices(trace.ops, len(trace.funcs), torch_device)
 
 
 def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool:

@@ -1,6 +1,7 @@
 """One budget for the device: which values of a step stay, leave for host memory, or are made again."""
 
 from memkit.plan.budget.bound import bound_s, why_no_bound
+from memkit.plan.budget.fitting import Moving, fit_copies, fit_regions
 from memkit.plan.budget.memory_plan import MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
 from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly, plan_budgets, unsure, with_action
 from memkit.plan.budget.portfolio import floor_bytes
@@ -13,6 +14,7 @@ __all__ = [
     "JointPlanner",
     "MemoryPlan",
     "Move",
+    "Moving",
     "PlannedReplay",
     "PlannedStep",
     "PlannedValue",
@@ -20,6 +22,8 @@ __all__ = [
     "Replay",
     "Simulated",
     "bound_s",
+    "fit_copies",
+    "fit_regions",
     "floor_bytes",
     "least_budget",
     "make_problem",

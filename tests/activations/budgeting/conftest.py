@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
-from memkit.activations.budgeting import learning
-from memkit.activations.budgeting.ways import Moving, Way, Ways
+from memkit.activations.budgeting import learning, ways
+from memkit.activations.budgeting.ways import Way, Ways
 from memkit.device import CudaDevice, Device, Event, MemoryCounter
+from memkit.plan import Moving, Problem, RegionNeeds, fit_regions
 from tests.activations.conftest import open_test_device
 
 
@@ -81,5 +82,15 @@ def fastest(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
 def moving(monkeypatch: pytest.MonkeyPatch) -> int:
     """Have so many bytes hide behind the computation."""
     num_bytes = 4096
-    monkeypatch.setattr(learning, "moving_beside", lambda *_: Moving(num_bytes=num_bytes, window_bytes=0))
+    monkeypatch.setattr(ways, "fit_copies", fit_copies_of(num_bytes))
     return num_bytes
+
+
+def fit_copies_of(num_bytes: int) -> Callable[..., Moving | None]:
+    """Return what has so many bytes hide behind the computation, beside the calls that are recomputed without copies."""
+
+    def fit(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: int, _: float) -> Moving | None:
+        limit_bytes = fit_regions(problem, choices, allowed_bytes)
+        return None if limit_bytes is None else Moving(limit_bytes, limit_bytes, num_bytes, 0)
+
+    return fit

@@ -15,11 +15,12 @@ import memkit
 from memkit.activations.budgeting import learning
 from memkit.activations.budgeting.learning import last_s
 from memkit.activations.budgeting.state import budget_states, copies_tag, regions_tag
-from memkit.activations.budgeting.ways import Moving, Way
+from memkit.activations.budgeting.ways import Way
 from memkit.activations.recomputing.steady import IdleStage
 from memkit.activations.saved.entry import entries_around
 from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import Device, ReferenceDevice
+from tests.activations.budgeting.conftest import fit_copies_of
 from tests.activations.budgeting.plans import planner_of
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import leaf_on, step
@@ -188,7 +189,7 @@ def test_copies_beside_regions_follow_a_schedule_and_drop_less(
     fastest: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fastest(Way.REGIONS_AND_COPIES)
-    monkeypatch.setattr(learning, "moving_beside", lambda *_: Moving(num_bytes=16384, window_bytes=0))
+    monkeypatch.setattr("memkit.activations.budgeting.ways.fit_copies", fit_copies_of(16384))
     device, model, x = ReferenceDevice(), blocks()[:12], torch.randn(8, 32)
     make = partial(memkit.MemoryBudget, 0.6, "beside", optimizer=_stateless(model), min_bytes=1, device=device)
     dropped: dict[Way, int] = {}
@@ -227,7 +228,8 @@ def test_ways_are_tried_where_the_device_has_a_clock_of_its_own_and_they_may_fit
 
 def test_regions_are_not_tried_where_nothing_is_left_for_saved_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "_has_own_clock", lambda _: True)
-    monkeypatch.setattr(learning, "limit_of_saved", lambda *_: 0)
+    monkeypatch.setattr("memkit.activations.budgeting.ways.fit_regions", lambda *_: None)
+    monkeypatch.setattr("memkit.activations.budgeting.ways.fit_copies", lambda *_: None)
     device, model, x = ReferenceDevice(), blocks()[:6], torch.randn(8, 32)
     make = partial(memkit.MemoryBudget, 0.6, "room", optimizer=_stateless(model), min_bytes=1, device=device)
     for _ in range(8):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from memkit.activations.budgeting.ways import Moving, Way, Ways, limit_of_saved, moving_beside
+from memkit.activations.budgeting.ways import Way, Ways
 from memkit.device import Event
-from memkit.plan import Problem
+from memkit.plan import Moving
 
 
 @dataclass
@@ -130,13 +128,25 @@ def test_peak_that_somebody_has_counted_anew_says_nothing() -> None:
 
 
 def test_peak_is_foretold_by_steps_of_the_same_way() -> None:
-    steps = Steps(Ways(1000, 500, moving=Moving(num_bytes=200, window_bytes=50)))
+    steps = Steps(Ways(1000, 500, moving=Moving(500, 500, 200, 50)))
     steps.run(7, peak_bytes=980, planned_bytes=420)
     assert steps.ways.way is Way.REGIONS_AND_COPIES
     assert steps.ways.predicted_bytes(420) == 980
     steps.run(1, peak_bytes=700, planned_bytes=420)
 
     assert steps.ways.predicted_bytes(420) == steps.ways.last_peak_bytes == 700
+
+
+def test_peak_of_the_chosen_way_is_foretold_by_its_own_steps() -> None:
+    """From the choice on somebody else counts peaks anew in each step, so that they tell nothing."""
+    steps = Steps(Ways(1000, 500, moving=Moving(500, 500, 200, 50)))
+    steps.run(7, peak_bytes=980, planned_bytes=420)
+    while not steps.ways.is_decided:
+        steps.run(1, peak_bytes=960, planned_bytes=400)
+    steps.run(3, peak_bytes=450, planned_bytes=420)
+
+    assert steps.ways.way is Way.REGIONS
+    assert steps.ways.predicted_bytes(420) == 980
 
 
 def test_given_up() -> None:
@@ -207,7 +217,7 @@ def test_way_whose_steps_take_too_much_time_and_again_is_given_up() -> None:
 
 def test_limit_is_raised_by_little_where_copies_leave() -> None:
     """What is saved first, and so away, is back before the last values are made again."""
-    steps = Steps(Ways(1000, 500, moving=Moving(num_bytes=200, window_bytes=50)))
+    steps = Steps(Ways(1000, 500, moving=Moving(500, 500, 200, 50)))
     steps.run(7, peak_bytes=1000)
     steps.run(1, peak_bytes=700)
     assert steps.ways.limit_bytes == 500  # the copies do not follow a schedule yet
@@ -243,65 +253,11 @@ def test_limit_is_lowered_after_the_choice_as_well() -> None:
     assert steps.ways.way is Way.REGIONS
 
 
-def _problem(working_bytes: list[int]) -> Problem:
-    """Return a step of four slots: 4 bytes are saved all along, 6 in the middle; an anchor does not count."""
-    held = [
-        SimpleNamespace(num_bytes=4, made=0, freed=4, is_anchor=False),
-        SimpleNamespace(num_bytes=6, made=1, freed=3, is_anchor=False),
-        SimpleNamespace(num_bytes=100, made=0, freed=9, is_anchor=True),
-    ]
-    made: Any = SimpleNamespace(num_slots=4, values=held, base_bytes=10, working_bytes=working_bytes)
-    return cast("Problem", made)
-
-
-@pytest.mark.parametrize(
-    ("allowed_bytes", "working_bytes", "limit_bytes"),
-    [
-        (20, [1, 5, 1, 1], 5),  # beside 15 in the second slot, where 10 would be
-        (20, [1, 1, 1, 1], 9),
-        (20, [6, 5, 1, 1], 5),  # all of the first slot fits
-        (20, [7, 5, 1, 1], 3),
-        (20, [1, 1, 1, 9], 1),
-        (21, [1, 1, 1, 1], 28),  # all fits: no limit
-        (9, [1, 1, 1, 1], 0),  # nothing does
-    ],
-)
-def test_limit_of_saved(allowed_bytes: int, working_bytes: list[int], limit_bytes: int) -> None:
-    assert limit_of_saved(_problem(working_bytes), allowed_bytes) == limit_bytes
-
-
-def _saving(sizes_bytes: list[int], forward_s: float) -> Problem:
-    """Return a step that saves values of these sizes, one after the other, and an anchor."""
-    values = [SimpleNamespace(num_bytes=num_bytes, is_anchor=False) for num_bytes in sizes_bytes]
-    values.append(SimpleNamespace(num_bytes=1000, is_anchor=True))
-    made: Any = SimpleNamespace(values=values, points=(0, 1, 2), num_forward_points=2, starts_s=(0.0, 0.5, forward_s, 3.0))
-    return cast("Problem", made)
-
-
-@pytest.mark.parametrize(
-    ("sizes_bytes", "limit_bytes", "found"),
-    [
-        ([10] * 40, 300, Moving(num_bytes=90, window_bytes=20)),  # nine tenths of what the link moves in the forward
-        ([10] * 40, 350, Moving(num_bytes=70, window_bytes=20)),  # no more than is too much
-        ([10] * 20 + [200], 100, Moving(num_bytes=90, window_bytes=20)),  # the large one is saved too late to leave
-        ([200] + [10] * 20, 100, None),  # what is on its way would take as much
-        ([10] * 40, 400, None),
-    ],
-)
-def test_what_may_leave_beside(sizes_bytes: list[int], limit_bytes: int, found: Moving | None) -> None:
-    assert moving_beside(_saving(sizes_bytes, 1.0), limit_bytes, 100.0) == found
-
-
-def test_nothing_leaves_beside_what_has_no_backward() -> None:
-    made: Any = SimpleNamespace(points=(0, 1), num_forward_points=2)
-    assert moving_beside(made, 1, 100.0) is None
-
-
 # Three ways
 
 
 def test_three_ways_are_tried_one_after_the_other() -> None:
-    ways = Ways(1000, 500, moving=Moving(num_bytes=200, window_bytes=50))
+    ways = Ways(1000, 500, moving=Moving(500, 500, 200, 50))
     steps = Steps(ways)
     steps.seconds[Way.REGIONS_AND_COPIES] = 0.5
 
@@ -314,7 +270,7 @@ def test_three_ways_are_tried_one_after_the_other() -> None:
 
 
 def test_what_was_learned_of_the_limit_holds_with_copies_as_well() -> None:
-    ways = Ways(1000, 500, moving=Moving(num_bytes=200, window_bytes=50))
+    ways = Ways(1000, 500, moving=Moving(500, 500, 200, 50))
     steps = Steps(ways)
     steps.run(4)
     steps.run(1, peak_bytes=1010)
@@ -326,7 +282,7 @@ def test_what_was_learned_of_the_limit_holds_with_copies_as_well() -> None:
 
 @pytest.mark.parametrize("count", [36, 8])
 def test_way_that_no_step_goes_is_given_up_for_the_next(count: int) -> None:
-    ways = Ways(1000, 500, moving=Moving(num_bytes=200, window_bytes=50))
+    ways = Ways(1000, 500, moving=Moving(500, 500, 200, 50))
     steps = Steps(ways)
     steps.run(3)
     went = steps.run(count, counts=False)
@@ -337,3 +293,11 @@ def test_way_that_no_step_goes_is_given_up_for_the_next(count: int) -> None:
     assert not ways.is_decided
     steps.run(6)
     assert (ways.way, ways.is_decided) == (Way.REGIONS_AND_COPIES, True)
+
+
+def test_copies_alone_are_tried_where_calls_do_not_keep_to_the_budget_without_them() -> None:
+    ways = Ways(1000, None, moving=Moving(800, 700, 500, 50))
+    steps = Steps(ways)
+
+    assert steps.run(5) == [Way.OPS] * 3 + [Way.REGIONS_AND_COPIES] * 2
+    assert (ways.limit_bytes, ways.ratio) == (800, 500 / 700)
