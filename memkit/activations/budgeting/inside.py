@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,25 @@ RoomOf = Callable[[torch.device, torch.dtype], "Room | None"]
 """Returns what there is on a device, for blocks that compute in a dtype; None if that is not known."""
 
 
-def best_partition(partitions: Sequence[Partition], num_blocks: int, room: Room) -> Partition:
+def num_like(block: nn.Module, others: Iterable[nn.Module]) -> float:
+    """Return how many blocks such as one would save what all of its kind do.
+
+    Where the resolution is halved from one stage to the next, the width is doubled: half as much is saved, of four times the
+    parameters. So one with more of these counts for less, by their root.
+
+    Args:
+        others: blocks, itself among them.
+    """
+    own_numel = _num_parameters(block)
+    numels = [_num_parameters(other) for other in others if type(other) is type(block)]
+    return sum(min(1.0, math.sqrt(own_numel / max(numel, 1))) for numel in numels)
+
+
+def _num_parameters(block: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in block.parameters())
+
+
+def best_partition(partitions: Sequence[Partition], num_blocks: float, room: Room) -> Partition:
     """Return with which of some partitions a step with so many blocks of a kind takes least, as far as FLOPs and bytes tell.
 
     What the blocks save beyond the room leaves as far as it hides behind their forward; the rest leaves and is waited for, or
@@ -96,11 +114,13 @@ class InsideBudgets:
         return found
 
     @contextmanager
-    def setting(self, module: nn.Module, args: Any, kwargs: Any, num_blocks: int, *, room: RoomOf) -> Iterator[None]:
+    def setting(
+        self, module: nn.Module, args: Any, kwargs: Any, found: Collection[nn.Module], *, room: RoomOf
+    ) -> Iterator[None]:
         """A context for one call of a compiled module, in which it is compiled as was chosen, should it be.
 
         Args:
-            num_blocks: how many of its kind there are.
+            found: the compiled modules that are known, itself among them.
         """
         from functorch.compile import config  # loaded by what compiles the module
 
@@ -109,6 +129,7 @@ class InsideBudgets:
         is_first = kind not in self.chosen
         if is_first:
             has_own = config.activation_memory_budget != _VALUES[0]  # the user's
+            num_blocks = num_like(block, (module_inside(other) or other for other in found))
             self.chosen[kind] = None if has_own else _choose(block, args, kwargs, num_blocks, room)
         value = self.chosen[kind]
         if value is None:
@@ -122,7 +143,7 @@ class InsideBudgets:
             self.chosen[kind] = None
 
 
-def _choose(block: nn.Module, args: Any, kwargs: Any, num_blocks: int, room_of: RoomOf) -> float | None:
+def _choose(block: nn.Module, args: Any, kwargs: Any, num_blocks: float, room_of: RoomOf) -> float | None:
     own = next((tensor for tensor in block.parameters() if tensor.is_floating_point()), None)
     if own is None:
         return None

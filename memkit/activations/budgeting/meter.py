@@ -71,6 +71,8 @@ class Meter:
         """What has run since the last op, or since the last of what counts as one, but for what saves have waited for."""
         self._beside_bytes = 0
         """What is to be added to what is measured next."""
+        self.returned_bytes = 0
+        """Of what the last op has returned: at the end of the forward, mostly what that returns."""
         if counter is not None:
             counter.reset_peak()
 
@@ -103,7 +105,9 @@ class Meter:
         self._note_peak()
         self.names.append(name)
         self.op_places += [place] * (len(recording.calls) - num_calls)
+        self.returned_bytes = 0
         for tensor in tensors_in(results):
+            self.returned_bytes += tensor.nbytes
             found = recording.current.get(torch_private.storage_address(tensor.untyped_storage()))
             if found is not None and found[1] not in self._alive and found[1] not in recording.roots:
                 self._alive[found[1]] = found[0]

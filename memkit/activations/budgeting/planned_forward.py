@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -255,20 +255,29 @@ class PlannedForward(RecordedForward):
         if self.schedule is not None:
             return False
         stays = self._just_saved() if self.task == -1 else set(self.uses[-1:])
+        return self.move_out(lambda: self.live_bytes <= self.walk.limit_bytes, stays)
+
+    def move_out(self, is_enough: Callable[[], bool], stays: Collection[int] = ()) -> bool:
+        """Have values leave, the oldest first, until that is enough; tell whether it is.
+
+        Args:
+            stays: values that do not.
+        """
         for record in self.records():
+            if is_enough():
+                return True
             storage = record.original()
             may_leave = record.counts is None and record.owner is None and record.residency is Residency.DEVICE
             if not may_leave or storage is None or record.value in stays or self._is_held(record.value):
                 continue
+            self.walk.evictable.pop(record.value, None)
             self.ledger.count_moves(record, self.counts)
             self._send(record, storage)
             if record.residency is not Residency.LEAVING:  # there is no host memory for it
-                return False
+                break
             self._release_record(record)
             self._let_go.append(weakref.ref(storage))
-            if self.live_bytes <= self.walk.limit_bytes:
-                return True
-        return False
+        return is_enough()
 
     def _is_held(self, value: int) -> bool:
         """Tell whether a value stays on the device, whoever has a record of it: for replays, or by the user's word."""

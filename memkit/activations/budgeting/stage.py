@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 _UNPLANNED, _FORESEEN = 0.9, 0.97
 """Of the budget, what steps without a plan may take when something is saved or asked for: temporaries come on top, and what is
 outside of the context. If it is known how much these are, they are counted in."""
+_OF_LOSS = 9
+"""For each byte that a module returns, so many are left free behind its first forward: a cross-entropy in float32 over logits
+in bfloat16 has these in both, their log-softmax, and the gradients of all of them."""
 
 
 class BudgetStage(RecordingStage):
@@ -281,6 +284,8 @@ class BudgetStage(RecordingStage):
         if not learn or not was_forward or trace is None:
             return
         if meter is not None and forward.trace is trace.ops and len(meter.save_places) == len(forward.saves):
+            if self._is_first and opened is not None and opened.task == -1:
+                self._leave_room_behind(opened, meter)
             meter.end_forward()
             if self._is_first:
                 state.learning.note_first(trace, meter)
@@ -295,6 +300,15 @@ class BudgetStage(RecordingStage):
             limits = self._limits
             if limits.plan is None and not self._coming_bytes:
                 state.settled = Settled(options=self._options, budget_bytes=limits.allocated_bytes(budget_bytes))
+
+    def _leave_room_behind(self, forward: PlannedForward, meter: Meter) -> None:
+        """A first forward is over: have saved values leave, so that there is room for what comes behind it, of which nothing is
+        known."""
+        counter = None if self._device is None else self._device.memory_counter()
+        if counter is not None and (self._foresight is None or not self._foresight.is_whole):
+            room_bytes = self._allowed_bytes - _OF_LOSS * meter.returned_bytes
+            with self._lock:
+                forward.move_out(lambda: counter.allocated_bytes() <= room_bytes)
 
     def end(self, *, has_failed: bool) -> None:
         super().end(has_failed=has_failed)

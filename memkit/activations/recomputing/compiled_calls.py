@@ -7,7 +7,7 @@ recorder and its hooks are off while a compiled module runs. What that saves, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +56,8 @@ class CompiledCalls:
         self._found = set[nn.Module]()
         self._given: set[int] | None = None
         """While a compiled module runs: storages that were there before, by their keys."""
-        self.setting: Callable[[nn.Module, Any, Any, int], AbstractContextManager[object]] | None = None
-        """Returns a context for the call of one with these arguments, beside so many of its class; None if there is none."""
+        self.setting: Callable[[nn.Module, Any, Any, Collection[nn.Module]], AbstractContextManager[object]] | None = None
+        """Returns a context for the call of one with these arguments, beside all that were found; None if there is none."""
         self.is_on = False
 
     def begin(self, model: nn.Module | None) -> None:
@@ -152,7 +152,7 @@ class CompiledCalls:
     def _set_for(self, module: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[object]:
         if self.setting is None:
             return nullcontext()
-        return self.setting(module, args, kwargs, sum(type(other) is type(module) for other in self._found))
+        return self.setting(module, args, kwargs, self._found)
 
     def _timed(self, place: int, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what runs a compiled module, and note how long that takes if ops are timed: unless it is compiled meanwhile.

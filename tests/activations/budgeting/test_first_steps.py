@@ -75,6 +75,32 @@ def test_first_step_leaves_room_for_what_is_seen_ahead(wide: int, most: int) -> 
     assert counter.peak_bytes() <= most * UNIT_BYTES
 
 
+class Logits(Wide):
+    """Returns more than it saves last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).expand(2, -1).clone()
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_first_step_leaves_room_for_a_loss_behind_the_module(is_attached: bool) -> None:
+    """Nine times what the module returns."""
+    device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Logits(wide=0)
+    plain, counter = _train(model, x), device.memory_counter()
+    budget = _budget(device, 30, "behind", model)
+    if is_attached:
+        memkit.attach(model, budget)
+    model.zero_grad()
+    with nullcontext() if is_attached else budget:
+        y = model(x)
+    allocated_bytes = counter.allocated_bytes()
+    y.sum().backward()
+
+    assert_same_bits([y.detach(), *(parameter.grad for parameter in model.parameters())], plain)
+    assert allocated_bytes <= (0.9 * 30 - 9 * 2) * UNIT_BYTES
+    assert memkit.stats("behind").moved_out_bytes > 0
+
+
 def test_model_is_left_as_it_was() -> None:
     device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Wide()
     torch.manual_seed(0)

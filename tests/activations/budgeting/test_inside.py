@@ -15,7 +15,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import memkit
 from memkit.activations.budgeting import inside
-from memkit.activations.budgeting.inside import Room, best_partition
+from memkit.activations.budgeting.inside import Room, best_partition, num_like
 from memkit.activations.budgeting.learning import Learning
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice
@@ -53,6 +53,15 @@ CUTS = (  # a block saves 10 bytes, or 4 for one second more, or 2 for three; it
 def test_best_partition(room_bytes: float, bytes_per_s: float, memory_bytes_per_s: float, budget: float) -> None:
     room = Room(num_bytes=room_bytes, bytes_per_s=bytes_per_s, flops_per_s=1.0, memory_bytes_per_s=memory_bytes_per_s)
     assert best_partition(CUTS, 10, room).budget == budget
+
+
+def test_blocks_of_later_stages_count_for_less() -> None:
+    """As in a ResNet: half as much is saved at twice the width."""
+    stages = [nn.Linear(width, width, bias=False) for width in (8, 8, 16, 32)]
+
+    assert num_like(stages[0], [*stages, nn.GELU()]) == 1 + 1 + 0.5 + 0.25
+    assert num_like(stages[-1], stages) == 4
+    assert num_like(nn.GELU(), [nn.GELU(), *stages]) == 0  # it has none, and is chosen nothing for
 
 
 # What the compiler would do
