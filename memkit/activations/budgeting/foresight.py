@@ -18,7 +18,7 @@ _CONVOLUTIONS = (OpKind.CONVOLUTION, OpKind.CONVOLUTION_OF_FEW)
 
 
 class Foresight:
-    """The most bytes beside the base and the saved values, from each save to the next, and from each request to the next.
+    """The most bytes beside the base and what was saved by then, from each save to the next, and from each request to the next.
 
     A convolution on CUDA may take a workspace, of which a run without data knows nothing: as much as it reads and writes, so
     that these can be brought into another memory format.
@@ -35,11 +35,12 @@ class Foresight:
         num_bytes = trace.step.lineage.num_bytes
         self._sizes_bytes = [num_bytes[value] for value in trace.step.saves]
         held = [0] * (len(trace.ops) + 1)
-        for value in dict.fromkeys(trace.step.saves):
+        first = dict(zip(reversed(trace.step.saves), reversed(trace.save_places), strict=True))
+        for value, place in first.items():
             life = trace.lifetimes.get(value)
-            if life is not None:
-                held[min(max(life.made_at, 0), len(trace.ops))] += num_bytes[value]
-                held[min(max(life.freed_at, 0), len(trace.ops))] -= num_bytes[value]
+            if life is not None and place < life.freed_at:  # until it is saved, nobody knows that it will be
+                held[min(max(place, 0), len(trace.ops))] += num_bytes[value]
+                held[min(life.freed_at, len(trace.ops))] -= num_bytes[value]
         beside, there = [], 0
         for change, live, op in zip(held, trace.live_bytes, trace.ops, strict=False):
             there += change

@@ -372,6 +372,16 @@ class PlannedForward(RecordedForward):
         self.ledger.device.note_read(storage)
         return storage
 
+    def run(self, op: int, in_place: Collection[int]) -> None:
+        try:
+            super().run(op, in_place)
+        except torch.OutOfMemoryError:
+            num_before = self.counts.moved_out.num_copies
+            self.move_out(lambda: False, self.walk.needed)
+            if self.counts.moved_out.num_copies == num_before:
+                raise
+            super().run(op, in_place)
+
     def make(self, record: Record) -> None:
         schedule = self.schedule
         if schedule is not None:

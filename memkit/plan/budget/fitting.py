@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from memkit.plan.budget.problem import HeldValue, Problem
-    from memkit.plan.region_step import RegionNeeds
+    from memkit.plan.region_step import RegionBytes, RegionNeeds
 
 _HIDDEN = 0.9
 """For so much of the forward copies are on the link beside calls of modules that are recomputed."""
@@ -84,6 +84,18 @@ def _kept(problem: Problem, choice: RegionNeeds) -> Iterator[HeldValue]:
     return (held for held in problem.values if not held.is_anchor and held.value not in dropped)
 
 
+def _second_run_bytes(problem: Problem, region: RegionBytes, inside: Sequence[HeldValue]) -> int:
+    """Return the most bytes that a second run takes: what it makes, and what was there beside as the forward made that, such as
+    the workspaces of convolutions."""
+    most_bytes, by_slot = region.peak_bytes, sorted(inside, key=lambda held: held.made)
+    for number, held in enumerate(by_slot):
+        made_bytes = sum(other.num_bytes for other in by_slot[: number + 1])
+        until = by_slot[number + 1].made if number + 1 < len(by_slot) else held.made + 1
+        beside = problem.working_bytes[held.made : max(until, held.made + 1)]
+        most_bytes = max(most_bytes, made_bytes + max(beside, default=0))
+    return most_bytes
+
+
 def _peak_bytes(problem: Problem, choice: RegionNeeds, leaving: Sequence[HeldValue] = (), window_bytes: int = 0) -> int:
     """Return the most bytes on the device at once, with some calls recomputed, and what leaves in host memory, but for
     `window_bytes` of it that are on their way."""
@@ -98,7 +110,7 @@ def _peak_bytes(problem: Problem, choice: RegionNeeds, leaving: Sequence[HeldVal
         for held in inside:
             levels.add(held.made, held.released, held.num_bytes)
             levels.add(max(begin, held.released), held.freed, held.num_bytes)
-        more_bytes = region.peak_bytes - sum(held.num_bytes for held in inside)
+        more_bytes = _second_run_bytes(problem, region, inside) - sum(held.num_bytes for held in inside)
         end = min(begin + 1, num_slots)  # of the second run
         levels.add(begin, end, max(more_bytes, 0))
         held_until |= {value: max(end, held_until.get(value, 0)) for value in region.inputs}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from memkit.activations.budgeting import steady_stage
 from memkit.activations.budgeting.foresight import Foresight
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice, open_device
+from memkit.recording.replay import Replay
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step
 from tests.activations.remat.conftest import NO_PLAN_FITS
@@ -432,3 +433,35 @@ def test_what_the_user_keeps_does_not_leave() -> None:
     y.sum().backward()
 
     assert memkit.stats("kept").num_copies_out == 0
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_all_that_may_leave_does_where_a_replay_finds_no_room(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also once all was dropped that can be."""
+    device, x, repeat = ReferenceDevice(), leaf_on(torch.device("cpu")), Replay._repeat
+    refused, moved = iter([False] * number + [True] * 2), list[int]()
+
+    def refuse(replay: Replay, *args: Any) -> None:
+        if next(refused, False):
+            moved.append(memkit.stats("no room").num_copies_out)
+            raise torch.OutOfMemoryError("injected: out of memory")
+        repeat(replay, *args)
+
+    def train(context: AbstractContextManager[object]) -> list[Tensor]:
+        x.grad = None
+        with context:
+            y = x
+            for _ in range(8):
+                y = sine(y)
+            y = chain(y, [1] * 12).sum()
+        y.backward()
+        return [y.detach(), x.grad]
+
+    plain = train(nullcontext())
+    monkeypatch.setattr(Replay, "_repeat", refuse)
+    found = train(memkit.MemoryBudget(f"{14 * UNIT_BYTES}B", "no room", min_bytes=UNIT_BYTES, device=device))
+
+    assert_same_bits(found, plain)
+    assert len(moved) == 2
+    assert memkit.stats("no room").num_copies_out > moved[1]
+    assert memkit.stats("no room").live_records == 0

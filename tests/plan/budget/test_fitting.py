@@ -87,6 +87,14 @@ def test_what_a_second_run_makes_on_its_way_counts_while_it_runs() -> None:
     assert fit_regions(_problem(), [needs], 1064) is None
 
 
+def test_what_was_beside_in_the_forward_counts_in_a_second_run_as_well() -> None:
+    """As the workspace of a convolution that makes the second block's value: 80 beside 60, and 5 of the backward."""
+    problem = _problem([{3: 80, 6: 5}.get(slot, 0) for slot in range(10)])
+
+    assert fit_regions(problem, [_BOTH], 1145) == 65
+    assert fit_regions(problem, [_BOTH], 1144) is None
+
+
 def test_what_is_held_for_a_region_and_not_saved_counts() -> None:
     needs = RegionNeeds(70, (_block(1, 0), RegionBytes(frozenset({3}), (9,), 40)))
 
