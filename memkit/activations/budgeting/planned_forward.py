@@ -154,16 +154,19 @@ class PlannedForward(RecordedForward):
         self._streams[self.ledger.device.current_stream()] = None
         return handle
 
-    def other(self, value: int) -> KeptHandle | None:
-        """Return the handle of a value that has no record: of one that replays read, if no save of it was written to since."""
+    def kept_source(self, value: int) -> KeptHandle | None:
+        """Return the handle of a value that replays read, if no save of it was written to since."""
         if value in self._kept_sources and value not in self.recording.overwritten:
             handles = [handle for reference in self._kept_sources[value] if (handle := reference()) is not None]
             if handles and all(handle.is_unchanged() and handle.version == handles[0].version for handle in handles):
                 return handles[0]
-        return super().other(value)
+        return None
+
+    def other(self, value: int) -> KeptHandle | None:
+        return self.kept_source(value) or super().other(value)
 
     def _kept_storage(self, value: int) -> torch.UntypedStorage | None:
-        handle = self.other(value) if value in self._kept_sources else None
+        handle = self.kept_source(value)
         return None if handle is None else handle.unpack().untyped_storage()
 
     def end_save(self, node: int) -> None:

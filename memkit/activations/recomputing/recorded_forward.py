@@ -122,11 +122,7 @@ class RecordedForward(SavedValues):
         return found[1] == value
 
     def leave(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, node: int) -> None:
-        """Have a record of its own leave for host memory, once the op that saves it is over.
-
-        Args:
-            node: the number of the node of the graph that saves it.
-        """
+        """Have a record of its own leave for host memory, once the op is over whose node saves it."""
         raise AssertionError("what leaves has records of its own")
 
     def end_save(self, node: int) -> None:
@@ -270,6 +266,10 @@ class RecordedForward(SavedValues):
         if record.value in self.recording.overwritten:
             return False
         return all(handle.is_unchanged() for handle in record.live_handles())
+
+    def kept_source(self, value: int) -> KeptHandle | None:
+        """Return a handle of a value that has no record, by which it is found for as long as that handle lives."""
+        return None
 
     def other(self, value: int) -> KeptHandle | None:
         """Return the handle of a value that was saved and is no record of this context's, if a graph may still ask for it."""

@@ -101,7 +101,7 @@ class Sources:
     def _handle(self, value: int) -> KeptHandle | None:
         if value in self._recording.overwritten:
             return None
-        return self._forward.handle_of(value) or self._anchors.handle(value) or self._forward.other(value)
+        return self._forward.handle_of(value) or self._anchors.handle(value) or self._forward.kept_source(value)
 
     def _pin(self, value: int) -> bool:
         """Hold a value that cannot be made again, if it is there."""

@@ -445,6 +445,34 @@ def test_bytes_that_are_kept_go_with_the_graph_at_once(device: Device) -> None:
         gc.enable()
 
 
+class Small(nn.Module):
+    """Makes a large value from one that is too small to count, and that is saved once more behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(-1, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        small = (self.scale * 2).exp()
+        large = (x * small.repeat(4)).sin()
+        return large + small.sin().sum()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_large_value_is_made_from_a_small_one_that_is_saved_again(every: int, device: Device) -> None:
+    """The backward has let go of the later save by then."""
+    blocks = nn.ModuleList(Small() for _ in range(4)).to(device.torch_device)
+    make, plain = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=64, device=device), _train(blocks, nullcontext)
+    for _ in range(3):
+        assert_same_bits(_train(blocks, make), plain)
+    follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, every))
+    for _ in range(4):
+        assert_same_bits(_train(blocks, follow), plain)
+
+    assert memkit.stats(TAG).num_dropped > 0
+    assert memkit.stats(TAG).num_deviations == 0
+
+
 def test_on_the_cpu_values_are_recomputed() -> None:
     device = memkit.device.CpuDevice()
     blocks, make = _steady(device, Action.RECOMPUTE)
