@@ -58,7 +58,7 @@ class _Try:
     """When steps that count began and ended."""
     num_steps: int = 0
     num_changes: int = 0
-    """How often the limit was set anew; it is counted anew from the choice on."""
+    """How often the limit was set anew, or lowered where no copies leave; it is counted anew from the choice on."""
     too_much_bytes: float = math.inf
     """With so many bytes of saved values a step has taken more than it may: the limit is not raised to that again."""
     num_ahead: int = 0
@@ -214,13 +214,14 @@ class Ways:
         """Let saved values take more, or less; tell whether they may."""
         now = self._now
         if by_bytes > 0:
-            by_bytes = int(0.9 * by_bytes)
             if now.way is Way.REGIONS_AND_COPIES:
-                by_bytes = min(by_bytes, int(_MOST_MORE * self.allowed_bytes))
+                by_bytes = min(int(0.9 * by_bytes), int(_MOST_MORE * self.allowed_bytes))
+            else:  # the second runs of other calls may take more than those of these
+                by_bytes //= 2
             by_bytes = int(min(by_bytes, now.too_much_bytes - 1 - now.limit_bytes))
             if by_bytes <= 0:
                 return False
-        now.num_changes += 1
+        now.num_changes += by_bytes < 0 or now.way is Way.REGIONS_AND_COPIES  # half of what is left is none soon
         now.num_ahead = _NUM_NOTED if now.way is Way.REGIONS_AND_COPIES else 0
         now.limit_bytes = max(now.limit_bytes + by_bytes, 1)
         now.pairs.clear()

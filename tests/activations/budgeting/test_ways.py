@@ -163,8 +163,8 @@ def test_given_up() -> None:
         (1050, 450),  # 50 too many
         (1000, 500),
         (970, 500),  # 3 % are left
-        (900, 590),  # nine tenths of what is left
-        (450, 995),
+        (900, 550),  # half of what is left
+        (450, 775),
         (449, 500),  # a counter that does not count what is saved
         (5000, 1),
     ],
