@@ -16,7 +16,9 @@ from memkit.activations.budgeting import learning
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.saved import state
 from memkit.activations.saved.state import offload_states, remat_states
+from memkit.device import Device, ReferenceDevice
 from memkit.profile import registry
+from memkit.transfer import Link, measure_link
 
 # the same examples each time, and none is too slow; `--hypothesis-profile search` looks for others
 settings.register_profile("same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -105,3 +107,15 @@ def one_plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def any_times() -> None:
     """Let what steps and copies take count."""
+
+
+@pytest.fixture(autouse=True)
+def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a `MemoryBudget` measure the link of a reference device by copies of 1 MiB, which come to about the same bytes per
+    second as its own of 64 MiB: those take a quarter of a second, longer than the steps of most tests.
+    """
+
+    def measure(device: Device, *, num_bytes: int) -> Link:
+        return measure_link(device, num_bytes=2**20 if isinstance(device, ReferenceDevice) else num_bytes)
+
+    monkeypatch.setattr(learning, "measure_link", measure)
