@@ -22,7 +22,7 @@ from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 from tests.activations.remat.test_region_reasons import Block, Masked, Model
 from tests.activations.remat.test_steady import train
 
-pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops")]
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops", "quick_plans")]
 TAG = "buffers"
 
 

@@ -28,7 +28,7 @@ from tests.activations.remat.test_steady import blocks, num_calls, train
 from tests.contracts.contexts import Around
 
 Context = Callable[[], AbstractContextManager[object]]
-pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops")]
+pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops", "quick_plans")]
 
 
 class Residual(nn.Module):
