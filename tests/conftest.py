@@ -67,6 +67,16 @@ def _small_heap() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_seeds_for_missing_devices() -> Iterator[None]:
+    """Have `torch.manual_seed` leave out devices that are not here: for each it would format the stack, to seed them later."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (torch.cuda, torch.xpu, torch.mtia):
+            if not module.is_available():
+                patch.setattr(module, "manual_seed_all", lambda _: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
     torch.manual_seed(0)
