@@ -321,15 +321,23 @@ def test_what_a_copy_touches_is_held_before_the_copy_is_issued(function: str, co
     _check(loop, count, within=function, prepare=loop.begin)
 
 
+SCHEDULED = [
+    *("follow_schedule", "take", "place", "_pack", "_hold", "keep_up", "start", "_release_next", "end_forward"),
+    *("_unpack", "_turn", "_note_request", "_fetch_next", "_await", "_serve_last", "end_backward", "settle", "close"),
+]
+
+
+def _scheduled(feature: str, function: str) -> object:
+    """Without a window all is done as with one, but what is served last."""
+    is_core = feature == "offload half in a window" or function == "_serve_last"
+    return pytest.param(feature, function, marks=() if is_core else pytest.mark.full)
+
+
 @pytest.mark.parametrize("count", MANY_LINES)
 @pytest.mark.parametrize(
-    "function",
-    [
-        *("follow_schedule", "take", "place", "_pack", "_hold", "keep_up", "start", "_release_next", "end_forward"),
-        *("_unpack", "_turn", "_note_request", "_fetch_next", "_await", "_serve_last", "end_backward", "settle", "close"),
-    ],
+    ("feature", "function"),
+    [_scheduled(feature, function) for feature in ("offload all", "offload half in a window") for function in SCHEDULED],
 )
-@pytest.mark.parametrize("feature", ["offload all", "offload half in a window"])
 def test_what_a_schedule_copies_is_held_before_the_copy_is_issued(feature: str, function: str, count: int) -> None:
     loop = Loop(FEATURES[feature])
     for _ in range(3):
@@ -359,10 +367,11 @@ def test_copies_that_take_turns_are_waited_for_after_an_interrupt(
     assert loop.held_bytes() == before
 
 
+@pytest.mark.parametrize("count", MANY_LINES)
 @pytest.mark.parametrize("function", ["stop", "_send_alone", "start", "end_forward"])
 @pytest.mark.parametrize("takes_turns", [True, False])
 def test_steps_after_an_interrupt_of_one_that_leaves_its_schedule_are_exact(
-    takes_turns: bool, function: str, monkeypatch: pytest.MonkeyPatch
+    takes_turns: bool, function: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Schedule, "takes_turns", property(lambda _: takes_turns, lambda *_: None), raising=False)
     loop, plain = Loop(FEATURES["offload half in a window"]), _plain()
@@ -374,7 +383,7 @@ def test_steps_after_an_interrupt_of_one_that_leaves_its_schedule_are_exact(
             x = loop.model.layers[0](loop._x).sin().exp()  # type: ignore[index, operator]
         x.sum().backward()
 
-    for _ in interrupts(go_another_way, NUM_LINES, within=function):
+    for _ in interrupts(go_another_way, count, within=function):
         for _ in range(3):
             assert_same_bits(loop.step(), plain)
         loop.held_bytes()  # no race

@@ -153,7 +153,7 @@ def own_attributes(model: nn.Module) -> list[set[str]]:
 
 
 def _bits_at(name: str, budget: float) -> object:
-    is_core = budget == 0.5 or (budget == 0.15 and name in ("dropout", "recurrence"))
+    is_core = budget == 0.5 or (name, budget) == ("recurrence", 0.15)
     return pytest.param(name, budget, marks=() if is_core else pytest.mark.full)
 
 
@@ -312,7 +312,7 @@ def layer_in_a_span(model: nn.Sequential, tag: str) -> int:
     return next(place for place in places if isinstance(model[place], nn.Dropout | nn.GELU))
 
 
-@pytest.mark.parametrize("change", [hook, replace_one, insert, append, override])
+@pytest.mark.parametrize("change", [hook, replace_one, pytest.param(insert, marks=pytest.mark.full), append, override])
 def test_change_of_the_model_is_noticed(change: Callable[[nn.Sequential, int], None], device: Device, remat_on: Remat) -> None:
     model, x = flat().to(device.torch_device), torch.randn(16, 32, device=device.torch_device)
     steady(model, x, remat_on, "change")
