@@ -56,13 +56,6 @@ class _Uncopied(_Untraced):
 leave_untraced(_Untraced.__call__)
 
 
-def has_others_hooks(module: nn.Module) -> bool:
-    """Tell whether hooks are called around a module's forward that memkit has not set."""
-    own = vars(module)
-    hooks = (hook for name in torch_private.MODULE_HOOKS for hook in (own.get(name) or {}).values())
-    return any(not isinstance(hook, _Untraced) for hook in hooks)
-
-
 class _WithKeywords:
     """A hook of all modules that is given keywords, which torch would not forget. It is held before it is set."""
 

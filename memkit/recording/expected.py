@@ -162,15 +162,6 @@ class Expected:
         return True
 
 
-def as_it_is(recording: Recording, tensor: Tensor, storage: torch.UntypedStorage, value: int) -> int:
-    """Return what is in a storage: a value that was there last, or a root if that was written to unseen."""
-    version = 0 if tensor.is_inference() else torch_private.version_of(tensor)
-    if not version or version <= num_writes(recording, value):
-        return value
-    recording.lose(value)
-    return recording.add_root(tensor, storage, is_inside=True)
-
-
 def num_writes(recording: Recording, value: int) -> float:
     """Return how often ops have written to what a value is in, no bound if that began before."""
     recording.sync()

@@ -16,7 +16,6 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.recording.dispatch import QuietMode
 from memkit.recording.effects import record_batch_norm, record_in_place, run_on_strangers, run_unknown, run_writer
-from memkit.recording.expected import as_it_is
 from memkit.recording.ops import OpKinds
 from memkit.recording.recorded import (
     Call,
@@ -117,7 +116,7 @@ class Recorder(QuietMode):
         if (path is not _PLAIN and path is not _COPY) or types or (kwargs and has_tensors(kwargs)):
             record = Recorder.record if type(path) is str else path or Recorder._record_first
             return record(self, func, types, args, kwargs)
-        current, is_doubted = recording.current, recording.is_doubted
+        current = recording.current
         sources: list[Source] = []
         kept: list[Any] = []
         try:
@@ -126,7 +125,7 @@ class Recorder(QuietMode):
                     storage = _get_storage(argument)
                     found = current.get(_address_of(storage))
                     if found is not None and found[0]() is storage:
-                        value = as_it_is(recording, argument, storage, found[1]) if is_doubted else found[1]
+                        value = found[1]
                     else:
                         value = recording.add_root(argument, storage, is_inside=False)
                     sources.append(
@@ -240,12 +239,12 @@ class Recorder(QuietMode):
     def take(self, key: int | str, argument: Any, sources: list[Source]) -> Any:
         """Return an argument as it is kept: a tensor goes to the sources, and None is kept in its place."""
         if isinstance(argument, Tensor):
-            recording, storage = self.recording, _get_storage(argument)
-            found = recording.current.get(_address_of(storage))
+            storage = _get_storage(argument)
+            found = self.recording.current.get(_address_of(storage))
             if found is not None and found[0]() is storage:
-                value = as_it_is(recording, argument, storage, found[1]) if recording.is_doubted else found[1]
+                value = found[1]
             else:
-                value = recording.add_root(argument, storage, is_inside=False)
+                value = self.recording.add_root(argument, storage, is_inside=False)
             sources.append(source_of(key, value, argument))
             return None
         return self._take_list(key, argument, sources) if type(argument) is list else argument

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ from memkit import torch_private
 from memkit.device.base import Device, Event
 from memkit.kept import KeptHandle
 from memkit.plan import GrowingLineage
-from memkit.recording.expected import Expected, as_it_is
 from memkit.recording.recorded import Call, CostKey, tensors_in
 from memkit.recording.roots import Held, Holder, Root, alias_in_dispatch, written_error
 from memkit.recording.settings import current_settings
 from memkit.storages import Geometry, byte_view, is_range_of_bytes
+
+if TYPE_CHECKING:
+    from memkit.recording.expected import Expected
+
 
 _MOST_STATISTICS = 2**16
 """Of so many channels at most."""
@@ -77,8 +80,6 @@ class Recording:
         self.overwritten = set[int]()
         """Values over which an op has written. What was saved of them may be whole: writes to the parts of `unsafe_chunk` count
         for each part alone."""
-        self.is_doubted = False
-        """Whether ops ran unseen: what is read may have been written to."""
         self.expected: Expected | None = None
         """What is known ahead: see `memkit.recording.expected`."""
         self.num_values = 0
@@ -144,9 +145,7 @@ class Recording:
         """Return the value that is in a tensor's storage now: a root if it was never seen."""
         storage = tensor.untyped_storage()
         value = self.find(storage)
-        if value is None:
-            return self.add_root(tensor, storage, is_inside=False)
-        return as_it_is(self, tensor, storage, value) if self.is_doubted else value
+        return self.add_root(tensor, storage, is_inside=False) if value is None else value
 
     def add_root(
         self,

@@ -59,7 +59,5 @@ class LearnedStep:
     """The plan that it had followed, of use or not."""
     num_left: int = 0
     """How many steps have begun as steady ones, and were others."""
-    may_be_quiet: bool = True
-    """Whether the recorder may be off in some calls of modules: not once a step in which it was has gone another way."""
     has_chosen: bool = False
     """Whether it was looked at which way its steps go."""

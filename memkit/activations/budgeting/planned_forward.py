@@ -261,7 +261,11 @@ class PlannedForward(RecordedForward):
         return self.move_out(lambda: self.live_bytes <= self.walk.limit_bytes, stays)
 
     def move_out(self, is_enough: Callable[[], bool], stays: Collection[int] = ()) -> bool:
-        """Have values leave, the oldest first and but for some, until that is enough; tell whether it is."""
+        """Have values leave, the oldest first, until that is enough; tell whether it is.
+
+        Args:
+            stays: values that do not.
+        """
         for record in self.records():
             if is_enough():
                 return True

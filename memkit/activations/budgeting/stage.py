@@ -14,11 +14,9 @@ from memkit.activations.budgeting.decider import PlannedDecider
 from memkit.activations.budgeting.inside import Room
 from memkit.activations.budgeting.meter import Meter
 from memkit.activations.budgeting.planned_forward import PlannedForward
-from memkit.activations.budgeting.quiet import CallNotes
 from memkit.activations.budgeting.states import ComingStates
 from memkit.activations.budgeting.steady import StepNotes
 from memkit.activations.recomputing.budget import RematOptions
-from memkit.activations.recomputing.compiled_calls import COMPILED
 from memkit.activations.recomputing.stage import RecordingStage
 from memkit.activations.saved.settled import Settled
 from memkit.device import default_generator, open_device
@@ -68,7 +66,6 @@ class BudgetStage(RecordingStage):
         self._opened: PlannedForward | None = None
         self._is_metered = True
         self._notes: StepNotes | None = None
-        self._calls: CallNotes | None = None
         self._foresight = state.foresight(find_report(state.tag))
         self._is_first = not len(state.traces)
         super().__init__(state, options)
@@ -80,18 +77,6 @@ class BudgetStage(RecordingStage):
     def begin(self) -> None:
         self._compiled.setting = functools.partial(self._state.inside.setting, room=self._room)
         super().begin()
-        if self._calls is not None:
-            self._calls.begin()
-
-    def take_off(self) -> None:
-        self._end_calls()
-        super().take_off()
-
-    def _end_calls(self) -> None:
-        """Note no more calls of modules; may be called again."""
-        if self._calls is not None:
-            self._calls.end()
-            self._calls = None
 
     def _room(self, torch_device: torch.device, dtype: torch.dtype) -> Room | None:
         """Return what compiled blocks may save on a device; None if that is not known."""
@@ -196,7 +181,6 @@ class BudgetStage(RecordingStage):
             warn=state.warn_once,
         )
         self._opened, self._meter, self._notes = forward, None, None
-        self._end_calls()
         trace = decider.follower.trace
         counter = None if device is None else device.memory_counter()
         if device is None:
@@ -204,8 +188,6 @@ class BudgetStage(RecordingStage):
         learning, planned = state.learning, decider.planned
         if planned is not None and trace is not None and learning.wants_notes(trace, planned, state.shapes):
             self._notes = StepNotes(planned)
-            if learning.of(trace).may_be_quiet and COMPILED not in trace.funcs:  # whose graphs would have the hooks in them
-                self._notes.calls = self._calls = CallNotes(recording)
         is_unknown = decider.planned is None and self._is_metered
         is_first = self._is_first and counter is not None and self._limits.plan is None and state.budget_bytes is not None
         if is_unknown and (is_first or state.learning.wants_measure(trace, self._limits)):
@@ -238,7 +220,7 @@ class BudgetStage(RecordingStage):
 
     def _turn(self) -> RecordedForward:
         forward = super()._turn()
-        self._notes = self._calls = None  # those are of a first forward alone
+        self._notes = None  # those are of a first forward alone
         self._watch(self._meter)
         return forward
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from memkit.activations.budgeting.learned import Planned
     from memkit.activations.budgeting.planned_forward import PlannedForward
-    from memkit.activations.budgeting.quiet import CallNotes, QuietCall
     from memkit.activations.offloading.schedule import Schedule
     from memkit.plan import Lineage
     from memkit.recording.ops import OpKinds
@@ -85,8 +84,6 @@ class SteadyStep:
     """Empty if all are recorded that can run again."""
     known_s: tuple[float, ...] = ()
     """What each op takes that is recorded."""
-    quiet: tuple[QuietCall, ...] = ()
-    """The calls of modules in which none is."""
 
 
 @dataclass(eq=False, slots=True)
@@ -100,8 +97,6 @@ class StepNotes:
     planned: Planned
     is_whole: bool = True
     """Whether all was noted."""
-    calls: CallNotes | None = None
-    """What notes the calls of modules; None if the recorder is to be on in all of them."""
     _saves: list[tuple[int, int, bool]] = field(default_factory=list)
     """For each, its value, its place among those that count, and whether anything waits for it to be over."""
     _capture: Capture = field(default_factory=Capture)
@@ -134,8 +129,6 @@ class StepNotes:
         ordinal = num_before if len(forward.saves) > num_before else -1
         value = self._value_of(tensor, forward) if ordinal < 0 else forward.saves[-1]
         self._saves.append((value, ordinal, self._waits))
-        if self.calls is not None:
-            self.calls.num_saves += 1
         self._waits = forward.is_waiting
         if ordinal >= 0:
             number = self._numbers.setdefault(value, len(self._numbers))
@@ -201,10 +194,7 @@ class StepNotes:
         calls = zip(self._counts_at, ends, expected, strict=True)
         skipped = {op for (_, op), end, each in calls if each.is_skipped and end > op}
         known_s = tuple(seconds for op, seconds in enumerate(lineage.seconds) if op not in skipped)
-        if not skipped:
-            return replace(step, known_s=known_s)
-        quiet = () if self.calls is None else self.calls.quiet(expected, step.saves, recording.roots)
-        return replace(step, ops=expected, known_s=known_s, quiet=quiet)
+        return replace(step, ops=expected if skipped else (), known_s=known_s)
 
     def _expected_ops(
         self,

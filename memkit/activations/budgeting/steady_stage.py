@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.activations.budgeting.quiet import QuietCalls
 from memkit.activations.budgeting.stage import BudgetStage
 from memkit.activations.budgeting.steady import SteadySaves
 from memkit.activations.offloading.scheduled_saves import ScheduledSaves
@@ -42,8 +41,6 @@ class SteadyStage(BudgetStage):
         """Takes what is saved, where ops are recorded."""
         self._scheduled: ScheduledForward | None = None
         """Has what leaves, where none are."""
-        self._quiet: QuietCalls | None = None
-        """Has the recorder off in some calls of modules."""
         self._due: SteadySave | None = None
         """What is expected of the tensor that is just taken."""
         self._is_noted = self.is_recording = True
@@ -77,10 +74,8 @@ class SteadyStage(BudgetStage):
         self._steady = SteadySaves(step, forward, self._take_expected, self._leave, take)
         forward.requests = step.requests
         if step.ops:
-            forward.recording.expected = expected = Expected(step.ops, step.num_values)
+            forward.recording.expected = Expected(step.ops, step.num_values)
             forward.recording.known_s = step.known_s
-            if step.quiet:
-                self._quiet = QuietCalls(step.quiet, self.recorder, expected, self._steady, self._leave)
         return self._steady.pack
 
     def _open_scheduled(self, moves: Moves, forward: PlannedForward) -> ScheduledForward | None:
@@ -99,14 +94,6 @@ class SteadyStage(BudgetStage):
     def begin(self) -> None:
         if self.is_recording:
             super().begin()
-        if self._quiet is not None:
-            self._quiet.begin()
-
-    def take_off(self) -> None:
-        if self._quiet is not None:
-            self._quiet.end()
-            self._quiet = None
-        super().take_off()
 
     # What is expected
 
@@ -115,8 +102,6 @@ class SteadyStage(BudgetStage):
             forward = self._opened
             assert forward is not None
             try:
-                if self._quiet is not None:
-                    self._quiet.see_save(tensor, save)
                 if save.ordinal >= 0:
                     forward.num_passed = save.ordinal - len(forward.saves)
                 handle = None if save.has_record else self._keep(tensor, save, forward)
@@ -184,8 +169,6 @@ class SteadyStage(BudgetStage):
         steady, scheduled, forward = self._steady, self._scheduled, self._opened
         if steady is not None:
             steady.is_on = False
-        if self._quiet is not None:
-            self._quiet.stop()
         if scheduled is not None:
             scheduled.stop()
             self._foresight = None if scheduled.num_saves else self._foresight  # it would be asked of other saves

@@ -32,7 +32,7 @@ from memkit.torch_state import dynamo_is_loaded, is_saved_by_compiled_code, leav
 if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
-COMPILED = "a compiled module"
+_COMPILED = "a compiled module"
 """What is in the sequence of the ops of a forward where one runs."""
 _WHY_KEPT = "it was saved by a compiled module, inside of which nothing is seen"
 
@@ -174,7 +174,7 @@ class CompiledCalls:
     def _note(self, written: list[Tensor], results: Any) -> None:
         """Note what a compiled module has written to, too late to copy what was there, and what it has returned."""
         recording = self._recorder.recording
-        recording.funcs.append(COMPILED)
+        recording.funcs.append(_COMPILED)
         for tensor in written:
             value = recording.find(tensor.untyped_storage())
             recording.note_effect(tensor, -1 if value is None else value)
