@@ -175,12 +175,7 @@ class PlannedForward(RecordedForward):
         self.pass_save(node, len(self.saves) - 1 + self.num_passed)
 
     def pass_save(self, node: int, save: int) -> None:
-        """Do what is due at a save, with other values.
-
-        Args:
-            node: the number of the node of the graph that saves it.
-            save: its ordinal among those that count, -1 if it does not.
-        """
+        """Do what is due with other values at a save by a node of the graph: its ordinal is -1 if it does not count."""
         if self._waiting:
             self._send_waiting(but_for=node)
         schedule = self.schedule
@@ -261,11 +256,7 @@ class PlannedForward(RecordedForward):
         return self.move_out(lambda: self.live_bytes <= self.walk.limit_bytes, stays)
 
     def move_out(self, is_enough: Callable[[], bool], stays: Collection[int] = ()) -> bool:
-        """Have values leave, the oldest first, until that is enough; tell whether it is.
-
-        Args:
-            stays: values that do not.
-        """
+        """Have values leave, the oldest first and but for some, until that is enough; tell whether it is."""
         for record in self.records():
             if is_enough():
                 return True
@@ -378,12 +369,13 @@ class PlannedForward(RecordedForward):
     def run(self, op: int, in_place: Collection[int]) -> None:
         try:
             super().run(op, in_place)
+            return
         except torch.OutOfMemoryError:
             num_before = self.counts.moved_out.num_copies
             self.move_out(lambda: False, self.walk.needed)
             if self.counts.moved_out.num_copies == num_before:
                 raise
-            super().run(op, in_place)
+        super().run(op, in_place)  # behind the error, which holds what was allocated
 
     def make(self, record: Record) -> None:
         schedule = self.schedule

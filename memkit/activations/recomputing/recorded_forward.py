@@ -111,10 +111,8 @@ class RecordedForward(SavedValues):
         self.save_nodes.append(node)
 
     def note_offer(self, value: int, tensor: Tensor) -> bool:
-        """Note that a tensor may leave for host memory; tell whether all bytes of the value in its storage do so with it.
-
-        They may have left before, when this tensor was as it is and other parts of the storage were not: see `counted_by`.
-        """
+        """Note that a tensor may leave for host memory; tell whether all bytes of the value in its storage do so with it:
+        others may not be as they were when they left (see `counted_by`)."""
         contents, root = contents_of(tensor, tensor.untyped_storage()), counted_by(tensor)
         found = self._offered.get(contents)
         if found is None or found[0]() is not root:  # else the addresses were another tensor's before
@@ -373,19 +371,21 @@ class RecordedForward(SavedValues):
         replay = self._replay
         try:
             replay.run(op, in_place, self._storage)
+            return
         except torch.OutOfMemoryError:
-            for value in [value for value in self.walk.evictable if value not in self.walk.needed]:
-                self.walk.drop(value)
-            try:
-                replay.run(op, in_place, self._storage)
-            except torch.OutOfMemoryError as error:
-                call = self.recording.calls[op]
-                note_on(
-                    error,
-                    f"memkit: no room on the device to run {call.func} again ({replay.name_of(self.lineage.outs[op][0])}, "
-                    f"{format_mib(sum(call.outs_bytes))}), also after all that Rematerialize may drop was dropped.",
-                )
-                raise
+            pass  # what this try has allocated is free behind this
+        for value in [value for value in self.walk.evictable if value not in self.walk.needed]:
+            self.walk.drop(value)
+        try:
+            replay.run(op, in_place, self._storage)
+        except torch.OutOfMemoryError as error:
+            call = self.recording.calls[op]
+            note_on(
+                error,
+                f"memkit: no room on the device to run {call.func} again ({replay.name_of(self.lineage.outs[op][0])}, "
+                f"{format_mib(sum(call.outs_bytes))}), also after all that Rematerialize may drop was dropped.",
+            )
+            raise
 
 
 def _end_backward(window: OffloadWindow, reference: weakref.ref[RecordedForward], is_first: bool, has_failed: bool) -> None:

@@ -114,15 +114,16 @@ def _peak_bytes(problem: Problem, choice: RegionNeeds, leaving: Sequence[HeldVal
         end = min(begin + 1, num_slots)  # of the second run
         levels.add(begin, end, max(more_bytes, 0))
         held_until |= {value: max(end, held_until.get(value, 0)) for value in region.inputs}
-    for value, end in held_until.items():  # those that are saved as well are kept, or are another call's
+    for value, end in held_until.items():
         place = problem.index.get(value)
-        if place is not None and values[place].is_anchor:
-            levels.add(values[place].released, end, values[place].num_bytes)
+        if place is not None:
+            held = values[place]
+            levels.add(held.released if held.is_anchor else held.freed, end, held.num_bytes)
         elif value in problem.retained:
             released, num_bytes = problem.retained[value]
             levels.add(released, end, num_bytes)
     for held in leaving:
-        away.add(held.released, held.freed, held.num_bytes)
+        away.add(held.released, held.use, held.num_bytes)
     beside = map(add, problem.working_bytes, levels.each())
     return problem.base_bytes + max(
         (full - max(gone - window_bytes, 0) for full, gone in zip(beside, away.each(), strict=False)), default=0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -440,10 +441,14 @@ def test_all_that_may_leave_does_where_a_replay_finds_no_room(number: int, monke
     """Also once all was dropped that can be."""
     device, x, repeat = ReferenceDevice(), leaf_on(torch.device("cpu")), Replay._repeat
     refused, moved = iter([False] * number + [True] * 2), list[int]()
+    taken: list[weakref.ref[Tensor]] = []
 
     def refuse(replay: Replay, *args: Any) -> None:
+        assert all(reference() is None for reference in taken)  # no try has less room for the ones before
         if next(refused, False):
             moved.append(memkit.stats("no room").num_copies_out)
+            mine = torch.empty(1)
+            taken.append(weakref.ref(mine))
             raise torch.OutOfMemoryError("injected: out of memory")
         repeat(replay, *args)
 

@@ -136,6 +136,28 @@ def test_what_leaves_makes_room_for_calls_of_which_the_inputs_alone_are_too_many
     assert fit_copies(problem, [needs], 1060, 20.0) is None  # no more leaves than may be on its way
 
 
+def test_input_that_is_free_before_its_call_is_run_again_is_held_for_it() -> None:
+    """It is saved behind the call as well, and asked for before."""
+    sizes = {0: (50, 0, 5), 1: (20, 1, 8), 2: (5, 2, 6), 3: (1, 3, 9), 4: (1, 4, 7)}
+    problem = _problem([25 if slot == 8 else 0 for slot in range(10)], sizes)
+    needs = RegionNeeds(56, (RegionBytes(frozenset({1}), (0,), 20),))
+
+    assert fit_regions(problem, [needs], 1096) == 56  # the input, 20, 25 and 1
+    assert fit_regions(problem, [needs], 1095) is None
+
+
+def test_what_leaves_is_back_from_the_moment_it_is_asked_for() -> None:
+    """Though it is free only later, as what several have read."""
+    sizes = {value: (40 if value % 2 else 10, value, 23 - value) for value in range(12)}
+    blocks = (RegionBytes(frozenset({value + 1}), (value,), 40) for value in range(0, 12, 2))
+    problem, needs = _problem([0] * 24, sizes), RegionNeeds(100, tuple(blocks))
+    for held in problem.values:
+        held.freed = 24  # type: ignore[misc]
+
+    assert fit_copies(problem, [needs], 1300, 1000.0) is not None
+    assert fit_copies(problem, [needs], 1299, 1000.0) is None
+
+
 def test_nothing_leaves_beside_what_has_no_backward() -> None:
     made: Any = SimpleNamespace(points=(0, 1), num_forward_points=2)
 
