@@ -53,7 +53,8 @@ def num_like(block: nn.Module, others: Iterable[nn.Module]) -> float:
     """Return how many blocks such as one would save what all of its kind do.
 
     Where the resolution is halved from one stage to the next, the width is doubled: half as much is saved, of four times the
-    parameters. So one with more of these counts for less, by their root.
+    parameters. So one with more of these counts for less, by their root; one with fewer counts as one, since the first that is
+    called is mostly of an early stage.
 
     Args:
         others: blocks, itself among them.

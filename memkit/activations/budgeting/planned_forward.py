@@ -257,9 +257,9 @@ class PlannedForward(RecordedForward):
 
     def move_out(self, is_enough: Callable[[], bool], stays: Collection[int] = ()) -> bool:
         """Have values leave, the oldest first and but for some, until that is enough; tell whether it is."""
+        if is_enough():
+            return True
         for record in self.records():
-            if is_enough():
-                return True
             storage = record.original()
             may_leave = record.counts is None and record.owner is None and record.residency is Residency.DEVICE
             if not may_leave or storage is None or record.value in stays or self._is_held(record.value):
@@ -271,7 +271,9 @@ class PlannedForward(RecordedForward):
                 break
             self._release_record(record)
             self._let_go.append(weakref.ref(storage))
-        return is_enough()
+            if is_enough():
+                return True
+        return False
 
     def _is_held(self, value: int) -> bool:
         """Tell whether a value stays on the device, whoever has a record of it: for replays, or by the user's word."""

@@ -64,7 +64,7 @@ def fit_copies(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: 
         leaving: list[HeldValue] = []
         num_bytes = 0
         for held in kept:  # what is saved first leaves
-            if num_bytes >= hidden_bytes:
+            if num_bytes + held.num_bytes > hidden_bytes:
                 break
             if Action.OFFLOAD in held.choices:
                 leaving.append(held)
@@ -74,7 +74,7 @@ def fit_copies(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: 
             continue  # what is on its way takes as much
         if _peak_bytes(problem, choice, leaving, window_bytes) <= allowed_bytes:
             kept_bytes = sum(held.num_bytes for held in kept)
-            return Moving(choice.peak_bytes, kept_bytes, min(num_bytes, hidden_bytes), window_bytes)
+            return Moving(choice.peak_bytes, kept_bytes, num_bytes, window_bytes)
     return None
 
 
@@ -87,10 +87,10 @@ def _kept(problem: Problem, choice: RegionNeeds) -> Iterator[HeldValue]:
 def _second_run_bytes(problem: Problem, region: RegionBytes, inside: Sequence[HeldValue]) -> int:
     """Return the most bytes that a second run takes: what it makes, and what was there beside as the forward made that, such as
     the workspaces of convolutions."""
-    most_bytes, by_slot = region.peak_bytes, sorted(inside, key=lambda held: held.made)
-    for number, held in enumerate(by_slot):
-        made_bytes = sum(other.num_bytes for other in by_slot[: number + 1])
-        until = by_slot[number + 1].made if number + 1 < len(by_slot) else held.made + 1
+    most_bytes, made_bytes = region.peak_bytes, 0
+    in_order = sorted(inside, key=lambda held: held.made)
+    for held, until in zip(in_order, [*(after.made for after in in_order[1:]), 0], strict=True):
+        made_bytes += held.num_bytes
         beside = problem.working_bytes[held.made : max(until, held.made + 1)]
         most_bytes = max(most_bytes, made_bytes + max(beside, default=0))
     return most_bytes

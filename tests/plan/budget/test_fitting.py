@@ -134,6 +134,7 @@ def test_what_leaves_makes_room_for_calls_of_which_the_inputs_alone_are_too_many
     assert fit_copies(problem, [needs], 1060, 1000.0) == Moving(100, 60, 60, 20)
     assert fit_copies(problem, [needs], 1059, 1000.0) is None
     assert fit_copies(problem, [needs], 1060, 20.0) is None  # no more leaves than may be on its way
+    assert fit_copies(problem, [needs], 1100, 50.0) == Moving(100, 60, 40, 20)  # what would pass the 45 that hide stays
 
 
 def test_input_that_is_free_before_its_call_is_run_again_is_held_for_it() -> None:
