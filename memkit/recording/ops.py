@@ -41,6 +41,9 @@ _UNTRUSTED = """
 """
 """They read the device from the host, hide a state, change what a storage is, or make what cannot be trusted."""
 
+_VIEW_UNTOLD = "aten::_unsafe_view"
+"""A view of which the schema does not say so, since autograd is not to know: that of a matrix product, mostly."""
+
 _NOT_REPLAYED = frozenset(f"aten::{name}" for name in (_FACTORIES + _UNTRUSTED).split())
 
 _HIDING_STATE = """
@@ -119,7 +122,7 @@ class OpKinds:
         if written:
             overwrites = is_out or schema.name in _OVERWRITERS
             return OpKind(OpClass.REPLAYED, tuple(written), is_random=is_random, overwrites=overwrites, may_cross=may_cross)
-        if any(returned.alias_info is not None for returned in schema.returns):
+        if schema.name == _VIEW_UNTOLD or any(returned.alias_info is not None for returned in schema.returns):
             return OpKind(OpClass.VIEW)
         return OpKind(OpClass.REPLAYED, is_random=is_random, may_cross=may_cross)
 

@@ -182,7 +182,7 @@ def test_tape_holds_no_tensors_while_nothing_is_dropped() -> None:
         (aten.view.default, OpClass.VIEW),
         (aten.detach.default, OpClass.VIEW),
         (aten.split.Tensor, OpClass.VIEW),
-        (aten._unsafe_view.default, OpClass.REPLAYED),
+        (aten._unsafe_view.default, OpClass.VIEW),
         (aten.empty.memory_format, OpClass.OPAQUE),
         (aten.zeros_like.default, OpClass.OPAQUE),
         (aten.nonzero.default, OpClass.OPAQUE),
