@@ -39,6 +39,7 @@ from memkit.around import Around, Code, Run, within
 from memkit.hooks import HookSet
 from memkit.torch_state import in_compiled_function
 
+_CHILDREN = torch_private.MODULE_STATE[-1]
 AHEAD_OF_COMPILED_S = 1e-3
 """About what the host takes until all kernels of compiled code are enqueued: see `memkit.device.Device.record_begin`."""
 
@@ -49,18 +50,30 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in a module, or this one itself, that are compiled, and not within others that are."""
-    seen = set[nn.Module]()
+    """Yield the modules in a module, or this one itself, that are compiled, and not within others that are.
+
+    Where Dynamo is loaded this is done in each forward: a class is looked at once, and of a module what is its own.
+    """
+    seen, plain, code = set[nn.Module](), set[type[nn.Module]](), torch_private.COMPILED_CALL
     waiting = [module]
     while waiting:
         found = waiting.pop()
         if found in seen:
             continue
         seen.add(found)
-        if is_compiled(found):
-            yield found
-        else:
-            waiting += reversed(list(found.children()))
+        own = vars(found)
+        has_own = own.get(code) is not None or "forward" in own
+        if has_own or type(found) not in plain:
+            if is_compiled(found):
+                yield found
+                continue
+            if not has_own:
+                plain.add(type(found))
+        inside = own.get(_CHILDREN)
+        if inside is None:  # of TorchScript
+            inside = dict(found.named_children())
+        if inside:
+            waiting += [child for child in reversed(inside.values()) if child is not None]
 
 
 def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
@@ -103,6 +116,7 @@ class _Asked(threading.local):
 
     def __init__(self) -> None:
         self.was_asked = False
+        self.num_asked = 0
 
 
 _asked = _Asked()
@@ -111,6 +125,12 @@ _asked = _Asked()
 def note_asked() -> None:
     """Dynamo was asked to compile something, and leaves it as it is because of a mode."""
     _asked.was_asked = True
+    _asked.num_asked += 1
+
+
+def num_asked() -> int:
+    """Return how often that was so in this thread."""
+    return _asked.num_asked
 
 
 def runs_as_it_is() -> bool:

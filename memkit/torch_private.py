@@ -253,6 +253,9 @@ NAMES: dict[str, PrivateName] = {
     "set_in_mode_of_program": _setter(f"{_DISPATCH}._is_in_non_infra_torch_dispatch_mode", "to leave a mode", _REMAT, _PROFILE),
     "num_dispatch_modes": _of("torch._C._len_torch_dispatch_stack", "whether a mode would see a tensor made", *_ALL),
     "num_function_modes": _of("torch._C._len_torch_function_stack", "whether a default device is set", _REMAT),
+    "function_mode_at": _of("torch._C._get_function_stack_at", "to follow functions instead of ops"),
+    "pop_function_mode": _of("torch._C._pop_torch_function_stack", "the same"),
+    "push_function_mode": _of("torch._C._push_on_torch_function_stack", "the same"),
     "dispatch_mode_at": _of("torch._C._get_dispatch_mode", "whether ops are traced", _REMAT),
     "DispatchModeKey": _of("torch._C._TorchDispatchModeKey", "whether ops are traced", _REMAT),
     "without_dispatch_modes": _of(f"{_DISPATCH}._disable_current_modes", "to hide ops from modes", *_CONTEXTS),
@@ -266,9 +269,7 @@ NAMES: dict[str, PrivateName] = {
     "key_named": _of("torch._C._parse_dispatch_key", "to replay below vmap", _REMAT),
     "DispatchKeySet": _of("torch._C.DispatchKeySet", "to replay below vmap", _REMAT),
     "DispatchKey": _of("torch._C.DispatchKey", "whether modes see a copy, or aliases share their version counter", *_CONTEXTS),
-    "is_key_excluded": _of(
-        "torch._C._dispatch_tls_is_dispatch_key_excluded", "whether modes see a copy, or aliases share their counter", *_CONTEXTS
-    ),
+    "is_key_excluded": _of("torch._C._dispatch_tls_is_dispatch_key_excluded", "the same: whether modes see a copy", *_CONTEXTS),
     "functorch_stack": _of("torch._C._functorch.get_interpreter_stack", "to refuse torch.func.grad", _REMAT, _LAYERS),
     "FunctorchTransform": _of("torch._C._functorch.TransformType", "to refuse torch.func.grad", _LAYERS),
     # Settings that change what an op computes
@@ -376,8 +377,7 @@ VIEW_NODES = frozenset(
 """Those of views, which are looked through for the other two."""
 CHECKPOINT_HOOKS = "torch.utils.checkpoint"
 """The module of the saved-tensor hooks that a checkpoint sets: no context may be entered inside."""
-JAGGED_VALUES = "_values"
-"""The one tensor of a jagged one that may leave."""
+JAGGED_VALUES = "_values"  # the one tensor of a jagged one that may leave
 UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None}
 """What Dynamo reads on a function that it is not to look into: memkit's hooks."""
 COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"

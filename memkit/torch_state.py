@@ -20,6 +20,8 @@ from memkit.errors import MissingTorchNameError
 from memkit.interrupts import do_at_once
 
 if TYPE_CHECKING:
+    from torch.overrides import TorchFunctionMode
+
     from memkit.torch_private import DispatchMode
 
 # Modes and classes
@@ -54,6 +56,15 @@ def leave_mode(mode: DispatchMode) -> None:
             if noted == _SHOWN:
                 steps.append(partial(torch_private.set_shows_to_guards, before[-1] is True))  # else false, or memkit's own
     do_at_once(*steps)
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> None:
+    """Take a function mode off the stack if it is on it, from below others as well. Calling it again does nothing."""
+    (at,), (pop,), (push,) = map(torch_private.known, ("function_mode_at", "pop_function_mode", "push_function_mode"))
+    stack = [at(place) for place in range(torch_private.num_function_modes())]
+    if mode in stack:
+        above = stack[stack.index(mode) + 1 :]
+        do_at_once(*[partial(pop)] * (len(above) + 1), *(partial(push, other) for other in above))
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:

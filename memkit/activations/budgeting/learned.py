@@ -59,5 +59,7 @@ class LearnedStep:
     """The plan that it had followed, of use or not."""
     num_left: int = 0
     """How many steps have begun as steady ones, and were others."""
+    may_be_quiet: bool = True
+    """Whether they may be followed function by function: not once a step that was has gone another way."""
     has_chosen: bool = False
     """Whether it was looked at which way its steps go."""

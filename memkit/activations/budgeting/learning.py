@@ -241,6 +241,7 @@ class Learning:
         if num_saves == 0 and learned.steady is not None and learned.steady.moves is not None:
             learned.steady = replace(learned.steady, moves=None)  # with its ops recorded, such a step is noted from the first
             return
+        learned.may_be_quiet &= learned.steady is None or not learned.steady.calls
         learned.steady = learned.noted = None
         learned.num_left += 1
 

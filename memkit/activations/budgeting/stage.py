@@ -22,6 +22,7 @@ from memkit.activations.saved.settled import Settled
 from memkit.device import default_generator, open_device
 from memkit.device.ceilings import measure_ceilings, measure_flops
 from memkit.profile import find_report
+from memkit.recording.functions import FunctionNotes, may_be_quiet
 from memkit.sizes import format_bytes
 from memkit.torch_state import is_traced
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from memkit.activations.saved.traces import Trace
     from memkit.kept import KeptHandle
     from memkit.plan import Action
+    from memkit.recording.functions import QuietFunctions
     from memkit.recording.recorder import Recorder
     from memkit.recording.recording import Recording
 
@@ -66,6 +68,8 @@ class BudgetStage(RecordingStage):
         self._opened: PlannedForward | None = None
         self._is_metered = True
         self._notes: StepNotes | None = None
+        self._functions: FunctionNotes | QuietFunctions | None = None
+        """What sees the calls of functions, while it is on."""
         self._foresight = state.foresight(find_report(state.tag))
         self._is_first = not len(state.traces)
         super().__init__(state, options)
@@ -77,6 +81,15 @@ class BudgetStage(RecordingStage):
     def begin(self) -> None:
         self._compiled.setting = functools.partial(self._state.inside.setting, room=self._room)
         super().begin()
+        if self._notes is not None and self._notes.functions is not None:
+            self._functions = self._notes.functions
+            self._functions.__enter__()
+
+    def take_off(self) -> None:
+        if self._functions is not None:
+            self._functions.__exit__()
+            self._functions = None
+        super().take_off()
 
     def _room(self, torch_device: torch.device, dtype: torch.dtype) -> Room | None:
         """Return what compiled blocks may save on a device; None if that is not known."""
@@ -187,7 +200,8 @@ class BudgetStage(RecordingStage):
             return forward
         learning, planned = state.learning, decider.planned
         if planned is not None and trace is not None and learning.wants_notes(trace, planned, state.shapes):
-            self._notes = StepNotes(planned)
+            notes_functions = learning.of(trace).may_be_quiet and may_be_quiet(trace.funcs)
+            self._notes = StepNotes(planned, FunctionNotes(recording) if notes_functions else None)
         is_unknown = decider.planned is None and self._is_metered
         is_first = self._is_first and counter is not None and self._limits.plan is None and state.budget_bytes is not None
         if is_unknown and (is_first or state.learning.wants_measure(trace, self._limits)):
@@ -237,9 +251,10 @@ class BudgetStage(RecordingStage):
         notes, forward = self._notes, self._opened
         if notes is None or forward is None:
             return self._take_any(tensor, action)
-        num_before = len(forward.saves)
-        handle = self._take_any(tensor, action)
-        notes.note(tensor, forward, num_before)
+        with torch_private.without_functions():  # what is done here is none of the forward's
+            num_before = len(forward.saves)
+            handle = self._take_any(tensor, action)
+            notes.note(tensor, forward, num_before)
         return handle
 
     def _take_any(self, tensor: Tensor, action: Action | None) -> KeptHandle:

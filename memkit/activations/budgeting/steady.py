@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.offloading.schedule import Schedule
     from memkit.plan import Lineage
+    from memkit.recording.functions import FunctionCall, FunctionNotes, QuietFunctions
     from memkit.recording.ops import OpKinds
     from memkit.recording.recorded import OpKind
     from memkit.recording.recording import Recording
@@ -84,6 +85,10 @@ class SteadyStep:
     """Empty if all are recorded that can run again."""
     known_s: tuple[float, ...] = ()
     """What each op takes that is recorded."""
+    calls: tuple[FunctionCall, ...] = ()
+    """The functions that run the ops; empty if the recorder is to be on all the time."""
+    sources: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """For each dropped value, what it is made from: filled by the first step that goes so."""
 
 
 @dataclass(eq=False, slots=True)
@@ -92,9 +97,11 @@ class StepNotes:
 
     Args:
         planned: the plan.
+        functions: what notes the functions that run the ops, if these may be followed.
     """
 
     planned: Planned
+    functions: FunctionNotes | None = None
     is_whole: bool = True
     """Whether all was noted."""
     _saves: list[tuple[int, int, bool]] = field(default_factory=list)
@@ -194,7 +201,11 @@ class StepNotes:
         calls = zip(self._counts_at, ends, expected, strict=True)
         skipped = {op for (_, op), end, each in calls if each.is_skipped and end > op}
         known_s = tuple(seconds for op, seconds in enumerate(lineage.seconds) if op not in skipped)
-        return replace(step, ops=expected if skipped else (), known_s=known_s)
+        if not skipped:
+            return replace(step, known_s=known_s)
+        needed = {save.value for save in step.saves if save.has_record or save.is_read}
+        known = () if self.functions is None else self.functions.known(expected, needed, recording.roots)
+        return replace(step, ops=expected, known_s=known_s, calls=known)
 
     def _expected_ops(
         self,
@@ -287,11 +298,20 @@ class SteadySaves:
         self._device = forward.ledger.device
         self._notes = self._device.takes_notes
         self._take_one, self._leave, self._take = take_one, leave, take
+        self.functions: QuietFunctions | None = None
+        """What follows the functions of the step, if anything does."""
 
     @property
     def is_complete(self) -> bool:
         """Whether all came that were expected."""
         return self.num_saves == len(self._saves)
+
+    def pack_between(self, tensor: Tensor) -> Any:
+        """Take a tensor that autograd saves where functions are followed: what is done here is none of the forward's."""
+        if self.functions is None or self.functions.is_inside:
+            return self.pack(tensor)
+        with torch_private.without_functions():
+            return self.pack(tensor)
 
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves."""

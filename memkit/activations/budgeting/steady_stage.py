@@ -14,7 +14,9 @@ from memkit.activations.offloading.scheduled_saves import ScheduledSaves
 from memkit.activations.offloading.stage import is_from_leaf
 from memkit.activations.offloading.steady import is_free, open_scheduled
 from memkit.kept import KeptHandle
+from memkit.plan import Action
 from memkit.recording.expected import Expected, num_writes
+from memkit.recording.functions import QuietFunctions
 from memkit.storages import is_range_of_bytes
 from memkit.torch_state import dynamo_is_loaded, is_traced
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.scheduled import ScheduledForward
     from memkit.activations.recomputing.budget import RematOptions
     from memkit.activations.recomputing.recorded_forward import RecordedForward
-    from memkit.plan import Action
 
 
 class SteadyStage(BudgetStage):
@@ -41,6 +42,8 @@ class SteadyStage(BudgetStage):
         """Takes what is saved, where ops are recorded."""
         self._scheduled: ScheduledForward | None = None
         """Has what leaves, where none are."""
+        self._quiet: QuietFunctions | None = None
+        """Has the recorder off where nothing is recorded."""
         self._due: SteadySave | None = None
         """What is expected of the tensor that is just taken."""
         self._is_noted = self.is_recording = True
@@ -73,9 +76,13 @@ class SteadyStage(BudgetStage):
             return take
         self._steady = SteadySaves(step, forward, self._take_expected, self._leave, take)
         forward.requests = step.requests
+        forward.walk.limit_bytes = self._planned_decider.limit_bytes
         if step.ops:
             forward.recording.expected = Expected(step.ops, step.num_values)
             forward.recording.known_s = step.known_s
+        if step.calls:
+            self._quiet = self._steady.functions = QuietFunctions(step.calls, self.recorder, self._go_on)
+            return self._steady.pack_between
         return self._steady.pack
 
     def _open_scheduled(self, moves: Moves, forward: PlannedForward) -> ScheduledForward | None:
@@ -94,6 +101,13 @@ class SteadyStage(BudgetStage):
     def begin(self) -> None:
         if self.is_recording:
             super().begin()
+        if self._quiet is not None:
+            self._functions = self._quiet
+            self._quiet.__enter__()
+
+    def take_off(self) -> None:
+        super().take_off()
+        self._quiet = None  # it holds the recorder
 
     # What is expected
 
@@ -104,7 +118,7 @@ class SteadyStage(BudgetStage):
             try:
                 if save.ordinal >= 0:
                     forward.num_passed = save.ordinal - len(forward.saves)
-                handle = None if save.has_record else self._keep(tensor, save, forward)
+                handle = self._take_known(tensor, save, forward) if save.has_record else self._keep(tensor, save, forward)
                 if handle is None:
                     self._due = save
                     handle = self._take(tensor)
@@ -116,6 +130,40 @@ class SteadyStage(BudgetStage):
                 raise
             finally:
                 self._due = None
+
+    def _take_known(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
+        """Return the handle of a tensor with which is done what the plan says; None if it is another value than is expected,
+        or may be, or the user has a word in it: then it is looked at as any other."""
+        recording, expected, step, value = forward.recording, forward.recording.expected, self._step, save.value
+        if step is None or expected is None or save.ordinal < 0 or forward.marks or forward.window.is_broken:
+            return None
+        is_value = tensor.device == self._torch_device and is_range_of_bytes(tensor) and value not in recording.roots
+        if not is_value or value in forward.others:
+            return None
+        storage, version = tensor.untyped_storage(), torch_private.version_of(tensor)
+        record, ledger, node = forward.record_of(value), forward.ledger, torch_private.node_number()
+        if recording.find(storage) != value or (version and version > num_writes(recording, value)):
+            return None
+        if record is not None and record.version != version:
+            return None
+        if ledger.deaths or ledger.orphans:
+            ledger.sweep()
+        forward.note_save(value, node)
+        if record is not None:
+            handle = ledger.add_handle(record, tensor, forward.unpacker, node)
+        else:
+            handle = ledger.open(tensor, storage, forward.unpacker, node)
+            record = handle.record
+            record.maker, record.value = forward, value
+            forward.note_record(value, record)
+            action = step.planned.schedule.actions.get(value)
+            if value not in expected.unmade and not (action is Action.RECOMPUTE and forward.drop(value, step.sources)):
+                forward.walk.admit(value)
+            if action is Action.OFFLOAD:
+                forward.leave(record, tensor, storage, node)
+        if save.is_due or forward.is_waiting:
+            forward.pass_save(node, save.ordinal)
+        return handle
 
     def _keep(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
         """Return what autograd is given of a tensor that stays, once that is done which is due with other values; None if
@@ -169,6 +217,8 @@ class SteadyStage(BudgetStage):
         steady, scheduled, forward = self._steady, self._scheduled, self._opened
         if steady is not None:
             steady.is_on = False
+        if self._quiet is not None:
+            self._quiet.stop()
         if scheduled is not None:
             scheduled.stop()
             self._foresight = None if scheduled.num_saves else self._foresight  # it would be asked of other saves
@@ -213,6 +263,15 @@ class SteadyStage(BudgetStage):
         if not self.is_recording and torch_private.num_dispatch_modes() == self._num_modes and not dynamo_is_loaded():
             self.is_recording = True
             self.recorder.__enter__()
+
+    def _go_on(self) -> None:
+        """Functions are followed no more: have the recorder on from here on."""
+        num_modes = torch_private.num_dispatch_modes()
+        if num_modes == self._num_modes:
+            torch_private.push_dispatch_mode(self.recorder)
+        elif num_modes > self._num_modes + 1 or torch_private.dispatch_modes()[-1] is not self.recorder:
+            self.is_recording = False  # others are on, which would be left first
+            self._leave()
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         if self._step is not None:

@@ -301,9 +301,9 @@ class RecordedForward(SavedValues):
         """Hold all roots that a value is made from; tell whether it can be made again."""
         return self._sources.secure(value)
 
-    def drop(self, value: int) -> bool:
-        record = self.record_of(value)
-        if record is None or record.residency is Residency.DROPPED or (handles := self._sources.handles_for(value)) is None:
+    def drop(self, value: int, known: dict[int, tuple[int, ...]] | None = None) -> bool:
+        record, sources = self.record_of(value), self._sources
+        if record is None or record.residency is Residency.DROPPED or (handles := sources.handles_for(value, known)) is None:
             return False
         record.hold(handles)
         self.ledger.drop(record)

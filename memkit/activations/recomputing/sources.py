@@ -9,7 +9,7 @@ from memkit.kept import KeptHandle
 from memkit.plan import NO_OP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from memkit.activations.recomputing.anchors import Anchors
     from memkit.activations.recomputing.recorded_forward import RecordedForward
@@ -55,22 +55,42 @@ class Sources:
                 secured[value_here] = all(secured[source] or self._pin(source) for source in lineage.ins[maker])
         return secured[value]
 
-    def handles_for(self, value: int) -> list[KeptHandle] | None:
+    def handles_for(self, value: int, known: dict[int, tuple[int, ...]] | None = None) -> list[KeptHandle] | None:
         """Secure a value; return the handles of what it is made from that are to be held with it, since what they are of cannot
-        be made again; None if the value cannot be."""
+        be made again; None if the value cannot be.
+
+        Args:
+            known: by value, what it was made from in a forward whose ops were the same, as far as one has told.
+        """
         if self._recording.expected is None:
             return [] if self.secure(value) else None
+        if known is not None:
+            return self._handles_as_before(value, known)
         self._recording.sync()
         return self._handles_where_unmade(value)
 
+    def _handles_as_before(self, value: int, known: dict[int, tuple[int, ...]]) -> list[KeptHandle] | None:
+        recording, expected = self._recording, self._recording.expected
+        assert expected is not None
+        found = [(source, self._handle(source)) for source in known.get(value, ())]
+        are_known = all(handle is not None or s in recording.roots or s in expected.unmade for s, handle in found)
+        if not found or not are_known:
+            recording.sync()
+            if recording.lineage.maker[value] == NO_OP:
+                return None
+            found = list(self._leaves(value))
+            known[value] = tuple(source for source, _ in found)
+        return self._handles_of(found)
+
     def _handles_where_unmade(self, value: int) -> list[KeptHandle] | None:
+        return None if self._recording.lineage.maker[value] == NO_OP else self._handles_of(self._leaves(value))
+
+    def _handles_of(self, leaves: Iterable[tuple[int, KeptHandle | None]]) -> list[KeptHandle] | None:
         recording, expected = self._recording, self._recording.expected
         assert expected is not None
         unmade, sources = expected.unmade, expected.sources
         handles: list[KeptHandle] = []
-        if recording.lineage.maker[value] == NO_OP:
-            return None
-        for source, handle in self._leaves(value):
+        for source, handle in leaves:
             if handle is not None or source in unmade:
                 sources.add(source)
             if handle is not None:

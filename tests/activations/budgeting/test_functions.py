@@ -1,0 +1,562 @@
+"""Functions in which a steady step sees no op: the recorder is off in them, and a step that does something else is exact."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+import memkit
+from memkit import torch_private
+from memkit.activations.budgeting.state import budget_states
+from memkit.device import Device, ReferenceDevice
+from memkit.plan import Action
+from tests.activations.budgeting.plans import plan_of_some, planner_of
+from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import NO_PLAN_FITS
+
+pytestmark = [
+    pytest.mark.filterwarnings(NO_PLAN_FITS),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is:FutureWarning", "ignore:.torch.jit.script. is:DeprecationWarning"),
+]
+
+Make = Callable[[], AbstractContextManager[object]]
+Act = Callable[["Quiet", Tensor], Tensor]
+TAG = "functions"
+NUM_BLOCKS = 4
+_IN_FULL = pytest.mark.full
+
+
+class Quiet(nn.Module):
+    """Of which nothing is made again. What it does in the end may be said anew in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(16), nn.Linear(16, 16)
+        self.register_buffer("table", torch.linspace(0, 1, 2**17))  # too large for what may be written to without a trace
+        self.register_buffer("average", torch.linspace(0, 1, 16))
+        self.act: Act = lambda _, y: y.exp()
+        self.modes: list[int] = []
+        self.beside: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(self.norm(x)).tanh().view(2, -1, 16).flatten(0, 1)
+        y = self.act(self, y)
+        self.modes.append(torch_private.num_dispatch_modes())
+        return y.neg().tanh()
+
+
+class Loud(nn.Module):
+    """Of which all is made again that can be: from what it is given, from buffers, and from a sum that nobody saves."""
+
+    def forward(self, x: Tensor, total: Tensor, quiet: Quiet) -> Tensor:
+        return (x + quiet.table[:16]).sin() + (x * 2 + quiet.average).sin() + (total + 1).cos()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.quiet, self.second = Loud(), Quiet(), Loud()
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x + 2.0
+        y = self.first(x, total, self.quiet)
+        self.quiet.beside = [total, y]
+        z = self.quiet(y)
+        return self.second(z, total, self.quiet)
+
+
+def _model(device: Device) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Block() for _ in range(NUM_BLOCKS)).to(device.torch_device)
+
+
+def _train(model: nn.ModuleList, make: Make) -> list[Tensor]:
+    device = next(model.parameters()).device
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    for block in model:  # as they are drawn, whatever a step writes to them
+        block.quiet.table = torch.linspace(0, 1, 2**17, device=device)
+        block.quiet.average = torch.linspace(0, 1, 16, device=device)
+    with make():
+        y = x
+        for block in model:
+            y = block(y)
+        loss = y.square().sum()
+    loss.backward()
+    found = [loss.detach(), x.grad, *(own.grad for own in model.parameters() if own.grad is not None)]
+    found += [own.clone() for own in model.buffers()]
+    model.zero_grad(set_to_none=True)
+    for block in model:
+        block.quiet.beside = []
+    return found
+
+
+def _steady(model: nn.ModuleList, device: Device, train: Callable[..., list[Tensor]] = _train) -> Make:
+    """Return a context under which what `Loud` saves is made again, once steps under it are known and were exact."""
+    make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
+    plain = train(model, nullcontext)
+    for _ in range(3):
+        assert_same_bits(train(model, make), plain)
+    names = planner_of(TAG).problem.trace.names
+    loud = {value for value, (_, module) in names.items() if module.endswith(("first", "second", "Loud"))}
+    follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, 1, of=loud))
+    for _ in range(2):
+        assert_same_bits(train(model, follow), plain)
+    return follow
+
+
+def _num_quiet() -> int:
+    """Return how many functions that run any op are known as quiet."""
+    learned = budget_states[TAG].traces.latest.learned
+    return 0 if learned.steady is None else sum(call.is_quiet and bool(call.ops) for call in learned.steady.calls)
+
+
+def _num_function_modes() -> int:
+    return torch._C._len_torch_function_stack()
+
+
+def test_no_mode_is_on_where_nothing_is_made_again(device: Device) -> None:
+    model = _model(device)
+    make = _steady(model, device)
+    for block in model:
+        block.quiet.modes.clear()
+    _train(model, make)
+
+    stats = memkit.stats(TAG)
+    assert (stats.follows_plan, stats.num_deviations, stats.is_recorded) == (True, 0, True)
+    assert stats.num_dropped >= 2 * NUM_BLOCKS
+    assert _num_quiet() >= 5 * NUM_BLOCKS
+    assert [block.quiet.modes for block in model] == [[0]] * NUM_BLOCKS
+    assert (torch_private.num_dispatch_modes(), _num_function_modes()) == (0, 0)
+
+
+def _saves_more(_: Quiet, y: Tensor) -> Tensor:
+    return y.exp().sin()
+
+
+def _saves_another_shape(_: Quiet, y: Tensor) -> Tensor:
+    return y.repeat(2, 1).exp()[:8].clone()
+
+
+def _runs_another_op(_: Quiet, y: Tensor) -> Tensor:
+    return y.sigmoid()  # its result is saved, as that of `exp` is
+
+
+def _runs_more_ops(_: Quiet, y: Tensor) -> Tensor:
+    return (y + 1).exp()
+
+
+def _writes_to_what_it_has_made(_: Quiet, y: Tensor) -> Tensor:
+    return (y + 0).mul_(0.5).exp()
+
+
+def _writes_to_what_was_recorded(quiet: Quiet, y: Tensor) -> Tensor:
+    """The sum is none that is saved: it is read before and after, and made again by its op."""
+    quiet.beside[0].add_(0.5)
+    return y.exp()
+
+
+def _writes_to_data(_: Quiet, y: Tensor) -> Tensor:
+    """With no counter that tells."""
+    z = y + 0
+    z.data.mul_(0.5)
+    return z.exp()
+
+
+def _returns_what_was_there(quiet: Quiet, y: Tensor) -> Tensor:
+    return quiet.beside[1] * y.exp().sum()
+
+
+def _recurses(quiet: Quiet, y: Tensor) -> Tensor:
+    act, quiet.act = quiet.act, lambda _, y: y.exp()
+    try:
+        return quiet(y)
+    finally:
+        quiet.act = act
+
+
+def _runs_backward(_: Quiet, y: Tensor) -> Tensor:
+    leaf = torch.ones_like(y).requires_grad_()
+    (grad,) = torch.autograd.grad((leaf * y.detach()).sin().sum(), leaf)
+    return (y + grad).exp()
+
+
+def _in_a_mode(_: Quiet, y: Tensor) -> Tensor:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Passing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Passing():
+        return y.exp().sin()
+
+
+def _writes_to_the_data_of_a_buffer(quiet: Quiet, y: Tensor) -> Tensor:
+    """Which recorded ops have read, and read again: no counter tells."""
+    quiet.table.data.mul_(0.5)
+    quiet.average.data.mul_(0.5)
+    return y.exp()
+
+
+def _writes_to_a_buffer(quiet: Quiet, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        quiet.table.mul_(0.5)
+        quiet.average += 1
+    return y.exp()
+
+
+def _gives_a_buffer_other_data(quiet: Quiet, y: Tensor) -> Tensor:
+    quiet.table.data = quiet.table * 0.5
+    return y.exp()
+
+
+def _writes_to_out(quiet: Quiet, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.mul(quiet.table, 0.5, out=quiet.table)
+    return y.exp()
+
+
+def _writes_by_index(quiet: Quiet, y: Tensor) -> Tensor:
+    quiet.table[3] = 5.0
+    return y.exp()
+
+
+def _halve_and_exp(y: Tensor, table: Tensor) -> Tensor:
+    table.mul_(0.5)
+    return y.exp()
+
+
+@functools.cache
+def _scripted() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.jit.script(_halve_and_exp)  # type: ignore[no-any-return]  # it has no types
+
+
+def _runs_a_script(quiet: Quiet, y: Tensor) -> Tensor:
+    return _scripted()(y, quiet.table)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y, y * 2)
+        return y.exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        y, doubled = ctx.saved_tensors
+        return grad * y.exp() + 0 * doubled
+
+
+def _runs_a_function_of_its_own(_: Quiet, y: Tensor) -> Tensor:
+    return _Doubled.apply(y)
+
+
+def _asks_much(_: Quiet, y: Tensor) -> Tensor:
+    assert (y.shape, y.dtype, y.device.type, y.is_leaf) == (torch.Size([8, 16]), torch.float32, y.device.type, False)
+    return y.exp()
+
+
+def _in_a_function_mode(_: Quiet, y: Tensor) -> Tensor:
+    class Doubling(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {})) * 2
+
+    with Doubling():
+        return y.exp()
+
+
+ACTS = [
+    _saves_more,
+    _saves_another_shape,
+    _runs_another_op,
+    _runs_more_ops,
+    _writes_to_what_it_has_made,
+    _writes_to_what_was_recorded,
+    _writes_to_data,
+    _returns_what_was_there,
+    _recurses,
+    _runs_backward,
+    _in_a_mode,
+    _in_a_function_mode,
+    _asks_much,
+    _gives_a_buffer_other_data,
+    _runs_a_function_of_its_own,
+    _writes_by_index,
+    _writes_to_a_buffer,
+    _writes_to_out,
+    _writes_to_the_data_of_a_buffer,
+]
+FIRST = (_runs_another_op, _saves_more, _writes_to_the_data_of_a_buffer, _writes_to_what_was_recorded)
+"""Those of a short test run."""
+
+
+@pytest.mark.parametrize("where", [1, pytest.param(NUM_BLOCKS - 1, marks=_IN_FULL)])
+@pytest.mark.parametrize("act", [pytest.param(act, id=act.__name__, marks=() if act in FIRST else _IN_FULL) for act in ACTS])
+def test_call_that_does_something_else_is_exact(act: Act, where: int, device: Device) -> None:
+    model = _model(device)
+    make, plain = _steady(model, device), _train(model, nullcontext)
+    usual, model[where].quiet.act = model[where].quiet.act, act
+    departed = _train(model, nullcontext)
+    assert _num_quiet()
+
+    for _ in range(2):
+        assert_same_bits(_train(model, make), departed)
+        gc.collect()
+        stats = memkit.stats(TAG)
+        assert (stats.live_records, stats.live_bytes) == (0, 0)
+        assert (torch_private.num_dispatch_modes(), _num_function_modes()) == (0, 0)
+    model[where].quiet.act = usual
+    for _ in range(2):
+        assert_same_bits(_train(model, make), plain)
+
+
+def test_write_by_a_script_that_was_never_run_before_is_an_error(device: Device) -> None:
+    """Its ops are called from C++, outside of all functions: with the first step that is noted it would have been seen."""
+    model = _model(device)
+    make = _steady(model, device)
+    model[1].quiet.act = _runs_a_script
+    _train(model, nullcontext)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _train(model, make)
+
+
+def test_no_function_is_quiet_where_ops_run_outside_of_all(device: Device) -> None:
+    model = _model(device)
+    model[1].quiet.act = _runs_a_script
+    make, plain = _steady(model, device), _train(model, nullcontext)
+    assert _num_quiet() == 0
+    assert_same_bits(_train(model, make), plain)
+
+
+@pytest.mark.parametrize("kind", ["relu", pytest.param("dropout", marks=_IN_FULL), pytest.param("norm", marks=_IN_FULL)])
+def test_flag_that_has_a_function_write_is_seen(kind: str, device: Device) -> None:
+    model = _model(device)
+    flags = {"inplace": False, "training": False}
+    statistics = torch.zeros(2, 2**17, device=device.torch_device)
+
+    def act(quiet: Quiet, y: Tensor) -> Tensor:
+        z = quiet.beside[0] + 0 if kind == "norm" else quiet.beside[0]
+        if kind == "relu":
+            z = functional.relu(z, inplace=flags["inplace"])
+        elif kind == "dropout":
+            z = functional.dropout(z, 0.0, training=True, inplace=flags["inplace"])
+        else:
+            wide = z.flatten()[:1].expand(2, 2**17)
+            z = functional.batch_norm(wide, *statistics, training=flags["training"]).sum() + z
+        return z * y.detach() + y.exp()
+
+    for block in model:
+        block.quiet.act = act
+    make = _steady(model, device)
+    assert _num_quiet()
+    flags.update(inplace=True, training=True)
+    statistics.zero_()
+    departed = [*_train(model, nullcontext), statistics.clone()]
+
+    for _ in range(2):
+        statistics.zero_()
+        assert_same_bits([*_train(model, make), statistics], departed)
+
+
+def test_fast_path_of_torchs_modules_is_taken_as_without(device: Device) -> None:
+    """A transformer's layer that is not trained runs as one op, unless a function mode is on."""
+    model = _model(device)
+    frozen = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval().requires_grad_(False).to(device.torch_device)
+
+    def act(quiet: Quiet, y: Tensor) -> Tensor:
+        return y.exp() * frozen(quiet.table[: 8 * 16].view(1, 8, 16))[0]
+
+    model[1].quiet.act = act
+    make, plain = _steady(model, device), _train(model, nullcontext)
+    for _ in range(2):
+        assert_same_bits(_train(model, make), plain)
+    assert _num_quiet() == 0
+
+
+def test_default_device_of_the_users_holds(device: Device) -> None:
+    model = _model(device)
+    model[1].quiet.act = lambda _, y: y.exp() + torch.ones(16)
+    with torch.device(device.torch_device):
+        make, plain = _steady(model, device), _train(model, nullcontext)
+        assert _num_quiet()
+        for _ in range(2):
+            assert_same_bits(_train(model, make), plain)
+        assert _num_function_modes() == 1
+
+
+def test_write_to_what_was_saved_raises_as_it_does_without(device: Device) -> None:
+    model = _model(device)
+    make = _steady(model, device)
+
+    def write(quiet: Quiet, y: Tensor) -> Tensor:
+        z = y.exp()
+        y.add_(1)  # which tanh has saved
+        return z
+
+    model[1].quiet.act = write
+    for context in (nullcontext, make):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            _train(model, context)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_call_that_raises_leaves_nothing(error: type[BaseException], device: Device) -> None:
+    model = _model(device)
+    make, plain = _steady(model, device), _train(model, nullcontext)
+
+    def fail(quiet: Quiet, y: Tensor) -> Tensor:
+        raise error
+
+    usual, model[2].quiet.act = model[2].quiet.act, fail
+    with pytest.raises(error):
+        _train(model, make)
+    model[2].quiet.act = usual
+    for block in model:
+        block.quiet.beside = []
+
+    assert (torch_private.num_dispatch_modes(), _num_function_modes()) == (0, 0)
+    gc.collect()
+    assert memkit.stats(TAG).live_records == 0
+    for _ in range(3):
+        assert_same_bits(_train(model, make), plain)
+
+
+def test_error_in_a_call_may_be_caught(device: Device) -> None:
+    """What the mode has not seen by then is none of the recording's."""
+    model = _model(device)
+
+    def train(model: nn.ModuleList, make: Make) -> list[Tensor]:
+        def fails(quiet: Quiet, y: Tensor) -> Tensor:
+            quiet.beside[0].add_(0.5)
+            raise ValueError
+
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(device.torch_device).requires_grad_()
+        block = model[0]
+        with make():
+            total = x + 2.0
+            y = block.first(x, total, block.quiet)
+            block.quiet.beside = [total]
+            act = block.quiet.act
+            block.quiet.act = fails if is_failing else act
+            try:
+                y = block.quiet(y)
+            except ValueError:
+                y = y * 2
+            block.quiet.act = act
+            loss = block.second(y, total, block.quiet).square().sum()
+        loss.backward()
+        block.quiet.beside = []
+        return [loss.detach(), x.grad]
+
+    is_failing = False
+    make = _steady(model, device, train)
+    assert _num_quiet()
+    is_failing = True
+    assert_same_bits(train(model, make), train(model, nullcontext))
+
+
+def test_steps_that_go_another_way_are_recorded_throughout_from_then_on(device: Device) -> None:
+    model = _model(device)
+    make = _steady(model, device)
+    assert _num_quiet()
+    usual, model[1].quiet.act = model[1].quiet.act, _saves_more
+    _train(model, make)
+    model[1].quiet.act = usual
+    for _ in range(3):
+        _train(model, make)
+
+    assert memkit.stats(TAG).follows_plan
+    assert _num_quiet() == 0
+
+
+def test_graph_that_is_dropped_takes_all_along(device: Device) -> None:
+    model = _model(device)
+    make = _steady(model, device)
+    x = torch.randn(8, 16, device=device.torch_device).requires_grad_()
+    with make():
+        y = x
+        for block in model:
+            y = block(y)
+    made = weakref.ref(model[1].quiet.beside[1])
+    for block in model:
+        block.quiet.beside = []
+    del y, x
+    gc.collect()
+
+    assert made() is None
+    assert memkit.stats(TAG).live_records == 0
+
+
+class Wired(nn.Module):
+    """A program drawn at random: modules that read what any of the last ones has made, and of which some write in place."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.steps: list[tuple[str, int, int]] = [
+            (draw.choice(["linear", "norm", "gate", "outside", "in place", "view"]), draw.randrange(3), draw.randrange(3))
+            for _ in range(14)
+        ]
+        self.parts = nn.ModuleList(
+            {"linear": nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16)), "norm": nn.LayerNorm(16)}.get(
+                kind, nn.Identity()
+            )
+            for kind, _, _ in self.steps
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [x, x.sin(), x.cos()]
+        for part, (kind, one, other) in zip(self.parts, self.steps, strict=True):
+            a, b = made[-1 - one], made[-1 - other]
+            if kind == "gate":
+                y = torch.sigmoid(a) * b
+            elif kind == "outside":
+                y = (a + b).tanh()
+            elif kind == "in place":
+                y = (a + b).relu_().mul(2)
+            elif kind == "view":
+                y = a.view(4, 2, 16).transpose(0, 1).reshape(8, 16) + b
+            else:
+                y = part(a) + b
+            made.append(y)
+        return made[-1] + made[-2]
+
+
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=_IN_FULL), pytest.param(3, marks=_IN_FULL)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=_IN_FULL) for seed in range(1, 12))])
+def test_random_programs(seed: int, every: int) -> None:
+    device = ReferenceDevice()
+    torch.manual_seed(seed)
+    model = nn.Sequential(Wired(seed), Wired(seed + 100), Wired(seed + 200))
+
+    def train(make: Make) -> list[Tensor]:
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with make():
+            loss = model(x).square().mean()
+        loss.backward()
+        found = [loss.detach(), x.grad, *(own.grad for own in model.parameters() if own.grad is not None)]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    make, plain = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=1, device=device), train(nullcontext)
+    for _ in range(3):
+        assert_same_bits(train(make), plain)
+    for action in (Action.RECOMPUTE, Action.OFFLOAD):
+        follow = partial(make, plan=plan_of_some(TAG, action, every))
+        for _ in range(4):
+            assert_same_bits(train(follow), plain)
+        assert memkit.stats(TAG).follows_plan
+        assert memkit.stats(TAG).num_deviations == 0
