@@ -136,7 +136,7 @@ class FunctionNotes(_FunctionMode):
             inside = ops[call.begin : call.begin + len(call.ops)]
             are_skipped = all(op.is_skipped and not op.is_writer for op in inside)
             is_quiet = call.is_quiet and are_skipped and read.isdisjoint(range(call.first, call.made))
-            found.append(call._replace(is_quiet=is_quiet))
+            found.append(FunctionCall(call.func, is_quiet, *call[2:]))
         return tuple(found) if any(call.is_quiet and call.ops for call in found) else ()
 
 
