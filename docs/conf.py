@@ -32,7 +32,7 @@ _attribute_lines: dict[str, list[str]] = {}
 
 
 def note_attribute(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Note an attribute's docstring before napoleon reads it, which takes "Rows in order: the model first" for a type and a text."""
+    """Note an attribute's docstring ahead of napoleon, which takes "Rows in order: the model first" for a type and a text."""
     if what in ("attribute", "property"):
         _attribute_lines[name] = list(lines)
 

@@ -66,7 +66,7 @@ WAYS: Mapping[str, Way] = {
         marker="s",
         setting=lambda which: f"keep {100 * _number_in(which):.0f} %",
         label="memkit Rematerialize\n(recompute the cheapest)",
-        label_place=(9.6, 0.36),
+        label_place=(9.6, 0.41),
     ),
     "memkit CPUOffload": Way(
         is_of=lambda which: which.startswith("CPUOffload"),
@@ -157,7 +157,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "memkit"
-    figure = Figure(figsize=(10, 6.2), layout="constrained")
+    figure = Figure(figsize=(9.4, 6.0), layout="constrained")
     axes = figure.subplots()
     plain, *others = points
     axes.set_yscale("log")
