@@ -121,6 +121,6 @@ def note_no_room(error: BaseException, what: str, name: str) -> None:
     """Say on the allocator's error what was to come back from the host, and by which context."""
     note_on(
         error,
-        f"memkit: no room on the device for {what} that {name} had moved to the host, also after all that was fetched ahead "
-        "was dropped. Use a higher offload_ratio.",
+        f"memkit: no room on the device for {what} that {name} had moved to the host, even after everything that was fetched "
+        "ahead was dropped. Use a higher offload_ratio.",
     )

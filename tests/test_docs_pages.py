@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import contextlib
 import fnmatch
 import functools
 import inspect
@@ -206,3 +207,39 @@ def test_reference_shows_attributes_with_their_texts_whole(tmp_path: Path) -> No
     assert "Rows in tree order: the model first" in text
     assert "Type: Rows in tree order" not in text
     assert "class memkit.profile.MemoryReport Where the memory" in text, "the constructor of a record is left out"
+
+
+_OF_OTHERS = {
+    "assign", "cache_enabled", "create_graph", "device_placement", "dtype", "enabled", "error_if_nonfinite", "fused",
+    "inplace", "is_grads_batched", "lr", "memory", "mmap", "reentrant", "use_cache", "use_reentrant", "vectorize",
+    "DTYPE", "KEY", "LimitMEMLOCK", "pin_memory", "T_max",
+}  # fmt: skip
+"""Arguments in the pages that are not memkit's."""
+
+
+def _arguments_of_memkit() -> set[str]:
+    promised = [getattr(memkit, name) for name in memkit.__all__]
+    public = [*promised, *vars(memkit.plan).values(), *vars(memkit.profile).values(), *vars(memkit.schedules).values()]
+    functions = [found for found in public if callable(found)]
+    methods = [found for kind in functions if isinstance(kind, type) for found in vars(kind).values() if callable(found)]
+    names = set[str]()
+    for function in (*functions, *methods):
+        with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
+            names |= inspect.signature(function).parameters.keys()
+    return names
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
+def test_arguments_on_pages_exist(page: Path) -> None:
+    codes = re.findall(r"`([^`\n]+)`", _without_code(page.read_text()))
+    named = {name for code in codes if not code.startswith("--") for name in re.findall(r"(?<![\w.-])([a-z]\w+)=", code)}
+
+    assert named - _arguments_of_memkit() - _OF_OTHERS == set()
+
+
+def test_page_on_streaming_names_the_three_ways_to_give_a_share() -> None:
+    (section,) = re.findall(r"^## Which share\n(.*?)^## ", (DOCS / "layer-offload.md").read_text(), re.MULTILINE | re.DOTALL)
+
+    named = re.findall(r"^- `(\w+)`", section, re.MULTILINE)
+    assert named == ["offload_ratio", "budget", "num_resident"]
+    assert set(named) <= inspect.signature(memkit.LayerOffload).parameters.keys()

@@ -177,7 +177,7 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
     if isinstance(model, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]  # it is there
         raise ValueError(
             f"attach needs a module that takes hooks; found {model.original_name} as torch.jit.script has compiled it. "
-            "Attach to a module that has it inside, or put the context around its calls by `with`"
+            "Attach to a module that contains it, or put its calls inside `with context:`"
         )
     for owner in attached_to(model):
         if isinstance(owner, Attachment) and type(owner.context) is type(context):

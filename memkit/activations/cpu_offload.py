@@ -132,7 +132,7 @@ class CPUOffload(ForwardContext):
         if last is not None:
             refuse_in_budget(self._title)
             raise ValueError(
-                f"{self._title} was entered inside a {last.name}, which would see no saved tensor any more. "
+                f"{self._title} was entered inside a {last.name}, which would then see no saved tensors. "
                 "Put CPUOffload around it: then what Rematerialize keeps may be offloaded"
             )
         if is_on:

@@ -53,6 +53,7 @@ class SavedTensorStats:
     peak_allocated_bytes: int | None
     """The allocator's peak since it was last reset; None without an allocator that counts."""
     peak_reserved_bytes: int | None
+    """The most that the allocator held from the device since its peak was last reset; None without an allocator that counts."""
 
     ratios: tuple[float, ...] = _of_offload(())
     """The ratio asked for in each iteration (the last 10,000)."""
@@ -73,7 +74,9 @@ class SavedTensorStats:
     wasted_bytes: int = _of_offload()
     """What was copied out though something else kept the storage alive, so that nothing was freed. From then on it stays."""
     num_copies_out: int = _of_offload()
+    """Storages copied to the host."""
     num_copies_in: int = _of_offload()
+    """Storages copied back."""
     stall_out_s: float = _of_offload(0.0)
     """Seconds in which the forward waited for copies to the host. On a device, read from events that are reached by now."""
     stall_in_s: float = _of_offload(0.0)
@@ -81,6 +84,7 @@ class SavedTensorStats:
     d2h_bytes_per_s: float | None = _of_offload(None)
     """Bytes copied to the host over the seconds in which that lane was copying; None if nothing was."""
     h2d_bytes_per_s: float | None = _of_offload(None)
+    """The same for copies back to the device."""
     host_in_use_bytes: int = _of_offload()
     """Host memory that holds saved tensors now."""
     host_peak_bytes: int = _of_offload()
@@ -109,17 +113,21 @@ class SavedTensorStats:
     """Seconds of the host that recording them took, estimated: their number times what a small op in a chain takes. What saving
     takes is left out."""
     num_saved: int = _of_remat()
+    """Distinct values that autograd saved, and that the context decides about."""
     saved_bytes: int = _of_remat()
+    """Their bytes."""
     num_kept: int = _of_remat()
     """Saved values that were not dropped."""
     num_dropped: int = _of_remat()
     """Saved values that were dropped in the forward or in the backward, each counted once."""
     dropped_bytes: int = _of_remat()
+    """Their bytes."""
     ledger_peak_bytes: int = _of_remat()
     """The most bytes of saved values and temporaries of replays that were on the device at once."""
     num_replays: int = _of_remat()
     """Requests of the backward that ran ops again, or a module as a whole."""
     num_replayed_ops: int = _of_remat()
+    """Ops that ran again in the backward."""
     estimated_replay_s: float = _of_remat(0.0)
     """What these ops took in the forward, or were thought to take."""
     measured_replay_s: float = _of_remat(0.0)

@@ -314,7 +314,7 @@ class LayerOffload(NotCopied):
         if self._is_closed:
             raise ValueError("this LayerOffload is closed; make a new one")
         if self._is_entered:
-            raise ValueError("this LayerOffload is entered already: one `with` is enough")
+            raise ValueError("this LayerOffload is already entered: one `with` is enough")
         self._is_entered = True
         return self
 
@@ -362,7 +362,7 @@ class LayerOffload(NotCopied):
             raise ValueError("this LayerOffload is closed: the weights are where they were, use them there")
         name = layer if isinstance(layer, str) else next((name for name, item in self._layers.items() if item is layer), None)
         if name not in self._layers:
-            raise ValueError(f"gather: {layer!r} is none of the layers ({', '.join(self._layers)})")
+            raise ValueError(f"gather: {layer!r} is not one of the layers ({', '.join(self._layers)})")
         chunk = next((chunk for chunk in self._chunks if chunk.name == name), None)
         self._forwards.end_interrupted()
         self._streams.rest()
