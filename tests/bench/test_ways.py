@@ -24,7 +24,7 @@ def test_picture_shows_what_the_page_tells() -> None:
     names = {draw_ways.name_of(point) for point in draw_ways.points_in(PAGE.read_text())}
 
     assert len(names) > 15
-    assert _drawn(PICTURE.read_text()) == names
+    assert _drawn(PICTURE.read_text()) == names, "the page has changed: draw the picture again with draw_ways.py"
 
 
 def test_every_way_is_in_the_picture() -> None:
