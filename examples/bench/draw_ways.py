@@ -1,6 +1,6 @@
 """Draw every way to save memory that was measured for ResNet-50: how much a step needs, and how much longer it takes.
 
-python examples/bench/draw_ways.py docs/benchmarks/budget_h200_2026-11.md docs/images/ways_resnet50.svg
+python examples/bench/draw_ways.py docs/benchmarks/budget_h200_2026-11.md docs/pictures/ways_resnet50.svg
 
 What is drawn is read from the tables of that page, so the picture says what the page says.
 """

@@ -11,7 +11,7 @@ from tests.bench.cases import bench_module
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "benchmarks" / "budget_h200_2026-11.md"
-PICTURE = ROOT / "docs" / "images" / "ways_resnet50.svg"
+PICTURE = ROOT / "docs" / "pictures" / "ways_resnet50.svg"
 
 draw_ways = bench_module("draw_ways")
 
