@@ -60,18 +60,18 @@ def attached_to(module: nn.Module) -> list[object]:
 
 
 def detach(model: nn.Module) -> None:
-    """Take off what `attach` and `LayerOffload` have set on a model or on modules in it, the newest first.
+    """Remove whatever `attach` and `LayerOffload` have attached to a model or to modules in it, the newest first.
 
-    It does what `remove()` of an `Attachment` and `close()` of a `LayerOffload` do, where the object is not at hand: in a
-    notebook whose cell ran twice, or after `memkit.LayerOffload(model, ...)` without a name for it.
+    It does what `remove()` of an `Attachment` and `close()` of a `LayerOffload` do, for when you don't have the object: in a
+    notebook whose cell ran twice, or after `memkit.LayerOffload(model, ...)` that was not assigned to a name.
 
     Args:
-        model: what was given to `attach` or `LayerOffload`, or a module that has it inside.
+        model: what was given to `attach` or `LayerOffload`, or a module that contains it.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: nothing is attached.
-        LayerOffloadError: a forward or a backward is going on.
+        LayerOffloadError: a forward or a backward is running.
 
     Example:
         >>> import torch, memkit

@@ -28,7 +28,7 @@ class MemkitError(Exception):
 
 
 class DeviceUnavailableError(MemkitError):
-    """Raised when a device is asked for that this machine does not have."""
+    """Raised when this machine does not have the requested device."""
 
 
 class ProfileError(MemkitError):
@@ -48,12 +48,12 @@ class PlanFormatError(MemkitError):
 
 
 class HostMemoryError(MemkitError):
-    """Raised when the system does not lock more host memory, or a limit on it is met. `CPUOffload` then leaves tensors on
-    the device. `LayerOffload` takes memory that is not locked, and raises only where there is none."""
+    """Raised when the system does not lock more host memory, or a limit on it is reached. `CPUOffload` then leaves tensors on
+    the device. `LayerOffload` uses memory that is not locked, and raises only if there is none."""
 
 
 class BudgetInfeasible(MemkitError):  # noqa: N818  # it names a fact, as in linear programming
-    """Raised when no plan keeps to a budget, or a step without a plan has not kept to it.
+    """Raised when no plan keeps to a budget, or a step without a plan did not keep to it.
 
     Attributes:
         smallest_bytes: the smallest budget that can be kept to; after a step without a plan, what that step took.
@@ -65,18 +65,17 @@ class BudgetInfeasible(MemkitError):  # noqa: N818  # it names a fact, as in lin
 
 
 class LayerOffloadError(MemkitError):
-    """Raised when the weights that `LayerOffload` streams were moved or cast by the caller or another library, or are used in a
-    way that it cannot keep exact."""
+    """Raised when weights that `LayerOffload` streams were moved or cast by the caller or another library, or are used in a way
+    that can't be kept exact."""
 
 
 class ReplayMismatchError(MemkitError):
-    """Raised when `Rematerialize` has run an op or a module again and it has made something else than in the forward, or cannot
-    run a module again, since something that it reads was written to."""
+    """Raised when an op or a module that `Rematerialize` ran again gave another result than in the forward, or when a module
+    can't run again because something that it reads was written to."""
 
 
 class MissingTorchNameError(MemkitError):
-    """Raised when torch, newer than this memkit, does not have a private name that a feature needs. All that needs none of it
-    goes on.
+    """Raised when torch, newer than this memkit, lacks a private name that a feature needs. Everything else goes on working.
 
     Attributes:
         symbol: the name.
@@ -121,6 +120,6 @@ def note_no_room(error: BaseException, what: str, name: str) -> None:
     """Say on the allocator's error what was to come back from the host, and by which context."""
     note_on(
         error,
-        f"memkit: no room on the device for {what} that {name} had moved to the host, also after all that was fetched ahead "
-        "was dropped. Use a higher offload_ratio.",
+        f"memkit: no room on the device for {what} that {name} had moved to the host, even after everything that was fetched "
+        "ahead was dropped. Use a higher offload_ratio.",
     )

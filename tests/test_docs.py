@@ -59,8 +59,8 @@ def test_page_on_layer_offload_shows_the_plan_that_is_made(capsys: pytest.Captur
     assert _blocks(page, "text")[0] in capsys.readouterr().out
 
 
-def test_page_on_layer_offload_shows_the_report_that_is_made(capsys: pytest.CaptureFixture[str]) -> None:
-    page = ROOT / "docs" / "layer-offload.md"
+def test_page_on_streaming_in_depth_shows_the_report_that_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "layer-offload-details.md"
     blocks, names = _blocks(page, "python"), dict[str, object]()
     report = next(block for block in _blocks(page, "text") if block.startswith("Model on meta"))
 
@@ -70,8 +70,8 @@ def test_page_on_layer_offload_shows_the_report_that_is_made(capsys: pytest.Capt
     assert re.sub(r"torch \S+", "torch", report) in re.sub(r"torch \S+", "torch", capsys.readouterr().out)
 
 
-def test_page_on_layer_offload_draws_the_schedule_that_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = ROOT / "docs" / "layer-offload.md"
+def test_page_on_streaming_in_depth_draws_the_schedule_that_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "layer-offload-details.md"
     table = next(block for block in _blocks(page, "text") if block.startswith("time"))
     rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()[2:]]
     names: dict[str, Any] = {}

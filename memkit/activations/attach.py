@@ -40,7 +40,7 @@ def _end(leave: Callable[..., None], note: str, ending: Ending) -> None:
 class Attachment:
     """What `attach` returns: a context that is on whenever the module runs, until `remove()`.
 
-    It stays with this module: one that is copied (`copy.deepcopy`), or saved and loaded (`torch.save`, `pickle`), runs without
+    It belongs to this module: a copy (`copy.deepcopy`), or one that was saved and loaded (`torch.save`, `pickle`), runs without
     the context until `attach` is called for it.
     """
 
@@ -136,16 +136,16 @@ def _attached_to_nothing() -> Attachment:
 
 
 def attach(model: nn.Module, context: ForwardContext) -> Attachment:
-    """Have a context around each forward of a module, without a change to the training loop.
+    """Put a context around each forward of a module, without changing the training loop.
 
-    A `CPUOffload` and a `Rematerialize` may be attached to one module, in any order: the `CPUOffload` is entered first, as
-    `with memkit.CPUOffload(...), memkit.Rematerialize(...):` would, and what the other keeps may leave. On two modules of which
-    one is in the other, attach the `CPUOffload` to the outer one.
+    A `CPUOffload` and a `Rematerialize` can be attached to the same module, in any order: the `CPUOffload` is entered first, as
+    in `with memkit.CPUOffload(...), memkit.Rematerialize(...):`, and what the other keeps may move. If one module is inside the
+    other, attach the `CPUOffload` to the outer one.
 
-    Since `CPUOffload` knows the module then, it knows which storages are parameters, buffers and inputs before the first
-    iteration. A report under its tag that was made of another model is not used, with a warning. Another warning says if an
-    optimizer steps the module though it was never called itself, as a LightningModule, whose `training_step` calls the modules
-    in it: attach to these.
+    An attached `CPUOffload` knows the module, and so which storages are parameters, buffers and inputs, before the first
+    iteration. If the report under its tag was made of another model, it is not used, and a warning says so. Another warning
+    says if an optimizer steps the module although it was never called itself. That happens with a LightningModule, whose
+    `training_step` calls the modules inside it: attach to these.
 
     Args:
         model: whose forward to put it around; a part of a model will do. It is left as it is; hooks are registered on it,
@@ -177,7 +177,7 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
     if isinstance(model, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]  # it is there
         raise ValueError(
             f"attach needs a module that takes hooks; found {model.original_name} as torch.jit.script has compiled it. "
-            "Attach to a module that has it inside, or put the context around its calls by `with`"
+            "Attach to a module that contains it, or put its calls inside `with context:`"
         )
     for owner in attached_to(model):
         if isinstance(owner, Attachment) and type(owner.context) is type(context):

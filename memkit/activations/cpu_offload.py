@@ -34,25 +34,25 @@ Ratio = float | str | Callable[..., float]
 
 
 class CPUOffload(ForwardContext):
-    """Move a share of what autograd saves in this context to pinned host memory, and have it back when the backward asks.
+    """Move a share of what autograd saves in this context to pinned host memory, and bring it back when the backward asks.
 
     Gradients are those of the plain run, bit for bit. Copies run beside the computation, on streams of their own. The storages
-    saved earliest leave: they are needed last. On CPU tensors the context does nothing, and says so once.
+    that are saved first move: they are needed last. On CPU tensors the context does nothing, and says so once.
 
     Everything that is learned from one iteration to the next (the order of saves and of the backward, the host memory) is kept
-    under the tag, so to make a new context for each iteration is cheap. The same object may be entered again, but not twice at
-    once. Of nested contexts the innermost decides. With grad mode off it does nothing.
+    under the tag, so making a new context for each iteration is cheap. The same object can be entered again, but not twice at
+    once. If contexts are nested, the innermost decides. With grad mode off it does nothing.
 
     Args:
-        offload_ratio: share of the bytes of distinct saved storages that leaves, 0 to 1; or a schedule, called at each entry as
-            `ratio(iteration, last_peak_bytes)` or `ratio(iteration)` (see `memkit.schedules`; to know the peak of an iteration,
-            the allocator's peak is reset at each entry); or "auto", the most that hides behind the computation, by the times in
-            a report under the tag.
-        tag: which memory to use: one per model, or per kind of step.
+        offload_ratio: the share of the bytes of distinct saved storages that moves, 0 to 1; or a schedule, called at each entry
+            as `ratio(iteration, last_peak_bytes)` or `ratio(iteration)` (see `memkit.schedules`; to know the peak of an
+            iteration, the allocator's peak is reset at each entry); or "auto", the most that hides behind the computation,
+            judging by the times in a report under the tag.
+        tag: the name under which it remembers: one per model, or per kind of step.
         min_bytes: storages smaller than this stay. Here and below: a number of bytes, or text such as "1MiB".
         window_bytes: bytes of saved tensors that the device may hold beside what the ratio keeps; by default twice the largest
-            saved storage. Smaller saves memory, larger overlaps better.
-        host_limit_bytes: most bytes of host memory to use; what does not fit stays on the device, with one warning.
+            saved storage. Smaller values save memory, larger ones overlap better.
+        host_limit_bytes: the most host memory to use; what doesn't fit stays on the device, with one warning.
         profile: a report to plan the first iteration by, instead of the one that `profile_memory` filed under the tag.
         device: where to offload from, such as "cuda:1"; by default every CUDA device that holds saved tensors.
 
@@ -132,7 +132,7 @@ class CPUOffload(ForwardContext):
         if last is not None:
             refuse_in_budget(self._title)
             raise ValueError(
-                f"{self._title} was entered inside a {last.name}, which would see no saved tensor any more. "
+                f"{self._title} was entered inside a {last.name}, which would then see no saved tensors. "
                 "Put CPUOffload around it: then what Rematerialize keeps may be offloaded"
             )
         if is_on:

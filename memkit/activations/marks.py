@@ -35,35 +35,35 @@ def _mark_in(tensor: Tensor, action: Action, stages: Sequence[Stage]) -> None:
 
 
 def keep(tensor: Tensor) -> Tensor:
-    """Return the tensor, and have the contexts around keep it on the device if it is saved. Without one, nothing happens.
+    """Return the tensor, marked: the contexts around keep it on the device if it is saved. Outside of one, nothing happens.
 
-    What is meant is all that is in the tensor's storage now; what is written there later is another value. The word counts for
-    this forward. What is no range of bytes, such as a sparse tensor, always stays.
+    The mark is for everything in the tensor's storage as it is now; what is written there later is another value. It holds for
+    this forward. Tensors that are not one range of bytes, such as sparse ones, always stay.
 
     Raises:
-        TypeError: it is no tensor.
+        TypeError: it is not a tensor.
     """
     return _mark(tensor, Action.KEEP, "keep")
 
 
 def offload(tensor: Tensor) -> Tensor:
-    """Return the tensor, and have the context around move it to host memory when it is saved, whatever the ratio or the budget.
-    Without one around, or on the CPU, nothing happens. See `keep` for what is meant, and how long the word counts.
+    """Return the tensor, marked: the context around moves it to host memory when it is saved, whatever the ratio or the budget.
+    Outside of one, or on the CPU, nothing happens. See `keep` for what the mark covers, and for how long.
 
     Raises:
-        TypeError: it is no tensor.
+        TypeError: it is not a tensor.
     """
     return _mark(tensor, Action.OFFLOAD, "offload")
 
 
 def recompute(tensor: Tensor) -> Tensor:
-    """Return the tensor, and have the context around drop it when it is saved, whatever the ratio or the budget, and make it
-    again. Without one around, nothing happens. See `keep` for what is meant, and how long the word counts.
+    """Return the tensor, marked: the context around drops it when it is saved, whatever the ratio or the budget, and recomputes
+    it. Outside of one, nothing happens. See `keep` for what the mark covers, and for how long.
 
-    Where that is a `CPUOffload` alone, which records no ops, the word counts from the next forward on: then its forwards are
-    recorded as under a `Rematerialize` inside of it that drops nothing else.
+    A `CPUOffload` alone records no ops, so there the mark takes effect from the next forward on: its forwards are then recorded
+    as under a `Rematerialize` inside it that drops nothing else.
 
     Raises:
-        TypeError: it is no tensor.
+        TypeError: it is not a tensor.
     """
     return _mark(tensor, Action.RECOMPUTE, "recompute")

@@ -50,32 +50,32 @@ _OF_COPIES = (*Counts().figures_of_copies(), "host_in_use_bytes", "host_peak_byt
 
 
 class MemoryBudget(RecordedContext):
-    """Keep a training step to a budget of the device: parameters, gradients, optimizer states, activations and temporaries.
+    """Keep a training step within a budget for the device: parameters, gradients, optimizer states, activations, temporaries.
 
-    Around the forward. What autograd saves in it stays on the device, leaves for host memory and comes back while the backward
-    goes on, or is made again when the backward asks for it: whichever mix is thought to be fastest. Gradients are those of the
-    plain run, bit for bit, wherever its ops are deterministic.
+    Put it around the forward and the loss. What autograd saves inside stays on the device, moves to host memory and comes back
+    during the backward, or is recomputed when the backward asks for it, in whichever mix is expected to be fastest. Gradients
+    are those of the plain run, bit for bit, wherever its ops are deterministic.
 
-    The first two steps under a tag are held to the budget as they go, by recomputing, and by moving what cannot be made again.
-    A module that it is attached to runs without data ahead of the first. The second step is measured: what each op takes, and
-    the device's bytes at each op of the forward and between the requests of the backward. Then a plan is made, once for each
-    sequence of ops, which takes up to some seconds, and followed from then on. If a step takes more than the budget, the plan
-    is made again, at most three times. Where all fits, nothing is moved and nothing is recomputed.
+    The first two steps under a tag are held to the budget as they go, by recomputing, and by moving what can't be recomputed. A
+    module that it is attached to runs without data before the first. The second step is measured: what each op takes, and the
+    bytes on the device at each op of the forward and between the requests of the backward. Then a plan is made, once for each
+    sequence of ops, which takes a few seconds at most, and is followed from then on. If a step takes more than the budget, the
+    plan is made again, at most three times. If everything fits, nothing is moved and nothing is recomputed.
 
     Args:
-        budget: the most bytes that this process allocates on the device at once: text such as "12GiB", an int of bytes, or a
-            share of what the plain step takes at its peak, a float above 0 and at most 1.
-        tag: which memory to use: one per model, or per kind of step.
-        optimizer: whose states are left free for until its first step has made them. Without it, 8 bytes are for each element
-            of a trainable parameter, until one of them was changed.
+        budget: the device budget, the most bytes that this process allocates on the device at once: text such as "12GiB", an
+            int of bytes, or a share of the plain step's peak, a float above 0 and at most 1.
+        tag: the name under which it remembers: one per model, or per kind of step.
+        optimizer: room is left for its states until its first step has made them. Without it, 8 bytes are assumed for each
+            element of a trainable parameter, until one of them was changed.
         limit: "allocated", what tensors take, or "reserved", what the allocator has taken from the device for them, which is
             what the system shows.
-        plan: a plan to follow instead, as `MemoryBudget.plan` is, for a step that does the same.
+        plan: a plan to follow instead, such as `MemoryBudget.plan` of a run that does the same.
         min_bytes: storages smaller than this stay: bytes, or text such as "1MiB".
-        strict: raise when the budget cannot be kept to, instead of a warning.
-        device: whose memory it is, such as "cuda:1"; by default the first device that saves any.
+        strict: raise if the budget can't be kept to, instead of warning.
+        device: whose memory it is, such as "cuda:1"; by default the first device that saves anything.
         pure_ops: see `Rematerialize`.
-        look_ahead: whether a module that it is attached to runs without data, with its hooks, ahead of its first step. False
+        look_ahead: whether a module that it is attached to runs without data, with its hooks, before its first step. Pass False
             for one that keeps tensors in a global cache.
 
     Raises:
@@ -83,7 +83,8 @@ class MemoryBudget(RecordedContext):
         ValueError: an argument is out of range or can be read in two ways; the budget is more than the device has; the plan is
             for another step; the object is entered twice at once, or with another context around it, or inside a function that
             `torch.utils.checkpoint` is checkpointing.
-        BudgetInfeasible: with `strict`, no plan keeps to the budget. It names the least one, and what is there where most is.
+        BudgetInfeasible: with `strict`, no plan keeps to the budget. It names the least one, and what is on the device at the
+            fullest moment.
 
     Example:
         >>> import torch, memkit

@@ -32,46 +32,45 @@ _POLICIES = ("plan", "ops", "dtr")
 
 
 class Rematerialize(RecordedContext):
-    """Hold what autograd saves in this context to a budget: drop what is cheap to make again, and do so in the backward.
+    """Limit what autograd saves in this context: drop what is cheap to recompute, and recompute it in the backward.
 
-    Gradients are those of the plain run, bit for bit, wherever its ops are deterministic. No module needs a mark: the ops of
-    the forward are recorded, and the ones that lead to a dropped tensor are run again when the backward asks for it. Nothing
-    that the forward did beside that happens twice: running statistics, random number generators and buffers are as in the
-    plain run.
+    Gradients are those of the plain run, bit for bit, wherever its ops are deterministic. No module has to be marked: the ops
+    of the forward are recorded, and those that lead to a dropped tensor run again when the backward asks for it. Side effects
+    don't happen twice: running statistics, random number generators and buffers are as in the plain run.
 
-    The first step under a tag is held to the budget as it goes, by the score of dynamic tensor rematerialization; from the
-    second on a plan is followed, which is made once for each sequence of ops. A step that goes another way is carried by the
-    score again. From the fourth step on nothing is recorded where nothing is dropped, or where calls of modules are recomputed
-    as a whole, which costs the host less.
+    The first step under a tag is held to the budget as it goes, by the score of dynamic tensor rematerialization. From the
+    second on a plan is followed, which is made once for each sequence of ops. The score takes over again in a step that goes
+    another way. From the fourth step on nothing is recorded if nothing is dropped, or if calls of modules are recomputed as a
+    whole, which costs the host less.
 
     Args:
-        budget: what saved tensors and the temporaries of replays may take on the device: bytes, text such as "8GiB", or the
-            share of the saved bytes that stays, a float above 0 and at most 1. What the plain run saves beside that
-            (parameters, inputs, storages under `min_bytes`) does not count. It may be exceeded by what one op makes.
-        tag: which memory to use: one per model, or per kind of step.
-        policy: "plan"; "ops" for plans that run single ops again, and never the Python of a module; or "dtr" to let the score
-            decide in every step. The latter two record each step.
-        plan: a plan to follow instead, as `Rematerialize.plan` is and `Plan.with_action` edits.
-        score: how the next to be dropped is chosen.
+        budget: the saved-tensor budget, what saved tensors and the temporaries of replays may take on the device: bytes, text
+            such as "8GiB", or the share of the saved bytes that stays, a float above 0 and at most 1. What else the plain run
+            saves (parameters, inputs, storages under `min_bytes`) does not count. The output of one op may exceed it.
+        tag: the name under which it remembers: one per model, or per kind of step.
+        policy: "plan"; "ops" for plans that run only single ops again, and never the Python of a module; or "dtr" to let the
+            score decide in every step. The latter two record each step.
+        plan: a plan to follow instead, such as `Rematerialize.plan`, or what `Plan.with_action` makes of it.
+        score: how the next tensor to drop is chosen.
         min_bytes: storages smaller than this stay: bytes, or text such as "1MiB".
-        strict: raise when the budget cannot be kept to, instead of a warning. With a plan that is known at the entry, or where
-            another forward begins in the same context. A forward that was carried by the score is judged when the next begins:
-            by whether the ledger's peak was above the budget by more than the most that one op made. If the budget can only be
-            kept to by recomputing calls of modules as a whole, nothing is raised: the steps ahead of the fourth may exceed it.
-        verify: compare everything that is made again with what it was, which is copied to host memory, and raise at the first
-            difference. Slow: to find out why a gradient is off.
-        device: where to drop tensors, such as "cuda:1"; by default the first device that saves any.
-        pure_ops: ops that may be run again, beside those of PyTorch and torchvision: the op (`torch.ops.mylib.myop`, or what
-            `torch.library.custom_op` returns), its name (`"mylib::myop"`), or `"mylib::*"` for all of a library. To name an op
-            is to say that it only computes: it has no effect, reads nothing but its arguments, and draws from no random number
-            generator but the default one of its first tensor's device. What any other op makes is kept.
+        strict: raise if the budget can't be kept to, instead of warning: at the entry if the plan is known there, or when
+            another forward begins in the same context. A forward that the score carried is judged when the next begins, by
+            whether its peak was above the budget by more than the largest output of one op. If only whole calls of modules can
+            keep to the budget, nothing is raised: the steps before the fourth may exceed it.
+        verify: compare everything that is recomputed with a copy of the original in host memory, and raise at the first
+            difference. This is slow; use it to find out why a gradient is off.
+        device: where to drop tensors, such as "cuda:1"; by default the first device that saves anything.
+        pure_ops: ops that may run again, beside those of PyTorch and torchvision: the op (`torch.ops.mylib.myop`, or what
+            `torch.library.custom_op` returns), its name (`"mylib::myop"`), or `"mylib::*"` for a whole library. By naming an op
+            you promise that it only computes: it has no side effects, reads only its arguments, and uses no random number
+            generator but the default one of its first tensor's device. The outputs of all other ops are kept.
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: an argument is out of range, `pure_ops` has what is no name of an op, or names one of PyTorch's; the object
-            is entered twice at once, or it is entered in another `Rematerialize`, or inside a function that
+        ValueError: an argument is out of range, `pure_ops` has something that isn't the name of an op, or one of PyTorch's; the
+            object is entered twice at once, or inside another `Rematerialize`, or inside a function that
             `torch.utils.checkpoint` is checkpointing.
-        BudgetInfeasible: with `strict`, no plan keeps to the budget, or the last step, which followed none, has not.
+        BudgetInfeasible: with `strict`, no plan keeps to the budget, or the last step, which followed none, did not.
 
     Example:
         >>> import torch, memkit

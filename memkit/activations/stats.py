@@ -35,9 +35,9 @@ def _of_budget(default: Any = 0) -> Any:
 class SavedTensorStats:
     """What memkit's contexts did under one tag with what autograd saved. Unless said otherwise, in the last iteration.
 
-    What no context under the tag does is 0 or None. Only what may be moved or dropped at all is counted from `unique_bytes` and
-    `num_saved` on: distinct storages on the device of at least `min_bytes`, without parameters, their casts, and what is known
-    to be held by others; for `Rematerialize`, those that ops in the context made.
+    Figures of something that no context under the tag does are 0 or None. From `unique_bytes` and `num_saved` on, they count
+    only what can be moved or dropped: distinct storages on the device of at least `min_bytes`, without parameters, their casts,
+    and what is known to be held by others; for `Rematerialize`, only outputs of ops inside the context.
     """
 
     tag: str
@@ -53,6 +53,7 @@ class SavedTensorStats:
     peak_allocated_bytes: int | None
     """The allocator's peak since it was last reset; None without an allocator that counts."""
     peak_reserved_bytes: int | None
+    """The most that the allocator held from the device since its peak was last reset; None without an allocator that counts."""
 
     ratios: tuple[float, ...] = _of_offload(())
     """The ratio asked for in each iteration (the last 10,000)."""
@@ -71,9 +72,11 @@ class SavedTensorStats:
     served_bytes: int = _of_offload()
     """What left but was still on the device when it was needed, and so was not copied back."""
     wasted_bytes: int = _of_offload()
-    """What was copied out though something else kept the storage alive, so that nothing was freed. From then on it stays."""
+    """What was copied out although something else kept the storage alive, so that nothing was freed. From then on it stays."""
     num_copies_out: int = _of_offload()
+    """Storages copied to the host."""
     num_copies_in: int = _of_offload()
+    """Storages copied back."""
     stall_out_s: float = _of_offload(0.0)
     """Seconds in which the forward waited for copies to the host. On a device, read from events that are reached by now."""
     stall_in_s: float = _of_offload(0.0)
@@ -81,6 +84,7 @@ class SavedTensorStats:
     d2h_bytes_per_s: float | None = _of_offload(None)
     """Bytes copied to the host over the seconds in which that lane was copying; None if nothing was."""
     h2d_bytes_per_s: float | None = _of_offload(None)
+    """The same for copies back to the device."""
     host_in_use_bytes: int = _of_offload()
     """Host memory that holds saved tensors now."""
     host_peak_bytes: int = _of_offload()
@@ -92,51 +96,55 @@ class SavedTensorStats:
     peak_live_bytes: int = _of_offload()
     """The most bytes of records of `CPUOffload` that were on the device at once."""
     hint: str = _of_offload("")
-    """What would help, if anything is known to."""
+    """Advice, if something is known to help."""
 
     num_deviations: int = _of_remat()
-    """Forwards that went another way than was planned, since the tag was new or reset."""
+    """Forwards that turned out differently than planned, since the tag was new or reset."""
     budget_bytes: int | None = _of_remat(None)
     """The budget in bytes; None if there is no bound."""
     follows_plan: bool = _of_remat(False)
     """Whether the iteration has followed a plan to its end, or was carried by the score."""
     is_recorded: bool = _of_remat(False)
-    """Whether the ops of the iteration were recorded. Where they are not, since nothing is dropped or calls of modules are
-    recomputed as a whole, what is said of saves, drops, ops and peaks is what the recorded ones and the plan say."""
+    """Whether the ops of the iteration were recorded. If not, because nothing is dropped or calls of modules are
+    recomputed as a whole, figures of saves, drops, ops and peaks are those of the recorded ones and of the plan."""
     num_ops: int = _of_remat()
     """Ops that were seen in the forward."""
     recorder_s: float = _of_remat(0.0)
-    """Seconds of the host that recording them took, estimated: their number times what a small op in a chain takes. What saving
-    takes is left out."""
+    """Estimated seconds of the host for recording them: their number times what a small op in a chain takes, without the time
+    for saving."""
     num_saved: int = _of_remat()
+    """Distinct values that autograd saved, and that the context decides about."""
     saved_bytes: int = _of_remat()
+    """Their bytes."""
     num_kept: int = _of_remat()
     """Saved values that were not dropped."""
     num_dropped: int = _of_remat()
     """Saved values that were dropped in the forward or in the backward, each counted once."""
     dropped_bytes: int = _of_remat()
+    """Their bytes."""
     ledger_peak_bytes: int = _of_remat()
     """The most bytes of saved values and temporaries of replays that were on the device at once."""
     num_replays: int = _of_remat()
     """Requests of the backward that ran ops again, or a module as a whole."""
     num_replayed_ops: int = _of_remat()
+    """Ops that ran again in the backward."""
     estimated_replay_s: float = _of_remat(0.0)
     """What these ops took in the forward, or were thought to take."""
     measured_replay_s: float = _of_remat(0.0)
     """What they took: on a device read from events, as far as they are reached."""
 
     predicted_peak_bytes: int | None = _of_budget(None)
-    """What the plan says that the step takes on the device at most; None before there is one."""
+    """The step's peak on the device by the plan; None before there is one."""
     step_peak_bytes: int | None = _of_budget(None)
-    """What the last step took that was looked at: those that follow a new plan are."""
+    """The peak of the last step that was checked. The first steps of a new plan are."""
     predicted_s: float | None = _of_budget(None)
-    """What the plan says that the step takes, from the entry to the end of the backward."""
+    """Seconds that the step takes by the plan, from the entry to the end of the backward."""
     step_s: float | None = _of_budget(None)
-    """What the last one took that is over by now."""
+    """Seconds that the last finished step took."""
     plain_s: float | None = _of_budget(None)
-    """What the step would take with nothing moved and nothing recomputed, as far as is known."""
+    """Seconds that the step would take with nothing moved and nothing recomputed, as far as is known."""
     min_budget_bytes: int | None = _of_budget(None)
-    """The least budget that a plan was found for."""
+    """The smallest budget that a plan was found for."""
     num_plans: int = _of_budget()
     """How many plans were made since the tag was new or reset."""
 

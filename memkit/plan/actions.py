@@ -38,10 +38,13 @@ class PlannedSave:
     index: int
     """Its place among the distinct ones, in the order of first saves."""
     num_bytes: int
+    """Bytes of the storage."""
     action: Action
+    """What is done with it."""
     cost_s: float = 0.0
     """What it takes to run its op, and the ops between it and what is kept, again; 0 where its op was not recorded."""
     reason: str
+    """Why, in words."""
     is_held: bool = False
     """Whether something else keeps it alive: to move it would free nothing, and no total counts it."""
     value: int = -1
@@ -76,7 +79,9 @@ class Plan:
     predicted_peak_bytes: int
     """The most bytes of saved storages and replay temporaries at once."""
     predicted_replay_s: float = 0.0
+    """Seconds that the ops that run again are expected to take."""
     num_replayed_ops: int = 0
+    """Ops that run again in the backward."""
     retained: frozenset[int] = frozenset()
     """Values that are held on purpose, because something is made from them: roots, and others that autograd did not save."""
     _bytes: Mapping[Action, int] = field(init=False, repr=False, compare=False)

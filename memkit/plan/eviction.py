@@ -22,16 +22,16 @@ class DTRScore:
 
         score = (own cost + cost of missing ancestors) / (bytes * distance)
 
-    The value with the lowest score goes. MegEngine adds the free bytes beside a value to its bytes: PyTorch does not tell where
-    its allocator has put what, see `docs/rematerialize.md`. Source: arXiv 2006.09616, section 4; MegEngine 1.4.
+    The value with the lowest score goes. MegEngine adds the free bytes next to a value to its bytes; PyTorch doesn't tell
+    where its allocator has put what, see `docs/rematerialize-details.md`. Source: arXiv 2006.09616, section 4; MegEngine 1.4.
 
     Args:
-        distance: "next_use", how many requests of the backward away the next use is, in the order that is known or else in the
-            reverse of the forward; or "staleness", as in the paper, how many saves and requests ago the last use was.
-        max_replays: after so many replays in one step a value stays, against thrashing.
+        distance: "next_use", how many requests of the backward away the next use is, in the known order or else in the reverse
+            of the forward; or "staleness", as in the paper, how many saves and requests ago the last use was.
+        max_replays: after this many replays in one step a value stays, to avoid thrashing.
 
     Raises:
-        ValueError: the distance is neither of them, or a value may not even be made again once.
+        ValueError: the distance is neither of them, or `max_replays` is below 1.
     """
 
     distance: str = "next_use"

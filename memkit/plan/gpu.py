@@ -30,17 +30,22 @@ class GpuSpec:
     """
 
     name: str
+    """As in `--gpu NAME`, or what the device calls itself."""
     memory_bytes: int
+    """What a process can use of its memory."""
     bytes_per_s: float
     """Of its own memory, read or written."""
     flops_per_s: Mapping[str, float]
     """For each dtype, of matrix products: dense, and with TF32 for float32 where the GPU has it (as PyTorch computes
     convolutions, and matrix products once `torch.set_float32_matmul_precision("high")` says so)."""
     d2h_bytes_per_s: float
+    """Of the link, from the device to the host."""
     h2d_bytes_per_s: float
+    """Of the link, from the host to the device."""
     both_bytes_per_s: float
     """Each way, while both go on. No plan goes by it yet: in a step nothing comes back before all has left."""
     copy_latency_s: float = 15e-6
+    """What a copy takes beside its bytes."""
     launch_s: float = 4e-6
     """The least that an op takes."""
     factors: Mapping[str, float] = field(default_factory=dict)

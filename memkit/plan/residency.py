@@ -37,9 +37,13 @@ class PlannedLayer:
 
     name: str
     residency: LayerResidency
+    """Whether it streams or stays on the device."""
     num_bytes: int
+    """Bytes of its weights that stream, or would."""
     forward_s: float | None
+    """Seconds that its forward takes to compute; None if not measured."""
     backward_s: float | None
+    """Seconds that its backward takes to compute; None if not measured."""
     transfer_s: float | None
     """What one copy to the device takes, or would take; None if the speed of the link is not known."""
     stall_s: float | None

@@ -91,6 +91,7 @@ class StepTrace:
     """All ops that compute or make anything, also those that make nothing that is saved: of the forward and the loss, then of
     the backward. What returns a view is none."""
     num_forward_ops: int
+    """How many of `ops` belong to the forward and the loss."""
     step: Step
     """Which op made which value, what is saved, and when it is asked for. Its ops take no seconds."""
     op_places: tuple[int, ...]
@@ -108,6 +109,7 @@ class StepTrace:
     trainable_numel: int
     """Elements of the parameters that require grad."""
     trainable_bytes: int
+    """Their bytes."""
     names: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """For values that an op makes, the op and the module."""
     modules: tuple[ModuleOps, ...] = ()

@@ -137,9 +137,9 @@ class Replay:
         for value in self.recording.lineage.outs[op]:
             if value in originals and not torch.equal(byte_view(self.made[value]).cpu(), originals[value]):
                 raise ReplayMismatchError(
-                    f"{self.name_of(value)} has made something else than in the forward when it was run again (value {value} "
-                    "of the step). Is it deterministic, and is all that writes to its inputs a torch op? If not, mark what it "
-                    "makes with memkit.keep."
+                    f"{self.name_of(value)} gave another result than in the forward when it ran again (value {value} of the "
+                    "step). Is it deterministic, and is everything that writes to its inputs a torch op? If not, mark its "
+                    "output with memkit.keep."
                 )
 
     def name_of(self, value: int) -> str:

@@ -178,8 +178,8 @@ class Accumulation(ABC):
             return
         if made.requires_grad:
             raise LayerOffloadError(
-                f'"{streamed.name}" streams, and its gradient was asked for with create_graph=True, which what is made of it '
-                "cannot have. Use torch.autograd.grad, or leave this layer on the device"
+                f'"{streamed.name}" streams, and its gradient was asked for with create_graph=True, which streamed weights '
+                "do not support. Use torch.autograd.grad, or leave this layer on the device"
             )
         part = known.parts.get(task)
         known.parts[task] = made if part is None else sum_of(part, made)

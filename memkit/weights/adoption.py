@@ -54,7 +54,7 @@ def refuse_tied(adopted: StreamedParameter, chunks: Iterable[LayerChunk]) -> Non
     for other in (item for chunk in chunks for item in chunk.parameters):
         if other is not adopted and other.parameter is adopted.parameter:
             raise LayerOffloadError(
-                f'"{adopted.name}" and "{other.name}" have come to be one parameter while they stream. Call '
+                f'"{adopted.name}" and "{other.name}" have become one parameter while they stream. Call '
                 "offload.close() first, tie them, and make a new LayerOffload: what is tied then stays on the device"
             )
 
@@ -82,12 +82,12 @@ def _is_replaced(streamed: StreamedParameter) -> bool:
         raise LayerOffloadError(f'"{streamed.name}" is gone from its module while LayerOffload streams it. {_ADVICE}')
     if not isinstance(found, nn.Parameter):
         raise LayerOffloadError(
-            f'"{streamed.name}" streams, and is a {type(found).__name__} that is no parameter now: was the model called by '
+            f'"{streamed.name}" streams, and is now a {type(found).__name__}, not a parameter: was the model called by '
             "torch.func.functional_call? That cannot run with weights that stream"
         )
     if streamed.wrappers and found.requires_grad:
         raise LayerOffloadError(
-            f'"{streamed.name}" has come to require grad while it streams. A {type(found).__name__} wraps tensors, and '
+            f'"{streamed.name}" now requires grad, and it streams. A {type(found).__name__} wraps tensors, and '
             "streams as a frozen one. Set this before LayerOffload is made: it then stays on the device"
         )
     if any(part.host_copy.data_ptr() != part.address for part in streamed.parts):

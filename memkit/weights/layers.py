@@ -43,48 +43,47 @@ from memkit.weights.timing import StepTimes, StepTiming
 
 
 class LayerOffload(NotCopied):
-    """Keep a share of a model's layers in host memory, and stream their weights to the device just ahead of use.
+    """Keep a share of a model's layers in host memory, and stream their weights to the device just before they are needed.
 
-    Evenly spaced layers stream through a few slots, forward and backward; the others stay on the device. What autograd saves of
-    streamed weights is a reference to the layer, not its bytes, so that gradients are exact, bit for bit, without
-    checkpointing, in any order of execution and with several graphs alive. All other parameters and buffers are moved to the
-    device.
+    Evenly spaced layers stream through a few slots, forward and backward; the others stay on the device. Of streamed weights
+    autograd saves a reference to the layer, not the bytes. So gradients are exact, bit for bit, without checkpointing, in any
+    order of execution and with several graphs alive. All other parameters and buffers are moved to the device.
 
-    The weights stream until `close()`, or the end of a `with`. An object that is bound to no name goes on as well: the model's
-    hooks hold it, and `memkit.detach(model)` closes it.
+    The weights stream until `close()`, or the end of a `with`. An object that is bound to no name goes on streaming, too: the
+    model's hooks hold it, and `memkit.detach(model)` closes it.
 
-    In between forwards and backwards the streamed parameters are tensors in host memory: `state_dict()`, `load_state_dict()`
+    Between forwards and backwards the streamed parameters are tensors in host memory, and `state_dict()`, `load_state_dict()`
     and in-place writes work on those.
 
     Args:
-        model: on any device; its parameters stay the same objects. May be larger than the device, on the CPU.
+        model: on any device; its parameters stay the same objects. On the CPU it may be larger than the device.
         layers: names, modules, or a predicate of name and module. By default the elements of lists (`ModuleList`, `Sequential`)
-            whose elements are of one class, those that free the most memory; where they are stages, the blocks in them.
-        offload_ratio: the share of the layers' bytes that streams, from 0 to 1. "auto" finds it out: all stream at first,
-            and the second step is timed. From the third on the most streams that hides behind the computation; where the
-            device has no room for what stays then, the least that fits.
-        budget: bytes of the device for the weights of layers, slots included; here and below, a number of bytes, or text such
-            as "6GiB".
-        num_resident: how many layers stay on the device. Exactly one of these three is given.
-        num_slots: how many layers of one size may be on the device on their way at once: in use, ready, in flight.
-        train: "frozen": what streams is not trained; parameters inside of streamed layers that require grad (LoRA) stay on the
-            device. "host": gradients of what streams go to host memory as they are made, and the host copies there are what an
-            optimizer steps. "fused": each parameter is stepped on the device within the backward, as soon as its gradient is
-            complete, and the host copies are written then; gradients cannot be accumulated, nor clipped by their global norm.
-            "auto" is "fused" where there is an `optimizer`, else "host" if most of the layers' bytes require grad, else
-            "frozen"; `LayerOffload.train` says which.
+            whose elements are of one class, the one that frees the most memory; if they are stages, the blocks inside them.
+        offload_ratio: the share of the layers' bytes that streams, from 0 to 1. "auto" measures it: all stream at first, and
+            the second step is timed. From the third on as much streams as hides behind the computation, or more if the device
+            has no room for the rest.
+        budget: the weight budget, bytes of the device for the weights of layers, slots included; here and below, a number of
+            bytes, or text such as "6GiB".
+        num_resident: how many layers stay on the device. Give exactly one of these three.
+        num_slots: how many layers of one size can be on the device at once: in use, ready, or being copied.
+        train: "frozen": what streams is not trained; parameters inside streamed layers that require grad (LoRA) stay on the
+            device. "host": gradients of what streams go to host memory as they are made, and an optimizer steps the host copies
+            there. "fused": each parameter is stepped on the device within the backward, once its gradient is complete, and the
+            host copy is updated then; gradients can't be accumulated, nor clipped by their global norm. "auto" is "fused" if
+            there is an `optimizer`, else "host" if most of the layers' bytes require grad, else "frozen";
+            `LayerOffload.train` says which.
         optimizer: for "fused": makes an optimizer of parameters, such as `functools.partial(torch.optim.AdamW, lr=1e-4)`. It is
-            called with a small matrix first, whose step tells how much state it keeps, and then with all parameters that
+            called with a small matrix first, whose step shows how much state it keeps, and then with all parameters that
             require grad; `LayerOffload.optimizer` is what it returned then, for schedulers and `state_dict`. Its state stays on
-            the device, and counts in `budget`.
-        host_limit_bytes: the most host memory to take.
-        device: where the model runs; by default the current CUDA device, or the CPU where there is none.
+            the device, and counts towards `budget`.
+        host_limit_bytes: the most host memory to use.
+        device: where the model runs; by default the current CUDA device, or the CPU if there is none.
 
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: an argument is out of range, there are no layers, or the model is managed by another library.
-        HostMemoryError: there is not enough host memory. Nothing was moved then. Where there is, and the system does not pin
-            it, that is a warning.
+        HostMemoryError: there is not enough host memory; nothing was moved. If there is, and the system does not pin it, that
+            is a warning.
         torch.OutOfMemoryError: the device has no room for what stays there.
 
     Example:
@@ -314,7 +313,7 @@ class LayerOffload(NotCopied):
         if self._is_closed:
             raise ValueError("this LayerOffload is closed; make a new one")
         if self._is_entered:
-            raise ValueError("this LayerOffload is entered already: one `with` is enough")
+            raise ValueError("this LayerOffload is already entered: one `with` is enough")
         self._is_entered = True
         return self
 
@@ -362,7 +361,7 @@ class LayerOffload(NotCopied):
             raise ValueError("this LayerOffload is closed: the weights are where they were, use them there")
         name = layer if isinstance(layer, str) else next((name for name, item in self._layers.items() if item is layer), None)
         if name not in self._layers:
-            raise ValueError(f"gather: {layer!r} is none of the layers ({', '.join(self._layers)})")
+            raise ValueError(f"gather: {layer!r} is not one of the layers ({', '.join(self._layers)})")
         chunk = next((chunk for chunk in self._chunks if chunk.name == name), None)
         self._forwards.end_interrupted()
         self._streams.rest()

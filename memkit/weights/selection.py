@@ -80,7 +80,7 @@ def _named(modules: dict[str, nn.Module], choice: Iterable[str | nn.Module]) -> 
         if isinstance(item, nn.Module):
             name = names.get(id(item))
             if name is None:
-                raise ValueError(f"layers: a {type(item).__name__} is no module of the model")
+                raise ValueError(f"layers: a {type(item).__name__} is not a module of the model")
         elif isinstance(item, str):
             name = item
             if name not in modules:

@@ -502,7 +502,7 @@ def test_context_that_somebody_is_in_is_not_entered_again_after_an_interrupt() -
     loop.step()
     list(interrupts(loop.step, 1, within="exit"))
 
-    with loop._context, pytest.raises(ValueError, match="is entered already"):
+    with loop._context, pytest.raises(ValueError, match="is already entered"):
         loop.step()
 
     assert_same_bits(loop.step(), _plain())

@@ -137,7 +137,7 @@ def test_same_object_twice_at_once(context: Context) -> None:
     x, made = leaf_on(context.torch_device), context()
     with made:
         y = chain(x, [1] * 3)
-        with pytest.raises(ValueError, match=r'"contract".* is entered already'), made:
+        with pytest.raises(ValueError, match=r'"contract".* is already entered'), made:
             pytest.fail("entered twice")
         y = chain(y, [1] * 3)
     y.sum().backward()
@@ -149,7 +149,7 @@ def test_same_object_twice_at_once(context: Context) -> None:
 
 def test_same_object_twice_at_once_without_grad(context: Context) -> None:
     made = context()
-    with torch.no_grad(), made, pytest.raises(ValueError, match="entered already"), made:
+    with torch.no_grad(), made, pytest.raises(ValueError, match="already entered"), made:
         pytest.fail("entered twice")
 
     with made:

@@ -94,7 +94,7 @@ def test_model(case: str) -> None:
 
 BAD_LAYERS: dict[str, tuple[Any, type[Exception], str]] = {
     "unknown name": (["layers.0", "layers.9"], ValueError, r'layers: the model has no module "layers.9"'),
-    "unknown module": ([nn.Linear(1, 1)], ValueError, r"layers: a Linear is no module of the model"),
+    "unknown module": ([nn.Linear(1, 1)], ValueError, r"layers: a Linear is not a module of the model"),
     "empty": ([], ValueError, r"layers is empty"),
     "one name": ("layers.0", TypeError, r"layers is a list of names or modules, or a predicate; found one str"),
     "one module": (nn.Linear(1, 1), TypeError, r"found one Linear"),

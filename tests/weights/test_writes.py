@@ -320,7 +320,7 @@ def test_write_in_the_backward_of_the_layer_stays(gathers: bool, device: Device)
 
 def test_gather_of_a_resident_layer_and_of_none(device: Device) -> None:
     model = _model()
-    missing = r"gather: 'layers.9' is none of the layers \(layers.0, "
+    missing = r"gather: 'layers.9' is not one of the layers \(layers.0, "
     with memkit.LayerOffload(model, num_resident=4, device=device) as offload:
         with offload.gather("layers.0") as layer:
             assert layer is model.layers[0]

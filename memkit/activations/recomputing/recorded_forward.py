@@ -383,7 +383,7 @@ class RecordedForward(SavedValues):
             note_on(
                 error,
                 f"memkit: no room on the device to run {call.func} again ({replay.name_of(self.lineage.outs[op][0])}, "
-                f"{format_mib(sum(call.outs_bytes))}), also after all that Rematerialize may drop was dropped.",
+                f"{format_mib(sum(call.outs_bytes))}), even after everything that Rematerialize may drop was dropped.",
             )
             raise
 

@@ -156,17 +156,22 @@ class MemoryPlan:
     """
 
     budget_bytes: int
+    """The budget that was asked for."""
     predicted_s: float
+    """Seconds that the step takes by the plan."""
     plain_s: float
-    """What the step takes if all is kept."""
+    """Seconds that the step takes if all is kept."""
     predicted_peak_bytes: int
+    """The step's peak by the plan."""
     plain_peak_bytes: int
+    """The step's peak if all is kept."""
     min_budget_bytes: int
     """The least budget for which a plan is found: below it `BudgetInfeasible` is raised. Not the least that there is: a plan
     for a larger one may happen to take a little less."""
     replayed_s: float
+    """Seconds of ops that run again."""
     stall_s: float
-    """What compute waits for copies."""
+    """Seconds that compute waits for copies."""
     moved_bytes: int
     """What leaves for host memory; as much comes back."""
     gpu: str
@@ -174,6 +179,7 @@ class MemoryPlan:
     is_measured: bool
     """Whether predictions for it were compared with steps on it."""
     step: PlannedStep
+    """The step that it is for, by which another one is told apart."""
     values: tuple[PlannedValue, ...]
     """The saved ones in the order of first saves, then the anchors that are held."""
     replays: tuple[PlannedReplay, ...] = ()
@@ -181,6 +187,7 @@ class MemoryPlan:
     bound_s: float | None = None
     """What no plan can beat; None where it was not computed."""
     notes: tuple[str, ...] = field(default=())
+    """What to know about the predictions: modules whose figures are guesses, for one."""
 
     @property
     def kept_bytes(self) -> int:

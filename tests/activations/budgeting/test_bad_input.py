@@ -155,7 +155,7 @@ def test_attached_inside_and_outside() -> None:
 
 def test_entered_twice() -> None:
     context = KINDS["MemoryBudget"]("twice")
-    with context, pytest.raises(ValueError, match=r'"twice".* is entered already; make a second one'):
+    with context, pytest.raises(ValueError, match=r'"twice".* is already entered; make a second one'):
         context.__enter__()
 
     with context:

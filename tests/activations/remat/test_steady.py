@@ -171,7 +171,7 @@ def test_refuses_the_same_contexts_inside(budget: float | str, device: Device, r
             remat_on(0.5, "inner").__enter__()
         with pytest.raises(ValueError, match="was entered inside a Rematerialize"):
             memkit.CPUOffload(1.0, "inner", device=device).__enter__()
-        with pytest.raises(ValueError, match="is entered already"):
+        with pytest.raises(ValueError, match="is already entered"):
             context.__enter__()
     memkit.CPUOffload(1.0, "after", device=device).__enter__().__exit__(None, None, None)
 
