@@ -1,5 +1,6 @@
 """Measuring: run a model, watch what it keeps, and give back a frozen report. Nothing is moved or decided here."""
 
+from memkit.profile.alive import AliveItem, AliveStorage, MemoryCategory, Moment, Phase, StepMemory
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.registry import find_report
 from memkit.profile.report import MemoryReport
@@ -7,11 +8,17 @@ from memkit.profile.timed import timed_saves
 from memkit.profile.tracker import profile_memory
 
 __all__ = [
+    "AliveItem",
+    "AliveStorage",
+    "MemoryCategory",
     "MemoryReport",
     "ModuleRecord",
+    "Moment",
+    "Phase",
     "RunInfo",
     "SavedCategory",
     "SavedTensorRecord",
+    "StepMemory",
     "find_report",
     "profile_memory",
     "timed_saves",

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from memkit.errors import ReportFormatError
 from memkit.plan import StepTrace, trace_from_plain, trace_to_plain
 from memkit.profile import table
+from memkit.profile.alive import StepMemory
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.tree import OUTSIDE_NAME
 from memkit.schemas import read_json
@@ -56,6 +57,9 @@ class MemoryReport:
     """Most bytes that CUDA's caching allocator held from the device during the step."""
     trace: StepTrace | None = None
     """The step op by op, where that was asked for: plans are made from it, without running anything."""
+    step_memory: StepMemory | None = None
+    """What is on the device at each moment of the step, storage by storage. None without a backward, and where `torch.compile`
+    runs a part: what happens inside cannot be seen."""
 
     @property
     def param_bytes(self) -> int:
@@ -145,12 +149,16 @@ class MemoryReport:
         return table.to_html(self)
 
     def to_json(self) -> str:
-        """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers. The trace is one long line."""
-        content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(replace(self, trace=None))}
-        del content["trace"]
-        trace = None if self.trace is None else trace_to_plain(self.trace)
-        text = json.dumps(content, indent=1).removesuffix("\n}")
-        return f'{text},\n "trace": {json.dumps(trace, separators=(",", ":"))}\n}}'
+        """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers. The trace is one long
+        line, and what is there at each moment of the step another."""
+        content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(replace(self, trace=None, step_memory=None))}
+        long = {
+            "trace": None if self.trace is None else trace_to_plain(self.trace),
+            "step_memory": None if self.step_memory is None else self.step_memory.to_plain(),
+        }
+        text = json.dumps({name: value for name, value in content.items() if name not in long}, indent=1).removesuffix("\n}")
+        lines = (f' "{name}": {json.dumps(value, separators=(",", ":"))}' for name, value in long.items())
+        return ",\n".join([text, *lines]) + "\n}"
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> MemoryReport:
@@ -196,6 +204,7 @@ def _report_from(content: Mapping[str, Any]) -> MemoryReport:
         backward_peak_bytes=content["backward_peak_bytes"],
         reserved_peak_bytes=content["reserved_peak_bytes"],
         trace=None if content.get("trace") is None else trace_from_plain(content["trace"]),
+        step_memory=None if content.get("step_memory") is None else StepMemory.from_plain(content["step_memory"]),
     )
     if len(report.modules) < 2 or report.modules[-1].fqn != OUTSIDE_NAME:
         raise ValueError(f'the rows do not end with "{OUTSIDE_NAME}"')

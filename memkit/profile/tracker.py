@@ -27,6 +27,7 @@ from memkit.profile.restore import preserved
 from memkit.profile.rows import module_records
 from memkit.profile.simulate import META, TARGETS
 from memkit.profile.step import USE_META, Step
+from memkit.profile.storage_log import StorageLog
 from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
 from memkit.sizes import check_bytes
@@ -118,7 +119,8 @@ def profile_memory(
         from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
 
         _logger.info("forward and backward without data, op by op")
-        report = replace(report, trace=trace_step(step, target, traced_bytes))
+        log = StorageLog()
+        report = replace(report, trace=trace_step(step, target, traced_bytes, log), step_memory=log.finished())
     file_report(report)
     if print_table:
         print(report.to_text(depth=depth, sort_by=sort_by))
@@ -279,6 +281,7 @@ def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, war
         forward_peak_bytes=found.forward_peak_bytes,
         backward_peak_bytes=found.backward_peak_bytes,
         reserved_peak_bytes=found.reserved_peak_bytes,
+        step_memory=None if found.storages is None else found.storages.finished(),
     )
 
 
