@@ -1,6 +1,7 @@
 """Measuring: run a model, watch what it keeps, and give back a frozen report. Nothing is moved or decided here."""
 
 from memkit.profile.alive import AliveItem, AliveStorage, MemoryCategory, Moment, Phase, StepMemory
+from memkit.profile.optimizer_states import OptimizerMemory
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.registry import find_report
 from memkit.profile.report import MemoryReport
@@ -14,6 +15,7 @@ __all__ = [
     "MemoryReport",
     "ModuleRecord",
     "Moment",
+    "OptimizerMemory",
     "Phase",
     "RunInfo",
     "SavedCategory",

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from memkit.errors import ReportFormatError
 from memkit.plan import StepTrace, trace_from_plain, trace_to_plain
 from memkit.profile import table
-from memkit.profile.alive import StepMemory
+from memkit.profile.alive import MemoryCategory, StepMemory
+from memkit.profile.optimizer_states import OptimizerMemory
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.tree import OUTSIDE_NAME
 from memkit.schemas import read_json
@@ -57,6 +58,9 @@ class MemoryReport:
     """Most bytes that CUDA's caching allocator held from the device during the step."""
     trace: StepTrace | None = None
     """The step op by op, where that was asked for: plans are made from it, without running anything."""
+    optimizer: OptimizerMemory | None = None
+    """What the optimizer that was asked for keeps. Its bytes are in `step_memory`, but not in the peaks above, unless they were
+    there during the profile."""
     step_memory: StepMemory | None = None
     """What is on the device at each moment of the step, storage by storage. None without a backward, and where `torch.compile`
     runs a part: what happens inside cannot be seen."""
@@ -90,6 +94,25 @@ class MemoryReport:
     def param_cast_bytes(self) -> int:
         """Bytes of saved parameters in another dtype. Not in `activation_bytes`."""
         return self._bytes_of(SavedCategory.PARAM_CAST)
+
+    @property
+    def grad_bytes(self) -> int | None:
+        """Bytes of the gradients at the end of the backward, on the device; None where that could not be seen."""
+        return None if self.step_memory is None else max(self.step_memory.levels[MemoryCategory.GRAD], default=0)
+
+    @property
+    def step_peak_bytes(self) -> int | None:
+        """Most bytes allocated at once during the whole step, with the states of the optimizer that was asked for.
+
+        As measured, where an allocator counts; else those of all storages. None without a backward.
+        """
+        if self.backward_peak_bytes is None or self.forward_peak_bytes is None:
+            return None
+        measured_bytes = max(self.forward_peak_bytes, self.backward_peak_bytes)
+        if self.optimizer is not None:
+            measured_bytes += self.optimizer.state_bytes - self.optimizer.there_bytes
+        seen_bytes = 0 if self.step_memory is None else self.step_memory.peak_bytes
+        return max(measured_bytes, seen_bytes)
 
     @property
     def forward_s(self) -> float | None:
@@ -204,6 +227,7 @@ def _report_from(content: Mapping[str, Any]) -> MemoryReport:
         backward_peak_bytes=content["backward_peak_bytes"],
         reserved_peak_bytes=content["reserved_peak_bytes"],
         trace=None if content.get("trace") is None else trace_from_plain(content["trace"]),
+        optimizer=None if content.get("optimizer") is None else OptimizerMemory(**content["optimizer"]),
         step_memory=None if content.get("step_memory") is None else StepMemory.from_plain(content["step_memory"]),
     )
     if len(report.modules) < 2 or report.modules[-1].fqn != OUTSIDE_NAME:

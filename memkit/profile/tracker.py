@@ -20,6 +20,8 @@ from memkit.device import Device, open_device
 from memkit.errors import ProfileError
 from memkit.hooks import may_step_in_backward
 from memkit.owners import find_streamed
+from memkit.profile.alive import AliveStorage
+from memkit.profile.optimizer_states import check_optimizer, optimizer_memory
 from memkit.profile.records import RunInfo
 from memkit.profile.registry import file_report
 from memkit.profile.report import MemoryReport
@@ -30,6 +32,7 @@ from memkit.profile.step import USE_META, Step
 from memkit.profile.storage_log import StorageLog
 from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
+from memkit.profile.watch import CUDA_ROUNDING_BYTES
 from memkit.sizes import check_bytes
 from memkit.storages import storage_bytes
 
@@ -46,6 +49,7 @@ def profile_memory(
     kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[[Any], Tensor] | None = None,
     backward: bool = False,
+    optimizer: str | torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
     device: str | torch.device | Device | None = None,
     target: str = "cuda",
     tag: str = "default",
@@ -70,6 +74,10 @@ def profile_memory(
         loss_fn: called with the model's output; what it saves is in the row "(outside modules)". With `backward` it must
             return one number.
         backward: also run the backward, from `loss_fn`, or from the sum of the floating-point outputs without one.
+        optimizer: also count what it keeps for each parameter from its first step on, and run the backward, for the gradients:
+            an optimizer made on the model's parameters, a class of one, or a name such as "adamw", "momentum" or "adafactor".
+            It is not stepped: a copy of it steps once on parameters without data. What a step takes besides, as the lists that
+            `foreach=True` works on, is not counted, and is least with `fused=True`.
         device: None, or the device that the model is on, runs it there. "meta" runs it without data, on any machine: nothing is
             copied or computed, and times are blank.
         target: for a run on meta, whose kernels to imitate, "cuda" or "cpu": they save different tensors in attention,
@@ -89,8 +97,8 @@ def profile_memory(
 
     Raises:
         TypeError: `model` is no `nn.Module`, or `loss_fn` cannot be called.
-        ValueError: an argument is none of the above, model and inputs are on different devices, or a trace is asked for of a
-            run with data or without a backward.
+        ValueError: an argument is none of the above, the optimizer was made on other parameters, model and inputs are on
+            different devices, or a trace is asked for of a run with data or without a backward.
         ProfileError: the profile would record nothing, or do damage: grad mode is off, parameters are not initialized, there
             is nothing to run a backward from, the model is on several devices, sharded, or steps an optimizer in the backward;
             it is called inside of `CPUOffload`, `Rematerialize` or other saved-tensor hooks, or the model enters such a context
@@ -101,7 +109,19 @@ def profile_memory(
         Exception: whatever the model raises, with a note that names the module.
 
     Example:
+        A whole step, with inputs by keyword, a loss and an optimizer:
+
         >>> import torch, memkit
+        >>> model = torch.nn.Bilinear(8, 8, 8)
+        >>> inputs = {"input1": torch.randn(4, 8), "input2": torch.randn(4, 8)}
+        >>> report = memkit.profile_memory(
+        ...     model, kwargs=inputs, loss_fn=lambda output: output.square().mean(), optimizer="adamw", print_table=False
+        ... )
+        >>> report.optimizer.state_bytes == 2 * report.param_bytes == 2 * report.grad_bytes
+        True
+
+        The forward alone:
+
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
         >>> report = memkit.profile_memory(model, torch.randn(4, 8), print_table=False)
         >>> report.activation_bytes  # the input and the tanh's output: 4 * 8 floats each
@@ -109,18 +129,31 @@ def profile_memory(
 
     Source: `torch.autograd.graph.saved_tensors_hooks`; the table follows hfai's memory profiler.
     """
+    counted = check_optimizer(optimizer)
+    backward = backward or counted is not None
     step = Step(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=backward)
     _check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)
     step = replace(step, streamed=find_streamed(step.modules()))
     run_device = _run_device(step, device)
     traced_bytes = _traced_bytes(step, run_device, trace=trace, min_bytes=min_bytes)
-    report = _measure(step, run_device, target=target, tag=tag, warmup=warmup)
+    tree = ModuleTree(step.model, step.streamed)
+    optimizer_found, states = None, tuple[AliveStorage, ...]()
+    if counted is not None:
+        is_rounded = run_device.type == "cuda" or (run_device == META and target == "cuda")
+        optimizer_found, states = optimizer_memory(
+            step, tree, counted, device=run_device, rounding_bytes=CUDA_ROUNDING_BYTES if is_rounded else 1
+        )
+    report, log = _measure(step, tree, run_device, target=target, tag=tag, warmup=warmup)
     if traced_bytes is not None:
         from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
 
         _logger.info("forward and backward without data, op by op")
         log = StorageLog()
-        report = replace(report, trace=trace_step(step, target, traced_bytes, log), step_memory=log.finished())
+        report = replace(report, trace=trace_step(step, target, traced_bytes, log))
+    if log is not None:
+        steps = None if optimizer_found is None else optimizer_found.name
+        report = replace(report, step_memory=log.finished(states, optimizer=steps))
+    report = replace(report, optimizer=optimizer_found)
     file_report(report)
     if print_table:
         print(report.to_text(depth=depth, sort_by=sort_by))
@@ -238,11 +271,13 @@ def _names(devices: set[torch.device]) -> str:
     return ", ".join(sorted(map(str, devices)))
 
 
-def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, warmup: int) -> MemoryReport:
+def _measure(
+    step: Step, tree: ModuleTree, run_device: torch.device, *, target: str, tag: str, warmup: int
+) -> tuple[MemoryReport, StorageLog | None]:
+    """Make the runs; return the report but for what they noted of storages, and that."""
     # Only now: a private class of torch is the base of what watches the ops.
     from memkit.profile.passes import memory_pass, plain_pass, save_times_pass, simulated_pass, time_pass
 
-    tree = ModuleTree(step.model, step.streamed)
     simulated = run_device == META
     device = None if simulated else open_device(run_device, advice=USE_META)
 
@@ -270,7 +305,7 @@ def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, war
             save_times = save_times_pass(step, tree, device)
         found = replace(found, forward_s=forward_s, backward_s=backward_s)
         _warn_of_written(found.written)
-    return MemoryReport(
+    report = MemoryReport(
         tag=tag,
         run=_run_info(step, tree, run_device, device, target),
         modules=module_records(tree, found),
@@ -281,8 +316,8 @@ def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, war
         forward_peak_bytes=found.forward_peak_bytes,
         backward_peak_bytes=found.backward_peak_bytes,
         reserved_peak_bytes=found.reserved_peak_bytes,
-        step_memory=None if found.storages is None else found.storages.finished(),
     )
+    return report, found.storages
 
 
 def _warn_of_written(names: Sequence[str]) -> None:
