@@ -1,7 +1,7 @@
 """Measuring: run a model, watch what it keeps, and give back a frozen report. Nothing is moved or decided here."""
 
-from memkit.profile.alive import AliveItem, AliveStorage, MemoryCategory, Moment, Phase, StepMemory
-from memkit.profile.optimizer_states import OptimizerMemory
+from memkit.profile.alive import AliveItem, AliveStorage, MemoryCategory, Moment, OptimizerMemory, Phase, StepMemory
+from memkit.profile.fit import FeatureFit, Fit
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.registry import find_report
 from memkit.profile.report import MemoryReport
@@ -11,6 +11,8 @@ from memkit.profile.tracker import profile_memory
 __all__ = [
     "AliveItem",
     "AliveStorage",
+    "FeatureFit",
+    "Fit",
     "MemoryCategory",
     "MemoryReport",
     "ModuleRecord",

@@ -81,6 +81,18 @@ class AliveItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerMemory:
+    """What an optimizer keeps on the device from its first step on."""
+
+    name: str
+    """Its class, such as "AdamW"."""
+    state_bytes: int
+    """Bytes of its states on the device."""
+    there_bytes: int = 0
+    """Of these, bytes that were on the device during the profile already, and so in its measured peaks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
     """The bytes on the device at each moment of a step, in storages: `MemoryReport.step_memory`.
 
@@ -236,3 +248,14 @@ def _levels(storages: Iterable[AliveStorage], num_moments: int) -> dict[MemoryCa
         changes[storage.category][storage.begin] += storage.num_bytes
         changes[storage.category][storage.end] -= storage.num_bytes
     return {category: tuple(accumulate(steps))[:num_moments] for category, steps in changes.items()}
+
+
+def short_name(op: str) -> str:
+    """Return the name of an op without namespace and overload.
+
+    Example:
+        >>> short_name("aten.mm.default")
+        'mm'
+    """
+    parts = op.split(".")
+    return parts[1] if len(parts) == 3 else op

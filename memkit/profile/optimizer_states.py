@@ -6,14 +6,13 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from memkit.errors import ProfileError
-from memkit.profile.alive import AliveStorage, MemoryCategory
+from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory
 from memkit.profile.step import Step
 from memkit.profile.storage_log import parameter_names
 from memkit.profile.tree import OUTSIDE_NAME, ModuleTree
@@ -25,18 +24,6 @@ if TYPE_CHECKING:
 _META = torch.device("meta")
 _AS_ONE = ("foreach", "fused", "capturable")
 """Options of how a step runs, which change no state but where its counters are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerMemory:
-    """What an optimizer keeps on the device from its first step on."""
-
-    name: str
-    """Its class, such as "AdamW"."""
-    state_bytes: int
-    """Bytes of its states on the device."""
-    there_bytes: int = 0
-    """Of these, bytes that were on the device during the profile already, and so in its measured peaks."""
 
 
 def check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:

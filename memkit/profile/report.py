@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from memkit.errors import ReportFormatError
-from memkit.plan import StepTrace, trace_from_plain, trace_to_plain
+from memkit.plan import GpuSpec, StepTrace, trace_from_plain, trace_to_plain
+from memkit.plan.asked import trace_of
 from memkit.profile import table
-from memkit.profile.alive import MemoryCategory, StepMemory
-from memkit.profile.optimizer_states import OptimizerMemory
+from memkit.profile.alive import MemoryCategory, OptimizerMemory, StepMemory
+from memkit.profile.fit import Fit, fit_from, fit_step
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.tree import OUTSIDE_NAME
+from memkit.profile.words import peak_text
 from memkit.schemas import read_json
 
 SCHEMA = "memkit.MemoryReport"
@@ -56,6 +58,8 @@ class MemoryReport:
     """The same for the backward; None if there was none."""
     reserved_peak_bytes: int | None
     """Most bytes that CUDA's caching allocator held from the device during the step."""
+    fit: Fit | None = None
+    """Whether the step fits in the memory that was asked for."""
     trace: StepTrace | None = None
     """The step op by op, where that was asked for: plans are made from it, without running anything."""
     optimizer: OptimizerMemory | None = None
@@ -150,19 +154,66 @@ class MemoryReport:
         sort_by: str | None = None,
         top: int | None = None,
         full: bool = False,
+        width: int | None = None,
     ) -> str:
         """Return the table as text, one row per module, totals in the last three lines.
+
+        Of a profile with a backward, one sentence above the totals says what is there at the peak of the step.
 
         Args:
             depth: fold modules below this depth into their parents (the model is at depth 0).
             sort_by: "activation", "self", "params", "calls", "peak", "forward", "backward" or "name"; None keeps tree order.
             top: show only so many rows, the first ones after sorting.
             full: all columns, and every row: otherwise runs of identical siblings are one row with their sum.
+            width: in characters, such as 80: no line is longer. Empty columns go, headings are broken, then shapes go, then
+                types, and long names lose their middles. None: as wide as it gets.
 
         Raises:
             ValueError: `depth` or `top` is negative, or `sort_by` is none of the above.
         """
-        return table.to_text(self, depth=depth, sort_by=sort_by, top=top, full=full)
+        return table.to_text(self, depth=depth, sort_by=sort_by, top=top, full=full, width=width)
+
+    def peak_to_text(
+        self, *, depth: int | None = None, top: int | None = 20, full: bool = False, width: int | None = None
+    ) -> str:
+        """Return what is alive at the peak of the step as text: by category and module, largest first. As values, and for every
+        other moment, `step_memory` has it.
+
+        Args:
+            depth: what modules below this depth hold counts to those above.
+            top: show only so many lines, and the sum of the others; None shows all.
+            full: tell modules apart whose names differ in numbers alone; otherwise "layers.[0-27].mlp (x28)" is one line.
+            width: see `to_text`.
+
+        Raises:
+            ValueError: `depth` or `top` is negative.
+        """
+        table.check_view(depth=depth, sort_by=None, top=top)
+        return peak_text(self, depth=depth, top=top, full=full, width=width)
+
+    def fit_in(self, budget: int | float | str | None, *, gpu: str | os.PathLike[str] | GpuSpec | None = None) -> Fit:
+        """Return whether the step fits in some memory, with which feature of memkit it would, and what that costs.
+
+        Args:
+            budget: the most bytes on the device at once, with the states of the optimizer that was asked for, as for
+                `memkit.plan_memory`: text such as "12GiB", bytes, or a share of the plain step's peak. None: the GPU's memory.
+            gpu: whose speed to predict with: a name, a file of `memkit bench machine`, or a `memkit.plan.GpuSpec`. None: an
+                H200, as large as need be.
+
+        Raises:
+            ValueError: the report has no trace, `budget` or `gpu` is none of the above, or the GPU has less.
+            TypeError, OSError, ReportFormatError: as `memkit.plan_memory`.
+
+        Example:
+            >>> import torch, memkit
+            >>> with torch.device("meta"):
+            ...     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+            ...     x = torch.empty(4096, 512)
+            >>> report = memkit.profile_memory(model, x, backward=True, trace=True, print_table=False)
+            >>> print(report.fit_in("1GiB"))
+            This fits in 1 GiB as it is, with 924.0 MiB to spare.
+        """
+        return fit_step(trace_of(self), budget, gpu, optimizer=self.optimizer)
 
     def to_csv(self) -> str:
         """Return one line per module with every field of `ModuleRecord` (bytes and seconds, unformatted), under a header."""
@@ -227,6 +278,7 @@ def _report_from(content: Mapping[str, Any]) -> MemoryReport:
         backward_peak_bytes=content["backward_peak_bytes"],
         reserved_peak_bytes=content["reserved_peak_bytes"],
         trace=None if content.get("trace") is None else trace_from_plain(content["trace"]),
+        fit=None if content.get("fit") is None else fit_from(content["fit"]),
         optimizer=None if content.get("optimizer") is None else OptimizerMemory(**content["optimizer"]),
         step_memory=None if content.get("step_memory") is None else StepMemory.from_plain(content["step_memory"]),
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memkit import torch_private
 from memkit.owners import ModelStorages
-from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory
+from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory, short_name
 from memkit.profile.calls import CallStack
 from memkit.profile.step import Step
 from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, ModuleTree
@@ -168,17 +168,6 @@ class StorageLog:
 
 
 _OUTLIVE_THE_STEP = (MemoryCategory.PARAM, MemoryCategory.BUFFER, MemoryCategory.INPUT, MemoryCategory.GRAD)
-
-
-def short_name(op: str) -> str:
-    """Return the name of an op without namespace and overload.
-
-    Example:
-        >>> short_name("aten.mm.default")
-        'mm'
-    """
-    parts = op.split(".")
-    return parts[1] if len(parts) == 3 else op
 
 
 def parameter_names(step: Step, tree: ModuleTree) -> dict[int, tuple[str, str]]:

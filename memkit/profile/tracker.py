@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,11 @@ from memkit.device import Device, open_device
 from memkit.errors import ProfileError
 from memkit.hooks import may_step_in_backward
 from memkit.owners import find_streamed
+from memkit.plan import GpuSpec, StepTrace, find_gpu
+from memkit.plan.asked import budget_or_share
+from memkit.plan.gpus import GPUS
 from memkit.profile.alive import AliveStorage
+from memkit.profile.fit import DEFAULT_GPU, fit_step
 from memkit.profile.optimizer_states import check_optimizer, optimizer_memory
 from memkit.profile.records import RunInfo
 from memkit.profile.registry import file_report
@@ -35,9 +40,7 @@ from memkit.profile.tree import ModuleTree
 from memkit.profile.watch import CUDA_ROUNDING_BYTES
 from memkit.sizes import check_bytes
 from memkit.storages import storage_bytes
-
-if TYPE_CHECKING:
-    from memkit.plan import StepTrace
+from memkit.terminal import terminal_width
 
 _REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _logger = logging.getLogger("memkit.profile")
@@ -59,6 +62,8 @@ def profile_memory(
     print_table: bool = True,
     trace: bool = False,
     min_bytes: int | str = "1MiB",
+    fit: int | float | str | None = None,
+    gpu: str | os.PathLike[str] | GpuSpec | None = None,
 ) -> MemoryReport:
     """Show, module by module, what a training step of `model` keeps in memory: print the table and return the report.
 
@@ -90,6 +95,11 @@ def profile_memory(
         trace: also follow the step op by op, in two more runs without data, for plans: see `MemoryReport.trace`. Needs
             `device="meta"` and `backward=True`.
         min_bytes: saved storages smaller than this are not told apart in the trace: bytes, or text such as "1MiB".
+        fit: also say whether the whole step fits in some memory, and with which feature of memkit it would: text such as
+            "12GiB", bytes, or a share of the peak. Runs the backward, and a trace without data wherever the model is.
+        gpu: the GPU that `fit` predicts for: a name such as "RTX 4090", a file of `memkit bench machine`, or a
+            `memkit.plan.GpuSpec`. None: the one that the model is on, if memkit knows it by name, else "H200". Without `fit`:
+            whether the step fits in that GPU's memory.
 
     Returns:
         The report, whose `str()` is the table. What its figures mean, and do not mean, is said field by field in
@@ -130,7 +140,11 @@ def profile_memory(
     Source: `torch.autograd.graph.saved_tensors_hooks`; the table follows hfai's memory profiler.
     """
     counted = check_optimizer(optimizer)
-    backward = backward or counted is not None
+    is_fitted = fit is not None or gpu is not None
+    if is_fitted:
+        budget_or_share(fit if fit is not None else 1.0)
+        spec = None if gpu is None else find_gpu(gpu)
+    backward = backward or counted is not None or is_fitted
     step = Step(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=backward)
     _check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)
     step = replace(step, streamed=find_streamed(step.modules()))
@@ -144,20 +158,33 @@ def profile_memory(
             step, tree, counted, device=run_device, rounding_bytes=CUDA_ROUNDING_BYTES if is_rounded else 1
         )
     report, log = _measure(step, tree, run_device, target=target, tag=tag, warmup=warmup)
-    if traced_bytes is not None:
+    if traced_bytes is not None or is_fitted:
         from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
 
         _logger.info("forward and backward without data, op by op")
-        log = StorageLog()
-        report = replace(report, trace=trace_step(step, target, traced_bytes, log))
+        traced = StorageLog()
+        kernels = target if run_device == META else "cuda"
+        trace_bytes = traced_bytes if traced_bytes is not None else check_bytes("min_bytes", min_bytes)
+        report = replace(report, trace=trace_step(step, kernels, trace_bytes, traced))
+        log = traced if run_device == META else log
     if log is not None:
         steps = None if optimizer_found is None else optimizer_found.name
         report = replace(report, step_memory=log.finished(states, optimizer=steps))
     report = replace(report, optimizer=optimizer_found)
+    if is_fitted and report.trace is not None:
+        spec = spec or _gpu_named(report.run.device_name)
+        _logger.info("planning for the %s", DEFAULT_GPU if spec is None else spec.name)
+        report = replace(report, fit=fit_step(report.trace, fit, spec, optimizer=optimizer_found))
     file_report(report)
     if print_table:
-        print(report.to_text(depth=depth, sort_by=sort_by))
+        print(report.to_text(depth=depth, sort_by=sort_by, width=terminal_width()))
     return report
+
+
+def _gpu_named(device_name: str) -> GpuSpec | None:
+    """Return the GPU of a name that a driver gives, such as "NVIDIA H100 80GB HBM3", if it is known."""
+    names = [name for name in GPUS if re.search(rf"\b{re.escape(name.partition('-')[0])}\b", device_name)]
+    return GPUS[max(names, key=len)] if names else None
 
 
 def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: str, min_bytes: int) -> StepTrace:
