@@ -1,4 +1,4 @@
-"""How wide the terminal is, and text and tables that fit in it. No torch here."""
+"""Text and tables that fit in the terminal, and what goes to standard output or to a file. No torch here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tabulate import tabulate
 
@@ -75,7 +76,8 @@ def table_text(columns: Sequence[TextColumn], width: int | None = None) -> str:
         width: in characters; None for as wide as it gets, with every column and each heading as it is.
 
     Example:
-        >>> print(table_text([TextColumn(heading="size (MiB)", cells=["1.50"]), TextColumn(heading="of", cells=["-"])], 80))
+        >>> columns = [TextColumn(heading="size (MiB)", cells=["1.50"]), TextColumn(heading="of", cells=["-"], goes=0)]
+        >>> print(table_text(columns, 80))
           size (MiB)
         ------------
                 1.50
@@ -91,6 +93,29 @@ def table_text(columns: Sequence[TextColumn], width: int | None = None) -> str:
     while may_go and _width(_with_short_cells(shown, _width(shown) - width, _SHORTEST)) > width:
         shown.remove(may_go.pop(0))
     return _made(_with_short_cells(shown, _width(shown) - width, _SHORTEST if may_go else 1))
+
+
+def columns_of(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, order: Sequence[str] = ()
+) -> list[TextColumn]:
+    """Return the columns of some rows.
+
+    Args:
+        headings: one for each cell of a row.
+        rows: their cells.
+        left: how many of the first columns are aligned to the left.
+        order: the headings of those that go where the table is too wide, the first one first.
+    """
+    return [
+        TextColumn(
+            heading=heading,
+            cells=[row[place] for row in rows],
+            right=place >= left,
+            goes=order.index(heading) if heading in order else None,
+            shortens=place == 0,
+        )
+        for place, heading in enumerate(headings)
+    ]
 
 
 def _made(columns: Sequence[TextColumn]) -> str:
@@ -136,3 +161,32 @@ def _with_short_cells(columns: Sequence[TextColumn], over: int, shortest: int) -
         else column
         for place, column in enumerate(columns)
     ]
+
+
+# Where a command writes
+
+STDOUT = Path("-")
+"""A file of this name is standard output, to which nothing else is written then."""
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise unless a file can be written, and leave none behind.
+
+    Raises:
+        OSError: it cannot.
+    """
+    if path is None or path == STDOUT:
+        return
+    there = path.exists()
+    with path.open("a", encoding="utf-8"):
+        pass
+    if not there:
+        path.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text to a file, or to standard output, there with the end of a line."""
+    if path == STDOUT:
+        sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+    else:
+        path.write_text(text, encoding="utf-8")

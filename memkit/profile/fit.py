@@ -134,6 +134,20 @@ class Fit:
         return f"{times:.2f} times as slow" if times >= 1.005 else "as fast"
 
 
+def check_fit(budget: int | float | str | None, gpu: GpuSpec | None) -> None:
+    """Raise unless a step can be asked to fit in a budget on a GPU.
+
+    Raises:
+        TypeError, ValueError: `budget` is no memory, or the GPU has less.
+    """
+    checked = None if budget is None else budget_or_share(budget)
+    if gpu is not None and isinstance(checked, int) and checked > gpu.memory_bytes:
+        raise ValueError(
+            f"the {gpu.name} has {_size(gpu.memory_bytes)} that can be allocated; found {budget!r}. Ask for less, or leave the "
+            f"size out to ask for all of it"
+        )
+
+
 def fit_step(
     trace: StepTrace,
     budget: int | float | str | None,
@@ -147,11 +161,10 @@ def fit_step(
         TypeError, ValueError, OSError, ReportFormatError: as `memkit.plan_memory`.
     """
     spec = find_gpu(DEFAULT_GPU if gpu is None else gpu)
+    check_fit(budget, None if gpu is None else spec)
     problem = make_problem(trace, spec, optimizer_bytes=0 if optimizer is None else optimizer.state_bytes)
     checked = spec.memory_bytes if budget is None else budget_or_share(budget)
     budget_bytes = checked if isinstance(checked, int) else int(checked * problem.plain_peak_bytes)
-    if gpu is not None and budget_bytes > spec.memory_bytes:
-        raise ValueError(f"the {spec.name} has {_size(spec.memory_bytes)}; found {budget!r}. Ask for less, or for another GPU")
     written = budget.replace(" ", "") if isinstance(budget, str) else _written(budget_bytes)
     features: list[FeatureFit] = []
     if problem.plain_peak_bytes > budget_bytes:

@@ -75,7 +75,7 @@ def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
                 elsewhere=step.streamed.parameters,
                 rounding_bytes=rounding_bytes,
                 observer=log,
-                only=None if counter is None else device.torch_device,
+                only=None if counter is None else device.torch_device.type,
             )
         ]
         counter = counter or live[0]

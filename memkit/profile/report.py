@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from memkit.errors import ReportFormatError
@@ -16,10 +16,11 @@ from memkit.plan import GpuSpec, StepTrace, trace_from_plain, trace_to_plain
 from memkit.plan.asked import trace_of
 from memkit.profile import table
 from memkit.profile.alive import MemoryCategory, OptimizerMemory, StepMemory
+from memkit.profile.compare import Comparison, TakenStep, compare
 from memkit.profile.fit import Fit, fit_from, fit_step
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.tree import OUTSIDE_NAME
-from memkit.profile.words import peak_text
+from memkit.profile.words import peak_text, peak_words
 from memkit.schemas import read_json
 
 SCHEMA = "memkit.MemoryReport"
@@ -65,7 +66,7 @@ class MemoryReport:
     optimizer: OptimizerMemory | None = None
     """What the optimizer that was asked for keeps. Its bytes are in `step_memory`, but not in the peaks above, unless they were
     there during the profile."""
-    step_memory: StepMemory | None = None
+    step_memory: StepMemory | None = field(default=None, repr=False)
     """What is on the device at each moment of the step, storage by storage. None without a backward, and where `torch.compile`
     runs a part: what happens inside cannot be seen."""
 
@@ -173,6 +174,11 @@ class MemoryReport:
         """
         return table.to_text(self, depth=depth, sort_by=sort_by, top=top, full=full, width=width)
 
+    def in_words(self) -> str:
+        """Return in a sentence or two what is there at the peak of the step, and whether it fits, if that was asked; "" of a
+        profile without a backward."""
+        return " ".join(said for said in (peak_words(self), None if self.fit is None else str(self.fit)) if said is not None)
+
     def peak_to_text(
         self, *, depth: int | None = None, top: int | None = 20, full: bool = False, width: int | None = None
     ) -> str:
@@ -211,9 +217,26 @@ class MemoryReport:
             ...     x = torch.empty(4096, 512)
             >>> report = memkit.profile_memory(model, x, backward=True, trace=True, print_table=False)
             >>> print(report.fit_in("1GiB"))
-            This fits in 1 GiB as it is, with 924.0 MiB to spare.
+            This fits in 1 GiB as it is, with 934.0 MiB to spare.
         """
         return fit_step(trace_of(self), budget, gpu, optimizer=self.optimizer)
+
+    def compare(self, after: MemoryReport | TakenStep) -> Comparison:
+        """Return this step beside another, which answers "did it help?".
+
+        Args:
+            after: the report of the same step after a change (a checkpoint, another dtype, a smaller batch), or what
+                `memkit.stats` says of the step under a `MemoryBudget`, whose context cannot be profiled.
+
+        Example:
+            >>> import torch, memkit
+            >>> model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()), torch.empty(1024, 64)
+            >>> before = memkit.profile_memory(model, x, device="meta", backward=True, print_table=False)
+            >>> after = memkit.profile_memory(model, x[:256], device="meta", backward=True, print_table=False)
+            >>> print(str(before.compare(after)).splitlines()[0])
+            It helped: the peak of the step went from 801.50 to 417.50 KiB, 48 % less.
+        """
+        return compare(self, after)
 
     def to_csv(self) -> str:
         """Return one line per module with every field of `ModuleRecord` (bytes and seconds, unformatted), under a header."""

@@ -12,7 +12,6 @@ from tabulate import tabulate
 
 from memkit.profile.records import ModuleRecord, Shapes
 from memkit.profile.tree import Mark, children_of
-from memkit.profile.words import fit_words, peak_words
 from memkit.sizes import MIB, format_mib
 from memkit.terminal import LAST, TextColumn, table_text, wrapped
 
@@ -123,8 +122,8 @@ def to_text(
     rows = _rows(report, depth=depth, sort_by=sort_by, full=full)
     shown, hidden = rows[:top], rows[len(rows[:top]) :]
     table = table_text([_as_text(column, shown, report, sort_by) for column in columns], width)
-    words = [word for word in (peak_words(report), fit_words(report)) if word is not None]
-    below = [*_largest_hidden(shown, hidden), _lines(_notes(report)), *(["", " ".join(words), ""] if words else [])]
+    words = report.in_words()
+    below = [*_largest_hidden(shown, hidden), _lines(_notes(report)), *(["", words, ""] if words else [])]
     return "\n".join(
         [
             wrapped(_headline(report), width),

@@ -22,10 +22,9 @@ from memkit.errors import ProfileError
 from memkit.hooks import may_step_in_backward
 from memkit.owners import find_streamed
 from memkit.plan import GpuSpec, StepTrace, find_gpu
-from memkit.plan.asked import budget_or_share
 from memkit.plan.gpus import GPUS
 from memkit.profile.alive import AliveStorage
-from memkit.profile.fit import DEFAULT_GPU, fit_step
+from memkit.profile.fit import DEFAULT_GPU, check_fit, fit_step
 from memkit.profile.optimizer_states import check_optimizer, optimizer_memory
 from memkit.profile.records import RunInfo
 from memkit.profile.registry import file_report
@@ -142,8 +141,8 @@ def profile_memory(
     counted = check_optimizer(optimizer)
     is_fitted = fit is not None or gpu is not None
     if is_fitted:
-        budget_or_share(fit if fit is not None else 1.0)
         spec = None if gpu is None else find_gpu(gpu)
+        check_fit(fit, spec)
     backward = backward or counted is not None or is_fitted
     step = Step(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=backward)
     _check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)

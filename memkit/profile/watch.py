@@ -69,7 +69,7 @@ class LiveStorages(MemoryCounter):
         elsewhere: tensors in the memory of the host, which do not count.
         rounding_bytes: sizes are rounded up to multiples of this.
         observer: is told when storages come and go, if given.
-        only: storages on other devices do not count, if given.
+        only: the type of the device whose storages count, such as "cuda"; None for all.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LiveStorages(MemoryCounter):
         elsewhere: Iterable[Tensor] = (),
         rounding_bytes: int = 1,
         observer: StorageObserver | None = None,
-        only: torch.device | None = None,
+        only: str | None = None,
     ) -> None:
         self._observer = observer
         self._only = only
@@ -115,7 +115,7 @@ class LiveStorages(MemoryCounter):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
-        if key in self._elsewhere or (self._only is not None and storage.device != self._only):
+        if key in self._elsewhere or (self._only is not None and storage.device.type != self._only):
             return
         known = self._live.get(key)
         num_bytes = -(-storage.nbytes() // self._rounding_bytes) * self._rounding_bytes

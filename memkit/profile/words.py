@@ -27,6 +27,7 @@ PLURALS = {
 }
 _LEAST_SHARE = 0.005
 """Categories below this share of the peak are told together."""
+_UNSEEN = "other tensors, workspaces and rounding"
 _NEEDS_STEP = "what is alive at the peak of the step is known of a profile with backward=True (--backward)"
 _NEEDS_EAGER = "what is alive at the peak cannot be told, since torch.compile runs a part of the model; profile it before that"
 
@@ -43,21 +44,16 @@ def peak_words(report: MemoryReport) -> str | None:
         return (
             None if memory is not None else f"The step takes {peak_bytes / unit_bytes:.1f} {unit} at its peak; {_NEEDS_EAGER}."
         )
-    shown, rest = [], peak_bytes
+    shown, rest, least = [], peak_bytes, max(_LEAST_SHARE * peak_bytes, 0.05 * unit_bytes)  # what is less would be 0.0
     for category, num_bytes in memory.category_bytes(memory.peak).items():
-        if num_bytes >= _LEAST_SHARE * peak_bytes:
+        if num_bytes >= least:
             shown.append(f"{PLURALS[category]} {num_bytes / unit_bytes:.1f}")
             rest -= num_bytes
-    if rest >= _LEAST_SHARE * peak_bytes:
+    if rest >= least:
         # of a measured peak also what is no tensor of the step
-        others = "other tensors, workspaces and rounding" if peak_bytes > memory.peak_bytes else "others"
+        others = _UNSEEN if peak_bytes > memory.peak_bytes else "others"
         shown.append(f"{others} {rest / unit_bytes:.1f}")
     return f"{begin} ({where(memory.moments[memory.peak])}): {', '.join(shown)}."
-
-
-def fit_words(report: MemoryReport) -> str | None:
-    """Return in a sentence or two whether the step fits in what was asked for; None where nothing was."""
-    return None if report.fit is None else str(report.fit)
 
 
 def where(moment: Moment) -> str:
@@ -82,6 +78,9 @@ def peak_text(report: MemoryReport, *, depth: int | None, top: int | None, full:
     lines = [wrapped(title, width), "", _table(shown, memory.peak_bytes, width)]
     if rest:
         lines += ["", f"... and {len(rest)} more: {format_mib(sum(item.num_bytes for item in rest))}"]
+    unseen_bytes = (report.step_peak_bytes or 0) - memory.peak_bytes
+    if unseen_bytes > 0:  # what an allocator has counted beside the storages of the step
+        lines += ["", wrapped(f"beside these, {_UNSEEN}: {format_mib(unseen_bytes)}", width)]
     return "\n".join(lines)
 
 

@@ -96,7 +96,7 @@ def test_without_a_budget_it_is_that_of_the_gpu(traced: MemoryReport) -> None:
 
 
 def test_more_than_the_gpu_has(traced: MemoryReport) -> None:
-    with pytest.raises(ValueError, match=r"the RTX 4090 has 23\.5 GiB; found '30GiB'"):
+    with pytest.raises(ValueError, match=r"the RTX 4090 has 23\.5 GiB that can be allocated; found '30GiB'"):
         traced.fit_in("30GiB", gpu="RTX 4090")
 
 
