@@ -130,8 +130,16 @@ def _made(columns: Sequence[TextColumn]) -> str:
     )
 
 
+_BETWEEN, _PADDING = 2, 2
+"""Blanks between columns, and by how much a column is wider than its heading: `tabulate.MIN_PADDING`."""
+
+
 def _width(columns: Sequence[TextColumn]) -> int:
-    return max(map(len, _made(columns).splitlines()))
+    """Return how wide a table of columns is, without making it."""
+    widths = (
+        max(max(map(len, column.heading.split("\n"))) + _PADDING, max(map(len, column.cells), default=0)) for column in columns
+    )
+    return sum(widths) + _BETWEEN * (len(columns) - 1)
 
 
 def _with_narrow_heading(column: TextColumn) -> TextColumn:
