@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 
 from memkit.sizes import check_budget
@@ -33,6 +34,40 @@ def input_of(text: str) -> tuple[tuple[int, ...], str | None]:
     if colon and dtype_text not in DTYPES:
         raise argparse.ArgumentTypeError(f"knows no dtype {dtype_text!r}; it knows {', '.join(DTYPES)}")
     return tuple(map(int, sizes)), DTYPES[dtype_text] if colon else None
+
+
+def named_input_of(text: str) -> tuple[str, tuple[int, ...], str | None]:
+    """Return the keyword that a text such as input_ids=8x2048:int64 names, "" if there is none, and what `input_of` does."""
+    name, equals, rest = text.partition("=")
+    if equals and not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"needs the name of an argument ahead of =, such as input_ids; found {name!r}")
+    return (name, *input_of(rest)) if equals else ("", *input_of(text))
+
+
+SPEC_FORMS = "torchvision:NAME, timm:NAME, hf:CONFIG.json or package.module:factory"
+"""How a SPEC is written."""
+
+
+def nearest_spec(text: str) -> str:
+    """Return the SPEC that is most likely meant by a text that is none.
+
+    Example:
+        >>> nearest_spec("my_models.py")
+        'my_models:factory, with the name of a function or class in it'
+    """
+    if text.endswith(".json") or os.path.isdir(text) or ("/" in text and not text.endswith(".py")):
+        return f"hf:{text}"
+    if text.endswith(".py"):
+        return f"{text.removesuffix('.py').replace('/', '.').lstrip('.')}:factory, with the name of a function or class in it"
+    package, dot, name = text.rpartition(".")
+    if dot:
+        return f"{package}:{name}"
+    return f"torchvision:{text} or timm:{text}" if text else "torchvision:resnet50"
+
+
+def size(text: str) -> int | float | str:
+    """Return a single budget: see `budgets`."""
+    return _budget(text.strip())
 
 
 def float_dtype(text: str) -> str:

@@ -1,4 +1,7 @@
-"""The `memkit` command. Reads arguments, without torch; every failure is one line and exit status 2."""
+"""The `memkit` command. Reads arguments, without torch; every failure is one line.
+
+Exit status: 0; 2 where the command cannot do what it was asked for; 1 where the user's model fails, or memkit; 130 for Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +17,7 @@ from typing import Any, NoReturn
 from memkit import arguments
 from memkit._torch_floor import require_torch, torch_version
 from memkit._version import __version__
-from memkit.errors import MemkitError
+from memkit.errors import MemkitError, ProfileError
 from memkit.progress import progress
 
 _TARGETS = ("cuda", "cpu")
@@ -25,7 +29,7 @@ _logger = logging.getLogger("memkit.cli")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the `memkit` command and return its exit status: 0, or 2 after one line on standard error."""
+    """Run the `memkit` command and return its exit status: other than 0 after one line on standard error."""
     options = _parser().parse_args(arguments)
     _check_model(options)
     try:
@@ -41,9 +45,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", status=130)
     except Exception as error:
-        _logger.debug("", exc_info=True)
-        return _fail(_one_line(error))
+        if options.debug:
+            traceback.print_exception(error)
+        return _fail(_one_line(error), status=_status(error))
     return 0
+
+
+def _status(error: Exception) -> int:
+    """Return 1 where a model could not be built or run, or nobody knows why it failed; 2 for what can be asked for better."""
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    in_model = isinstance(error, ProfileError) or any(note.startswith(_OF_MODEL) for note in notes)
+    return 2 if isinstance(error, (MemkitError, OSError, ImportError)) and not in_model else 1
+
+
+_OF_MODEL = ("memkit: raised ", "memkit: out of memory ")
+"""How notes begin on what a model has raised."""
 
 
 def _fail(message: str, *, status: int = 2) -> int:
@@ -78,8 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model(
         profile,
-        spec="torchvision:NAME (video.r3d_18, ...) or package.module:factory",
-        inputs="one of the model's inputs, such as 256x3x224x224 or 8x2048:int64; repeat for more, at least one",
+        spec="torchvision:NAME (video.r3d_18, ...), timm:NAME, hf:CONFIG.json (of transformers) or package.module:factory",
+        inputs="one of the model's inputs, such as 256x3x224x224 or 8x2048:int64, or by keyword, such as input_ids=8x2048; "
+        "repeat for more, at least one",
     )
     profile.add_argument(
         "--device", choices=("meta", "cpu", "cuda"), help="where to run; default: cuda if there is one, else meta"
@@ -87,18 +104,23 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--target", choices=_TARGETS, help="with --device meta: whose kernels to imitate; default: cuda")
     _add_dtypes(profile, of_autocast="with --device meta as the target's autocast would")
     profile.add_argument("--backward", action="store_true", help="run the backward as well, from the sum of the outputs")
-    profile.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE")
-    profile.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to FILE")
+    _add_answers(profile)
+    profile.add_argument(
+        "--optimizer", metavar="NAME", help="count the gradients, and the states of this optimizer, such as adamw"
+    )
     _add_view(profile)
     profile.set_defaults(command="profile")
 
     show = commands.add_parser(
         "show",
-        help="print a report that `memkit profile --json` wrote",
-        description="Print a report that `memkit profile --json` wrote.",
+        help="print, compare or convert reports that `memkit profile --json` wrote",
+        description="Print a report that `memkit profile --json` wrote, convert it, or say of two whether the second is less.",
+        epilog="example: memkit show before.json after.json",
         allow_abbrev=False,
     )
     show.add_argument("report", type=Path, metavar="FILE", help="the JSON file")
+    show.add_argument("after", type=Path, nargs="?", metavar="AFTER", help="another, after a change: did it help?")
+    _add_answers(show)
     _add_view(show)
     show.set_defaults(command="show")
 
@@ -110,6 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench_remat(benches.add_parser("remat", **_BENCH_REMAT))
     _add_bench_layers(benches.add_parser("layers", **_BENCH_LAYERS))
     _add_bench_machine(benches.add_parser("machine", **_BENCH_MACHINE))
+    for command in (*(it for it in commands.choices.values() if it is not bench), *benches.choices.values()):
+        command.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     return parser
 
 
@@ -124,12 +148,23 @@ def _add_model(
     parser.add_argument(
         "--input",
         dest="inputs",
-        action="append",
-        type=arguments.input_of,
-        metavar="SHAPE[:DTYPE]",
+        action=_Input,
+        type=arguments.named_input_of,
+        metavar="[NAME=]SHAPE[:DTYPE]",
         help=inputs,
     )
-    parser.set_defaults(needs_input=needs_input, refuse=parser.error)
+    parser.set_defaults(needs_input=needs_input, refuse=parser.error, inputs=[], named_inputs=[])
+
+
+class _Input(argparse.Action):
+    """Keeps inputs by position and those by keyword apart."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        name, shape, dtype = values
+        if name:
+            namespace.named_inputs = [*namespace.named_inputs, (name, shape, dtype)]
+        else:
+            namespace.inputs = [*namespace.inputs, (shape, dtype)]
 
 
 def _check_model(options: argparse.Namespace) -> None:
@@ -137,12 +172,13 @@ def _check_model(options: argparse.Namespace) -> None:
     and the code that builds the model has imported torch by then."""
     if not hasattr(options, "spec") or getattr(options, "predict", False):
         return
-    if options.needs_input and not options.inputs:
+    if options.needs_input and not options.inputs and not options.named_inputs:
         options.refuse("the following arguments are required: --input")
     if getattr(options, "needs_gpu", False) and options.gpu is None:
         options.refuse("the following arguments are required: --gpu")
     if not all(options.spec.partition(":")):
-        options.refuse(f"SPEC must be torchvision:NAME or package.module:factory; found {options.spec!r}")
+        hint = f"; did you mean {arguments.nearest_spec(options.spec.strip(':'))}?"
+        options.refuse(f"SPEC must be {arguments.SPEC_FORMS}; found {options.spec!r}{hint}")
 
 
 def _add_dtypes(parser: argparse.ArgumentParser, *, of_autocast: str) -> None:
@@ -203,7 +239,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         help="find the largest batch, the first size of all inputs, that fits the largest --budget, or the GPU's memory",
     )
     _add_dtypes(parser, of_autocast="as CUDA's autocast would")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, and the plans, to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and plans to FILE; - is standard output")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against peak into FILE (.png, .svg)")
     parser.set_defaults(command="plan", needs_gpu=True)
 
@@ -307,8 +343,22 @@ def _add_bench_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--iters", type=arguments.positive, default=20, metavar="N", help="steps that count in each median; default: 20"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE; - is standard output")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time and peak memory into FILE (.png, .svg)")
+
+
+def _add_answers(parser: argparse.ArgumentParser) -> None:
+    """Add what a report is asked for beside its table, and where it is written."""
+    parser.add_argument("--peak", action="store_true", help="list what is alive at the peak of the step, instead of the table")
+    parser.add_argument(
+        "--fit",
+        type=arguments.size,
+        metavar="SIZE",
+        help="does the step fit in this, such as 12GiB, and with which feature?",
+    )
+    parser.add_argument("--gpu", metavar="NAME|FILE", help="the GPU that --fit predicts for, or whose memory it is to fit in")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE; - is standard output")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to FILE; - is standard output")
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:

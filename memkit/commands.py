@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,10 +16,15 @@ from memkit.bench import LayerBench, OffloadBench, RematBench, Workload, freeze_
 from memkit.bench.engines import checkpointing, torch_baselines
 from memkit.bench.machine import measure_machine, spec_text
 from memkit.device import Device, ReferenceDevice, cuda_is_available, open_device
+from memkit.errors import ProfileError
 from memkit.fronts import command
+from memkit.plan.gpus import find_gpu
 from memkit.profile import MemoryReport, profile_memory
+from memkit.profile.fit import check_fit
+from memkit.profile.optimizer_states import check_optimizer
 from memkit.profile.step import NEEDS_NONE, USE_META, is_out_of_memory
-from memkit.specs import UsageError, autocast, build_model, make_input
+from memkit.specs import UsageError, autocast, build_model, loss_of, make_inputs, said_as
+from memkit.terminal import STDOUT, check_writable, terminal_width, wrapped, write_text
 from memkit.transfer import Link
 
 _DTYPE = "float32"
@@ -29,13 +35,12 @@ _logger = logging.getLogger("memkit.cli")
 
 def profile(options: argparse.Namespace) -> None:
     """Measure a model, print the table, write the files."""
-    if options.json is not None and options.json == options.csv:
-        raise UsageError(f"--json and --csv name the same file, {options.json}")
+    _check_files(options)
+    optimizer = said_as("--optimizer", lambda: check_optimizer(options.optimizer))
+    gpu = None if options.gpu is None else said_as("--gpu", lambda: find_gpu(options.gpu))
+    said_as("--fit", lambda: check_fit(options.fit, gpu))
     if options.target is not None and options.device not in (None, "meta"):
         raise UsageError("--target is for --device meta; a run on a device runs that device's kernels")
-    for path in (options.json, options.csv):
-        if path is not None:
-            _check_writable(path)
     device = torch.device(options.device or ("cuda" if cuda_is_available() else "meta"))
     if device.type != "meta":
         device = open_device(device, advice=USE_META).torch_device
@@ -44,31 +49,61 @@ def profile(options: argparse.Namespace) -> None:
         model = build_model(options.spec, device).train()
         if options.dtype is not None:
             model = model.to(getattr(torch, options.dtype))
-        inputs = [make_input(shape, name or options.dtype or _DTYPE, device) for shape, name in options.inputs]
+        inputs, named = make_inputs(
+            model, options.inputs, options.named_inputs, dtype_name=options.dtype or _DTYPE, device=device
+        )
     except Exception as error:
         if is_out_of_memory(error):
-            raise UsageError(f"out of memory while building model and inputs; {NEEDS_NONE}") from error
+            raise ProfileError(f"out of memory while building model and inputs; {NEEDS_NONE}") from error
         raise
     with autocast(options.autocast, device):
         report = profile_memory(
             model,
             *inputs,
-            backward=options.backward,
+            kwargs=named,
+            loss_fn=loss_of(model, named),
+            backward=options.backward or options.peak,
+            optimizer=optimizer,
+            fit=options.fit,
+            gpu=gpu,
             device="meta" if device.type == "meta" else None,
             target=options.target or "cuda",
             tag=options.spec,
             print_table=False,
         )
-    if options.json is not None:
-        options.json.write_text(report.to_json(), encoding="utf-8")
-    if options.csv is not None:
-        options.csv.write_text(report.to_csv(), encoding="utf-8")
-    _print_view(report, options)
+    _write(report, options)
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print a report that was written to a file."""
-    _print_view(MemoryReport.from_json(options.report), options)
+    """Print a report that was written to a file, convert it, or compare it with another."""
+    _check_files(options)
+    report = MemoryReport.from_json(options.report)
+    if options.after is not None:
+        if any((options.json, options.csv, options.peak, options.fit, options.gpu)):
+            raise UsageError("two reports are compared: leave out --json, --csv, --peak, --fit and --gpu")
+        print(report.compare(MemoryReport.from_json(options.after)).to_text(width=terminal_width()))
+        return
+    if options.fit is not None or options.gpu is not None:
+        fit = said_as("--gpu" if options.fit is None else "--fit", lambda: report.fit_in(options.fit, gpu=options.gpu))
+        report = replace(report, fit=fit)
+    _write(report, options)
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    if options.json is not None and options.json == options.csv:
+        where = "standard output" if options.json == STDOUT else f"the same file, {options.json}"
+        raise UsageError(f"--json and --csv name {where}")
+    for path in (options.json, options.csv):
+        check_writable(path)
+
+
+def _write(report: MemoryReport, options: argparse.Namespace) -> None:
+    """Print a report as it was asked for, unless standard output has it in another form, and write the files."""
+    for path, written in ((options.json, report.to_json), (options.csv, report.to_csv)):
+        if path is not None:
+            write_text(path, written())
+    if STDOUT not in (options.json, options.csv):
+        _print_view(report, options)
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -103,17 +138,17 @@ def bench_layers(options: argparse.Namespace) -> None:
     is_frozen = options.train == "frozen"
     if is_frozen:
         freeze_layers(model)
-    inputs = [make_input(shape, name or _DTYPE, device.torch_device) for shape, name in options.inputs]
+    inputs, named = make_inputs(model, options.inputs, options.named_inputs, dtype_name=_DTYPE, device=device.torch_device)
 
-    def arguments() -> list[Tensor]:
+    def asking(item: Tensor) -> Tensor:
         # Where layers are frozen, there may be no parameters in front of them that a backward would go to.
-        return [item.detach().requires_grad_() if is_frozen and _may_have_grad(item) else item for item in inputs]
+        return item.detach().requires_grad_() if is_frozen and _may_have_grad(item) else item
 
     def step_of(model: nn.Module) -> Workload:
         return Workload(
             name=options.spec,
             model=model,
-            forward=lambda: model(*arguments()),
+            forward=lambda: model(*map(asking, inputs), **{name: asking(item) for name, item in named.items()}),
             loss=sum_of_outputs,
             backward=options.backward,
         )
@@ -125,11 +160,14 @@ def bench_layers(options: argparse.Namespace) -> None:
 def bench_machine(options: argparse.Namespace) -> None:
     """Measure this machine's GPU and the link to it."""
     if options.save is not None:
-        _check_writable(options.save)
-    device = ReferenceDevice() if options.device == "cpu" else open_device(options.device, advice=_REHEARSE)
+        check_writable(options.save)
+    device = said_as(
+        "--device",
+        lambda: ReferenceDevice() if options.device == "cpu" else open_device(options.device, advice=_REHEARSE),
+    )
     _logger.info("measuring %s", device.name)
     spec = measure_machine(device)
-    print(spec_text(spec))
+    print(wrapped(spec_text(spec), terminal_width()))
     if options.save is not None:
         options.save.write_text(spec.to_json() + "\n", encoding="utf-8")
 
@@ -143,8 +181,7 @@ def _may_have_grad(tensor: Tensor) -> bool:
 
 def _check_output(options: argparse.Namespace) -> None:
     for path in (options.json, options.plot):
-        if path is not None:
-            _check_writable(path)
+        check_writable(path)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib; install it with pip install matplotlib")
 
@@ -155,9 +192,10 @@ def _check_cuda(without_one: str) -> None:
 
 
 def _write_bench(result: OffloadBench | RematBench | LayerBench, options: argparse.Namespace) -> None:
-    print(result.to_text())
+    if options.json != STDOUT:
+        print(result.to_text(width=terminal_width()))
     if options.json is not None:
-        options.json.write_text(result.to_json() + "\n", encoding="utf-8")
+        write_text(options.json, result.to_json() + "\n")
     if options.plot is not None:
         result.plot(options.plot)
 
@@ -165,7 +203,7 @@ def _write_bench(result: OffloadBench | RematBench | LayerBench, options: argpar
 def _predicted(options: argparse.Namespace) -> OffloadBench:
     if options.link_gbps is None:
         raise UsageError("--predict needs --link-gbps, the speed of the link in GB/s (about 25 for PCIe 4 x16, 55 for PCIe 5)")
-    if options.inputs or options.peers:
+    if options.inputs or options.named_inputs or options.peers:
         raise UsageError("--predict runs no model: leave out --input and --peers")
     bytes_per_s = options.link_gbps * 1e9
     report = MemoryReport.from_json(Path(options.spec))
@@ -175,7 +213,7 @@ def _predicted(options: argparse.Namespace) -> OffloadBench:
 def _measured(options: argparse.Namespace) -> OffloadBench:
     if options.link_gbps is not None:
         raise UsageError("--link-gbps is for --predict; without it the link is measured")
-    if not options.inputs:
+    if not options.inputs and not options.named_inputs:
         raise UsageError("--input is needed, such as --input 256x3x224x224")
     _check_cuda(
         "there is nothing to offload from. "
@@ -189,17 +227,18 @@ def _measured(options: argparse.Namespace) -> OffloadBench:
 def _workload(options: argparse.Namespace) -> tuple[Workload, Device]:
     device = open_device(torch.device("cuda"))
     model = build_model(options.spec, device.torch_device).train()
-    inputs = [make_input(shape, name or _DTYPE, device.torch_device) for shape, name in options.inputs]
-    return Workload(name=options.spec, model=model, forward=lambda: model(*inputs), loss=sum_of_outputs), device
+    inputs, named = make_inputs(model, options.inputs, options.named_inputs, dtype_name=_DTYPE, device=device.torch_device)
+    return Workload(name=options.spec, model=model, forward=lambda: model(*inputs, **named), loss=sum_of_outputs), device
 
 
 def _print_view(report: MemoryReport, options: argparse.Namespace) -> None:
-    print(report.to_text(depth=options.depth, sort_by=options.sort, top=options.top, full=options.full))
+    width = terminal_width()
+    if options.peak:
+        top = _MOST_AT_PEAK if options.top is None else options.top
+        print(report.peak_to_text(depth=options.depth, top=None if options.full else top, full=options.full, width=width))
+        print("", wrapped(report.in_words(), width), sep="\n")
+    else:
+        print(report.to_text(depth=options.depth, sort_by=options.sort, top=options.top, full=options.full, width=width))
 
 
-def _check_writable(path: Path) -> None:
-    there = path.exists()
-    with path.open("a", encoding="utf-8"):
-        pass
-    if not there:
-        path.unlink()
+_MOST_AT_PEAK = 20

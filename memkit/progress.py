@@ -1,8 +1,9 @@
-"""Shows on standard error what takes long."""
+"""Shows on standard error what takes long, and what is warned of."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -10,11 +11,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TextIO
+
+from memkit.terminal import shortened
 
 
 @contextmanager
 def progress() -> Iterator[None]:
-    """Show on standard error what takes longer than a second: the last line that memkit logged, and for how long."""
+    """Show on standard error what takes longer than a second: the last line that memkit logged, and for how long.
+
+    Warnings are shown there as well, each text once and as one line; Python's options `-W` say which.
+    """
     handler = _Progress()
     logger = logging.getLogger("memkit")
     level = logger.level
@@ -22,7 +29,11 @@ def progress() -> Iterator[None]:
     logger.addHandler(handler)
     try:
         with warnings.catch_warnings(), handler:
-            warnings.simplefilter("ignore" if not sys.warnoptions else "default")
+            if not sys.warnoptions:  # as Python shows them, whatever was set before
+                warnings.simplefilter("default")
+                for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+                    warnings.simplefilter("ignore", kind)
+            warnings.showwarning = handler.show_warning
             yield
     finally:
         logger.removeHandler(handler)
@@ -40,10 +51,28 @@ class _Progress(logging.Handler):
         self._phase = ""
         self._since_s = time.monotonic()
         self._shown = ""
+        self._warned: set[str] = set()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._phase, self._since_s = record.getMessage(), time.monotonic()
+
+    def show_warning(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        """Show a warning as one line, unless its text was shown before."""
+        kind = "" if category is UserWarning else f"{category.__name__}: "
+        text = " ".join(f"memkit: warning: {kind}{message}".split())
+        if text not in self._warned:
+            self._warned.add(text)
+            clear = "\r\033[K" if self._shown and sys.stderr.isatty() else ""
+            print(f"{clear}{text}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -60,7 +89,8 @@ class _Progress(logging.Handler):
             if not self._phase or seconds < self.PATIENCE_S:
                 continue
             if sys.stderr.isatty():
-                print(f"\r\033[Kmemkit: {self._phase} ({seconds:.0f} s)", end="", file=sys.stderr, flush=True)
+                text = shortened(f"memkit: {self._phase} ({seconds:.0f} s)", shutil.get_terminal_size().columns - 1)
+                print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
                 self._shown = self._phase
             elif self._shown != self._phase:
                 print(f"memkit: {self._phase} ...", file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ _UNITS = {
     "TIB": 2**40,
 }
 
+_STEPS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _FEWEST_BUDGET_BYTES = 1024
 """A budget of fewer bytes, without a unit, was meant as something else."""
 
@@ -46,6 +47,16 @@ def format_bytes(num_bytes: int) -> str:
     if num_bytes >= 1024:
         return f"{num_bytes / 1024:.2f} KiB"
     return "1 byte" if num_bytes == 1 else f"{num_bytes} bytes"
+
+
+def unit_of(num_bytes: int) -> tuple[str, int]:
+    """Return the unit that bytes are told in, and its bytes: GiB from 1 GiB on, then MiB, then KiB.
+
+    Example:
+        >>> unit_of(5 * 2**30)
+        ('GiB', 1073741824)
+    """
+    return next((unit, size) for unit, size in _STEPS if num_bytes >= size or size == 1024)
 
 
 def check_bytes(name: str, value: int | str) -> int:

@@ -1,21 +1,26 @@
-"""From what was written on a command line to a model and its inputs."""
+"""From what was written on a command line to a model and its inputs, without network."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+import json
 import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from memkit.errors import MemkitError
+from memkit.arguments import nearest_spec
+from memkit.errors import MemkitError, note_on
 
+_T = TypeVar("_T")
 _logger = logging.getLogger("memkit.cli")
 
 
@@ -46,14 +51,25 @@ def build_model(spec: str, device: torch.device) -> nn.Module:
     """Return the model that SPEC names, with random weights, on `device`.
 
     Args:
-        spec: "torchvision:NAME", or "package.module:factory" for something that returns a module when called without
-            arguments, or that is a module. The current folder is searched, too.
+        spec: "torchvision:NAME"; "timm:NAME"; "hf:CONFIG.json" for a configuration of transformers, or a folder with one; or
+            "package.module:factory" for something that returns a module when called without arguments, or that is a module.
+            The current folder is searched, too.
 
     Raises:
-        UsageError: there is no such package, module or attribute, or it gives no `nn.Module`.
+        UsageError: there is no such package, module, attribute or file, or it gives no `nn.Module`.
+        Exception: what the model raises as it is built, with a note that says so.
     """
     place, _, name = spec.partition(":")
-    factory = _torchvision_factory(name) if place == "torchvision" else _factory(place, name)
+    try:
+        return _build(_FACTORIES[place](name) if place in _FACTORIES else _factory(place, name), spec, device)
+    except (UsageError, OSError):
+        raise
+    except Exception as error:
+        note_on(error, f"memkit: raised while {spec} was built")
+        raise
+
+
+def _build(factory: Any, spec: str, device: torch.device) -> nn.Module:
     if device.type == "meta" and not isinstance(factory, nn.Module):
         try:
             with torch.device(device):
@@ -78,7 +94,7 @@ def _factory(place: str, name: str) -> Any:
     found = _import(place)
     for part in name.split("."):
         if not hasattr(found, part):
-            raise UsageError(f"{place} has no {name!r}")
+            raise UsageError(f"{place} has no {name!r}{_near(name, dir(found), place)}")
         found = getattr(found, part)
     if not isinstance(found, nn.Module) and not callable(found):
         raise UsageError(f"{place}:{name} is {type(found).__name__}; it must be a function, a class or a torch.nn.Module")
@@ -91,11 +107,155 @@ def _torchvision_factory(name: str) -> Callable[[], Any]:
     where = ".".join(["torchvision.models", *packages])
     builder = getattr(_import(where), builder_name, None)
     if not inspect.isfunction(builder):
-        raise UsageError(f"{where} has no model {builder_name!r}")
+        builders = [other for other, value in vars(_import(where)).items() if inspect.isfunction(value)]
+        near = _near(builder_name, builders, "torchvision", ".".join([*packages, ""]))
+        raise UsageError(f"{where} has no model {builder_name!r}{near}")
     parameters = inspect.signature(builder).parameters
     # Without these the builder would download weights, or spend minutes on an initialization that is not looked at.
     options = {"weights": None, "weights_backbone": None, "init_weights": False}
     return lambda: builder(**{option: value for option, value in options.items() if option in parameters})
+
+
+def _timm_factory(name: str) -> Callable[[], Any]:
+    timm = _import("timm", hint='; install it with pip install "torch-memkit[models]"')
+    if not timm.is_model(name):
+        raise UsageError(f"timm has no model {name!r}{_near(name, timm.list_models(), 'timm')}")
+    return lambda: timm.create_model(name, pretrained=False)
+
+
+_LANGUAGE = ("CausalLM", "Seq2SeqLM", "SpeechSeq2Seq", "ImageTextToText", "PreTraining")
+"""Heads that architectures have whose names do not end like them, as GPT2LMHeadModel and WhisperForConditionalGeneration."""
+
+
+def _transformers_factory(name: str) -> Callable[[], Any]:
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(
+            f"hf: needs the config.json of a model, or the folder that it is in; found no file {str(path)!r}. For a model of "
+            "the hub, `hf download MODEL config.json` says where it has put it"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise UsageError(f"{path} is no configuration of transformers: it has no model_type")
+    transformers = _import("transformers", hint='; install it with pip install "torch-memkit[models]"')
+    try:
+        config = transformers.AutoConfig.for_model(**content)
+    except ValueError as error:
+        raise UsageError(
+            f"{path}: transformers {transformers.__version__} knows no model_type {content['model_type']!r}"
+        ) from error
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # it is for generating, and would hold the keys and values of each layer
+    asked = next(iter(content.get("architectures") or ()), "")
+    return _class_named(transformers, config, asked)
+
+
+def _class_named(transformers: Any, config: Any, asked: str) -> Callable[[], Any]:
+    """Return what builds the model of a configuration: by the auto class that makes the architecture which it names."""
+    heads = [asked.partition("For")[2], *_LANGUAGE] if asked else []
+    for head in dict.fromkeys(heads):
+        auto = getattr(transformers, f"AutoModelFor{head}", None)
+        with suppress(ValueError), torch.device("meta"):  # which it raises where it has no such model for the configuration
+            if auto is not None and type(auto.from_config(config)).__name__ == asked:
+                return lambda: auto.from_config(config)
+    if asked and hasattr(transformers, asked):
+        return lambda: getattr(transformers, asked)(config)
+    if asked:
+        raise UsageError(f"transformers {transformers.__version__} has no {asked}, which the configuration names")
+    return lambda: transformers.AutoModel.from_config(config)
+
+
+_FACTORIES: dict[str, Callable[[str], Any]] = {
+    "torchvision": _torchvision_factory,
+    "timm": _timm_factory,
+    "hf": _transformers_factory,
+}
+
+
+# Inputs
+
+
+def make_inputs(
+    model: nn.Module,
+    inputs: Iterable[tuple[tuple[int, ...], str | None]],
+    named: Iterable[tuple[str, tuple[int, ...], str | None]],
+    *,
+    dtype_name: str,
+    device: torch.device,
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return a model's inputs, by position and by keyword.
+
+    Args:
+        model: one of transformers' takes integers where its argument is named so: "input_ids", "labels", "attention_mask".
+        inputs: shapes and dtypes, in order.
+        named: names, shapes and dtypes.
+        dtype_name: of inputs for which none is named; those of a model of transformers have the dtype that it was built in.
+        device: where they are made.
+    """
+    names = _argument_names(model)
+    if _is_of_transformers(model) and isinstance(getattr(model, "dtype", None), torch.dtype):
+        dtype_name = str(model.dtype).removeprefix("torch.")
+
+    def made(name: str, shape: tuple[int, ...], dtype: str | None) -> Tensor:
+        default = "int64" if _is_integer(model, name) else dtype_name
+        if name == "attention_mask" and _is_of_transformers(model):  # nothing is hidden, which it looks at
+            return torch.ones(shape, dtype=getattr(torch, dtype or default), device="cpu" if device.type == "meta" else device)
+        return make_input(shape, dtype or default, device)
+
+    positional = [made(names[place] if place < len(names) else "", shape, dtype) for place, (shape, dtype) in enumerate(inputs)]
+    return positional, {name: made(name, shape, dtype) for name, shape, dtype in named}
+
+
+def loss_of(model: nn.Module, names: Iterable[str]) -> Callable[[Any], Tensor] | None:
+    """Return what takes the loss out of a model's output, where the model computes one: one of transformers', given labels."""
+    return (lambda output: output.loss) if _is_of_transformers(model) and "labels" in names else None
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return hasattr(model, "main_input_name") and hasattr(model, "config")
+
+
+def _argument_names(model: nn.Module) -> list[str]:
+    return list(inspect.signature(model.forward).parameters)
+
+
+def _is_integer(model: nn.Module, name: str) -> bool:
+    return _is_of_transformers(model) and (name.endswith("_ids") or name in ("labels", "attention_mask"))
+
+
+# What was meant
+
+
+def said_as(option: str, read: Callable[[], _T]) -> _T:
+    """Return what an option says; what is wrong with it is told of the option.
+
+    Raises:
+        UsageError: for a ValueError.
+    """
+    try:
+        return read()
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+def _near(name: str, known: Iterable[str], place: str, prefix: str = "") -> str:
+    """Return a hint at the names that are most like one, as a SPEC; "" if none is."""
+    of = {other.casefold(): other for other in known if not other.startswith("_")}  # of names that differ in case, one
+    near = [of[found] for found in difflib.get_close_matches(name.casefold(), of, n=3, cutoff=0.6)]
+    return f". Did you mean {' or '.join(f'{place}:{prefix}{other}' for other in near)}?" if near else ""
+
+
+def _other_form(name: str) -> str:
+    """Return a hint at the form of SPEC that works for what was taken for a module."""
+    if name in ("huggingface", "transformers", "hub"):
+        return ". For a model of transformers write hf:CONFIG.json"
+    if "/" in name or name.endswith((".py", ".json")):
+        return f". Write {nearest_spec(name)}"
+    return ". It is looked for in the current folder and among what is installed"
 
 
 def _import(name: str, *, hint: str = "") -> Any:
@@ -104,4 +264,4 @@ def _import(name: str, *, hint: str = "") -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise
-        raise UsageError(f"there is no module {error.name!r}{hint}") from error
+        raise UsageError(f"there is no module {error.name!r}{hint or _other_form(name)}") from error

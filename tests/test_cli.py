@@ -125,7 +125,10 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["profile", "resnet50", "--input", "2x3"], "SPEC must be torchvision:NAME or package.module:factory"),
+        (
+            ["profile", "resnet50", "--input", "2x3"],
+            "SPEC must be torchvision:NAME, timm:NAME, hf:CONFIG.json or package.module:factory",
+        ),
         (["profile", "torchvision:", "--input", "2x3"], "SPEC must be"),
         (["profile", "torchvision:resnet51", "--input", "2x3"], "torchvision.models has no model 'resnet51'"),
         (["profile", "torchvision:nothing.resnet", "--input", "2"], "there is no module 'torchvision.models.nothing'"),
@@ -134,7 +137,6 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["profile", "torch.nn:Nothing", "--input", "2x3"], "torch.nn has no 'Nothing'"),
         (["profile", "math:pi", "--input", "2x3"], "math:pi is float; it must be"),
         (["profile", "builtins:dict", "--input", "2x3"], "builtins:dict gives dict, not a torch.nn.Module"),
-        (["profile", "torch.nn:Linear", "--input", "2x3", "--device", "cpu"], "TypeError: Linear.__init__() missing"),
         (["profile", "torch.nn:ReLU", "--input", "2xx3"], "found '2xx3'"),
         (["profile", "torch.nn:ReLU", "--input", ""], "found ''"),
         (["profile", "torch.nn:ReLU", "--input", "2x-3"], "found '2x-3'"),
@@ -143,20 +145,16 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["profile", "torch.nn:ReLU"], "required: --input (see `memkit profile --help`)"),
         (["profile", "torch.nn:ReLU", "--inptu", "2x3"], "unrecognized arguments: --inptu 2x3"),
         (["profile", "--inptu", "2x3"], "unrecognized arguments: --inptu"),
-        (["bench", "offload", "resnet50", "--input", "2x3"], "SPEC must be torchvision:NAME or package.module:factory"),
+        (
+            ["bench", "offload", "resnet50", "--input", "2x3"],
+            "SPEC must be torchvision:NAME, timm:NAME, hf:CONFIG.json or package.module:factory",
+        ),
         (["profile", "torch.nn:ReLU", "--input", "2", "--depth", "-1"], "argument --depth"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--sort", "colour"], "argument --sort: invalid choice"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--device", "tpu"], "argument --device: invalid choice"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--json", "/no/such/folder/x.json"], "No such file or directory"),
-        (["profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta"], "memkit: raised in conv1 (Conv2d)"),
-        (["profile", "torchvision:resnet18", "--input", "2x3", "--device", "cpu"], "raised in conv1 (Conv2d)"),
-        (
-            ["profile", "torch.nn:ReLU", "--input", "99999999x99999x999", "--device", "cpu"],
-            'needs none (device="meta", --device meta)',
-        ),
         (["profile", "torch.nn:ReLU", "--input", "2", "--json", "/tmp/x", "--csv", "/tmp/x"], "name the same file"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--device", "cpu", "--target", "cpu"], "--target is for --device meta"),
-        (["profile", "torchvision:detection.fasterrcnn_resnet50_fpn", "--input", "1x3x32x32", "--device", "meta"], "(model)"),
         (["show", "/no/such/file.json"], "No such file or directory: '/no/such/file.json'"),
         (["show", __file__], "is not a memkit report"),
         (["bench"], "required: BENCH"),
@@ -178,6 +176,25 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 )
 def test_failures_are_one_line_and_status_two(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert_fails(capsys, arguments, message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["profile", "torch.nn:Linear", "--input", "2x3", "--device", "cpu"], "TypeError: Linear.__init__() missing"),
+        (["profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta"], "memkit: raised in conv1 (Conv2d)"),
+        (["profile", "torchvision:resnet18", "--input", "2x3", "--device", "cpu"], "raised in conv1 (Conv2d)"),
+        (
+            ["profile", "torch.nn:ReLU", "--input", "99999999x99999x999", "--device", "cpu"],
+            'needs none (device="meta", --device meta)',
+        ),
+        (["profile", "torchvision:detection.fasterrcnn_resnet50_fpn", "--input", "1x3x32x32", "--device", "meta"], "(model)"),
+    ],
+)
+def test_failures_of_the_model_are_one_line_and_status_one(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert_fails(capsys, arguments, message, status=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here")

@@ -34,7 +34,7 @@ def test_an_input_of_another_dtype_is_refused(capsys: pytest.CaptureFixture[str]
 
     status, _, error = run_command(capsys, *arguments)
 
-    assert status == 2
+    assert status == 1
     assert error.splitlines()[-1].startswith("memkit: error: ")
     assert message in error.splitlines()[-1]
 

@@ -49,6 +49,16 @@ def test_readme_shows_what_its_example_prints(capsys: pytest.CaptureFixture[str]
     assert without_version(_blocks(readme, "text")[0]) == without_version(capsys.readouterr().out)
 
 
+def test_page_on_profiles_shows_what_its_example_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "profile.md"
+    blocks, names = _blocks(page, "python"), dict[str, object]()
+
+    for block in (blocks[0], next(block for block in blocks if "before.in_words()" in block)):
+        exec(compile(block, str(page), "exec"), names)
+
+    assert _blocks(page, "text")[0] in capsys.readouterr().out
+
+
 def test_page_on_layer_offload_shows_the_plan_that_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "docs" / "layer-offload.md"
     names: dict[str, object] = {}

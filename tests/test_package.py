@@ -22,6 +22,7 @@ RANKS = {
     "errors": 0,
     "interrupts": 0,
     "sizes": 0,
+    "terminal": 0,
     "schemas": 1,
     "arguments": 1,
     "_torch_floor": 0,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tabulate import tabulate
-
 from memkit.bench.curves import mib, ms, pictures_by_ratio, to_json_line
 from memkit.bench.measure import Measurement
+from memkit.terminal import columns_of, table_text, wrapped
 from memkit.transfer import Link
 
 _GIB = 2**30
@@ -26,6 +25,8 @@ _HEADERS = (
     "slots\n(MiB)",
     "stalls\n(ms)",
 )
+_GO = ("in a row\n/ plain", "reserved\n(MiB)", "stalls\n(ms)", "slots\n(MiB)", "layers\nstreamed", "streamed\n(MiB)")
+"""What goes first where the table is too wide."""
 _NO_ROOM = "out of memory"
 
 
@@ -123,15 +124,14 @@ class LayerBench:
     rows: tuple[LayerRow, ...]
     """Those for which the device has room."""
 
-    def to_text(self) -> str:
-        """Return the table, for reading."""
+    def to_text(self, *, width: int | None = None) -> str:
+        """Return the table, for reading, with no line longer than `width`, if that is given."""
         how = f"train={self.train}" if self.backward else "forward only"
         layers = f"{self.num_layers} layers, {mib(self.layer_bytes)} MiB"
         lines = [self._line("plain", self.plain), *map(self._row, self.ratios)]
-        aligned = ("left", *("right",) * (len(_HEADERS) - 1))
-        table = tabulate(lines, headers=_HEADERS, disable_numparse=True, colalign=aligned)
+        table = table_text(columns_of(_HEADERS, lines, order=_GO), width)
         first = f"{self.name} on {self.where}: {layers}; {how}; {self.link}"
-        return "\n".join([first, "", table])
+        return "\n".join([wrapped(first, width), "", table])
 
     def _row(self, ratio: float) -> tuple[str, ...]:
         row = next((row for row in self.rows if row.ratio == ratio), None)

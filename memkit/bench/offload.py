@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from tabulate import tabulate
-
 from memkit.activations import CPUOffload, reset, stats
 from memkit.bench import engines
 from memkit.bench.curves import draw_curve, draw_names, draw_others, headline, mib, ms, picture, to_json_line, where_of
@@ -18,12 +16,28 @@ from memkit.bench.measure import Engine, Measurement, Workload, timer
 from memkit.device import Device
 from memkit.plan import Action, check_ratio, plan_ratio, roofline_s, simulate_lanes
 from memkit.profile import MemoryReport, timed_saves
+from memkit.terminal import columns_of, table_text, wrapped
 from memkit.transfer import Link, measure_link
 
 _log = logging.getLogger("memkit.bench")
 
 _TAG = "memkit bench"
 MIN_BYTES = 2**20
+_HEADERS = (
+    "ratio",
+    "moved\n(MiB)",
+    "allocated\n(MiB)",
+    "reserved\n(MiB)",
+    "plain\n(ms)",
+    "synchronous\n(ms)",
+    "memkit\n(ms)",
+    "speed-up",
+    "roofline\n(ms)",
+    "memkit /\nroofline",
+)
+_GO = ("synchronous\n(ms)", "speed-up", "reserved\n(MiB)", "roofline\n(ms)")
+"""What goes first where the table is too wide."""
+_OTHERS = ("others", "allocated\n(MiB)", "reserved\n(MiB)", "time\n(ms)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,52 +83,35 @@ class OffloadBench:
     rows: tuple[OffloadRow, ...]
     peers: Mapping[str, Measurement]
 
-    def to_text(self) -> str:
-        """Return the tables, for reading."""
+    def to_text(self, *, width: int | None = None) -> str:
+        """Return the tables, for reading, with no line longer than `width`, if that is given."""
         plain = self.plain
-        lines = [
+        first = (
             f"{headline(self.name, self.where, plain)}, peak {mib(plain.peak_allocated_bytes)} MiB allocated, "
-            f"{mib(plain.peak_reserved_bytes)} reserved; {mib(self.saved_bytes)} MiB may leave; {self.link}",
-            "",
-            tabulate(
-                [
-                    (
-                        f"{row.ratio:g}",
-                        mib(row.moved_bytes),
-                        mib(row.peak_allocated_bytes),
-                        mib(row.peak_reserved_bytes),
-                        ms(row.plain_s),
-                        ms(row.synchronous_s),
-                        ms(row.memkit_s),
-                        "-" if row.speed_up is None else f"{row.speed_up:.2f}",
-                        ms(row.roofline_s),
-                        f"{row.to_roofline:.3f}",
-                    )
-                    for row in self.rows
-                ],
-                headers=(
-                    "ratio",
-                    "moved\n(MiB)",
-                    "allocated\n(MiB)",
-                    "reserved\n(MiB)",
-                    "plain\n(ms)",
-                    "synchronous\n(ms)",
-                    "memkit\n(ms)",
-                    "speed-up",
-                    "roofline\n(ms)",
-                    "memkit /\nroofline",
-                ),
-                disable_numparse=True,
-                colalign=("right",) * 10,
-            ),
+            f"{mib(plain.peak_reserved_bytes)} reserved; {mib(self.saved_bytes)} MiB may leave; {self.link}"
+        )
+        rows = [
+            (
+                f"{row.ratio:g}",
+                mib(row.moved_bytes),
+                mib(row.peak_allocated_bytes),
+                mib(row.peak_reserved_bytes),
+                ms(row.plain_s),
+                ms(row.synchronous_s),
+                ms(row.memkit_s),
+                "-" if row.speed_up is None else f"{row.speed_up:.2f}",
+                ms(row.roofline_s),
+                f"{row.to_roofline:.3f}",
+            )
+            for row in self.rows
         ]
+        lines = [wrapped(first, width), "", table_text(columns_of(_HEADERS, rows, left=0, order=_GO), width)]
         if self.peers:
-            rows = [
+            others = [
                 (name, mib(peer.peak_allocated_bytes), mib(peer.peak_reserved_bytes), ms(peer.step_s))
                 for name, peer in self.peers.items()
             ]
-            headers = ("others", "allocated\n(MiB)", "reserved\n(MiB)", "time\n(ms)")
-            lines += ["", tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "right", "right", "right"))]
+            lines += ["", table_text(columns_of(_OTHERS, others), width)]
         return "\n".join(lines)
 
     def to_json(self) -> str:

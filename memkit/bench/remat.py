@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from tabulate import tabulate
-
 from memkit.activations import Rematerialize, SavedTensorStats, reset, stats
 from memkit.bench import engines
 from memkit.bench.curves import draw_curve, draw_names, draw_others, headline, mib, ms, picture, to_json_line, where_of
 from memkit.bench.measure import Engine, Measurement, Workload, timer
 from memkit.device import Device
 from memkit.sizes import check_budget, format_mib
+from memkit.terminal import columns_of, table_text, wrapped
 
 _TAG = "memkit bench"
 _HEADERS = (
@@ -31,6 +30,8 @@ _HEADERS = (
     "kept",
     "dropped",
 )
+_GO = ("estimated\n(ms)", "measured\n(ms)", "replayed\nops", "kept", "dropped", "reserved\n(MiB)")
+"""What goes first where the table is too wide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +63,12 @@ class RematBench:
     rows: tuple[RematRow, ...]
     peers: Mapping[str, Measurement]
 
-    def to_text(self) -> str:
-        """Return the table, for reading."""
+    def to_text(self, *, width: int | None = None) -> str:
+        """Return the table, for reading, with no line longer than `width`, if that is given."""
         first = f"{headline(self.name, self.where, self.plain)}; {mib(self.saved_bytes)} MiB may be dropped"
         lines = [self._line("plain", self.plain), *map(self._row, self.rows)]
         lines += [self._line(name, peer) for name, peer in self.peers.items()]
-        aligned = ("left", *("right",) * (len(_HEADERS) - 1))
-        return f"{first}\n\n{tabulate(lines, headers=_HEADERS, disable_numparse=True, colalign=aligned)}"
+        return f"{wrapped(first, width)}\n\n{table_text(columns_of(_HEADERS, lines, order=_GO), width)}"
 
     def _row(self, row: RematRow) -> tuple[str, ...]:
         stats = row.stats

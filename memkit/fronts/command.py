@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -20,9 +19,9 @@ from memkit.plan.asked import budget_bytes_of, problem_of, trace_of
 from memkit.plan.budget import Problem, least_budget
 from memkit.plan.gpus import find_gpu
 from memkit.profile import profile_memory
-from memkit.specs import UsageError, autocast, build_model, make_input
+from memkit.specs import UsageError, autocast, build_model, loss_of, make_inputs, said_as
+from memkit.terminal import STDOUT, terminal_width, write_text
 
-T = TypeVar("T")
 _DTYPE = "float32"
 """Of inputs for which none is named."""
 _NUM_BUDGETS = 8
@@ -34,7 +33,7 @@ _logger = logging.getLogger("memkit.cli")
 
 def plan(options: argparse.Namespace) -> None:
     """Trace the model without data, plan its step for each budget, print the table, write the files."""
-    gpu = _said_as("--gpu", lambda: find_gpu(options.gpu))
+    gpu = said_as("--gpu", lambda: find_gpu(options.gpu))
     meta = torch.device("meta")
     _logger.info("building %s", options.spec)
     model = build_model(options.spec, meta).train()
@@ -42,47 +41,58 @@ def plan(options: argparse.Namespace) -> None:
         model = model.to(getattr(torch, options.dtype))
 
     def problem_with(batch: int | None) -> Problem:
-        shapes = [(shape if batch is None else (batch, *shape[1:]), name) for shape, name in options.inputs]
-        inputs = [make_input(shape, name or options.dtype or _DTYPE, meta) for shape, name in shapes]
+        def sized(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return shape if batch is None else (batch, *shape[1:])
+
+        inputs, named = make_inputs(
+            model,
+            [(sized(shape), dtype) for shape, dtype in options.inputs],
+            [(name, sized(shape), dtype) for name, shape, dtype in options.named_inputs],
+            dtype_name=options.dtype or _DTYPE,
+            device=meta,
+        )
         with autocast(options.autocast, meta):
             report = profile_memory(
-                model, *inputs, backward=True, device="meta", target="cuda", trace=True, tag=options.spec, print_table=False
+                model,
+                *inputs,
+                kwargs=named,
+                loss_fn=loss_of(model, named),
+                backward=True,
+                device="meta",
+                target="cuda",
+                trace=True,
+                tag=options.spec,
+                print_table=False,
             )
         return problem_of(trace_of(report), gpu, options.optimizer)
 
     _logger.info("tracing %s", options.spec)
     problem = problem_with(None)
-    limits = _said_as("--budget", lambda: [budget_bytes_of(budget, problem) for budget in options.budgets or ()])
+    limits = said_as("--budget", lambda: [budget_bytes_of(budget, problem) for budget in options.budgets or ()])
     _logger.info("planning for the %s", gpu.name)
     front, plans = make_front(problem, limits or None, num_budgets=options.steps or _NUM_BUDGETS, optimizer=options.optimizer)
     if options.batch_search:
         limit = max(limits) if limits else gpu.memory_bytes
         front = replace(front, batch=_largest_batch(problem, problem_with, limit, options))
-    print(to_text(front), flush=True)  # ahead of files, which may fail
+    if options.json != STDOUT:
+        print(to_text(front, width=terminal_width()), flush=True)  # ahead of files, which may fail
     if options.json is not None:
         contents = {budget_bytes: json.loads(plan.to_json()) for budget_bytes, plan in plans.items()}
-        options.json.write_text(front.to_json(contents) + "\n", encoding="utf-8")
+        write_text(options.json, front.to_json(contents) + "\n")
     if options.plot is not None:
         draw(front, options.plot)
-
-
-def _said_as(option: str, read: Callable[[], T]) -> T:
-    """Return what an option says; what is wrong with it is told of the option."""
-    try:
-        return read()
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from error
 
 
 def _largest_batch(
     problem: Problem, problem_with: Callable[[int | None], Problem], budget_bytes: int, options: argparse.Namespace
 ) -> LargestBatch:
     """Return the largest batch that fits, plain and planned: each that is tried is traced anew."""
-    sizes = {shape[0] for shape, _ in options.inputs if shape}
-    if len(sizes) != 1 or 0 in sizes or not all(shape for shape, _ in options.inputs):
+    shapes = [*(shape for shape, _ in options.inputs), *(shape for _, shape, _ in options.named_inputs)]
+    sizes = {shape[0] for shape in shapes if shape}
+    if len(sizes) != 1 or 0 in sizes or not all(shapes):
         raise UsageError(
             "--batch-search needs inputs whose first sizes are the batch: equal, and 1 or more; "
-            f"found {', '.join('x'.join(map(str, shape)) for shape, _ in options.inputs)}. Leave it out"
+            f"found {', '.join('x'.join(map(str, shape)) for shape in shapes)}. Leave it out"
         )
     (begin,) = sizes
     traced = {begin: problem}

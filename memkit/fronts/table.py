@@ -1,4 +1,4 @@
-"""A front as text, in 80 columns."""
+"""A front as text, in 80 columns or fewer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,17 @@ _HEADS = (
     ("check-", "point"),
 )
 _BUDGET, _PEAK, _MOVED = 0, 1, 6
+_GO = (5, 7, 4, _MOVED, 10, 8, 9)
+"""The columns that go where the table is too wide, the first one first."""
 
 
-def to_text(front: Front) -> str:
-    """Return the table, one row per budget, with what is said of the whole above and below it."""
+def to_text(front: Front, *, width: int | None = None) -> str:
+    """Return the table, one row per budget, with what is said of the whole above and below it.
+
+    Args:
+        width: no line is longer: of a table that is too wide, columns go, the dearest to tell first. None leaves all in.
+    """
+    columns = _COLUMNS if width is None else min(width, _COLUMNS)
     unit, unit_bytes = ("GiB", 2**30) if front.plain_peak_bytes >= 2**30 else ("MiB", 2**20)
     heads = [
         (below, unit) if place in (_BUDGET, _PEAK) else ("moved", unit) if place == _MOVED else (above, below)
@@ -35,21 +42,21 @@ def to_text(front: Front) -> str:
     cells = [_cells(row, front.plain_s, unit_bytes) for row in front.rows]
     above = [[head[level] for head in heads] for level in (0, 1)]
     widths = [max(map(len, column)) for column in zip(*above, *cells, strict=True)]
-    lines = [*_headline(front), ""]
-    lines += [_line(row, widths) for row in above]
-    lines.append(" ".join("-" * width for width in widths))
-    lines += [_line(row, widths) for row in cells]
-    return "\n".join([*lines, "", *_below(front)])
+    places, may_go = list(range(len(widths))), list(_GO)
+    while width is not None and may_go and sum(widths[place] + 1 for place in places) - 1 > width:
+        places.remove(may_go.pop(0))
+
+    def line(row: Sequence[str]) -> str:
+        return " ".join(row[place].rjust(widths[place]) for place in places).rstrip()
+
+    lines = [*_headline(front, columns), "", *map(line, above), line(["-" * width for width in widths])]
+    return "\n".join([*lines, *map(line, cells), "", *_below(front, columns)])
 
 
-def _headline(front: Front) -> list[str]:
+def _headline(front: Front, columns: int) -> list[str]:
     states = "" if front.optimizer is None else f", with the states of {front.optimizer}"
     how = "predicted" if front.is_measured else "predicted; not measured"
-    return textwrap.wrap(f"{front.model}, {front.inputs}{states}, on {front.gpu} ({how})", _COLUMNS)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+    return textwrap.wrap(f"{front.model}, {front.inputs}{states}, on {front.gpu} ({how})", columns)
 
 
 def _cells(row: FrontRow, plain_s: float, unit_bytes: int) -> list[str]:
@@ -75,20 +82,21 @@ def _cells(row: FrontRow, plain_s: float, unit_bytes: int) -> list[str]:
     ]
 
 
-def _below(front: Front) -> list[str]:
+def _below(front: Front, columns: int) -> list[str]:
     op = front.least_op.removeprefix("aten.").partition(".")[0]
     where = ", ".join(part for part in (front.least_module, op) if part)
     least = f"least budget: {size_text(front.least_bytes)}" + (f" (set by {where})" if where else "")
     lines = [
-        f"plain peak: {size_text(front.plain_peak_bytes)}, step {front.plain_s * 1e3:.1f} ms",
-        *textwrap.wrap(least, _COLUMNS),
+        *textwrap.wrap(f"plain peak: {size_text(front.plain_peak_bytes)}, step {front.plain_s * 1e3:.1f} ms", columns),
+        *textwrap.wrap(least, columns),
     ]
     batch = front.batch
     if batch is not None:
         plain = f"{batch.num_plain}{'' if batch.is_plain_found else ' or more'}"
         planned = f"{batch.num_planned}{'' if batch.is_planned_found else ' or more'}"
-        lines.append(f"the largest batch that fits in {size_text(batch.budget_bytes)}: plain {plain}, planned {planned}")
-    return [*lines, *(line for note in front.notes for line in textwrap.wrap(f"note: {note}", _COLUMNS))]
+        said = f"the largest batch that fits in {size_text(batch.budget_bytes)}: plain {plain}, planned {planned}"
+        lines += textwrap.wrap(said, columns)
+    return [*lines, *(line for note in front.notes for line in textwrap.wrap(f"note: {note}", columns))]
 
 
 def size_text(num_bytes: int) -> str:

@@ -1,5 +1,8 @@
 """Measuring: run a model, watch what it keeps, and give back a frozen report. Nothing is moved or decided here."""
 
+from memkit.profile.alive import AliveItem, AliveStorage, MemoryCategory, Moment, OptimizerMemory, Phase, StepMemory
+from memkit.profile.compare import ComparedFigure, Comparison
+from memkit.profile.fit import FeatureFit, Fit
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.registry import find_report
 from memkit.profile.report import MemoryReport
@@ -7,11 +10,22 @@ from memkit.profile.timed import timed_saves
 from memkit.profile.tracker import profile_memory
 
 __all__ = [
+    "AliveItem",
+    "AliveStorage",
+    "ComparedFigure",
+    "Comparison",
+    "FeatureFit",
+    "Fit",
+    "MemoryCategory",
     "MemoryReport",
     "ModuleRecord",
+    "Moment",
+    "OptimizerMemory",
+    "Phase",
     "RunInfo",
     "SavedCategory",
     "SavedTensorRecord",
+    "StepMemory",
     "find_report",
     "profile_memory",
     "timed_saves",

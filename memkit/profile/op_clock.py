@@ -13,6 +13,7 @@ from memkit import torch_private
 from memkit.modes import Mode
 from memkit.plan import OpWork
 from memkit.profile.op_work import work_of
+from memkit.profile.storage_log import StorageLog
 from memkit.profile.watch import LiveStorages, tensors_in
 from memkit.recording.recording import Recording
 from memkit.storages import storage_key, storages_of
@@ -32,10 +33,18 @@ class OpClock:
         live: counts the bytes on the device.
         before: storages that are there before the step.
         recording: what the forward's ops are recorded in, if they are. The clock's mode is to be on top of the recorder's.
+        log: has a moment for each op, if given; it is the observer of `live`.
     """
 
-    def __init__(self, live: LiveStorages, before: Iterable[torch.UntypedStorage], recording: Recording | None = None) -> None:
+    def __init__(
+        self,
+        live: LiveStorages,
+        before: Iterable[torch.UntypedStorage],
+        recording: Recording | None = None,
+        log: StorageLog | None = None,
+    ) -> None:
         self._live = live
+        self._log = log
         self._recording = recording
         self._before = list(before)  # held, so that no other storage can have their keys
         self._numbers: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {
@@ -76,6 +85,8 @@ class OpClock:
         live, recording = self._live, self._recording
         before_bytes = live.allocated_bytes()
         live.saw(op, args, outputs)
+        if self._log is not None:
+            self._log.see_casts(op, args, outputs)
         num_made = len(self.made_at)
         for storage in _storages_in(outputs):
             self._number(storage)
@@ -91,10 +102,14 @@ class OpClock:
                     self.note_value(value, storage)
         self.works.append(work_of(op, args, kwargs, outputs))
         self.live_bytes.append(live.allocated_bytes() - self.base_bytes)
+        if self._log is not None:
+            self._log.note_op(str(op))
 
-    def see(self, tensor: Tensor) -> None:
-        """Note a tensor that is on the device, which no op has shown perhaps, as one that is made of a list."""
+    def see_saved(self, tensor: Tensor) -> None:
+        """Note a tensor that autograd saves: no op has shown it perhaps, as one that is made of a list."""
         self._live.add(tensor)
+        if self._log is not None:
+            self._log.note_saved(tensor)
 
     def number_of(self, storage: torch.UntypedStorage) -> int | None:
         """Return the number of a storage that an op has made; None for all others."""

@@ -5,9 +5,11 @@ Memory and time are never taken in the same run: watching what is saved costs ti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+from torch import Tensor
 
 from memkit.device import Device
 from memkit.hooks import HookSet, SavedTensorHooks
@@ -18,6 +20,7 @@ from memkit.profile.rows import Found
 from memkit.profile.saves import SavedStorages, SaveTimes
 from memkit.profile.signatures import Signatures
 from memkit.profile.step import Step, say_where
+from memkit.profile.storage_log import StorageLog
 from memkit.profile.tree import ModuleTree
 from memkit.profile.watch import (
     CUDA_ROUNDING_BYTES,
@@ -61,17 +64,27 @@ def save_times_pass(step: Step, tree: ModuleTree, device: Device) -> SaveTimes:
 
 def memory_pass(step: Step, tree: ModuleTree, device: Device) -> Found:
     """Run the step on a device and watch what it allocates and saves."""
-    counter = device.memory_counter()
+    counter, rounding_bytes = device.memory_counter(), 1
+    log = StorageLog() if step.backward and not tree.has_compiled else None
     live: list[LiveStorages] = []
-    if counter is None and not tree.has_compiled:
-        live = [LiveStorages(step.storages(), elsewhere=step.streamed.parameters)]
-        counter = live[0]
+    if not tree.has_compiled and (counter is None or log is not None):
+        rounding_bytes = 1 if counter is None else CUDA_ROUNDING_BYTES
+        live = [
+            LiveStorages(
+                step.storages(),
+                elsewhere=step.streamed.parameters,
+                rounding_bytes=rounding_bytes,
+                observer=log,
+                only=None if counter is None else device.torch_device.type,
+            )
+        ]
+        counter = counter or live[0]
     device.synchronize()
-    watch = _Watch(step, tree, NoGauge() if counter is None else PeakGauge(counter))
+    watch = _Watch(step, tree, NoGauge() if counter is None else PeakGauge(counter), log)
     # The operations of compiled code cannot be watched: under a dispatch mode it would run eagerly.
     below = nullcontext() if tree.has_compiled else OpWatch(*live, *watch.observers)
     with below:
-        found = watch.run(packing=SavedTensorHooks(watch.saves.pack, watch.saves.unpack))
+        found = watch.run(packing=SavedTensorHooks(watch.pack, watch.saves.unpack))
     device.synchronize()
     return found
 
@@ -84,17 +97,18 @@ def simulated_pass(step: Step, tree: ModuleTree, target: str) -> Found:
     refuse_scripted(step)
     step = without_data(step)
     rounding_bytes = CUDA_ROUNDING_BYTES if target == "cuda" else 1
-    live = LiveStorages(step.storages(), elsewhere=step.streamed.parameters, rounding_bytes=rounding_bytes)
-    watch = _Watch(step, tree, PeakGauge(live))
+    log = StorageLog() if step.backward else None
+    live = LiveStorages(step.storages(), elsewhere=step.streamed.parameters, rounding_bytes=rounding_bytes, observer=log)
+    watch = _Watch(step, tree, PeakGauge(live), log)
     with as_on_target(tree, target, watch.note_backend_dependent) as mode, OpWatch(live, *watch.observers):
-        packing = SavedTensorHooks(watch.saves.pack, watch.saves.unpack)
+        packing = SavedTensorHooks(watch.pack, watch.saves.unpack)
         return watch.run(packing=packing, at_node=mode.resume, explain=say_why_not)
 
 
 class _Watch:
     """Everything that is noted in the run for memory."""
 
-    def __init__(self, step: Step, tree: ModuleTree, gauge: MemoryGauge) -> None:
+    def __init__(self, step: Step, tree: ModuleTree, gauge: MemoryGauge, log: StorageLog | None) -> None:
         self._step = step
         self._tree = tree
         self._gauge = gauge
@@ -108,11 +122,20 @@ class _Watch:
             is_param_cast=casts.__contains__,
             stack=self._stack,
         )
-        self._hidden = HiddenRegions(self.saves.pack, self._stack)
+        self._log = log
+        if log is not None:
+            log.follow(step, tree, self._stack)
+        self._hidden = HiddenRegions(self.pack, self._stack)
         self._writes = Writes(step.names_of_storages())
         self._backend_dependent: set[int] = set()
         self._forward_peak_bytes: int | None = None
-        self.observers: tuple[OpObserver, ...] = (casts, self._hidden, self._writes)
+        self.observers: tuple[OpObserver, ...] = (casts, self._hidden, self._writes, *([log] if log is not None else []))
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Note a save, as `SavedStorages.pack`."""
+        if self._log is not None:
+            self._log.note_saved(tensor)
+        return self.saves.pack(tensor)
 
     def note_backend_dependent(self) -> None:
         """Note that an operation runs of which only the backend knows what it saves."""
@@ -128,7 +151,14 @@ class _Watch:
         """Run the step and return what was noted. For the arguments see `Step.run`."""
         with HookSet() as hooks:
             self._signatures.hook(self._tree, hooks)
-            self._step.run(self._stack, packing=packing, forward_done=self._forward_done, at_node=at_node, explain=explain)
+            self._step.run(
+                self._stack,
+                packing=packing,
+                forward_done=self._forward_done,
+                backward_done=self._backward_done,
+                at_node=at_node,
+                explain=explain,
+            )
         return Found(
             saves=self.saves,
             signatures=self._signatures,
@@ -145,8 +175,13 @@ class _Watch:
             backward_peaks=self._gauge.backward_peaks,
             forward_s={},
             backward_s={},
+            storages=self._log,
         )
 
     def _forward_done(self) -> None:
         self._forward_peak_bytes = self._gauge.take_highest()
         self.saves.start_backward()
+
+    def _backward_done(self, leaves: Sequence[Tensor]) -> None:
+        if self._log is not None:
+            self._log.note_grads(leaves)

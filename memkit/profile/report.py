@@ -8,14 +8,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from memkit.errors import ReportFormatError
-from memkit.plan import StepTrace, trace_from_plain, trace_to_plain
+from memkit.plan import GpuSpec, StepTrace, trace_from_plain, trace_to_plain
+from memkit.plan.asked import trace_of
 from memkit.profile import table
+from memkit.profile.alive import MemoryCategory, OptimizerMemory, StepMemory
+from memkit.profile.compare import Comparison, TakenStep, compare
+from memkit.profile.fit import Fit, fit_from, fit_step
 from memkit.profile.records import ModuleRecord, RunInfo, SavedCategory, SavedTensorRecord
 from memkit.profile.tree import OUTSIDE_NAME
+from memkit.profile.words import peak_text, peak_words
 from memkit.schemas import read_json
 
 SCHEMA = "memkit.MemoryReport"
@@ -54,8 +59,16 @@ class MemoryReport:
     """The same for the backward; None if there was none."""
     reserved_peak_bytes: int | None
     """Most bytes that CUDA's caching allocator held from the device during the step."""
+    fit: Fit | None = None
+    """Whether the step fits in the memory that was asked for."""
     trace: StepTrace | None = None
     """The step op by op, where that was asked for: plans are made from it, without running anything."""
+    optimizer: OptimizerMemory | None = None
+    """What the optimizer that was asked for keeps. Its bytes are in `step_memory`, but not in the peaks above, unless they were
+    there during the profile."""
+    step_memory: StepMemory | None = field(default=None, repr=False)
+    """What is on the device at each moment of the step, storage by storage. None without a backward, and where `torch.compile`
+    runs a part: what happens inside cannot be seen."""
 
     @property
     def param_bytes(self) -> int:
@@ -86,6 +99,25 @@ class MemoryReport:
     def param_cast_bytes(self) -> int:
         """Bytes of saved parameters in another dtype. Not in `activation_bytes`."""
         return self._bytes_of(SavedCategory.PARAM_CAST)
+
+    @property
+    def grad_bytes(self) -> int | None:
+        """Bytes of the gradients at the end of the backward, on the device; None where that could not be seen."""
+        return None if self.step_memory is None else max(self.step_memory.levels[MemoryCategory.GRAD], default=0)
+
+    @property
+    def step_peak_bytes(self) -> int | None:
+        """Most bytes allocated at once during the whole step, with the states of the optimizer that was asked for.
+
+        As measured, where an allocator counts; else those of all storages. None without a backward.
+        """
+        if self.backward_peak_bytes is None or self.forward_peak_bytes is None:
+            return None
+        measured_bytes = max(self.forward_peak_bytes, self.backward_peak_bytes)
+        if self.optimizer is not None:
+            measured_bytes += self.optimizer.state_bytes - self.optimizer.there_bytes
+        seen_bytes = 0 if self.step_memory is None else self.step_memory.peak_bytes
+        return max(measured_bytes, seen_bytes)
 
     @property
     def forward_s(self) -> float | None:
@@ -123,19 +155,88 @@ class MemoryReport:
         sort_by: str | None = None,
         top: int | None = None,
         full: bool = False,
+        width: int | None = None,
     ) -> str:
         """Return the table as text, one row per module, totals in the last three lines.
+
+        Of a profile with a backward, one sentence above the totals says what is there at the peak of the step.
 
         Args:
             depth: fold modules below this depth into their parents (the model is at depth 0).
             sort_by: "activation", "self", "params", "calls", "peak", "forward", "backward" or "name"; None keeps tree order.
             top: show only so many rows, the first ones after sorting.
             full: all columns, and every row: otherwise runs of identical siblings are one row with their sum.
+            width: in characters, such as 80: no line is longer. Empty columns go, headings are broken, then shapes go, then
+                types, and long names lose their middles. None: as wide as it gets.
 
         Raises:
             ValueError: `depth` or `top` is negative, or `sort_by` is none of the above.
         """
-        return table.to_text(self, depth=depth, sort_by=sort_by, top=top, full=full)
+        return table.to_text(self, depth=depth, sort_by=sort_by, top=top, full=full, width=width)
+
+    def in_words(self) -> str:
+        """Return in a sentence or two what is there at the peak of the step, and whether it fits, if that was asked; "" of a
+        profile without a backward."""
+        return " ".join(said for said in (peak_words(self), None if self.fit is None else str(self.fit)) if said is not None)
+
+    def peak_to_text(
+        self, *, depth: int | None = None, top: int | None = 20, full: bool = False, width: int | None = None
+    ) -> str:
+        """Return what is alive at the peak of the step as text: by category and module, largest first. As values, and for every
+        other moment, `step_memory` has it.
+
+        Args:
+            depth: what modules below this depth hold counts to those above.
+            top: show only so many lines, and the sum of the others; None shows all.
+            full: tell modules apart whose names differ in numbers alone; otherwise "layers.[0-27].mlp (x28)" is one line.
+            width: see `to_text`.
+
+        Raises:
+            ValueError: `depth` or `top` is negative.
+        """
+        table.check_view(depth=depth, sort_by=None, top=top)
+        return peak_text(self, depth=depth, top=top, full=full, width=width)
+
+    def fit_in(self, budget: int | float | str | None, *, gpu: str | os.PathLike[str] | GpuSpec | None = None) -> Fit:
+        """Return whether the step fits in some memory, with which feature of memkit it would, and what that costs.
+
+        Args:
+            budget: the most bytes on the device at once, with the states of the optimizer that was asked for, as for
+                `memkit.plan_memory`: text such as "12GiB", bytes, or a share of the plain step's peak. None: the GPU's memory.
+            gpu: whose speed to predict with: a name, a file of `memkit bench machine`, or a `memkit.plan.GpuSpec`. None: an
+                H200, as large as need be.
+
+        Raises:
+            ValueError: the report has no trace, `budget` or `gpu` is none of the above, or the GPU has less.
+            TypeError, OSError, ReportFormatError: as `memkit.plan_memory`.
+
+        Example:
+            >>> import torch, memkit
+            >>> with torch.device("meta"):
+            ...     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+            ...     x = torch.empty(4096, 512)
+            >>> report = memkit.profile_memory(model, x, backward=True, trace=True, print_table=False)
+            >>> print(report.fit_in("1GiB"))
+            This fits in 1 GiB as it is, with 934.0 MiB to spare.
+        """
+        return fit_step(trace_of(self), budget, gpu, optimizer=self.optimizer)
+
+    def compare(self, after: MemoryReport | TakenStep) -> Comparison:
+        """Return this step beside another, which answers "did it help?".
+
+        Args:
+            after: the report of the same step after a change (a checkpoint, another dtype, a smaller batch), or what
+                `memkit.stats` says of the step under a `MemoryBudget`, whose context cannot be profiled.
+
+        Example:
+            >>> import torch, memkit
+            >>> model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()), torch.empty(1024, 64)
+            >>> before = memkit.profile_memory(model, x, device="meta", backward=True, print_table=False)
+            >>> after = memkit.profile_memory(model, x[:256], device="meta", backward=True, print_table=False)
+            >>> print(str(before.compare(after)).splitlines()[0])
+            It helped: the peak of the step went from 801.50 to 417.50 KiB, 48 % less.
+        """
+        return compare(self, after)
 
     def to_csv(self) -> str:
         """Return one line per module with every field of `ModuleRecord` (bytes and seconds, unformatted), under a header."""
@@ -145,12 +246,16 @@ class MemoryReport:
         return table.to_html(self)
 
     def to_json(self) -> str:
-        """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers. The trace is one long line."""
-        content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(replace(self, trace=None))}
-        del content["trace"]
-        trace = None if self.trace is None else trace_to_plain(self.trace)
-        text = json.dumps(content, indent=1).removesuffix("\n}")
-        return f'{text},\n "trace": {json.dumps(trace, separators=(",", ":"))}\n}}'
+        """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers. The trace is one long
+        line, and what is there at each moment of the step another."""
+        content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **asdict(replace(self, trace=None, step_memory=None))}
+        long = {
+            "trace": None if self.trace is None else trace_to_plain(self.trace),
+            "step_memory": None if self.step_memory is None else self.step_memory.to_plain(),
+        }
+        text = json.dumps({name: value for name, value in content.items() if name not in long}, indent=1).removesuffix("\n}")
+        lines = (f' "{name}": {json.dumps(value, separators=(",", ":"))}' for name, value in long.items())
+        return ",\n".join([text, *lines]) + "\n}"
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> MemoryReport:
@@ -196,6 +301,9 @@ def _report_from(content: Mapping[str, Any]) -> MemoryReport:
         backward_peak_bytes=content["backward_peak_bytes"],
         reserved_peak_bytes=content["reserved_peak_bytes"],
         trace=None if content.get("trace") is None else trace_from_plain(content["trace"]),
+        fit=None if content.get("fit") is None else fit_from(content["fit"]),
+        optimizer=None if content.get("optimizer") is None else OptimizerMemory(**content["optimizer"]),
+        step_memory=None if content.get("step_memory") is None else StepMemory.from_plain(content["step_memory"]),
     )
     if len(report.modules) < 2 or report.modules[-1].fqn != OUTSIDE_NAME:
         raise ValueError(f'the rows do not end with "{OUTSIDE_NAME}"')

@@ -9,6 +9,7 @@ from typing import TypeVar
 from memkit.profile.records import ModuleRecord
 from memkit.profile.saves import SavedStorages
 from memkit.profile.signatures import Signatures
+from memkit.profile.storage_log import StorageLog
 from memkit.profile.tree import Mark, ModuleTree, children_of
 
 _Number = TypeVar("_Number", int, float)
@@ -33,6 +34,8 @@ class Found:
     backward_peaks: Mapping[int, int]
     forward_s: Mapping[int, float]
     backward_s: Mapping[int, float]
+    storages: StorageLog | None = None
+    """What was there at each op; None without a backward, and where ops cannot be seen."""
 
 
 def module_records(tree: ModuleTree, found: Found) -> tuple[ModuleRecord, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from memkit.profiled import Profiled
 from memkit.storages import unique_storages
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
 
 
@@ -105,6 +105,7 @@ class Step:
         *,
         packing: AbstractContextManager[Any] | None = None,
         forward_done: Callable[[], None] = _nothing,
+        backward_done: Callable[[Sequence[Tensor]], None] = _nothing,
         at_node: Callable[[], None] | None = None,
         explain: Callable[[Exception, str], None] = say_where,
     ) -> None:
@@ -114,6 +115,7 @@ class Step:
             stack: keeps track of the calls; its hooks are set for the run.
             packing: context with the saved-tensor hooks for the forward, if there are any.
             forward_done: called between forward and backward.
+            backward_done: called behind the backward, with the leaves that may have gradients, while they have them.
             at_node: called ahead of each autograd node, if given.
             explain: called with an exception of the model's and the name of the module that raised it; may raise another.
         """
@@ -128,7 +130,7 @@ class Step:
                     result = stack.call(stack.outside, step.loss_fn, result)
             forward_done()
             if step.backward:
-                step._run_backward(result, stack, hooks, at_node, explain)
+                step._run_backward(result, stack, hooks, backward_done, at_node, explain)
 
     def _for_one_run(self) -> Step:
         """Lists and dicts among the inputs are made anew, and inputs that were computed become leaves, so that the backward
@@ -141,6 +143,7 @@ class Step:
         result: Any,
         stack: CallStack,
         hooks: HookSet,
+        backward_done: Callable[[Sequence[Tensor]], None],
         at_node: Callable[[], None] | None,
         explain: Callable[[Exception, str], None],
     ) -> None:
@@ -154,6 +157,7 @@ class Step:
         ones = [_gradient_of_sum(root) for root in roots]
         with grads_set_aside(leaves), _explained(stack, explain):
             stack.backward(hooks, graph, lambda: torch.autograd.backward(roots, ones))
+            backward_done(leaves)
 
 
 def _as_leaf(value: Any) -> Any:

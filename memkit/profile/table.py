@@ -13,6 +13,7 @@ from tabulate import tabulate
 from memkit.profile.records import ModuleRecord, Shapes
 from memkit.profile.tree import Mark, children_of
 from memkit.sizes import MIB, format_mib
+from memkit.terminal import LAST, TextColumn, table_text, wrapped
 
 if TYPE_CHECKING:
     from memkit.profile.report import MemoryReport
@@ -24,11 +25,13 @@ _MAX_SHAPES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column of the table: its header and what a row shows in it."""
+    """A column of the table: its header, what a row shows in it, and whether it goes where the table is too wide."""
 
     header: str
     cell: Callable[[ModuleRecord, MemoryReport], str]
     right: bool = True
+    goes: int | None = None
+    """See `TextColumn.goes`: shapes first, then types; what is measured only where there is no other way."""
 
 
 def _mib(num_bytes: int | None) -> str:
@@ -59,21 +62,21 @@ def _share(row: ModuleRecord, report: MemoryReport) -> str:
 
 
 NAME = Column(header="module name", cell=_name, right=False)
-TYPE = Column(header="type", cell=lambda row, _: row.type_name or "-", right=False)
+TYPE = Column(header="type", cell=lambda row, _: row.type_name or "-", right=False, goes=2)
 PARAMS = Column(header="parameter size (MiB)", cell=lambda row, _: _mib(row.param_bytes))
-HOST_PARAMS = Column(header="of it on the host (MiB)", cell=lambda row, _: _mib(row.host_param_bytes or None))
+HOST_PARAMS = Column(header="of it on the host (MiB)", cell=lambda row, _: _mib(row.host_param_bytes or None), goes=LAST + 2)
 ACTIVATIONS = Column(header="activation size (MiB)", cell=lambda row, _: _mib(row.activation_bytes))
-CALLS = Column(header="#calls", cell=lambda row, _: str(row.num_calls))
-INPUT = Column(header="input shape", cell=_input_shapes, right=False)
-OUTPUT = Column(header="output shape", cell=lambda row, _: _shapes(row.output_shapes), right=False)
-PEAK = Column(header="peak mem (MiB)", cell=lambda row, _: _mib(row.peak_bytes))
-FORWARD = Column(header="forward time (ms)", cell=lambda row, _: _ms(row.forward_s))
+CALLS = Column(header="#calls", cell=lambda row, _: str(row.num_calls), goes=LAST + 1)
+INPUT = Column(header="input shape", cell=_input_shapes, right=False, goes=0)
+OUTPUT = Column(header="output shape", cell=lambda row, _: _shapes(row.output_shapes), right=False, goes=1)
+PEAK = Column(header="peak mem (MiB)", cell=lambda row, _: _mib(row.peak_bytes), goes=LAST + 5)
+FORWARD = Column(header="forward time (ms)", cell=lambda row, _: _ms(row.forward_s), goes=LAST + 6)
 SELF = Column(header="self (MiB)", cell=lambda row, _: _mib(row.self_bytes))
-SHARE = Column(header="self share (%)", cell=_share)
-SAVES = Column(header="storages saved", cell=lambda row, _: f"{row.num_storages} ({row.num_saves}x)")
-DTYPE = Column(header="dtype", cell=lambda row, _: row.dtype or "-", right=False)
-BACKWARD = Column(header="backward time (ms)", cell=lambda row, _: _ms(row.backward_s))
-BACKWARD_PEAK = Column(header="backward peak (MiB)", cell=lambda row, _: _mib(row.backward_peak_bytes))
+SHARE = Column(header="self share (%)", cell=_share, goes=LAST)
+SAVES = Column(header="storages saved", cell=lambda row, _: f"{row.num_storages} ({row.num_saves}x)", goes=4)
+DTYPE = Column(header="dtype", cell=lambda row, _: row.dtype or "-", right=False, goes=3)
+BACKWARD = Column(header="backward time (ms)", cell=lambda row, _: _ms(row.backward_s), goes=LAST + 4)
+BACKWARD_PEAK = Column(header="backward peak (MiB)", cell=lambda row, _: _mib(row.backward_peak_bytes), goes=LAST + 3)
 
 DEFAULT_COLUMNS = (NAME, TYPE, PARAMS, ACTIVATIONS, CALLS, INPUT, OUTPUT, PEAK, FORWARD)
 FULL_COLUMNS = (
@@ -83,6 +86,9 @@ FULL_COLUMNS = (
 
 # Columns that are shown beside the default ones when the rows are sorted by them.
 EXTRA_COLUMNS = {"self": SELF, "backward": BACKWARD}
+
+# What rows are sorted by never goes.
+_COLUMN_OF = {"calls": CALLS, "peak": PEAK, "forward": FORWARD, "backward": BACKWARD}
 
 SORT_KEYS: dict[str, Callable[[ModuleRecord], Any]] = {
     "activation": lambda row: -row.activation_bytes,
@@ -105,22 +111,61 @@ def check_view(*, depth: int | None, sort_by: str | None, top: int | None) -> No
         raise ValueError(f"sort_by must be one of {', '.join(map(repr, SORT_KEYS))}; found {sort_by!r}")
 
 
-def to_text(report: MemoryReport, *, depth: int | None, sort_by: str | None, top: int | None, full: bool) -> str:
+def to_text(
+    report: MemoryReport, *, depth: int | None, sort_by: str | None, top: int | None, full: bool, width: int | None
+) -> str:
     """See `MemoryReport.to_text`."""
     check_view(depth=depth, sort_by=sort_by, top=top)
     columns = _with_host(report, FULL_COLUMNS if full else DEFAULT_COLUMNS)
     if sort_by in EXTRA_COLUMNS and EXTRA_COLUMNS[sort_by] not in columns:
         columns = (*columns, EXTRA_COLUMNS[sort_by])
-    rows = _rows(report, depth=depth, sort_by=sort_by, top=top, full=full)
-    table = _table(report, rows, columns, style="simple")
-    return "\n".join([_headline(report), "", table, "", _lines(_notes(report)), _lines(_totals(report))])
+    rows = _rows(report, depth=depth, sort_by=sort_by, full=full)
+    shown, hidden = rows[:top], rows[len(rows[:top]) :]
+    table = table_text([_as_text(column, shown, report, sort_by) for column in columns], width)
+    words = report.in_words()
+    below = [*_largest_hidden(shown, hidden), _lines(_notes(report)), *(["", words, ""] if words else [])]
+    return "\n".join(
+        [
+            wrapped(_headline(report), width),
+            "",
+            table,
+            "",
+            *(wrapped(part, width) for part in [*below, _lines(_totals(report))]),
+        ]
+    )
+
+
+def _as_text(column: Column, rows: Sequence[ModuleRecord], report: MemoryReport, sort_by: str | None) -> TextColumn:
+    return TextColumn(
+        heading=column.header,
+        cells=[column.cell(row, report) for row in rows],
+        right=column.right,
+        goes=None if sort_by is not None and column is _COLUMN_OF.get(sort_by) else column.goes,
+        shortens=column is NAME,
+    )
+
+
+def _largest_hidden(shown: Sequence[ModuleRecord], hidden: Sequence[ModuleRecord]) -> list[str]:
+    """Name what keeps most by itself, where the rows that are left out have it."""
+    largest = max((*shown, *hidden), key=lambda row: row.self_bytes)
+    if largest in shown or not largest.self_bytes:
+        return []
+    return [f"not shown: {len(hidden)} rows, with the largest, {largest.fqn} (self {format_mib(largest.self_bytes)})"]
 
 
 def to_html(report: MemoryReport) -> str:
     """Return the default view as an HTML table, for notebooks."""
-    rows = _rows(report, depth=None, sort_by=None, top=None, full=False)
+    rows = _rows(report, depth=None, sort_by=None, full=False)
     notes = tabulate([*_notes(report), *_totals(report)], tablefmt="html", disable_numparse=True)
-    return f"{_table(report, rows, _with_host(report, DEFAULT_COLUMNS), style='html')}\n{notes}"
+    columns = _with_host(report, DEFAULT_COLUMNS)
+    table = tabulate(
+        [[column.cell(row, report) for column in columns] for row in rows],
+        headers=[column.header for column in columns],
+        colalign=["right" if column.right else "left" for column in columns],
+        disable_numparse=True,
+        tablefmt="html",
+    )
+    return f"{table}\n{notes}"
 
 
 def to_csv(report: MemoryReport) -> str:
@@ -148,23 +193,13 @@ def _with_host(report: MemoryReport, columns: tuple[Column, ...]) -> tuple[Colum
     return (*columns[:place], HOST_PARAMS, *columns[place:])
 
 
-def _table(report: MemoryReport, rows: Sequence[ModuleRecord], columns: Sequence[Column], *, style: str) -> str:
-    return tabulate(
-        [[column.cell(row, report) for column in columns] for row in rows],
-        headers=[column.header for column in columns],
-        colalign=["right" if column.right else "left" for column in columns],
-        disable_numparse=True,
-        tablefmt=style,
-    )
-
-
-def _rows(report: MemoryReport, *, depth: int | None, sort_by: str | None, top: int | None, full: bool) -> list[ModuleRecord]:
+def _rows(report: MemoryReport, *, depth: int | None, sort_by: str | None, full: bool) -> list[ModuleRecord]:
     rows = _folded(report.modules, depth)
     if not full:
         rows = _collapsed(rows)
     if sort_by is not None:
         rows.sort(key=SORT_KEYS[sort_by])
-    return rows[:top]
+    return rows
 
 
 def _headline(report: MemoryReport) -> str:
@@ -187,6 +222,9 @@ def _notes(report: MemoryReport) -> list[tuple[str, str]]:
     if report.param_cast_bytes:
         notes.append(("parameter casts (not counted as activations)", format_mib(report.param_cast_bytes)))
     notes.append(("buffers", format_mib(report.buffer_bytes)))
+    if report.optimizer is not None:
+        notes.append(("gradients", "-" if report.grad_bytes is None else format_mib(report.grad_bytes)))
+        notes.append((f"states of {report.optimizer.name}", format_mib(report.optimizer.state_bytes)))
     if report.host_param_bytes:
         notes.append(("parameters on the device", format_mib(report.device_param_bytes)))
         notes.append(("... in host memory, streamed", format_mib(report.host_param_bytes)))

@@ -22,6 +22,7 @@ from memkit.profile.restore import preserved
 from memkit.profile.signatures import dtype_name
 from memkit.profile.simulate import META
 from memkit.profile.step import Step
+from memkit.profile.storage_log import StorageLog
 from memkit.profile.tree import ModuleTree
 from memkit.profile.watch import CUDA_ROUNDING_BYTES, LiveStorages
 from memkit.profile.without_data import as_on_target, refuse_scripted, say_why_not, without_data
@@ -37,7 +38,7 @@ from memkit.torch_state import has_own_dispatch
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
-def trace_step(step: Step, target: str, min_bytes: int) -> StepTrace:
+def trace_step(step: Step, target: str, min_bytes: int, log: StorageLog | None = None) -> StepTrace:
     """Run a step without data, twice, and return what it does; the model is left as it was.
 
     The second time its forward runs alone, and autograd is given nothing to hold: so it is seen who else holds what.
@@ -46,6 +47,7 @@ def trace_step(step: Step, target: str, min_bytes: int) -> StepTrace:
         step: with a backward.
         target: whose kernels to imitate, "cuda" or "cpu".
         min_bytes: smaller saved storages are not told apart.
+        log: is told what is there at each op, if given.
 
     Raises:
         ProfileError: the step cannot run on meta, runs a backward within its forward, or does not do the same twice.
@@ -55,7 +57,7 @@ def trace_step(step: Step, target: str, min_bytes: int) -> StepTrace:
     refuse_scripted(step)
     tree = ModuleTree(step.model, step.streamed)
     with preserved(step.modules(), META, contents=False):
-        whole = _run_whole(step, tree, target, max(1, min_bytes))
+        whole = _run_whole(step, tree, target, max(1, min_bytes), log)
     with preserved(step.modules(), META, contents=False):
         alone = _run_alone(step, tree, target)
     clock, num_forward_ops = whole.clock, whole.num_forward_ops
@@ -132,7 +134,7 @@ class SavedValues:
     def pack(self, tensor: Tensor) -> KeptHandle:
         """Note a save."""
         with torch_private.without_python_dispatch():
-            self._clock.see(tensor)
+            self._clock.see_saved(tensor)
         if torch_private.backward_task() != -1:
             return KeptHandle(tensor)
         if type(tensor) not in _PLAIN_TYPES and has_own_dispatch(tensor):
@@ -235,14 +237,16 @@ class _Alone:
     """For each storage that has gone in it, how many ops had run by then."""
 
 
-def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int) -> _Whole:
+def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int, log: StorageLog | None) -> _Whole:
     step = without_data(step)
     recording = Recording(CpuDevice(META))
-    clock = _clock_of(step, target, recording)
+    clock = _clock_of(step, target, recording, log)
     saves = SavedValues(recording, clock, min_bytes)
     spans = _ModuleSpans(tree, recording)
     found: list[tuple[PlannedStep, int]] = []
     stack, backend_dependent = CallStack(tree, spans), dict[int, None]()
+    if log is not None:
+        log.follow(step, tree, stack)
     with (
         as_on_target(tree, target, lambda: backend_dependent.setdefault(stack.current)) as mode,
         ExitStack() as watching,
@@ -263,6 +267,7 @@ def _run_whole(step: Step, tree: ModuleTree, target: str, min_bytes: int) -> _Wh
             stack,
             packing=SavedTensorHooks(saves.pack, saves.unpack),
             forward_done=forward_done,
+            backward_done=_nothing if log is None else log.note_grads,
             at_node=mode.resume,
             explain=say_why_not,
         )
@@ -294,14 +299,14 @@ def _run_alone(step: Step, tree: ModuleTree, target: str) -> _Alone:
     return _Alone(clock=clock, ends=ends)
 
 
-def _clock_of(step: Step, target: str, recording: Recording | None = None) -> OpClock:
+def _clock_of(step: Step, target: str, recording: Recording | None = None, log: StorageLog | None = None) -> OpClock:
     rounding_bytes = CUDA_ROUNDING_BYTES if target == "cuda" else 1
-    live = LiveStorages(step.storages(), elsewhere=step.streamed.parameters, rounding_bytes=rounding_bytes)
+    live = LiveStorages(step.storages(), elsewhere=step.streamed.parameters, rounding_bytes=rounding_bytes, observer=log)
     there = (tensor.untyped_storage() for tensor in step.streamed.parameters)
-    return OpClock(live, [*step.storages(), *there], recording)
+    return OpClock(live, [*step.storages(), *there], recording, log)
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,11 @@ from memkit.device import Device, open_device
 from memkit.errors import ProfileError
 from memkit.hooks import may_step_in_backward
 from memkit.owners import find_streamed
+from memkit.plan import GpuSpec, StepTrace, find_gpu
+from memkit.plan.gpus import GPUS
+from memkit.profile.alive import AliveStorage
+from memkit.profile.fit import DEFAULT_GPU, check_fit, fit_step
+from memkit.profile.optimizer_states import check_optimizer, optimizer_memory
 from memkit.profile.records import RunInfo
 from memkit.profile.registry import file_report
 from memkit.profile.report import MemoryReport
@@ -27,13 +33,13 @@ from memkit.profile.restore import preserved
 from memkit.profile.rows import module_records
 from memkit.profile.simulate import META, TARGETS
 from memkit.profile.step import USE_META, Step
+from memkit.profile.storage_log import StorageLog
 from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
+from memkit.profile.watch import CUDA_ROUNDING_BYTES
 from memkit.sizes import check_bytes
 from memkit.storages import storage_bytes
-
-if TYPE_CHECKING:
-    from memkit.plan import StepTrace
+from memkit.terminal import terminal_width
 
 _REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _logger = logging.getLogger("memkit.profile")
@@ -45,6 +51,7 @@ def profile_memory(
     kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[[Any], Tensor] | None = None,
     backward: bool = False,
+    optimizer: str | torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
     device: str | torch.device | Device | None = None,
     target: str = "cuda",
     tag: str = "default",
@@ -54,6 +61,8 @@ def profile_memory(
     print_table: bool = True,
     trace: bool = False,
     min_bytes: int | str = "1MiB",
+    fit: int | float | str | None = None,
+    gpu: str | os.PathLike[str] | GpuSpec | None = None,
 ) -> MemoryReport:
     """Show, module by module, what a training step of `model` keeps in memory: print the table and return the report.
 
@@ -69,6 +78,10 @@ def profile_memory(
         loss_fn: called with the model's output; what it saves is in the row "(outside modules)". With `backward` it must
             return one number.
         backward: also run the backward, from `loss_fn`, or from the sum of the floating-point outputs without one.
+        optimizer: also count what it keeps for each parameter from its first step on, and run the backward, for the gradients:
+            an optimizer made on the model's parameters, a class of one, or a name such as "adamw", "momentum" or "adafactor".
+            It is not stepped: a copy of it steps once on parameters without data. What a step takes besides, as the lists that
+            `foreach=True` works on, is not counted, and is least with `fused=True`.
         device: None, or the device that the model is on, runs it there. "meta" runs it without data, on any machine: nothing is
             copied or computed, and times are blank.
         target: for a run on meta, whose kernels to imitate, "cuda" or "cpu": they save different tensors in attention,
@@ -81,6 +94,11 @@ def profile_memory(
         trace: also follow the step op by op, in two more runs without data, for plans: see `MemoryReport.trace`. Needs
             `device="meta"` and `backward=True`.
         min_bytes: saved storages smaller than this are not told apart in the trace: bytes, or text such as "1MiB".
+        fit: also say whether the whole step fits in some memory, and with which feature of memkit it would: text such as
+            "12GiB", bytes, or a share of the peak. Runs the backward, and a trace without data wherever the model is.
+        gpu: the GPU that `fit` predicts for: a name such as "RTX 4090", a file of `memkit bench machine`, or a
+            `memkit.plan.GpuSpec`. None: the one that the model is on, if memkit knows it by name, else "H200". Without `fit`:
+            whether the step fits in that GPU's memory.
 
     Returns:
         The report, whose `str()` is the table. What its figures mean, and do not mean, is said field by field in
@@ -88,8 +106,8 @@ def profile_memory(
 
     Raises:
         TypeError: `model` is no `nn.Module`, or `loss_fn` cannot be called.
-        ValueError: an argument is none of the above, model and inputs are on different devices, or a trace is asked for of a
-            run with data or without a backward.
+        ValueError: an argument is none of the above, the optimizer was made on other parameters, model and inputs are on
+            different devices, or a trace is asked for of a run with data or without a backward.
         ProfileError: the profile would record nothing, or do damage: grad mode is off, parameters are not initialized, there
             is nothing to run a backward from, the model is on several devices, sharded, or steps an optimizer in the backward;
             it is called inside of `CPUOffload`, `Rematerialize` or other saved-tensor hooks, or the model enters such a context
@@ -100,7 +118,19 @@ def profile_memory(
         Exception: whatever the model raises, with a note that names the module.
 
     Example:
+        A whole step, with inputs by keyword, a loss and an optimizer:
+
         >>> import torch, memkit
+        >>> model = torch.nn.Bilinear(8, 8, 8)
+        >>> inputs = {"input1": torch.randn(4, 8), "input2": torch.randn(4, 8)}
+        >>> report = memkit.profile_memory(
+        ...     model, kwargs=inputs, loss_fn=lambda output: output.square().mean(), optimizer="adamw", print_table=False
+        ... )
+        >>> report.optimizer.state_bytes == 2 * report.param_bytes == 2 * report.grad_bytes
+        True
+
+        The forward alone:
+
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
         >>> report = memkit.profile_memory(model, torch.randn(4, 8), print_table=False)
         >>> report.activation_bytes  # the input and the tanh's output: 4 * 8 floats each
@@ -108,21 +138,52 @@ def profile_memory(
 
     Source: `torch.autograd.graph.saved_tensors_hooks`; the table follows hfai's memory profiler.
     """
+    counted = check_optimizer(optimizer)
+    is_fitted = fit is not None or gpu is not None
+    if is_fitted:
+        spec = None if gpu is None else find_gpu(gpu)
+        check_fit(fit, spec)
+    backward = backward or counted is not None or is_fitted
     step = Step(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=backward)
     _check_arguments(step, target=target, tag=tag, warmup=warmup, depth=depth, sort_by=sort_by)
     step = replace(step, streamed=find_streamed(step.modules()))
     run_device = _run_device(step, device)
     traced_bytes = _traced_bytes(step, run_device, trace=trace, min_bytes=min_bytes)
-    report = _measure(step, run_device, target=target, tag=tag, warmup=warmup)
-    if traced_bytes is not None:
+    tree = ModuleTree(step.model, step.streamed)
+    optimizer_found, states = None, tuple[AliveStorage, ...]()
+    if counted is not None:
+        is_rounded = run_device.type == "cuda" or (run_device == META and target == "cuda")
+        optimizer_found, states = optimizer_memory(
+            step, tree, counted, device=run_device, rounding_bytes=CUDA_ROUNDING_BYTES if is_rounded else 1
+        )
+    report, log = _measure(step, tree, run_device, target=target, tag=tag, warmup=warmup)
+    if traced_bytes is not None or is_fitted:
         from memkit.profile.trace import trace_step  # only now, as what `_measure` imports
 
         _logger.info("forward and backward without data, op by op")
-        report = replace(report, trace=trace_step(step, target, traced_bytes))
+        traced = StorageLog()
+        kernels = target if run_device == META else "cuda"
+        trace_bytes = traced_bytes if traced_bytes is not None else check_bytes("min_bytes", min_bytes)
+        report = replace(report, trace=trace_step(step, kernels, trace_bytes, traced))
+        log = traced if run_device == META else log
+    if log is not None:
+        steps = None if optimizer_found is None else optimizer_found.name
+        report = replace(report, step_memory=log.finished(states, optimizer=steps))
+    report = replace(report, optimizer=optimizer_found)
+    if is_fitted and report.trace is not None:
+        spec = spec or _gpu_named(report.run.device_name)
+        _logger.info("planning for the %s", DEFAULT_GPU if spec is None else spec.name)
+        report = replace(report, fit=fit_step(report.trace, fit, spec, optimizer=optimizer_found))
     file_report(report)
     if print_table:
-        print(report.to_text(depth=depth, sort_by=sort_by))
+        print(report.to_text(depth=depth, sort_by=sort_by, width=terminal_width()))
     return report
+
+
+def _gpu_named(device_name: str) -> GpuSpec | None:
+    """Return the GPU of a name that a driver gives, such as "NVIDIA H100 80GB HBM3", if it is known."""
+    names = [name for name in GPUS if re.search(rf"\b{re.escape(name.partition('-')[0])}\b", device_name)]
+    return GPUS[max(names, key=len)] if names else None
 
 
 def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: str, min_bytes: int) -> StepTrace:
@@ -236,11 +297,13 @@ def _names(devices: set[torch.device]) -> str:
     return ", ".join(sorted(map(str, devices)))
 
 
-def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, warmup: int) -> MemoryReport:
+def _measure(
+    step: Step, tree: ModuleTree, run_device: torch.device, *, target: str, tag: str, warmup: int
+) -> tuple[MemoryReport, StorageLog | None]:
+    """Make the runs; return the report but for what they noted of storages, and that."""
     # Only now: a private class of torch is the base of what watches the ops.
     from memkit.profile.passes import memory_pass, plain_pass, save_times_pass, simulated_pass, time_pass
 
-    tree = ModuleTree(step.model, step.streamed)
     simulated = run_device == META
     device = None if simulated else open_device(run_device, advice=USE_META)
 
@@ -268,7 +331,7 @@ def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, war
             save_times = save_times_pass(step, tree, device)
         found = replace(found, forward_s=forward_s, backward_s=backward_s)
         _warn_of_written(found.written)
-    return MemoryReport(
+    report = MemoryReport(
         tag=tag,
         run=_run_info(step, tree, run_device, device, target),
         modules=module_records(tree, found),
@@ -280,6 +343,7 @@ def _measure(step: Step, run_device: torch.device, *, target: str, tag: str, war
         backward_peak_bytes=found.backward_peak_bytes,
         reserved_peak_bytes=found.reserved_peak_bytes,
     )
+    return report, found.storages
 
 
 def _warn_of_written(names: Sequence[str]) -> None:

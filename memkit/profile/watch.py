@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 CUDA_ROUNDING_BYTES = 512
 
 
+class StorageObserver(Protocol):
+    """Is told when storages come and go."""
+
+    def begin(self, key: int, num_bytes: int) -> None:
+        """A storage is there from now on."""
+
+    def end(self, key: int) -> None:
+        """It is gone."""
+
+
 class OpObserver(Protocol):
     """Sees every operation that runs under an `OpWatch`."""
 
@@ -58,11 +68,21 @@ class LiveStorages(MemoryCounter):
         initial: storages that are there already; all others count from the operation that made them.
         elsewhere: tensors in the memory of the host, which do not count.
         rounding_bytes: sizes are rounded up to multiples of this.
+        observer: is told when storages come and go, if given.
+        only: the type of the device whose storages count, such as "cuda"; None for all.
     """
 
     def __init__(
-        self, initial: Iterable[torch.UntypedStorage], *, elsewhere: Iterable[Tensor] = (), rounding_bytes: int = 1
+        self,
+        initial: Iterable[torch.UntypedStorage],
+        *,
+        elsewhere: Iterable[Tensor] = (),
+        rounding_bytes: int = 1,
+        observer: StorageObserver | None = None,
+        only: str | None = None,
     ) -> None:
+        self._observer = observer
+        self._only = only
         self._elsewhere = unique_storages(elsewhere)
         self._rounding_bytes = rounding_bytes
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -95,7 +115,7 @@ class LiveStorages(MemoryCounter):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
-        if key in self._elsewhere:
+        if key in self._elsewhere or (self._only is not None and storage.device.type != self._only):
             return
         known = self._live.get(key)
         num_bytes = -(-storage.nbytes() // self._rounding_bytes) * self._rounding_bytes
@@ -104,8 +124,12 @@ class LiveStorages(MemoryCounter):
         if known is not None:  # resized in place
             self._allocated_bytes -= known[1]
             self._live[key] = (known[0], num_bytes)
+            if self._observer is not None:
+                self._observer.end(key)
         else:
             self._live[key] = (weakref.ref(storage, self._forget(key)), num_bytes)
+        if self._observer is not None:
+            self._observer.begin(key, num_bytes)
         self._allocated_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
 
@@ -117,6 +141,8 @@ class LiveStorages(MemoryCounter):
             counter = weak_self()
             if counter is not None:
                 counter._allocated_bytes -= counter._live.pop(key)[1]
+                if counter._observer is not None:
+                    counter._observer.end(key)
 
         return forget
 

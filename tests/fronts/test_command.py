@@ -130,7 +130,10 @@ def test_models_without_blocks_have_no_checkpoints(capsys: pytest.CaptureFixture
     [
         (["plan", "torch.nn:ReLU", "--input", "2"], "required: --gpu (see `memkit plan --help`)"),
         (["plan", "torch.nn:ReLU", "--gpu", "H200"], "required: --input"),
-        (["plan", "relu", "--input", "2", "--gpu", "H200"], "SPEC must be torchvision:NAME or package.module:factory"),
+        (
+            ["plan", "relu", "--input", "2", "--gpu", "H200"],
+            "found 'relu'; did you mean torchvision:relu or timm:relu?",
+        ),
         ([*PLAN[:5], "RTX 4080"], "--gpu: memkit knows H200, H100"),
         ([*PLAN[:5], "no_such.json"], "No such file or directory: 'no_such.json'"),
         ([*PLAN[:5], __file__], "is not the spec of a GPU: it is not JSON"),
@@ -142,6 +145,15 @@ def test_models_without_blocks_have_no_checkpoints(capsys: pytest.CaptureFixture
         ([*PLAN, "--steps", "0"], "argument --steps: needs a whole number, 1 or more"),
         ([*PLAN, "--optimizer", "lion"], "argument --optimizer: invalid choice: 'lion'"),
         ([*PLAN, "--json", "/no/such/folder/x.json"], "No such file or directory"),
+    ],
+)
+def test_failures_are_one_line_and_status_two(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert_fails(capsys, arguments, message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ([*PLAN[:3], "4096x255", *PLAN[4:]], "memkit: raised in 0.up (Linear)"),
         (
             ["plan", "models_to_plan:bilinear", "--input", "8x64", "--input", "4x64", "--gpu", "H200", "--batch-search"],
@@ -150,8 +162,10 @@ def test_models_without_blocks_have_no_checkpoints(capsys: pytest.CaptureFixture
         (["plan", "torch.nn:ReLU", "--input", "8", "--gpu", "H200"], "nothing requires grad"),
     ],
 )
-def test_failures_are_one_line_and_status_two(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    assert_fails(capsys, arguments, message)
+def test_failures_of_the_model_are_one_line_and_status_one(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert_fails(capsys, arguments, message, status=1)
 
 
 def test_what_no_batch_is_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -105,6 +105,18 @@ def test_small_models_are_in_mib_and_lines_fit_80_columns() -> None:
     assert max(map(len, small.splitlines()[:2])) <= 80
 
 
+@pytest.mark.parametrize("width", [80, 72, 60, 40])
+def test_narrow_terminals_have_fewer_columns_and_every_budget(width: int) -> None:
+    long = replace(FRONT, plain_peak_bytes=2**20 * 2**30, plain_s=4.0, notes=("only the backend knows " * 5,))
+
+    for front in (FRONT, replace(long, batch=LargestBatch(budget_bytes=2**40, num_plain=10**6, num_planned=10**7))):
+        text = to_text(front, width=width)
+
+        assert max(map(len, text.splitlines())) <= width
+        assert {line.split()[0] for line in text.splitlines() if line.split()} >= {"20.78", "10.26", "3.89", "1.00"}
+    assert ("moved" in to_text(FRONT, width=width)) == (width > 40)
+
+
 def test_json_has_all_figures_and_the_plans() -> None:
     content = json.loads(FRONT.to_json({7: {"schema": "a plan"}}))
 

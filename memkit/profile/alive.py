@@ -1,0 +1,261 @@
+"""What is on the device at each moment of a training step, storage by storage: a frozen value, to plain lists and back.
+
+The peak in words, the list of what fills it and the timeline of a page are drawn from this one value. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import accumulate
+from typing import Any
+
+
+class MemoryCategory(str, Enum):
+    """What bytes on the device are for. A storage is in one category for as long as it is there."""
+
+    PARAM = "param"
+    """Parameters, and the slots that streamed weights take turns in."""
+    BUFFER = "buffer"
+    INPUT = "input"
+    """What the caller has given to the model, and holds."""
+    OPTIMIZER_STATE = "optimizer state"
+    GRAD = "grad"
+    """What is a leaf's gradient at the end of the backward, from when it is made."""
+    ACTIVATION = "activation"
+    """Made in the step and saved by autograd for the backward, from when it is made until it is gone."""
+    PARAM_CAST = "param cast"
+    """A parameter or buffer in another dtype that autograd has saved, as autocast makes."""
+    TEMP = "temp"
+    """All else that ops make: what is passed on to the next op, gradients of activations, the model's outputs."""
+
+
+class Phase(str, Enum):
+    """The part of a step that a moment is in."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    OPTIMIZER_STEP = "optimizer step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One op of the step, just after it has made its outputs."""
+
+    phase: Phase
+    op: str
+    """As PyTorch calls it, such as "aten.mm.default"; of the optimizer's step its class, such as "AdamW.step"."""
+    module: str
+    """The row of the report that the op counts to: "layer1.0.conv1", "(model)", "(outside modules)". In the backward, the
+    module whose forward made the autograd node that runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliveStorage:
+    """One storage, and the moments at which it is there: from `begin` up to, and without, `end`."""
+
+    category: MemoryCategory
+    module: str
+    """Its row in the report: of parameters, buffers, their gradients and optimizer states the module that they are registered
+    in, of activations the module that was running as they were first saved, of all else the one whose op made it."""
+    what: str
+    """A name within the module: "weight", "weight.exp_avg", "input 0", or the op that made it, such as "convolution"."""
+    num_bytes: int
+    """Rounded up as the allocator does."""
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliveItem:
+    """What is there at one moment of one category in one module: one storage, or several put together."""
+
+    category: MemoryCategory
+    module: str
+    what: str
+    """See `AliveStorage.what`; of several storages that of the largest, the first one of equals."""
+    num_bytes: int
+    num_storages: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerMemory:
+    """What an optimizer keeps on the device from its first step on."""
+
+    name: str
+    """Its class, such as "AdamW"."""
+    state_bytes: int
+    """Bytes of its states on the device."""
+    there_bytes: int = 0
+    """Of these, bytes that were on the device during the profile already, and so in its measured peaks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """The bytes on the device at each moment of a step, in storages: `MemoryReport.step_memory`.
+
+    The sum over the categories is what is on the device at a moment, to the byte: of a report with a trace it is
+    `StepTrace.base_bytes + StepTrace.live_bytes[moment]`, and the optimizer's states. A moment of the optimizer's step follows
+    the last op where an optimizer was given. Workspaces inside kernels are no storages and not in it.
+
+    Gradients are there from the op of the backward that makes them, as after `zero_grad()`. The optimizer's states are there
+    all along, as in each step but the first.
+
+    Example:
+        >>> import torch, memkit
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 256))
+        ...     x = torch.empty(512, 256)
+        >>> memory = memkit.profile_memory(model, x, backward=True, print_table=False).step_memory
+        >>> memory.moments[memory.peak].phase.value
+        'backward'
+        >>> memory.alive_at(memory.peak)[0].num_bytes == 4 * 512 * 1024
+        True
+    """
+
+    moments: tuple[Moment, ...]
+    storages: tuple[AliveStorage, ...]
+    """All that is there at any moment, in the order in which it was made."""
+    levels: Mapping[MemoryCategory, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    """For each category, in the order of `MemoryCategory`, its bytes at each moment."""
+    total_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The bytes of all categories together at each moment."""
+
+    def __post_init__(self) -> None:
+        levels = _levels(self.storages, len(self.moments))
+        object.__setattr__(self, "levels", levels)
+        object.__setattr__(self, "total_bytes", tuple(map(sum, zip(*levels.values(), strict=True))))
+
+    @property
+    def peak(self) -> int:
+        """The moment at which most is there: an index into `moments`, the first one of equals; 0 if nothing ran."""
+        return max(range(len(self.moments)), key=self.total_bytes.__getitem__, default=0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes at once."""
+        return max(self.total_bytes, default=0)
+
+    def category_bytes(self, moment: int) -> dict[MemoryCategory, int]:
+        """Return the bytes of each category that is there at a moment, most first.
+
+        Raises:
+            IndexError: there is no such moment.
+        """
+        self._check(moment)
+        found = {category: levels[moment] for category, levels in self.levels.items() if levels[moment]}
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+    def alive_at(self, moment: int) -> tuple[AliveItem, ...]:
+        """Return all that is there at a moment, storage by storage, largest first.
+
+        Args:
+            moment: an index into `moments`, such as `peak`.
+
+        Raises:
+            IndexError: there is no such moment.
+        """
+        self._check(moment)
+        items = (
+            AliveItem(category=found.category, module=found.module, what=found.what, num_bytes=found.num_bytes)
+            for found in self.storages
+            if found.begin <= moment < found.end
+        )
+        return tuple(sorted(items, key=lambda item: -item.num_bytes))
+
+    def grouped_at(self, moment: int) -> tuple[AliveItem, ...]:
+        """Return the same, with one item for each category in each module, largest first.
+
+        Raises:
+            IndexError: there is no such moment.
+        """
+        groups: dict[tuple[MemoryCategory, str], list[AliveItem]] = {}
+        for item in self.alive_at(moment):
+            groups.setdefault((item.category, item.module), []).append(item)
+        items = (
+            AliveItem(
+                category=category,
+                module=module,
+                what=found[0].what,
+                num_bytes=sum(item.num_bytes for item in found),
+                num_storages=len(found),
+            )
+            for (category, module), found in groups.items()
+        )
+        return tuple(sorted(items, key=lambda item: -item.num_bytes))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as what JSON knows, texts written once; `from_plain` makes an equal one of it."""
+        texts: dict[str, int] = {}
+        phases, categories = list(Phase), list(MemoryCategory)
+
+        def number(text: str) -> int:
+            return texts.setdefault(text, len(texts))
+
+        return {
+            "moments": [[phases.index(at.phase), number(at.op), number(at.module)] for at in self.moments],
+            "storages": [
+                [categories.index(it.category), number(it.module), number(it.what), it.num_bytes, it.begin, it.end]
+                for it in self.storages
+            ],
+            "phases": [phase.value for phase in phases],
+            "categories": [category.value for category in categories],
+            "texts": list(texts),
+        }
+
+    @classmethod
+    def from_plain(cls, content: Mapping[str, Any]) -> StepMemory:
+        """Return the value that `to_plain` was called on.
+
+        Raises:
+            KeyError, TypeError, ValueError, IndexError: it has made no such thing.
+        """
+        texts = [str(text) for text in content["texts"]]
+        phases, categories = list(map(Phase, content["phases"])), list(map(MemoryCategory, content["categories"]))
+        moments = tuple(
+            Moment(phase=phases[phase], op=texts[op], module=texts[module]) for phase, op, module in content["moments"]
+        )
+        storages = tuple(
+            AliveStorage(
+                category=categories[category],
+                module=texts[module],
+                what=texts[what],
+                num_bytes=num_bytes,
+                begin=begin,
+                end=end,
+            )
+            for category, module, what, num_bytes, begin, end in content["storages"]
+        )
+        for storage in storages:
+            if not (0 <= storage.begin <= storage.end <= len(moments) and storage.num_bytes >= 0):
+                raise ValueError(
+                    f"a storage of {storage.num_bytes} bytes is there from {storage.begin} to {storage.end}, of "
+                    f"{len(moments)} moments"
+                )
+        return cls(moments=moments, storages=storages)
+
+    def _check(self, moment: int) -> None:
+        if not 0 <= moment < len(self.moments):
+            raise IndexError(f"there are {len(self.moments)} moments, from 0; found {moment}")
+
+
+def _levels(storages: Iterable[AliveStorage], num_moments: int) -> dict[MemoryCategory, tuple[int, ...]]:
+    """Return for each category its bytes at each moment."""
+    changes = {category: [0] * (num_moments + 1) for category in MemoryCategory}
+    for storage in storages:
+        changes[storage.category][storage.begin] += storage.num_bytes
+        changes[storage.category][storage.end] -= storage.num_bytes
+    return {category: tuple(accumulate(steps))[:num_moments] for category, steps in changes.items()}
+
+
+def short_name(op: str) -> str:
+    """Return the name of an op without namespace and overload.
+
+    Example:
+        >>> short_name("aten.mm.default")
+        'mm'
+    """
+    parts = op.split(".")
+    return parts[1] if len(parts) == 3 else op

@@ -1,0 +1,215 @@
+"""Does a traced step fit in some memory, with which feature of memkit would it, and what does that cost: values and words."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memkit.errors import BudgetInfeasible
+from memkit.plan import Action, GpuSpec, JointPlanner, StepTrace, find_gpu, make_problem
+from memkit.plan.asked import budget_or_share
+from memkit.sizes import unit_of
+
+if TYPE_CHECKING:
+    from memkit.profile.alive import OptimizerMemory
+
+_ALONE = {Action.RECOMPUTE: "memkit.Rematerialize", Action.OFFLOAD: "memkit.CPUOffload"}
+_HOW = {Action.RECOMPUTE: "recomputing", Action.OFFLOAD: "offloading"}
+_CLOSE = 0.9
+"""A step that takes more than this of what there is may not fit: workspaces and fragmentation come on top."""
+_MOSTLY = 0.5
+
+DEFAULT_GPU = "H200"
+"""The GPU that predictions are for where none is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureFit:
+    """One feature of memkit under the budget."""
+
+    feature: str
+    """What to write, such as 'memkit.MemoryBudget("12GiB")', or the feature that does only a part of it."""
+    how: str
+    """What it does: "recomputing and offloading", "recomputing", "offloading"."""
+    peak_bytes: int | None
+    """What the step then takes; None where the feature cannot keep to the budget."""
+    step_s: float | None
+    """Predicted seconds of forward and backward."""
+    least_bytes: int
+    """The least budget that the feature can keep to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The answer to "does it fit?" of one step and one budget, predicted for one GPU. Its `str()` says it in words."""
+
+    budget_bytes: int
+    budget: str
+    """As `memkit.MemoryBudget` takes it, such as "12GiB"."""
+    gpu: str
+    is_measured: bool
+    """Whether predictions for the GPU were compared with steps on it."""
+    plain_peak_bytes: int
+    """What the step takes as it is, with the states of the optimizer."""
+    plain_s: float
+    resident_bytes: int
+    """Of it, what is there all along: parameters, buffers, inputs, states of the optimizer."""
+    grad_bytes: int
+    """Of the gradients of the parameters, at the end of the backward."""
+    features: tuple[FeatureFit, ...]
+    """The mix of all, then each alone; empty where the step fits as it is."""
+
+    @property
+    def fits_as_it_is(self) -> bool:
+        """Whether nothing need be done."""
+        return self.plain_peak_bytes <= self.budget_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits as it is or with a feature."""
+        return self.fits_as_it_is or any(feature.step_s is not None for feature in self.features)
+
+    @property
+    def feature(self) -> FeatureFit | None:
+        """The fastest feature that makes it fit; None where none is needed or none does."""
+        able = [feature for feature in self.features if feature.step_s is not None]
+        return min(able, key=lambda feature: feature.step_s or 0.0) if able else None
+
+    @property
+    def slowdown(self) -> float | None:
+        """How many times as long as the plain step it then takes, 1.0 where it fits as it is; None where it does not fit."""
+        if self.fits_as_it_is:
+            return 1.0
+        return self._times(self.feature) if self.feature is not None else None
+
+    def __str__(self) -> str:
+        budget = _size(self.budget_bytes)
+        if self.fits_as_it_is:
+            spare = f"This fits in {budget} as it is, with {_size(self.budget_bytes - self.plain_peak_bytes)} to spare"
+            if self.plain_peak_bytes <= _CLOSE * self.budget_bytes:
+                return f"{spare}."
+            return f"{spare}: little for workspaces and fragmentation; to be on the safe side, use {self._call()}."
+        found = self.feature
+        if found is None:
+            return self._too_small(budget)
+        best = f"This would fit in {budget} with {found.feature}, about {self._said(found)} ({self._predicted()})."
+        others = [feature for feature in self.features if feature is not found]
+        able = [
+            f"{other.how} alone ({other.feature}) {self._times(other):.2f} times"
+            for other in others
+            if other.step_s is not None
+        ]
+        unable = [f"{other.how} alone ({other.feature}) does not reach it" for other in others if other.step_s is None]
+        return " ".join([best, *([f"By comparison: {', '.join([*able, *unable])}."] if others else [])])
+
+    def _too_small(self, budget: str) -> str:
+        least = min(self.features, key=lambda feature: feature.least_bytes)
+        static = self.resident_bytes + self.grad_bytes
+        said = (
+            f"This does not fit in {budget}: the least that memkit.MemoryBudget can keep to is "
+            f"{_size(least.least_bytes, up=True)} ({self._predicted()})."
+        )
+        if static > _MOSTLY * least.least_bytes:
+            return (
+                f"{said} {_size(static)} are parameters, gradients, optimizer states and inputs: memkit.LayerOffload streams "
+                "weights from host memory; a smaller dtype or LoRA makes all of them smaller."
+            )
+        return f"{said} Make the batch smaller."
+
+    def _call(self) -> str:
+        return f'memkit.MemoryBudget("{self.budget}")'
+
+    def _predicted(self) -> str:
+        article = "an" if self.gpu[:1] in "AEFHILMNORSX" else "a"
+        return f"predicted for {article} {self.gpu}" + ("" if self.is_measured else ", not measured on one")
+
+    def _times(self, feature: FeatureFit) -> float:
+        return (feature.step_s or 0.0) / self.plain_s if self.plain_s else 1.0
+
+    def _said(self, feature: FeatureFit) -> str:
+        times = self._times(feature)
+        return f"{times:.2f} times as slow" if times >= 1.005 else "as fast"
+
+
+def check_fit(budget: int | float | str | None, gpu: GpuSpec | None) -> None:
+    """Raise unless a step can be asked to fit in a budget on a GPU.
+
+    Raises:
+        TypeError, ValueError: `budget` is no memory, or the GPU has less.
+    """
+    checked = None if budget is None else budget_or_share(budget)
+    if gpu is not None and isinstance(checked, int) and checked > gpu.memory_bytes:
+        raise ValueError(
+            f"the {gpu.name} has {_size(gpu.memory_bytes)} that can be allocated; found {budget!r}. Ask for less, or leave the "
+            f"size out to ask for all of it"
+        )
+
+
+def fit_step(
+    trace: StepTrace,
+    budget: int | float | str | None,
+    gpu: str | os.PathLike[str] | GpuSpec | None,
+    *,
+    optimizer: OptimizerMemory | None,
+) -> Fit:
+    """Return whether a step fits in a budget, of None in the memory of the GPU. See `MemoryReport.fit_in`.
+
+    Raises:
+        TypeError, ValueError, OSError, ReportFormatError: as `memkit.plan_memory`.
+    """
+    spec = find_gpu(DEFAULT_GPU if gpu is None else gpu)
+    check_fit(budget, None if gpu is None else spec)
+    problem = make_problem(trace, spec, optimizer_bytes=0 if optimizer is None else optimizer.state_bytes)
+    checked = spec.memory_bytes if budget is None else budget_or_share(budget)
+    budget_bytes = checked if isinstance(checked, int) else int(checked * problem.plain_peak_bytes)
+    written = budget.replace(" ", "") if isinstance(budget, str) else _written(budget_bytes)
+    features: list[FeatureFit] = []
+    if problem.plain_peak_bytes > budget_bytes:
+        planner = JointPlanner(problem)
+        features.append(_feature(planner, f'memkit.MemoryBudget("{written}")', "recomputing and offloading", budget_bytes))
+        features += [_feature(planner.alone[action], feature, _HOW[action], budget_bytes) for action, feature in _ALONE.items()]
+    return Fit(
+        budget_bytes=budget_bytes,
+        budget=written,
+        gpu=spec.name,
+        is_measured=spec.is_measured,
+        plain_peak_bytes=problem.plain_peak_bytes,
+        plain_s=problem.plain_s,
+        resident_bytes=problem.base_bytes,
+        grad_bytes=trace.trainable_bytes,
+        features=tuple(features),
+    )
+
+
+def _feature(planner: JointPlanner, feature: str, how: str, budget_bytes: int) -> FeatureFit:
+    least_bytes = planner.least().peak_bytes
+    try:
+        found = planner.best(budget_bytes)
+    except BudgetInfeasible:
+        return FeatureFit(feature=feature, how=how, peak_bytes=None, step_s=None, least_bytes=least_bytes)
+    return FeatureFit(feature=feature, how=how, peak_bytes=found.peak_bytes, step_s=found.seconds, least_bytes=least_bytes)
+
+
+def fit_from(content: Mapping[str, Any]) -> Fit:
+    """Return the value that `dataclasses.asdict` has made this of.
+
+    Raises:
+        TypeError: it has made no such thing.
+    """
+    return Fit(**{**content, "features": tuple(FeatureFit(**feature) for feature in content["features"])})
+
+
+def _written(num_bytes: int) -> str:
+    """Return bytes as a budget is written: no more than there are."""
+    unit, unit_bytes = unit_of(num_bytes)
+    return f"{100 * num_bytes // unit_bytes / 100:g}{unit}"
+
+
+def _size(num_bytes: int, *, up: bool = False) -> str:
+    """Return bytes with one decimal, where there is need for one; `up` rounds up."""
+    unit, unit_bytes = unit_of(num_bytes)
+    size = math.ceil(10 * num_bytes / unit_bytes) / 10 if up else num_bytes / unit_bytes
+    return f"{size:.0f} {unit}" if size == round(size) else f"{size:.1f} {unit}"

@@ -1,0 +1,198 @@
+"""Writes down what is on the device at each op of a step: from storages that come and go to a `StepMemory`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memkit import torch_private
+from memkit.owners import ModelStorages
+from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory, short_name
+from memkit.profile.calls import CallStack
+from memkit.profile.step import Step
+from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, ModuleTree
+from memkit.profile.watch import ParamCasts
+from memkit.storages import storage_key, storages_of, unique_storages
+
+if TYPE_CHECKING:
+    from memkit.torch_private import OpOverload
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A storage while the step runs; becomes an `AliveStorage`."""
+
+    num_bytes: int
+    begin: int
+    category: MemoryCategory = MemoryCategory.TEMP
+    module: str = OUTSIDE_NAME
+    what: str = ""
+    end: int | None = None
+
+
+class StorageLog:
+    """Notes which storages are there at each op. The observer of a `LiveStorages`; it holds no tensor.
+
+    What is there before the step is named once the step is known, by `follow`.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._open: dict[int, int] = {}
+        self._moments: list[Moment] = []
+        self._num_named = 0
+        self._names: dict[int, tuple[str, str]] = {}
+        self._casts: ParamCasts | None = None
+        self._stack: CallStack | None = None
+        self._tree: ModuleTree | None = None
+
+    def follow(self, step: Step, tree: ModuleTree, stack: CallStack) -> None:
+        """A step is about to run: name what is there before it, and ask `stack` from now on which module is running."""
+        self._stack, self._tree = stack, tree
+        self._casts = ParamCasts(ModelStorages(unique_storages(step.resident_tensors())))
+        for tensor, category, module, what in _there_before(step, tree):
+            if category is not MemoryCategory.BUFFER:  # only leaves have gradients
+                self._names.setdefault(id(tensor), (module, what))
+            for storage in storages_of(tensor):
+                self._name_first(storage, category, module, what)
+        for number, slot in enumerate(step.streamed.slots):
+            self._name_first(slot, MemoryCategory.PARAM, OUTSIDE_NAME, f"slot {number} of LayerOffload")
+        self._num_named = len(self._entries)
+
+    def begin(self, key: int, num_bytes: int) -> None:
+        """A storage is there from now on."""
+        self._open[key] = len(self._entries)
+        self._entries.append(_Entry(num_bytes, len(self._moments), module=self._module()))
+
+    def end(self, key: int) -> None:
+        """It is gone."""
+        self._entries[self._open.pop(key)].end = len(self._moments)
+
+    def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
+        """Note an op that has run, if it has made anything or written to it. For an `OpWatch`, behind its `LiveStorages`."""
+        self.see_casts(op, args, outputs)
+        if len(self._entries) > self._num_named or torch_private.schema_of(op).is_mutable:
+            self.note_op(str(op))
+
+    def see_casts(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
+        """Look whether an op has made a parameter or buffer in another dtype."""
+        if self._casts is not None:
+            self._casts.saw(op, args, outputs)
+
+    def note_op(self, name: str) -> None:
+        """An op has run; what was made since the last one is its own."""
+        what = short_name(name)
+        for entry in self._entries[self._num_named :]:
+            entry.what = entry.what or what
+        self._num_named = len(self._entries)
+        self._moments.append(Moment(phase=self._phase(), op=name, module=self._module()))
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """Autograd has saved a tensor."""
+        for storage in storages_of(tensor):
+            entry = self._find(storage)
+            if entry is None or entry.category is not MemoryCategory.TEMP:
+                continue
+            is_cast = self._casts is not None and storage in self._casts
+            entry.category = MemoryCategory.PARAM_CAST if is_cast else MemoryCategory.ACTIVATION
+            entry.module = self._module()
+
+    def note_grads(self, leaves: Iterable[Tensor]) -> None:
+        """The backward is over: what the leaves have as gradients are gradients."""
+        for leaf in leaves:
+            if leaf.grad is None:
+                continue
+            module, what = self._names.get(id(leaf), (ROOT_NAME, "input"))
+            for storage in storages_of(leaf.grad):
+                entry = self._find(storage)
+                if entry is not None and entry.category is MemoryCategory.TEMP:
+                    entry.category, entry.module, entry.what = MemoryCategory.GRAD, module, f"{what}.grad"
+
+    def finished(self, states: Iterable[AliveStorage] = (), *, optimizer: str | None = None) -> StepMemory:
+        """Return what was noted.
+
+        Args:
+            states: of the optimizer, there all along; their moments are filled in.
+            optimizer: its class, if there is one: its step follows the last op.
+        """
+        moments, num_ops = [*self._moments], len(self._moments)
+        if optimizer is not None:
+            moments.append(Moment(phase=Phase.OPTIMIZER_STEP, op=f"{optimizer}.step", module=OUTSIDE_NAME))
+        storages = [self._told(entry, num_ops, len(moments)) for entry in self._entries]
+        storages += [
+            AliveStorage(
+                category=state.category,
+                module=state.module,
+                what=state.what,
+                num_bytes=state.num_bytes,
+                begin=0,
+                end=len(moments),
+            )
+            for state in states
+        ]
+        return StepMemory(moments=tuple(moments), storages=tuple(it for it in storages if it.begin < it.end and it.num_bytes))
+
+    def _told(self, entry: _Entry, num_ops: int, num_moments: int) -> AliveStorage:
+        end = num_ops if entry.end is None else entry.end
+        if end == num_ops and entry.category in _OUTLIVE_THE_STEP:
+            end = num_moments
+        return AliveStorage(
+            category=entry.category,
+            module=entry.module,
+            what=entry.what,
+            num_bytes=entry.num_bytes,
+            begin=entry.begin,
+            end=end,
+        )
+
+    def _name_first(self, storage: torch.UntypedStorage, category: MemoryCategory, module: str, what: str) -> None:
+        entry = self._find(storage)
+        if entry is not None and not entry.what:
+            entry.category, entry.module, entry.what = category, module, what
+
+    def _find(self, storage: torch.UntypedStorage) -> _Entry | None:
+        place = self._open.get(storage_key(storage))
+        return None if place is None else self._entries[place]
+
+    def _module(self) -> str:
+        return OUTSIDE_NAME if self._tree is None or self._stack is None else self._tree.fqn(self._stack.current)
+
+    def _phase(self) -> Phase:
+        if self._stack is None or self._stack.in_backward:
+            return Phase.BACKWARD
+        return Phase.LOSS if self._stack.current == self._stack.outside else Phase.FORWARD
+
+
+_OUTLIVE_THE_STEP = (MemoryCategory.PARAM, MemoryCategory.BUFFER, MemoryCategory.INPUT, MemoryCategory.GRAD)
+
+
+def parameter_names(step: Step, tree: ModuleTree) -> dict[int, tuple[str, str]]:
+    """Return the row and the name of each parameter, by its id: where it is registered first."""
+    names: dict[int, tuple[str, str]] = {}
+    for tensor, category, module, what in _there_before(step, tree):
+        if category is MemoryCategory.PARAM:
+            names.setdefault(id(tensor), (module, what))
+    return names
+
+
+def _there_before(step: Step, tree: ModuleTree) -> Iterator[tuple[Tensor, MemoryCategory, str, str]]:
+    """Yield what is there before a step: the tensor, what it is for, the row that it belongs to and its name there."""
+    loss = step.modules()[1:]
+    for index, node in enumerate(tree.nodes):
+        for name, parameter in node.module.named_parameters(recurse=False):
+            yield parameter, MemoryCategory.PARAM, tree.fqn(index), name
+    for module in loss:
+        for name, parameter in module.named_parameters():
+            yield parameter, MemoryCategory.PARAM, OUTSIDE_NAME, name
+    for index, node in enumerate(tree.nodes):
+        for name, buffer in node.module.named_buffers(recurse=False):
+            yield buffer, MemoryCategory.BUFFER, tree.fqn(index), name
+    for module in loss:
+        for name, buffer in module.named_buffers():
+            yield buffer, MemoryCategory.BUFFER, OUTSIDE_NAME, name
+    for number, tensor in enumerate(step.input_tensors()):
+        yield tensor, MemoryCategory.INPUT, ROOT_NAME, f"input {number}"

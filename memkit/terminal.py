@@ -1,0 +1,200 @@
+"""Text and tables that fit in the terminal, and what goes to standard output or to a file. No torch here."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tabulate import tabulate
+
+ELLIPSIS = "…"
+_EMPTY = frozenset({"", "-"})
+LAST = 100
+"""From here on in the order in which columns go: only where shorter cells are not enough."""
+_SHORTEST = 16
+"""Cells are not made shorter than that while there is a column that may go."""
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that standard output goes to; None where it goes to a file or a pipe.
+
+    The environment variable COLUMNS overrules what the terminal says, as for other programs.
+    """
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def shortened(text: str, width: int) -> str:
+    """Return a text of at most `width` characters, 1 or more: what is left out of a longer one is its middle.
+
+    Example:
+        >>> shortened("model.layers.0.self_attn.q_proj", 16)
+        'model.la….q_proj'
+    """
+    if len(text) <= width:
+        return text
+    head = width // 2
+    tail = width - head - len(ELLIPSIS)
+    return text[:head] + ELLIPSIS + (text[-tail:] if tail > 0 else "")
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """Return a text whose lines are broken between words where they are longer than `width`; None leaves it as it is."""
+    if width is None:
+        return text
+    lines: list[str] = []
+    for line in text.splitlines():
+        lines += textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False) or [""]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextColumn:
+    """A column of a table: its heading and its cells, and what becomes of it where the table is too wide."""
+
+    heading: str
+    cells: Sequence[str]
+    right: bool = True
+    goes: int | None = None
+    """Columns are left out in this order, the lowest first; those from `LAST` on where the others and shorter cells are not
+    enough. None: never."""
+    shortens: bool = False
+    """Whether its cells lose their middles where leaving out columns is not enough."""
+
+
+def table_text(columns: Sequence[TextColumn], width: int | None = None) -> str:
+    """Return a table in which no line is longer than `width`, unless it has one column that may not lose anything.
+
+    One after the other, until it fits: empty columns are left out (at any width), headings are broken over several lines,
+    columns are left out, cells of some lose their middles. No other cell is ever cut.
+
+    Args:
+        columns: of equal length.
+        width: in characters; None for as wide as it gets, with every column and each heading as it is.
+
+    Example:
+        >>> columns = [TextColumn(heading="size (MiB)", cells=["1.50"]), TextColumn(heading="of", cells=["-"], goes=0)]
+        >>> print(table_text(columns, 80))
+          size (MiB)
+        ------------
+                1.50
+    """
+    if width is None:
+        return _made(columns)
+    shown = [column for column in columns if column.goes is None or not _EMPTY.issuperset(column.cells)]
+    if _width(shown) > width:
+        shown = [_with_narrow_heading(column) for column in shown]
+    may_go = sorted((column for column in shown if column.goes is not None), key=lambda column: column.goes or 0)
+    while _width(shown) > width and may_go and (may_go[0].goes or 0) < LAST:
+        shown.remove(may_go.pop(0))
+    while may_go and _width(_with_short_cells(shown, _width(shown) - width, _SHORTEST)) > width:
+        shown.remove(may_go.pop(0))
+    return _made(_with_short_cells(shown, _width(shown) - width, _SHORTEST if may_go else 1))
+
+
+def columns_of(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, order: Sequence[str] = ()
+) -> list[TextColumn]:
+    """Return the columns of some rows.
+
+    Args:
+        headings: one for each cell of a row.
+        rows: their cells.
+        left: how many of the first columns are aligned to the left.
+        order: the headings of those that go where the table is too wide, the first one first.
+    """
+    return [
+        TextColumn(
+            heading=heading,
+            cells=[row[place] for row in rows],
+            right=place >= left,
+            goes=order.index(heading) if heading in order else None,
+            shortens=place == 0,
+        )
+        for place, heading in enumerate(headings)
+    ]
+
+
+def _made(columns: Sequence[TextColumn]) -> str:
+    return tabulate(
+        list(zip(*(column.cells for column in columns), strict=True)),
+        headers=[column.heading for column in columns],
+        colalign=["right" if column.right else "left" for column in columns]
+        if any(column.cells for column in columns)
+        else None,
+        disable_numparse=True,
+        tablefmt="simple",
+    )
+
+
+_BETWEEN, _PADDING = 2, 2
+"""Blanks between columns, and by how much a column is wider than its heading: `tabulate.MIN_PADDING`."""
+
+
+def _width(columns: Sequence[TextColumn]) -> int:
+    """Return how wide a table of columns is, without making it."""
+    widths = (
+        max(max(map(len, column.heading.split("\n"))) + _PADDING, max(map(len, column.cells), default=0)) for column in columns
+    )
+    return sum(widths) + _BETWEEN * (len(columns) - 1)
+
+
+def _with_narrow_heading(column: TextColumn) -> TextColumn:
+    longest = max([*map(len, column.heading.split()), *map(len, column.cells)])
+    lines = [line for part in column.heading.split("\n") for line in textwrap.wrap(part, longest, break_on_hyphens=False)]
+    return replace(column, heading="\n".join(lines))
+
+
+def _with_short_cells(columns: Sequence[TextColumn], over: int, shortest: int) -> list[TextColumn]:
+    """Return columns of which those that may be are narrower by so many characters in all, the widest ones most."""
+    widths = {
+        place: max(map(len, (*column.cells, *column.heading.split("\n"))))
+        for place, column in enumerate(columns)
+        if column.shortens
+    }
+    while over > 0 and max(widths.values(), default=0) > shortest:
+        widest = max(widths, key=widths.__getitem__)
+        widths[widest] -= 1
+        over -= 1
+    return [
+        replace(
+            column,
+            heading="\n".join(shortened(line, widths[place]) for line in column.heading.split("\n")),
+            cells=[shortened(cell, widths[place]) for cell in column.cells],
+        )
+        if place in widths
+        else column
+        for place, column in enumerate(columns)
+    ]
+
+
+# Where a command writes
+
+STDOUT = Path("-")
+"""A file of this name is standard output, to which nothing else is written then."""
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise unless a file can be written, and leave none behind.
+
+    Raises:
+        OSError: it cannot.
+    """
+    if path is None or path == STDOUT:
+        return
+    there = path.exists()
+    with path.open("a", encoding="utf-8"):
+        pass
+    if not there:
+        path.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text to a file, or to standard output, there with the end of a line."""
+    if path == STDOUT:
+        sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+    else:
+        path.write_text(text, encoding="utf-8")

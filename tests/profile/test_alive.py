@@ -1,0 +1,253 @@
+"""What is on the device at each moment of a step: sums against the trace, categories against the model and the table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import memkit
+from memkit.profile import AliveStorage, MemoryCategory, MemoryReport, Moment, Phase, StepMemory
+from memkit.storages import storage_bytes
+from tests.profile.traced import LlamaBlock, Weighted, profile
+
+
+class Tied(nn.Module):
+    """A language model whose output weight is that of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, 64)
+        self.block = LlamaBlock(64, 4)
+        self.head = nn.Linear(64, 512, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.block(self.embedding(tokens)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+STEPS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "resnet": lambda: (torchvision.models.resnet18(num_classes=10), torch.empty(4, 3, 64, 64)),
+    "transformer": lambda: (nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), torch.empty(4, 32, 64)),
+    "tied weights": lambda: (Tied(), torch.zeros(4, 32, dtype=torch.int64)),
+    "checkpoint": lambda: (Checkpointed(), torch.empty(32, 64)),
+    "lstm": lambda: (nn.LSTM(16, 32), torch.empty(8, 4, 16)),
+}
+
+
+def on_meta(name: str) -> tuple[nn.Module, Tensor]:
+    with torch.device("meta"):
+        return STEPS[name]()
+
+
+def memory_of(report: MemoryReport) -> StepMemory:
+    assert report.step_memory is not None
+    return report.step_memory
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", STEPS)
+def test_categories_add_up_to_the_trace_at_each_moment(name: str, target: str) -> None:
+    model, x = on_meta(name)
+
+    report = profile(model, x, target=target)
+
+    memory, trace = memory_of(report), report.trace
+    assert trace is not None
+    assert [moment.op for moment in memory.moments] == [work.name for work in trace.ops]
+    assert memory.total_bytes == tuple(trace.base_bytes + live for live in trace.live_bytes)
+    sums = [sum(memory.category_bytes(place).values()) for place in range(len(memory.moments))]
+    assert sums == list(memory.total_bytes)
+    alive = [sum(item.num_bytes for item in memory.alive_at(place)) for place in range(0, len(memory.moments), 7)]
+    assert alive == list(memory.total_bytes[::7])
+    assert memory.peak_bytes == trace.peak_bytes == memory.total_bytes[memory.peak]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_gradients_are_there_at_the_end_and_grow_from_the_backward(name: str) -> None:
+    model, x = on_meta(name)
+
+    memory = memory_of(profile(model, x, target="cpu"))
+
+    grads = memory.levels[MemoryCategory.GRAD]
+    begin = next(place for place, moment in enumerate(memory.moments) if moment.phase is Phase.BACKWARD)
+    assert not any(grads[:begin])
+    assert list(grads[begin:]) == sorted(grads[begin:])
+    assert grads[-1] == storage_bytes(model.parameters())  # tied weights have one gradient
+    assert memory.levels[MemoryCategory.PARAM] == (storage_bytes(model.parameters()),) * len(memory.moments)
+    assert memory.levels[MemoryCategory.BUFFER][0] == storage_bytes(model.buffers())
+    assert memory.levels[MemoryCategory.INPUT][0] == storage_bytes([x])
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_activations_at_the_end_of_the_forward_are_those_of_the_table(name: str) -> None:
+    model, x = on_meta(name)
+
+    report = profile(model, x, target="cpu")
+
+    memory = memory_of(report)
+    last = max(place for place, moment in enumerate(memory.moments) if moment.phase is not Phase.BACKWARD)
+    found: dict[str, int] = {}
+    for item in memory.alive_at(last):
+        if item.category is MemoryCategory.ACTIVATION:
+            found[item.module] = found.get(item.module, 0) + item.num_bytes
+    table: dict[str, int] = {}
+    for _, module, num_bytes in {
+        (record.storage, record.module, record.storage_bytes)
+        for record in report.saved
+        if record.category.value == "activation" and record.version == 0
+    }:
+        table[module] = table.get(module, 0) + num_bytes
+    assert found == table
+
+
+def test_profile_without_a_trace_tells_the_same() -> None:
+    model, x = on_meta("resnet")
+
+    plain = memory_of(memkit.profile_memory(model, x, backward=True, print_table=False))
+    traced = memory_of(profile(model, x))
+
+    assert plain.peak_bytes == traced.peak_bytes
+    assert plain.grouped_at(plain.peak) == traced.grouped_at(traced.peak)
+
+
+def test_run_with_data_tells_the_same() -> None:
+    torch.manual_seed(0)
+    model, x = Tied(), torch.zeros(4, 32, dtype=torch.int64)
+
+    real = memory_of(memkit.profile_memory(model, x, backward=True, print_table=False, warmup=0))
+    meta = memory_of(memkit.profile_memory(model, x, backward=True, print_table=False, device="meta", target="cpu"))
+
+    assert real.peak_bytes == meta.peak_bytes
+    assert real.category_bytes(real.peak) == meta.category_bytes(meta.peak)
+
+
+def test_forward_alone_has_none() -> None:
+    assert memkit.profile_memory(nn.Linear(2, 2), torch.ones(1, 2), print_table=False).step_memory is None
+
+
+def test_items_are_named() -> None:
+    # x and w are 256 by 256 floats, 256 KiB each; sin saves the product.
+    model = Weighted(lambda x, w: (x * w).sin())
+    model.weight = nn.Parameter(torch.empty(256, 256, device="meta"))
+    model.register_buffer("scale", torch.empty(256, device="meta"))
+    loss = nn.L1Loss().to("meta")
+    target = torch.empty(256, 256, device="meta")
+
+    memory = memory_of(
+        profile(model, torch.empty(256, 256, device="meta", requires_grad=True), loss_fn=lambda y: loss(y, target))
+    )
+
+    named = [(item.category.value, item.module, item.what, item.num_bytes) for item in memory.alive_at(len(memory.moments) - 1)]
+    size = 256 * 1024
+    assert {
+        ("param", "(model)", "weight", size),
+        ("buffer", "(model)", "scale", 1024),
+        ("input", "(model)", "input 0", size),
+        ("grad", "(model)", "weight.grad", size),
+        ("grad", "(model)", "input 0.grad", size),
+    } <= set(named)
+    first = {(item.category.value, item.what) for item in memory.alive_at(0)}
+    assert ("activation", "mul") in first
+    assert [moment.phase for moment in memory.moments[:3]] == [Phase.FORWARD, Phase.FORWARD, Phase.LOSS]
+
+
+def test_casts_of_parameters_are_told_apart() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to("meta"), torch.empty(4, 64, device="meta")
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = profile(model, x)
+
+    memory = memory_of(report)
+    assert report.param_cast_bytes == 2 * 64 * 64
+    assert max(memory.levels[MemoryCategory.PARAM_CAST]) == 2 * 64 * 64
+
+
+def test_resized_storage_counts_with_the_bytes_that_it_has() -> None:
+    def resizing(x: Tensor, w: Tensor) -> Tensor:
+        y = functional.relu(x @ w).detach()
+        y.resize_(64, 64)
+        return x @ w
+
+    report = profile(Weighted(resizing).to("meta"), torch.empty(32, 32, device="meta"))
+
+    memory, trace = memory_of(report), report.trace
+    assert trace is not None
+    assert memory.total_bytes == tuple(trace.base_bytes + live for live in trace.live_bytes)
+
+
+def storage(category: MemoryCategory, module: str, num_bytes: int, begin: int, end: int) -> AliveStorage:
+    return AliveStorage(category=category, module=module, what="relu", num_bytes=num_bytes, begin=begin, end=end)
+
+
+SMALL = StepMemory(
+    moments=tuple(Moment(phase=Phase.FORWARD, op=f"aten.op{place}.default", module="a") for place in range(3)),
+    storages=(
+        storage(MemoryCategory.ACTIVATION, "a", 10, 0, 3),
+        storage(MemoryCategory.ACTIVATION, "a", 20, 1, 2),
+        storage(MemoryCategory.TEMP, "b", 25, 1, 3),
+        storage(MemoryCategory.PARAM, "b", 1, 0, 3),
+    ),
+)
+
+
+def test_groups_are_by_category_and_module_largest_first() -> None:
+    found = [(item.category, item.module, item.num_bytes, item.num_storages) for item in SMALL.grouped_at(1)]
+
+    assert SMALL.total_bytes == (11, 56, 36)
+    assert SMALL.peak == 1
+    assert found == [
+        (MemoryCategory.ACTIVATION, "a", 30, 2),
+        (MemoryCategory.TEMP, "b", 25, 1),
+        (MemoryCategory.PARAM, "b", 1, 1),
+    ]
+
+
+@pytest.mark.parametrize("moment", [-1, 3])
+def test_moment_that_is_not_there_raises(moment: int) -> None:
+    for ask in (SMALL.alive_at, SMALL.grouped_at, SMALL.category_bytes):
+        with pytest.raises(IndexError, match=f"there are 3 moments, from 0; found {moment}"):
+            ask(moment)
+
+
+def test_nothing_ran() -> None:
+    empty = StepMemory(moments=(), storages=())
+
+    assert (empty.peak, empty.peak_bytes, empty.total_bytes) == (0, 0, ())
+
+
+def test_plain_lists_and_back() -> None:
+    model, x = on_meta("tied weights")
+    report = profile(model, x)
+
+    again = MemoryReport.from_json(report.to_json())
+
+    assert again == report
+    assert again.step_memory == report.step_memory
+    assert StepMemory.from_plain(json.loads(json.dumps(SMALL.to_plain()))) == SMALL
+
+
+def test_plain_lists_that_do_not_fit_together_raise() -> None:
+    plain = SMALL.to_plain()
+    plain["storages"][0][5] = 9
+
+    with pytest.raises(ValueError, match="from 0 to 9, of 3 moments"):
+        StepMemory.from_plain(plain)

@@ -1,0 +1,160 @@
+"""Does a step fit in some memory, with what, and at which price."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memkit
+from memkit.plan import find_gpu
+from memkit.profile import Fit, MemoryReport
+
+MIB = 2**20
+
+
+def step(**options: Any) -> MemoryReport:
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]
+        model, x = nn.Sequential(*layers), torch.empty(65536, 1024)
+    report: MemoryReport = memkit.profile_memory(model, x, optimizer="adamw", print_table=False, **options)
+    return report
+
+
+@pytest.fixture(scope="module")
+def traced() -> MemoryReport:
+    return step(trace=True)
+
+
+def test_step_that_fits_as_it_is(traced: MemoryReport) -> None:
+    fit = traced.fit_in("12GiB")
+
+    assert (fit.fits_as_it_is, fit.fits, fit.slowdown, fit.feature, fit.features) == (True, True, 1.0, None, ())
+    assert str(fit) == f"This fits in 12 GiB as it is, with {(12 * 2**30 - fit.plain_peak_bytes) / 2**30:.1f} GiB to spare."
+    assert fit.plain_peak_bytes == traced.step_peak_bytes
+
+
+def test_step_that_fits_barely_is_told_to_be_close(traced: MemoryReport) -> None:
+    assert traced.step_peak_bytes is not None
+
+    fit = traced.fit_in(traced.step_peak_bytes + MIB)
+
+    assert "1 MiB to spare: little for workspaces and fragmentation; to be on the safe side, use memkit." in str(fit)
+
+
+def test_step_that_fits_with_a_budget(traced: MemoryReport) -> None:
+    fit = traced.fit_in("3GiB")
+
+    plan = memkit.plan_memory(traced, budget="3GiB", gpu="H200", optimizer="adamw")
+    assert (fit.fits_as_it_is, fit.fits) == (False, True)
+    assert fit.feature is not None
+    assert fit.feature.feature == 'memkit.MemoryBudget("3GiB")'
+    assert fit.feature.step_s == plan.predicted_s
+    assert fit.feature.peak_bytes == plan.predicted_peak_bytes <= 3 * 2**30
+    assert fit.slowdown == plan.predicted_s / plan.plain_s
+    assert str(fit).startswith(
+        f'This would fit in 3 GiB with memkit.MemoryBudget("3GiB"), about {fit.slowdown:.2f} times as slow (predicted for an '
+        "H200). By comparison: "
+    )
+    assert [feature.feature for feature in fit.features[1:]] == ["memkit.Rematerialize", "memkit.CPUOffload"]
+    assert all(feature.step_s is None or feature.step_s >= plan.predicted_s for feature in fit.features)
+
+
+def test_step_that_cannot_fit_says_what_is_least(traced: MemoryReport) -> None:
+    fit = traced.fit_in("600MiB")
+
+    assert (fit.fits, fit.slowdown, fit.feature) == (False, None, None)
+    least = min(feature.least_bytes for feature in fit.features)
+    assert memkit.plan_memory(traced, budget=least, gpu="H200", optimizer="adamw").predicted_peak_bytes <= least
+    said = re.search(r"does not fit in 600 MiB: the least that memkit.MemoryBudget can keep to is ([\d.]+) GiB", str(fit))
+    assert said is not None
+    assert least <= float(said[1]) * 2**30 <= least + 0.1 * 2**30
+
+
+def test_weights_that_fill_the_memory_are_told(traced: MemoryReport) -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(8)]), torch.empty(16, 4096)
+    report = memkit.profile_memory(model, x, optimizer="adamw", fit="1GiB", print_table=False)
+
+    assert "2.0 GiB are parameters, gradients, optimizer states and inputs: memkit.LayerOffload streams" in str(report.fit)
+
+
+def test_gpu_decides_what_is_predicted(traced: MemoryReport) -> None:
+    slow, fast = traced.fit_in("3GiB", gpu="RTX 3060"), traced.fit_in("3GiB", gpu="H200")
+
+    assert slow.plain_s > fast.plain_s
+    assert "(predicted for an RTX 3060, not measured on one)" in str(slow)
+
+
+def test_without_a_budget_it_is_that_of_the_gpu(traced: MemoryReport) -> None:
+    fit = traced.fit_in(None, gpu="RTX 4090")
+
+    assert (fit.budget_bytes, fit.budget) == (find_gpu("RTX 4090").memory_bytes, "23.5GiB")
+
+
+def test_more_than_the_gpu_has(traced: MemoryReport) -> None:
+    with pytest.raises(ValueError, match=r"the RTX 4090 has 23\.5 GiB that can be allocated; found '30GiB'"):
+        traced.fit_in("30GiB", gpu="RTX 4090")
+
+
+def test_share_of_the_peak(traced: MemoryReport) -> None:
+    fit = traced.fit_in(0.5)
+
+    assert fit.budget_bytes == int(0.5 * fit.plain_peak_bytes)
+    assert fit.features[0].feature == f'memkit.MemoryBudget("{fit.budget}")'
+    assert float(fit.budget.removesuffix("GiB")) * 2**30 <= fit.budget_bytes
+
+
+def test_report_without_a_trace_says_what_is_needed() -> None:
+    with pytest.raises(ValueError, match="a plan needs a report with a trace; found one without"):
+        step().fit_in("2GiB")
+
+
+def test_profile_answers_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    report = step(fit="3GiB")
+
+    assert report.fit == report.fit_in("3GiB")
+    assert f". {report.fit}\n" in str(report)
+    assert report.run.backward
+    assert report.trace is not None
+
+
+def test_run_with_data_is_fitted_by_a_trace_without() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(512, 64)
+
+    report = memkit.profile_memory(model, x, fit="1GiB", min_bytes=1, print_table=False, warmup=0)
+
+    assert report.run.device == "cpu"
+    assert report.forward_s is not None
+    assert report.fit is not None
+    assert report.fit.fits_as_it_is
+
+
+def test_fit_goes_with_the_report() -> None:
+    report = step(fit="2GiB", gpu="H100")
+
+    again = MemoryReport.from_json(report.to_json())
+
+    assert again.fit == report.fit
+    assert isinstance(again.fit, Fit)
+    assert again == report
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"fit": "much"}, ValueError, "budget is a number of bytes"),
+        ({"fit": 12}, ValueError, "reads as"),
+        ({"fit": "1GiB", "gpu": "H20x"}, ValueError, "memkit knows"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    class Never(nn.Module):
+        def forward(self, x: Any) -> Any:
+            pytest.fail("it ran")
+
+    with pytest.raises(error, match=message):
+        memkit.profile_memory(Never(), torch.ones(1), print_table=False, **options)

@@ -1,0 +1,250 @@
+"""What optimizers keep, counted without data, against what they keep after a step with data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.errors import ProfileError
+from memkit.profile import MemoryCategory, MemoryReport, OptimizerMemory, Phase
+from memkit.profile.optimizer_states import optimizer_names
+from memkit.storages import storage_bytes
+
+NAMES = sorted(optimizer_names())
+
+
+def two_matrices() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 8, bias=False))
+
+
+def counted(model: nn.Module, optimizer: Any, **options: Any) -> MemoryReport:
+    report: MemoryReport = memkit.profile_memory(
+        model, torch.ones(2, 32), optimizer=optimizer, print_table=False, warmup=0, **options
+    )
+    return report
+
+
+def stepped(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
+    """Return the bytes of the states after a step, without counters: those are on the host."""
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            parameter.grad = parameter.grad.to_sparse(1)
+    optimizer.step(lambda: torch.ones(()))  # type: ignore[arg-type, return-value]
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return storage_bytes(value for value in states if value.dim())
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"lbfgs", "asgd"}))
+def test_states_are_those_of_a_step_with_data(name: str) -> None:
+    model = two_matrices()
+    options = {"momentum": 0.9} if name == "momentum" else {}
+    optimizer = optimizer_names()[name](model.parameters(), **options)
+
+    by_name = counted(model, name, device="meta", target="cpu").optimizer
+    by_instance = counted(model, optimizer, device="meta", target="cpu").optimizer
+    real_bytes = stepped(optimizer, model)
+
+    assert by_name == by_instance == OptimizerMemory(name=type(optimizer).__name__, state_bytes=real_bytes)
+
+
+def test_asgd_keeps_its_counters_on_the_device() -> None:
+    model = two_matrices()
+    optimizer = torch.optim.ASGD(model.parameters())
+
+    found = counted(model, optimizer).optimizer
+
+    assert found is not None
+    assert found.state_bytes == stepped(optimizer, model) + 2 * 3 * 4
+
+
+def test_history_of_lbfgs_is_counted_in_full() -> None:
+    model = nn.Linear(32, 64)
+    optimizer = torch.optim.LBFGS(model.parameters(), history_size=5, line_search_fn="strong_wolfe")
+    x = torch.randn(8, 32)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x).sin() - 0.5).pow(2).sum()
+        loss.backward()
+        return loss
+
+    found = counted(model, optimizer).optimizer
+    for _ in range(3):
+        optimizer.step(closure)
+
+    state = next(iter(optimizer.state.values()))
+    tensors = [state["d"], state["prev_flat_grad"], *state["old_dirs"], *state["old_stps"]]
+    assert len(state["old_dirs"]) == 5
+    assert found is not None
+    assert found.state_bytes == storage_bytes(tensors)
+
+
+OPTIONS: dict[str, Any] = {
+    "amsgrad": lambda groups: torch.optim.AdamW(groups, amsgrad=True),
+    "foreach": lambda groups: torch.optim.Adam(groups, foreach=True),
+    "centered": lambda groups: torch.optim.RMSprop(groups, centered=True, momentum=0.1),
+    "tensor lr": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(1e-3)),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_an_optimizer_count(name: str) -> None:
+    model = two_matrices()
+    optimizer = OPTIONS[name](model.parameters())
+
+    found = counted(model, optimizer).optimizer
+
+    assert found is not None
+    assert found.state_bytes == stepped(optimizer, model)
+
+
+def test_counters_of_a_fused_optimizer_are_on_the_device() -> None:
+    model = two_matrices()
+
+    found = counted(model, torch.optim.AdamW(model.parameters(), fused=True), device="meta").optimizer
+
+    assert found is not None
+    assert found.state_bytes == 2 * storage_bytes(model.parameters()) + 2 * 4
+
+
+def test_groups_and_frozen_parameters() -> None:
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    plain, adaptive = model[1].parameters(), model[2].parameters()
+    optimizer = torch.optim.SGD([{"params": plain}, {"params": adaptive, "momentum": 0.9}], lr=0.1)
+
+    by_group, by_name = counted(model, optimizer), counted(model, "adamw")
+
+    assert by_group.optimizer is not None
+    assert by_group.optimizer.state_bytes == storage_bytes(model[2].parameters())
+    assert by_name.optimizer is not None
+    assert by_name.optimizer.state_bytes == 2 * storage_bytes([*model[1].parameters(), *model[2].parameters()])
+    assert by_name.grad_bytes == storage_bytes([*model[1].parameters(), *model[2].parameters()])
+
+
+def test_states_are_there_all_along_and_named() -> None:
+    model = two_matrices()
+
+    report = counted(model, "adamw", device="meta")
+
+    memory = report.step_memory
+    assert memory is not None
+    states = memory.levels[MemoryCategory.OPTIMIZER_STATE]
+    assert set(states) == {2 * storage_bytes(model.parameters())}
+    named = {(item.module, item.what) for item in memory.alive_at(0) if item.category is MemoryCategory.OPTIMIZER_STATE}
+    assert named == {(module, f"weight.{state}") for module in ("0", "2") for state in ("exp_avg", "exp_avg_sq")}
+    assert (memory.moments[-1].phase, memory.moments[-1].op) == (Phase.OPTIMIZER_STEP, "AdamW.step")
+    assert memory.category_bytes(len(memory.moments) - 1) == {
+        MemoryCategory.OPTIMIZER_STATE: 2 * storage_bytes(model.parameters()),
+        MemoryCategory.PARAM: storage_bytes(model.parameters()),
+        MemoryCategory.GRAD: storage_bytes(model.parameters()),
+        MemoryCategory.INPUT: 512,  # 256, rounded up
+    }
+
+
+def test_peak_of_the_step_counts_the_states() -> None:
+    model = two_matrices()
+
+    without = counted(model, None, device="meta", backward=True)
+    report = counted(model, "adamw", device="meta")
+
+    assert without.step_peak_bytes is not None
+    assert report.step_peak_bytes == without.step_peak_bytes + 2 * storage_bytes(model.parameters())
+    assert without.optimizer is None
+
+
+def test_sizes_are_rounded_up_as_the_allocator_does() -> None:
+    model = nn.Linear(32, 1)
+
+    memory = counted(model, "momentum", device="meta").step_memory
+
+    assert memory is not None
+    assert memory.levels[MemoryCategory.OPTIMIZER_STATE][0] == 2 * 512
+
+
+def test_nothing_of_the_optimizer_changes() -> None:
+    model = two_matrices()
+    optimizer = torch.optim.AdamW(model.parameters())
+    calls: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *given: calls.append(given))
+    before, bits = optimizer.state_dict(), [parameter.detach().clone() for parameter in model.parameters()]
+
+    counted(model, optimizer)
+
+    assert optimizer.state_dict() == before
+    assert calls == []
+    assert all(torch.equal(parameter, kept) for parameter, kept in zip(model.parameters(), bits, strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_default_device_does_not_matter() -> None:
+    model = two_matrices()
+
+    with torch.device("meta"):
+        found = counted(model, "adamw", device="meta").optimizer
+
+    assert found is not None
+    assert found.state_bytes == 2 * storage_bytes(model.parameters())
+
+
+def test_optimizer_inside_of_another() -> None:
+    class Wrapping(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    model = two_matrices()
+
+    found = counted(model, Wrapping(torch.optim.Adam(model.parameters()))).optimizer
+
+    assert found == OptimizerMemory(name="Adam", state_bytes=2 * storage_bytes(model.parameters()))
+
+
+def test_states_that_are_there_are_told() -> None:
+    model = two_matrices()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stepped(optimizer, model)
+
+    found = counted(model, optimizer).optimizer
+
+    assert found is not None
+    assert found.there_bytes == found.state_bytes == storage_bytes(model.parameters())
+
+
+def test_parameters_of_another_model() -> None:
+    optimizer = torch.optim.AdamW(two_matrices().parameters())
+
+    with pytest.raises(ValueError, match=r"found 2 of 2 that are not the model's, the first of shape \(64, 32\)"):
+        counted(two_matrices(), optimizer)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ValueError, match=r"or one of adadelta, adafactor, .*; found 'adamW2'"):
+        counted(two_matrices(), "adamW2")
+
+
+def test_what_is_no_optimizer() -> None:
+    with pytest.raises(TypeError, match='a name such as "adamw"; found int'):
+        counted(two_matrices(), 3)
+
+
+def test_optimizer_that_cannot_step_without_data() -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError("no kernel for this")
+
+    model = two_matrices()
+
+    with pytest.raises(ProfileError, match=r"the states of Odd cannot be counted .* RuntimeError: no kernel for this"):
+        counted(model, Odd(model.parameters(), lr=0.1))
+
+
+def test_report_with_an_optimizer_and_back() -> None:
+    report = counted(two_matrices(), "adamw")
+
+    assert MemoryReport.from_json(report.to_json()) == report

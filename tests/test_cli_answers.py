@@ -1,0 +1,370 @@
+"""The questions of a beginner, each answered by one command; and that what is printed fits the terminal."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import memkit
+from memkit import commands
+from memkit.fronts import command
+from memkit.profile import MemoryReport
+from tests.bench.cases import assert_fails, run_command
+
+SPEC = ["torchvision:resnet18", "--input", "64x3x224x224", "--device", "meta"]
+SMALL = ["torchvision:resnet18", "--input", "8x3x64x64", "--device", "meta"]
+WIDTHS = (80, 100, 172)
+
+
+@pytest.fixture
+def reports(tmp_path: Path) -> tuple[Path, Path]:
+    """A report of a batch of 8, and one of a batch of 4."""
+    paths = tmp_path / "before.json", tmp_path / "after.json"
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+    for path, batch in zip(paths, (4096, 1024), strict=True):
+        x = torch.empty(batch, 256, device="meta")
+        path.write_text(memkit.profile_memory(model, x, backward=True, trace=True, print_table=False).to_json())
+    return paths
+
+
+# The six questions (the sixth, of a line for a Trainer, is one of the integrations)
+
+
+def test_does_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_command(capsys, "profile", *SPEC, "--optimizer", "adamw", "--fit", "12GiB")
+
+    assert status == 0
+    assert re.search(
+        r"^Of 1\.5 GiB at the peak of the step .*This fits in 12 GiB as it is, with 10\.5 GiB to spare\.$", out, re.M
+    )
+
+
+def test_what_fills_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_command(capsys, "profile", *SPEC, "--peak")
+
+    lines = out.splitlines()
+    assert status == 0
+    assert lines[0].startswith("alive at the peak of the step, in the backward of layer4.1.conv2 (convolution_backward): ")
+    assert lines[2].split() == ["size", "(MiB)", "share", "(%)", "category", "module", "storages", "largest"]
+    assert lines[4].split()[2:5] == ["activation", "bn1", "3"]
+    assert lines[-1].startswith("Of 1.4 GiB at the peak of the step")
+
+
+def test_which_feature_do_i_need_and_what_will_it_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_command(capsys, "profile", *SPEC, "--fit", "1GiB", "--gpu", "RTX 4090")
+
+    assert status == 0
+    said = re.search(
+        r'This would fit in 1 GiB with memkit\.MemoryBudget\("1GiB"\), about (\d\.\d\d) times as slow '
+        r"\(predicted for an RTX 4090, not measured on one\)",
+        out,
+    )
+    assert said is not None
+    assert 1 < float(said[1]) < 1.5
+
+
+def test_what_cannot_fit_says_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_command(capsys, "profile", *SPEC, "--fit", "200MiB")
+
+    assert status == 0
+    assert "This does not fit in 200 MiB: the least that memkit.MemoryBudget can keep to is" in out
+
+
+def test_did_it_help(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Path]) -> None:
+    status, out, _ = run_command(capsys, "show", *map(str, reports))
+
+    assert status == 0
+    assert re.match(r"It helped: the peak of the step went from [\d.]+ to [\d.]+ MiB, \d\d % less\.\n", out)
+    assert "... activations (MiB)" in out
+
+
+def test_readme_answers_each_question() -> None:
+    """Each command of the table is one that the parser takes."""
+    from memkit.cli import _parser
+
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    answers = re.findall(r"^\| .+\? \| `(.+?)`", readme, re.M)
+    commands = [answer.split()[1:] for answer in answers if answer.startswith("memkit ")]
+    names = {_parser().parse_args(arguments).command for arguments in commands}
+
+    assert (len(answers), len(commands)) == (6, 5)
+    assert names == {"profile", "plan", "show"}
+
+
+@pytest.mark.full
+def test_readme_answers_are_those_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the table of the README asks for runs, and answers."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    answers = dict(re.findall(r"^\| (.+\?) \| `memkit (profile .+?)`", readme, re.M))
+
+    said = {question: run_command(capsys, *command.split()) for question, command in answers.items()}
+
+    assert {status for status, _, _ in said.values()} == {0}
+    assert 'This would fit in 12 GiB with memkit.MemoryBudget("12GiB"), about' in said["Does it fit in 12 GiB?"][1]
+    assert said["What fills the peak?"][1].startswith("alive at the peak of the step")
+    assert 'This would fit in 8 GiB with memkit.MemoryBudget("8GiB"), about' in said["Which feature do I need?"][1]
+
+
+# Width
+
+
+@pytest.fixture(params=WIDTHS)
+def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(commands, "terminal_width", lambda: request.param)
+    monkeypatch.setattr(command, "terminal_width", lambda: request.param)
+    return int(request.param)
+
+
+def assert_fits(out: str, width: int) -> None:
+    assert out
+    assert [line for line in out.splitlines() if len(line) > width] == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--full"],
+        ["--backward", "--depth", "2"],
+        ["--optimizer", "adamw", "--fit", "20MiB"],
+        ["--peak"],
+        ["--sort", "peak"],
+    ],
+)
+def test_profiles_fit_the_terminal(capsys: pytest.CaptureFixture[str], width: int, options: list[str]) -> None:
+    status, out, _ = run_command(capsys, "profile", *SMALL, *options)
+
+    assert status == 0
+    assert_fits(out, width)
+
+
+def test_plans_fit_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "terminal_width", lambda: 60)
+    spec = ["torchvision:resnet18", "--input", "8x3x64x64", "--gpu", "RTX 4090"]
+
+    status, out, _ = run_command(capsys, "plan", *spec, "--budget", "0.98", "--optimizer", "sgd")
+
+    assert status == 0
+    assert_fits(out, 60)
+
+
+def test_shown_reports_fit_the_terminal(capsys: pytest.CaptureFixture[str], width: int, reports: tuple[Path, Path]) -> None:
+    for arguments in ([str(reports[0])], [*map(str, reports)], [str(reports[0]), "--peak"], [str(reports[0]), "--full"]):
+        status, out, _ = run_command(capsys, "show", *arguments)
+
+        assert status == 0
+        assert_fits(out, width)
+
+
+def test_machine_fits_the_terminal(capsys: pytest.CaptureFixture[str], width: int) -> None:
+    status, out, _ = run_command(capsys, "bench", "machine", "--device", "cpu")
+
+    assert status == 0
+    assert_fits(out, width)
+
+
+def test_pipes_have_every_column(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    out = run_command(capsys, "profile", *SMALL)[1]
+
+    assert "input shape" in out
+    assert "forward time (ms)" in out
+
+
+def in_terminal(columns: int, *arguments: str) -> str:
+    """Return what the command prints to a terminal of so many columns."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    path = os.pathsep.join([str(Path(memkit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    child = subprocess.Popen(
+        [sys.executable, "-m", "memkit", *arguments],
+        env={**environment, "PYTHONPATH": path},
+        stdin=follower,
+        stdout=follower,
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(follower)
+    found = b""
+    while True:
+        try:
+            piece = os.read(leader, 65536)
+        except OSError:  # as Linux says that the other side is closed
+            break
+        if not piece:
+            break
+        found += piece
+    os.close(leader)
+    assert child.wait(60) == 0
+    return found.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_no_line_wraps_in_a_real_terminal(columns: int) -> None:
+    out = in_terminal(columns, "profile", *SMALL, "--optimizer", "adamw")
+
+    assert_fits(out, columns)
+    assert ("input shape" in out) == (columns == 172)
+
+
+# Output
+
+
+def test_json_to_standard_output_is_all_that_goes_there(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_command(capsys, "profile", *SMALL, "--json", "-")
+
+    assert status == 0
+    assert MemoryReport.from_json(out).tag == "torchvision:resnet18"
+
+
+def test_csv_to_standard_output_is_all_that_goes_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+
+    status, out, _ = run_command(capsys, "profile", *SMALL, "--csv", "-", "--json", str(path))
+
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert status == 0
+    assert [row["fqn"] for row in rows] == [row.fqn for row in MemoryReport.from_json(path).modules]
+
+
+def test_plan_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = ["torchvision:resnet18", "--input", "8x3x64x64", "--gpu", "H200", "--budget", "1.0"]
+
+    status, out, _ = run_command(capsys, "plan", *spec, "--json", "-")
+
+    assert status == 0
+    assert json.loads(out)["schema"] == "memkit.Front"
+
+
+def test_show_converts(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+
+    as_json = run_command(capsys, "show", str(reports[0]), "--json", "-")
+    as_csv = run_command(capsys, "show", str(reports[0]), "--csv", str(path))
+
+    report = MemoryReport.from_json(reports[0])
+    assert MemoryReport.from_json(as_json[1]) == report
+    assert path.read_text() == report.to_csv()
+    assert as_csv[1] == f"{report}\n"
+
+
+def test_show_fits_a_report_that_has_a_trace(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Path]) -> None:
+    status, out, _ = run_command(capsys, "show", str(reports[0]), "--fit", "1GiB")
+
+    assert status == 0
+    assert "This fits in 1 GiB as it is" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["profile", *SMALL, "--json", "-", "--csv", "-"], "--json and --csv name standard output"),
+        (["profile", *SMALL, "--fit", "12"], 'reads as 12 bytes or as 12 GiB. Write "12B" or "12GiB"'),
+        (["profile", *SMALL, "--gpu", "RTX 3060", "--fit", "12GiB"], "--fit: the RTX 3060 has 11.6 GiB that can be allocated"),
+        (["profile", *SMALL, "--gpu", "RTX 4080"], "--gpu: memkit knows H200"),
+        (
+            ["profile", *SMALL, "--optimizer", "adamww"],
+            "--optimizer: optimizer is one made on the model's parameters, or",
+        ),
+        (["profile", *SMALL, "--input", "3x=2"], "needs the name of an argument ahead of ="),
+        (["show", "nothing.json", "--fit", "x"], "needs shares above 0 and up to 1, or bytes"),
+        (["bench", "machine", "--device", "card"], "--device: "),
+    ],
+)
+def test_usage_errors_are_status_two(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert_fails(capsys, arguments, message)
+
+
+def test_report_without_a_trace_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report = memkit.profile_memory(torch.nn.Linear(2, 2), torch.ones(1, 2), print_table=False)
+    path.write_text(report.to_json())
+
+    assert_fails(capsys, ["show", str(path), "--fit", "1GiB"], "--fit: a plan needs a report with a trace")
+    assert_fails(capsys, ["show", str(path), str(path), "--peak"], "two reports are compared: leave out")
+
+
+def test_peak_of_a_report_without_a_backward(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report = memkit.profile_memory(torch.nn.Linear(2, 2), torch.ones(1, 2), print_table=False)
+    path.write_text(report.to_json())
+
+    assert "is known of a profile with backward=True (--backward)" in run_command(capsys, "show", str(path), "--peak")[1]
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_command(
+        capsys, "profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta", "--debug"
+    )
+
+    assert (status, out) == (1, "")
+    assert "Traceback (most recent call last):" in err
+    assert "torchvision/models/resnet.py" in err
+    assert err.splitlines()[-1].startswith("memkit: error: RuntimeError: ")
+
+
+def test_warnings_are_shown_once_and_as_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "warning_models.py").write_text(
+        "import warnings\nfrom torch import nn\n"
+        "class Model(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        warnings.warn('use\\nanother')\n"
+        "        warnings.warn('for developers', DeprecationWarning)\n"
+        "        return super().forward(x)\n"
+        "def model():\n    return Model(2, 2)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "warnoptions", [])
+
+    _, _, err = run_command(capsys, "profile", "warning_models:model", "--input", "2x2", "--device", "cpu", "--backward")
+
+    assert err == "memkit: warning: use another\n"
+    with pytest.warns(UserWarning, match="after"):
+        warnings.warn("after", stacklevel=1)
+
+
+def test_language_model_by_its_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    inputs = [part for name in ("input_ids", "labels", "attention_mask") for part in ("--input", f"{name}=4x32")]
+
+    status, out, err = run_command(
+        capsys, "profile", f"hf:{tmp_path}", *inputs, "--device", "meta", "--optimizer", "adamw", "--fit", "1GiB"
+    )
+
+    assert (status, err) == (0, "")
+    assert out.startswith("LlamaForCausalLM on meta")
+    assert "states of AdamW: " in out
+    assert "This fits in 1 GiB as it is" in out
+
+
+def test_inputs_by_keyword(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["torch.nn:Identity", "--input", "4x8", "--device", "meta"]
+
+    status, out, _ = run_command(capsys, "profile", *arguments)
+    named = run_command(capsys, "profile", *arguments[:1], "--input", "input=4x8", "--device", "meta")
+
+    assert status == named[0] == 0
+    assert out == named[1]
