@@ -47,6 +47,7 @@ RANKS = {
     "transfer": 5,
     "plan": 6,
     "recording": 7,
+    "page": 7,
     "profile": 8,
     "activations": 9,
     "weights": 9,
@@ -331,7 +332,8 @@ def _run(code: str) -> str:
 def test_import_is_lean() -> None:
     code = (
         "import sys, torch, memkit; [getattr(memkit, name) for name in memkit.__all__]; "
-        "print(torch.cuda.is_initialized(), [name for name in ('torchvision', 'matplotlib', 'IPython') if name in sys.modules])"
+        "print(torch.cuda.is_initialized(), "
+        "[name for name in ('torchvision', 'matplotlib', 'plotly', 'IPython') if name in sys.modules])"
     )
 
     assert _run(code) == "False []\n"
