@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--backward", action="store_true", help="run the backward as well, from the sum of the outputs")
     profile.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE")
     profile.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to FILE")
+    _add_html(profile, "draw the step and its modules on a page; runs the backward as well")
     _add_view(profile)
     profile.set_defaults(command="profile")
 
@@ -111,6 +112,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench_layers(benches.add_parser("layers", **_BENCH_LAYERS))
     _add_bench_machine(benches.add_parser("machine", **_BENCH_MACHINE))
     return parser
+
+
+def _add_html(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--html", type=Path, metavar="FILE", help=f"{what}, FILE, which any browser shows")
 
 
 _AS_PROFILE = "as for `memkit profile`"
@@ -205,6 +210,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_dtypes(parser, of_autocast="as CUDA's autocast would")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, and the plans, to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against peak into FILE (.png, .svg)")
+    _add_html(parser, "draw the step, and each plan before and after, on a page")
     parser.set_defaults(command="plan", needs_gpu=True)
 
 

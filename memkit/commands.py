@@ -36,6 +36,7 @@ def profile(options: argparse.Namespace) -> None:
     for path in (options.json, options.csv):
         if path is not None:
             _check_writable(path)
+    _check_html(options)
     device = torch.device(options.device or ("cuda" if cuda_is_available() else "meta"))
     if device.type != "meta":
         device = open_device(device, advice=USE_META).torch_device
@@ -53,7 +54,7 @@ def profile(options: argparse.Namespace) -> None:
         report = profile_memory(
             model,
             *inputs,
-            backward=options.backward,
+            backward=options.backward or options.html is not None,
             device="meta" if device.type == "meta" else None,
             target=options.target or "cuda",
             tag=options.spec,
@@ -63,6 +64,8 @@ def profile(options: argparse.Namespace) -> None:
         options.json.write_text(report.to_json(), encoding="utf-8")
     if options.csv is not None:
         options.csv.write_text(report.to_csv(), encoding="utf-8")
+    if options.html is not None:
+        report.to_html(options.html)
     _print_view(report, options)
 
 
@@ -74,6 +77,7 @@ def show(options: argparse.Namespace) -> None:
 def plan(options: argparse.Namespace) -> None:
     """Predict a step under memory budgets."""
     _check_output(options)
+    _check_html(options)
     command.plan(options)
 
 
@@ -147,6 +151,14 @@ def _check_output(options: argparse.Namespace) -> None:
             _check_writable(path)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib; install it with pip install matplotlib")
+
+
+def _check_html(options: argparse.Namespace) -> None:
+    if options.html is None:
+        return
+    _check_writable(options.html)
+    if importlib.util.find_spec("plotly") is None:
+        raise UsageError('--html needs plotly; install it with pip install "torch-memkit[page]"')
 
 
 def _check_cuda(without_one: str) -> None:
