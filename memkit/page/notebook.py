@@ -47,10 +47,10 @@ def notebook_html(report: Report, *, table: str) -> str:
         parts += [_timeline(memory), _legend(memory)]
     boxes = _icicle(report.modules)
     if boxes:
-        parts += ["Activations by module, inside of each other (point at a box for its name and size):", boxes]
+        parts += ["Activations by module (hover over a box for its name and size):", boxes]
     parts.append(f"<details><summary>All modules</summary>{table}</details>" if len(parts) > 1 else table)
     if len(parts) > 2:
-        parts.append('To zoom and click: <code>report.to_html("step.html")</code>')
+        parts.append('For a page to zoom and click in: <code>report.to_html("step.html")</code>')
     return "\n".join(f'<div style="margin:4px 0">{part}</div>' for part in parts)
 
 
@@ -108,7 +108,7 @@ def _legend(memory: Memory) -> str:
         )
     moment = memory.moments[peak]
     module = f" in {escape(moment.module)}" if moment.module else ""
-    return f"At the peak, while {escape(op_name(moment.op))}{module} runs:<br>{' '.join(keys)}"
+    return f"At the peak, while {escape(op_name(moment.op))} runs{module}:<br>{' '.join(keys)}"
 
 
 # The icicle

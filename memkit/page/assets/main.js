@@ -15,7 +15,7 @@ function facts() {
 async function start() {
   applyTheme();
   const parts = [head(), facts(), timelineSection(), plansSection(), icicleSection(), tableSection()];
-  const words = "All sizes are binary: 1 GiB is 1024 MiB. On the CPU and without data, scratch memory inside of kernels is not seen.";
+  const words = "All sizes are binary: 1 GiB is 1024 MiB. On the CPU and without data, scratch memory inside kernels is not counted.";
   document.getElementById("page").replaceChildren(...parts.filter(Boolean), el("footer", {}, `Made by memkit ${data.version}. ${words}`));
   try {
     await Promise.all(drawings.map((draw) => draw()));

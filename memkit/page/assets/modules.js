@@ -28,7 +28,7 @@ function icicleSection() {
 
   function say() {
     kinds.forEach((one, index) => buttons[index].setAttribute("aria-pressed", String(one === kind)));
-    words.textContent = `The size of each box is ${kind.what}, with the modules inside of it. Click on a box to look into it, and on the bar above to go back.`;
+    words.textContent = `Each box is as large as ${kind.what}, including the modules inside it. Click a box to look inside, and the bar above to go back.`;
   }
 
   // The largest modules, and for the others one box in each module: a module comes before those inside of it.
@@ -87,7 +87,7 @@ function icicleSection() {
 
   say();
   drawings.push(draw);
-  return section("icicle", "Which modules take it", el("div", { class: "tools", role: "group", "aria-label": "What the boxes show" }, ...buttons), words, chart);
+  return section("icicle", "Memory by module", el("div", { class: "tools", role: "group", "aria-label": "What the boxes show" }, ...buttons), words, chart);
 }
 
 // The table
@@ -98,7 +98,7 @@ function tableSection() {
     { name: "module", key: NAME, text: true },
     { name: "class", key: KIND, text: true },
     { name: "activations (MiB)", key: ACTIVATION, cell: mib, bar: "" },
-    { name: "its own (MiB)", key: OWN, cell: mib, about: "Kept by the module itself, without the modules inside of it" },
+    { name: "own activations (MiB)", key: OWN, cell: mib, about: "Kept by the module itself, without the modules inside it" },
     { name: "parameters (MiB)", key: PARAM, cell: mib, bar: "param" },
     { name: "peak of a call (MiB)", key: PEAK, cell: mib, about: "The most that a call takes beside what was there before it" },
     { name: "forward (ms)", key: FORWARD, cell: (s) => (s === null ? "–" : (1e3 * s).toFixed(2)) },
@@ -192,7 +192,7 @@ function tableSection() {
   const search = el("input", { type: "search", id: "find", placeholder: "Find a module or a class", "aria-label": "Find a module or a class" });
   search.addEventListener("input", () => { find = search.value.trim().toLowerCase(); fill(); });
   return section("table", "All modules",
-    el("p", { class: "small muted" }, "Each row counts the modules inside of it as well. Click on a heading to sort, and on an arrow to unfold."),
+    el("p", { class: "small muted" }, "Each row includes the modules inside it. Click a heading to sort, and an arrow to unfold."),
     el("div", { class: "tools" }, search,
       el("button", { type: "button", id: "unfold", onclick: () => { openTo(Infinity); fill(); } }, "Unfold all"),
       el("button", { type: "button", id: "fold", onclick: () => { openTo(1); fill(); } }, "Fold")),

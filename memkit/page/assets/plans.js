@@ -31,10 +31,10 @@ function plansSection() {
     answer.replaceChildren(
       stat("predicted peak", size(row.peak_bytes), `${signed(share(row.peak_bytes, all.plain_peak_bytes))} against ${size(all.plain_peak_bytes)} without memkit`),
       stat("predicted time of a step", time(row.seconds), `${signed(share(row.seconds, all.plain_s))} against ${time(all.plain_s)} without memkit`),
-      stat("of it, spent on making again", time(row.replayed_s), `waiting for copies: ${time(row.stall_s)}`));
+      stat("of that, recomputing", time(row.replayed_s), `waiting for copies: ${time(row.stall_s)}`));
     const parts = [
-      ["stay on the device", row.kept_bytes, "--activation"], ["move to host memory and back", row.moved_bytes, "--input"],
-      ["are made again in the backward", row.again_bytes, "--grad"],
+      ["stay on the device", row.kept_bytes, "--activation"], ["go to host memory and back", row.moved_bytes, "--input"],
+      ["are recomputed in the backward", row.again_bytes, "--grad"],
     ];
     const whole = parts.reduce((sum, part) => sum + part[1], 0) || 1;
     split.replaceChildren(...parts.map(([, bytes, color]) => el("i", { color: `var(${color})`, style: `width:${(100 * bytes) / whole}%` })));
@@ -45,12 +45,12 @@ function plansSection() {
 
   function tellModules(row) {
     if (!row.modules.length) {
-      table.replaceChildren(el("p", { class: "small muted" }, "Under this budget everything stays: nothing is done."));
+      table.replaceChildren(el("p", { class: "small muted" }, "Under this budget everything stays on the device."));
       return;
     }
     const shown = Number(table.dataset.shown || 8), left = row.modules.length - shown;
     const cell = (bytes) => el("td", { class: "num" }, bytes ? size(bytes) : "–");
-    const head = ["module", "stays", "moves", "made again"].map((name, index) => el("th", { class: index ? "num" : null }, name));
+    const head = ["module", "stays", "moves", "recomputed"].map((name, index) => el("th", { class: index ? "num" : null }, name));
     const body = row.modules.slice(0, shown).map(([module, kept, moved, again]) =>
       el("tr", {}, el("td", { class: "owner", title: module }, shortened(module)), cell(kept), cell(moved), cell(again)));
     const more = left > 0 ? el("button", { type: "button", onclick: () => { table.dataset.shown = shown + 50; tellModules(row); } }, `Show more (${left} left)`) : null;
@@ -63,7 +63,7 @@ function plansSection() {
     return plot(line, [
       { type: "scatter", mode: "lines", x: row.x, y: scaled(row.held), name: "with the plan", fill: "tozeroy", fillcolor: css("--activation"),
         line: { width: 0.6, color: css("--activation"), shape: "hv" }, customdata: row.held.map(size), hovertemplate: "%{customdata}" },
-      { type: "scatter", mode: "lines", x: row.x, y: scaled(row.held.map((bytes, place) => bytes + row.again[place])), name: "with what is made again",
+      { type: "scatter", mode: "lines", x: row.x, y: scaled(row.held.map((bytes, place) => bytes + row.again[place])), name: "with what is recomputed",
         fill: "tonexty", fillcolor: css("--grad"), line: { width: 0, color: css("--grad"), shape: "hv" },
         customdata: row.held.map((bytes, place) => size(bytes + row.again[place])), hovertemplate: "%{customdata}" },
       { type: "scatter", mode: "lines", x: all.before.x, y: scaled(all.before.y), name: "without memkit",
@@ -129,16 +129,16 @@ function plansSection() {
     await Promise.all([drawLine(), drawFront()]);
     if (isNew) front.on("plotly_click", (event) => { if (event.points[0].data.name === "plans") choose(event.points[0].pointNumber); });
   });
-  const unsure = all.is_measured ? "" : " Predictions for this GPU were not compared with steps on it.";
+  const unsure = all.is_measured ? "" : " Predictions for this GPU have not been checked against real steps.";
   const least = `The smallest budget that a plan was found for is ${size(all.least_bytes)}.`;
   return section("plans", "The same step in less memory",
-    el("p", {}, `With a MemoryBudget, memkit keeps what fits, moves the rest to host memory or makes it again. What that costs on ${/^[AEFHILMNORSX]/.test(all.gpu) ? "an" : "a"} ${all.gpu} is predicted here.${unsure}`),
+    el("p", {}, `Under a MemoryBudget, memkit keeps what fits, and moves or recomputes the rest. Here is what it predicts for ${/^(A|[FHLMNRSX][A-Z0-9 ])/.test(all.gpu) ? "an" : "a"} ${all.gpu}.${unsure}`),
     label, range,
     el("div", { class: "range-ends" }, el("span", {}, `largest: ${size(rows[0].budget_bytes)}`), el("span", {}, `smallest: ${size(rows[rows.length - 1].budget_bytes)}`)),
     answer, el("h3", {}, "What happens to the activations"), split, keys,
-    el("h3", {}, "Before and after"), el("p", { class: "small muted" }, "The line is the step without memkit, the filled area the step under the chosen budget."), line,
+    el("h3", {}, "Before and after"), el("p", { class: "small muted" }, "The line is the step without memkit. The filled area is the step under the chosen budget."), line,
     el("div", { class: "columns" },
-      el("div", {}, el("h3", {}, "What each budget costs"), el("p", { class: "small muted" }, "Each point is a plan: click on one to choose it. Lower is faster, further left is smaller."), front),
-      el("div", {}, el("h3", {}, "Where the plan acts"), el("p", { class: "small muted" }, "Modules with most to move or to make again."), table)),
+      el("div", {}, el("h3", {}, "What each budget costs"), el("p", { class: "small muted" }, "Each point is a plan: click one to choose it. Lower is faster, further left takes less memory."), front),
+      el("div", {}, el("h3", {}, "Where the plan acts"), el("p", { class: "small muted" }, "The modules with the most to move or to recompute."), table)),
     ...all.notes.map((note) => el("p", { class: "small muted" }, `Note: ${note}.`)), el("p", { class: "small muted" }, least));
 }

@@ -23,9 +23,9 @@ function timelineSection() {
   const phaseAt = (moment) => line.phases.find((phase) => phase.begin <= moment && moment < phase.end);
   const placeText = (place) => {
     const op = line.texts[line.ops[place]], module = line.texts[line.modules[place]];
-    return module ? `${op} in ${module}` : op;
+    return module ? `${op} runs in ${module}` : `${op} runs`;
   };
-  const inWords = (place) => `in the ${phaseAt(line.x[place]).name}, while ${placeText(place)} runs`;
+  const inWords = (place) => `in the ${phaseAt(line.x[place]).name}, while ${placeText(place)}`;
 
   function select(place) {
     at = Math.max(0, Math.min(line.x.length - 1, Number(place)));
@@ -122,16 +122,16 @@ function timelineSection() {
   const most = top.filter((pair) => pair[0]).slice(0, 2).map((pair) => `${size(pair[0])} of ${pair[1]}`).join(" and ");
   // What an allocator counted beside all storages, where one was asked.
   const unseen = data.unseen_bytes > 0.005 * totals[line.peak] ? el("p", { class: "small muted", id: "unseen" },
-    `The allocator counted ${size(data.unseen_bytes)} more at its peak: scratch memory inside of kernels, which no tensor holds.`) : null;
+    `The allocator counted ${size(data.unseen_bytes)} more at its peak: scratch memory inside kernels, which no tensor holds.`) : null;
   return section("timeline", "Memory over the step",
-    el("p", { id: "in-words" }, `The step takes ${size(totals[line.peak])} at its fullest, ${inWords(line.peak)}. Most of it: ${most}.`),
+    el("p", { id: "in-words" }, `At its peak, the step holds ${size(totals[line.peak])}: ${inWords(line.peak)}. Most of that is ${most}.`),
     el("p", { class: "small muted" },
-      "Each color is what bytes are for. Click into the picture, or drag the slider, to see what is on the device at another moment."),
+      "Each color is what bytes are for. Click in the picture, or drag the slider, to see what is on the device at another moment."),
     unseen,
-    chart, range, el("div", { class: "range-ends" }, el("span", {}, "begin of the step"), el("span", {}, "end of the step")),
+    chart, range, el("div", { class: "range-ends" }, el("span", {}, "start of the step"), el("span", {}, "end of the step")),
     el("div", { class: "columns" },
       el("div", {}, title, where, bars, el("div", { class: "tools", style: "margin-top:10px" }, back)),
-      el("div", {}, el("h3", {}, "What is there, largest first"), alive)));
+      el("div", {}, el("h3", {}, "What is on the device, largest first"), alive)));
 }
 
 function nearest(sorted, value) {
