@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from memkit.activations.attach import attach  # there, since `memkit.activations.attach` is a module as well
     from memkit.activations.stats import stats
     from memkit.attached import detach
+    from memkit.live import live_values
     from memkit.plan import plan_memory, schedules
     from memkit.profile import profile_memory
     from memkit.weights import GradScaler, LayerOffload
@@ -36,6 +37,7 @@ __all__ = [
     "detach",
     "device",
     "keep",
+    "live_values",
     "no_offload",
     "offload",
     "plan_memory",
@@ -56,6 +58,7 @@ _HOMES = {
     "attach": "memkit.activations",
     "detach": "memkit.attached",
     "keep": "memkit.activations",
+    "live_values": "memkit.live",
     "no_offload": "memkit.activations",
     "offload": "memkit.activations",
     "plan_memory": "memkit.plan",

@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument(
         "--optimizer", metavar="NAME", help="count the gradients, and the states of this optimizer, such as adamw"
     )
+    _add_html(profile, "draw the step and its modules on a page; runs the backward as well")
     _add_view(profile)
     profile.set_defaults(command="profile")
 
@@ -121,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("report", type=Path, metavar="FILE", help="the JSON file")
     show.add_argument("after", type=Path, nargs="?", metavar="AFTER", help="another, after a change: did it help?")
     _add_answers(show)
+    _add_html(show, "draw the report on a page")
     _add_view(show)
     show.set_defaults(command="show")
 
@@ -135,6 +137,10 @@ def _parser() -> argparse.ArgumentParser:
     for command in (*(it for it in commands.choices.values() if it is not bench), *benches.choices.values()):
         command.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     return parser
+
+
+def _add_html(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--html", type=Path, metavar="FILE", help=f"{what}, FILE, which any browser shows")
 
 
 _AS_PROFILE = "as for `memkit profile`"
@@ -241,6 +247,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_dtypes(parser, of_autocast="as CUDA's autocast would")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and plans to FILE; - is standard output")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against peak into FILE (.png, .svg)")
+    _add_html(parser, "draw the step, and each plan before and after, on a page")
     parser.set_defaults(command="plan", needs_gpu=True)
 
 

@@ -62,7 +62,7 @@ def profile(options: argparse.Namespace) -> None:
             *inputs,
             kwargs=named,
             loss_fn=loss_of(model, named),
-            backward=options.backward or options.peak,
+            backward=options.backward or options.peak or options.html is not None,
             optimizer=optimizer,
             fit=options.fit,
             gpu=gpu,
@@ -79,8 +79,8 @@ def show(options: argparse.Namespace) -> None:
     _check_files(options)
     report = MemoryReport.from_json(options.report)
     if options.after is not None:
-        if any((options.json, options.csv, options.peak, options.fit, options.gpu)):
-            raise UsageError("two reports are compared: leave out --json, --csv, --peak, --fit and --gpu")
+        if any((options.json, options.csv, options.html, options.peak, options.fit, options.gpu)):
+            raise UsageError("two reports are compared: leave out --json, --csv, --html, --peak, --fit and --gpu")
         print(report.compare(MemoryReport.from_json(options.after)).to_text(width=terminal_width()))
         return
     if options.fit is not None or options.gpu is not None:
@@ -95,6 +95,7 @@ def _check_files(options: argparse.Namespace) -> None:
         raise UsageError(f"--json and --csv name {where}")
     for path in (options.json, options.csv):
         check_writable(path)
+    _check_html(options)
 
 
 def _write(report: MemoryReport, options: argparse.Namespace) -> None:
@@ -102,6 +103,8 @@ def _write(report: MemoryReport, options: argparse.Namespace) -> None:
     for path, written in ((options.json, report.to_json), (options.csv, report.to_csv)):
         if path is not None:
             write_text(path, written())
+    if options.html is not None:
+        report.to_html(options.html)
     if STDOUT not in (options.json, options.csv):
         _print_view(report, options)
 
@@ -109,6 +112,7 @@ def _write(report: MemoryReport, options: argparse.Namespace) -> None:
 def plan(options: argparse.Namespace) -> None:
     """Predict a step under memory budgets."""
     _check_output(options)
+    _check_html(options)
     command.plan(options)
 
 
@@ -184,6 +188,14 @@ def _check_output(options: argparse.Namespace) -> None:
         check_writable(path)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib; install it with pip install matplotlib")
+
+
+def _check_html(options: argparse.Namespace) -> None:
+    if options.html is None:
+        return
+    check_writable(options.html)
+    if importlib.util.find_spec("plotly") is None:
+        raise UsageError('--html needs plotly; install it with pip install "torch-memkit[page]"')
 
 
 def _check_cuda(without_one: str) -> None:

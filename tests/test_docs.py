@@ -31,7 +31,8 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 @pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=lambda page: page.name)
-def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # where they write files
     names: dict[str, object] = {}
 
     for block in _blocks(page, "python"):

@@ -47,12 +47,14 @@ RANKS = {
     "transfer": 5,
     "plan": 6,
     "recording": 7,
+    "page": 7,
     "profile": 8,
     "activations": 9,
     "weights": 9,
     "distributed": 9,
     "specs": 10,
     "progress": 10,
+    "live": 10,
     "bench": 10,
     "fronts": 11,
     "commands": 12,
@@ -283,6 +285,7 @@ def test_names_at_the_top_level() -> None:
         "detach",
         "device",
         "keep",
+        "live_values",
         "no_offload",
         "offload",
         "plan_memory",
@@ -331,7 +334,8 @@ def _run(code: str) -> str:
 def test_import_is_lean() -> None:
     code = (
         "import sys, torch, memkit; [getattr(memkit, name) for name in memkit.__all__]; "
-        "print(torch.cuda.is_initialized(), [name for name in ('torchvision', 'matplotlib', 'IPython') if name in sys.modules])"
+        "print(torch.cuda.is_initialized(), "
+        "[name for name in ('torchvision', 'matplotlib', 'plotly', 'IPython') if name in sys.modules])"
     )
 
     assert _run(code) == "False []\n"

@@ -18,7 +18,7 @@ from memkit.fronts.table import to_text
 from memkit.plan.asked import budget_bytes_of, problem_of, trace_of
 from memkit.plan.budget import Problem, least_budget
 from memkit.plan.gpus import find_gpu
-from memkit.profile import profile_memory
+from memkit.profile import MemoryReport, profile_memory
 from memkit.specs import UsageError, autocast, build_model, loss_of, make_inputs, said_as
 from memkit.terminal import STDOUT, terminal_width, write_text
 
@@ -40,7 +40,7 @@ def plan(options: argparse.Namespace) -> None:
     if options.dtype is not None:
         model = model.to(getattr(torch, options.dtype))
 
-    def problem_with(batch: int | None) -> Problem:
+    def report_with(batch: int | None) -> MemoryReport:
         def sized(shape: tuple[int, ...]) -> tuple[int, ...]:
             return shape if batch is None else (batch, *shape[1:])
 
@@ -52,22 +52,26 @@ def plan(options: argparse.Namespace) -> None:
             device=meta,
         )
         with autocast(options.autocast, meta):
-            report = profile_memory(
+            return profile_memory(
                 model,
                 *inputs,
                 kwargs=named,
                 loss_fn=loss_of(model, named),
                 backward=True,
+                optimizer=options.optimizer,
                 device="meta",
                 target="cuda",
                 trace=True,
                 tag=options.spec,
                 print_table=False,
             )
-        return problem_of(trace_of(report), gpu, options.optimizer)
+
+    def problem_with(batch: int | None) -> Problem:
+        return problem_of(trace_of(report_with(batch)), gpu, options.optimizer)
 
     _logger.info("tracing %s", options.spec)
-    problem = problem_with(None)
+    report = report_with(None)
+    problem = problem_of(trace_of(report), gpu, options.optimizer)
     limits = said_as("--budget", lambda: [budget_bytes_of(budget, problem) for budget in options.budgets or ()])
     _logger.info("planning for the %s", gpu.name)
     front, plans = make_front(problem, limits or None, num_budgets=options.steps or _NUM_BUDGETS, optimizer=options.optimizer)
@@ -81,6 +85,8 @@ def plan(options: argparse.Namespace) -> None:
         write_text(options.json, front.to_json(contents) + "\n")
     if options.plot is not None:
         draw(front, options.plot)
+    if options.html is not None:
+        report.to_html(options.html, plans=plans.values())
 
 
 def _largest_batch(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from memkit.errors import ReportFormatError
-from memkit.plan import GpuSpec, StepTrace, trace_from_plain, trace_to_plain
+from memkit.plan import GpuSpec, MemoryPlan, StepTrace, trace_from_plain, trace_to_plain
 from memkit.plan.asked import trace_of
 from memkit.profile import table
 from memkit.profile.alive import MemoryCategory, OptimizerMemory, StepMemory
@@ -242,8 +242,55 @@ class MemoryReport:
         """Return one line per module with every field of `ModuleRecord` (bytes and seconds, unformatted), under a header."""
         return table.to_csv(self)
 
+    def to_html(self, path: str | os.PathLike[str], *, plans: Iterable[MemoryPlan] = ()) -> None:
+        """Write a page to look at: the step's timeline, its modules as boxes and as a table, and plans, before and after.
+
+        It is one file of about 5 MiB that needs no network. It is drawn by plotly: `pip install "torch-memkit[page]"`.
+
+        Args:
+            path: the file to write.
+            plans: plans of `plan_memory` for this report, each for another budget; the report needs a trace for them.
+
+        Raises:
+            ModuleNotFoundError: plotly is not installed.
+            ValueError: a plan is for another step, or the report has no trace.
+            OSError: the file cannot be written.
+
+        Example:
+            >>> import tempfile, torch, memkit
+            >>> with torch.device("meta"):
+            ...     model, x = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU()), torch.empty(512, 256)
+            >>> report = memkit.profile_memory(model, x, device="meta", backward=True, print_table=False)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     report.to_html(f"{folder}/step.html")
+        """
+        from memkit.page import write_page  # only where it is asked for
+
+        write_page(self, path, plans=plans)
+
+    def to_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write the step as a memory snapshot of CUDA's allocator, a pickle that PyTorch's memory viewer reads.
+
+        Drop it on https://pytorch.org/memory_viz. Each allocation tells the module and the op that it belongs to. Addresses are
+        made up: they lie closer together than an allocator's.
+
+        Args:
+            path: the file to write.
+
+        Raises:
+            ValueError: the report does not know the step moment by moment.
+            OSError: the file cannot be written.
+
+        Source: `torch.cuda.memory._snapshot`.
+        """
+        from memkit.page import write_snapshot
+
+        write_snapshot(self, path)
+
     def _repr_html_(self) -> str:
-        return table.to_html(self)
+        from memkit.page import notebook_html
+
+        return notebook_html(self, table=table.to_html(self))
 
     def to_json(self) -> str:
         """Return the whole report as JSON, for `from_json`. Bytes and seconds are plain numbers. The trace is one long

@@ -1,0 +1,120 @@
+"""A live line while training: what features predicted and did, as plain numbers for TensorBoard, W&B or a progress bar."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from memkit.activations.stats import SavedTensorStats, stats
+from memkit.weights.stats import LayerStats
+
+_GIB = 2**30
+_UNITS = {"_bytes_per_s": ("_gb_per_s", 1e-9), "_bytes": ("_gib", 1 / _GIB), "_s": ("_ms", 1e3)}
+"""For the unit at the end of a field the one that is shown, and how many of it one is."""
+
+_OF_BUDGET = {
+    "peak": "step_peak_bytes",
+    "predicted_peak": "predicted_peak_bytes",
+    "budget": "budget_bytes",
+    "step": "step_s",
+    "predicted_step": "predicted_s",
+    "plain_step": "plain_s",
+    "num_plans": "num_plans",
+}
+_OF_OFFLOAD = {
+    "moved": "moved_out_bytes",
+    "host": "host_in_use_bytes",
+    "waited_out": "stall_out_s",
+    "waited_in": "stall_in_s",
+    "link_out": "d2h_bytes_per_s",
+    "link_in": "h2d_bytes_per_s",
+}
+_OF_REMAT = {
+    "recomputed": "dropped_bytes",
+    "saved": "saved_bytes",
+    "recomputing": "measured_replay_s",
+    "predicted_recomputing": "estimated_replay_s",
+    "budget": "budget_bytes",
+    "saved_peak": "ledger_peak_bytes",
+}
+_OF_CONTEXTS = {
+    "MemoryBudget": {**_OF_OFFLOAD, **_OF_REMAT, **_OF_BUDGET},
+    "CPUOffload": _OF_OFFLOAD,
+    "Rematerialize": _OF_REMAT,
+}
+_OF_LAYERS = {
+    "peak": "actual_peak_bytes",
+    "predicted_peak": "predicted_peak_bytes",
+    "step": "actual_s",
+    "predicted_step": "predicted_s",
+    "slots": "slot_bytes",
+    "host": "host_bytes",
+    "moved_in": "h2d_bytes",
+    "moved_out": "d2h_bytes",
+    "num_demand_fetches": "num_demand_fetches",
+}
+"""Names of values, and the fields of the figures that they are of."""
+
+
+class Feature(Protocol):
+    """What has figures: a `MemoryBudget`, `CPUOffload`, `Rematerialize` or `LayerOffload`."""
+
+    def stats(self) -> Any:  # Any: of each its own
+        """Return its figures."""
+
+
+def live_values(*sources: str | Feature) -> dict[str, float]:
+    """Return what features predicted and did, as a flat dict of numbers for a logger or a progress bar.
+
+    Names are "memkit/TAG/NAME_UNIT", those of a `LayerOffload` "memkit/layers/NAME_UNIT": "memkit/default/peak_gib" beside
+    "memkit/default/predicted_peak_gib", "step_ms" beside "predicted_step_ms". What is not known yet, or not done by a feature,
+    is left out. A call waits for nothing: seconds cover the work that is done by now.
+
+    Args:
+        *sources: tags, or features themselves; without any, the tag "default".
+
+    Raises:
+        TypeError: a source is neither.
+        ValueError: no context with such a tag was entered yet, or a feature has no tag.
+
+    Example:
+        >>> import torch, memkit
+        >>> device = memkit.device.ReferenceDevice()
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+        >>> with memkit.CPUOffload(1.0, "live", device=device, min_bytes=1024):
+        ...     loss = model(torch.randn(64, 64)).sum()
+        >>> loss.backward()
+        >>> values = memkit.live_values("live")
+        >>> values["memkit/live/moved_gib"] * 2**30  # the input of each Linear, and of the GELU
+        49152.0
+    """
+    values: dict[str, float] = {}
+    for source in sources or ("default",):
+        values |= _values_of(_figures_of(source))
+    return values
+
+
+def _figures_of(source: str | Feature) -> Any:
+    if isinstance(source, str):
+        return stats(source)
+    figures = source.stats() if hasattr(source, "stats") else None
+    if not isinstance(figures, (SavedTensorStats, LayerStats)):
+        raise TypeError(f"live_values needs tags, or features that have stats(); found {type(source).__name__}")
+    return figures
+
+
+def _values_of(figures: SavedTensorStats | LayerStats) -> dict[str, float]:
+    if isinstance(figures, LayerStats):
+        values = _named("memkit/layers", {name: (field, getattr(figures, field)) for name, field in _OF_LAYERS.items()})
+        return {**values, "memkit/layers/waited_ms": 1e3 * sum(figures.stall_s.values())}
+    names = {name: field for context in figures.contexts for name, field in _OF_CONTEXTS[context].items()}
+    return _named(f"memkit/{figures.tag}", {name: (field, getattr(figures, field)) for name, field in names.items()})
+
+
+def _named(prefix: str, fields: dict[str, tuple[str, float | None]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, (field, value) in fields.items():
+        if value is None:
+            continue
+        unit, factor = next((told for end, told in _UNITS.items() if field.endswith(end)), ("", 1.0))
+        found[f"{prefix}/{name}{unit}"] = factor * value
+    return found

@@ -1,0 +1,10 @@
+"""A report as a page to look at, as a picture for notebooks, and as what PyTorch's memory viewer reads.
+
+All of it is made from frozen values: nothing is measured or decided here.
+"""
+
+from memkit.page.document import write_page
+from memkit.page.notebook import notebook_html
+from memkit.page.snapshot import snapshot_of, write_snapshot
+
+__all__ = ["notebook_html", "snapshot_of", "write_page", "write_snapshot"]

@@ -1,0 +1,223 @@
+"""A step as a memory snapshot of CUDA's allocator: what PyTorch's memory viewer reads.
+
+Source: `torch.cuda.memory._snapshot`, whose docstring lists the fields; `torch.cuda._memory_viz`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from memkit.page.sources import CATEGORIES, Memory, Report, Storage, memory_of, op_name
+
+_ALIGNED = 512
+"""Sizes are multiples of it, as CUDA's allocator makes them."""
+_BEGIN = 2**36
+"""Where the addresses begin: any will do."""
+_PER_MOMENT_US = 1000
+
+
+def write_snapshot(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the step of a report as a snapshot.
+
+    Raises:
+        ValueError: the report does not know the step moment by moment.
+        OSError: the file cannot be written.
+    """
+    Path(path).write_bytes(pickle.dumps(snapshot_of(report), protocol=4))  # the viewer reads none that is newer
+
+
+def snapshot_of(report: Report) -> dict[str, Any]:
+    """Return the step of a report as `torch.cuda.memory._snapshot` returns what an allocator did. Any: the format's own dicts.
+
+    What is there before the first op is allocated first. Each allocation has two frames in the place of lines of code: the op,
+    and the module.
+
+    Raises:
+        ValueError: the report does not know the step moment by moment.
+    """
+    memory = memory_of(report)
+    if memory is None:
+        raise ValueError(
+            "a snapshot needs a report that knows the step moment by moment; found one without. Profile with "
+            'profile_memory(model, ..., device="meta", backward=True)'
+        )
+    storages = [storage for storage in memory.storages if storage.num_bytes > 0 and storage.begin < storage.end]
+    addresses, total_bytes = _placed(storages)
+    segment = {
+        "device": 0,
+        "address": _BEGIN,
+        "total_size": total_bytes,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": True,
+        "frames": [],
+    }
+    left = [index for index, storage in enumerate(storages) if storage.end >= len(memory.moments)]
+    blocks = _blocks(storages, addresses, left, total_bytes)
+    allocated = sum(block["requested_size"] for block in blocks if block["state"] == "active_allocated")
+    active = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+    return {
+        "segments": [
+            {**segment, "allocated_size": active, "active_size": active, "requested_size": allocated, "blocks": blocks}
+        ],
+        "device_traces": [_events(memory, storages, addresses, segment)],
+        "allocator_settings": {"expandable_segments": True},
+        "external_annotations": [],
+    }
+
+
+def _rounded(storage: Storage) -> int:
+    return -(-storage.num_bytes // _ALIGNED) * _ALIGNED
+
+
+def _frames(storage: Storage) -> list[dict[str, Any]]:
+    """Return what a viewer shows of an allocation, the innermost frame first."""
+    category = str(getattr(storage.category, "value", storage.category))
+    return [
+        {"name": op_name(storage.what), "filename": CATEGORIES.get(category, category), "line": 0},
+        {"name": storage.module or "(model)", "filename": "module", "line": 0},
+    ]
+
+
+# Addresses
+
+
+def _placed(storages: Sequence[Storage]) -> tuple[list[int], int]:
+    """Return an address for each storage, so that no two are in one place at once, and the bytes that all of them span.
+
+    Each goes to the smallest gap that holds it, or to the end.
+    """
+    ends: dict[int, list[int]] = defaultdict(list)
+    for index, storage in enumerate(storages):
+        ends[storage.end].append(index)
+    order = sorted(range(len(storages)), key=lambda index: storages[index].begin)
+    moments = sorted(ends)
+    addresses = [0] * len(storages)
+    space, reached = _Space(), 0
+    for index in order:
+        storage = storages[index]
+        while reached < len(moments) and moments[reached] <= storage.begin:
+            for gone in ends[moments[reached]]:
+                space.free(addresses[gone], _rounded(storages[gone]))
+            reached += 1
+        addresses[index] = space.take(_rounded(storage))
+    return addresses, space.end - _BEGIN
+
+
+class _Space:
+    """Addresses from `_BEGIN` on, and the gaps in them."""
+
+    def __init__(self) -> None:
+        self.end = _BEGIN
+        self._by_size: list[tuple[int, int]] = []
+        self._size_at: dict[int, int] = {}
+        self._begin_of: dict[int, int] = {}
+        """By the end of each gap."""
+
+    def take(self, num_bytes: int) -> int:
+        """Return where so many bytes are free, and take them."""
+        place = bisect_left(self._by_size, (num_bytes, 0))
+        if place == len(self._by_size):
+            address = self.end
+            self.end += num_bytes
+            return address
+        size, address = self._by_size[place]
+        self._remove(address)
+        if size > num_bytes:
+            self._add(address + num_bytes, size - num_bytes)
+        return address
+
+    def free(self, address: int, num_bytes: int) -> None:
+        """Give bytes back: with the gaps at either side they are one."""
+        end = address + num_bytes
+        if end in self._size_at:
+            end += self._remove(end)
+        if address in self._begin_of:
+            address = self._begin_of[address]
+            self._remove(address)
+        self._add(address, end - address)
+
+    def _add(self, address: int, num_bytes: int) -> None:
+        insort(self._by_size, (num_bytes, address))
+        self._size_at[address] = num_bytes
+        self._begin_of[address + num_bytes] = address
+
+    def _remove(self, address: int) -> int:
+        size = self._size_at.pop(address)
+        del self._begin_of[address + size]
+        del self._by_size[bisect_left(self._by_size, (size, address))]
+        return size
+
+
+# Blocks and events
+
+
+def _blocks(
+    storages: Sequence[Storage], addresses: Sequence[int], left: Sequence[int], total_bytes: int
+) -> list[dict[str, Any]]:
+    """Return what the segment holds behind the step, in the order of addresses, gaps included."""
+    blocks: list[dict[str, Any]] = []
+    reached = _BEGIN
+    for index in sorted(left, key=addresses.__getitem__):
+        storage, address = storages[index], addresses[index]
+        if address > reached:
+            blocks.append(_gap(reached, address))
+        size = _rounded(storage)
+        blocks.append(
+            {
+                "address": address,
+                "size": size,
+                "requested_size": storage.num_bytes,
+                "state": "active_allocated",
+                "frames": _frames(storage),
+            }
+        )
+        reached = address + size
+    if reached < _BEGIN + total_bytes:
+        blocks.append(_gap(reached, _BEGIN + total_bytes))
+    return blocks
+
+
+def _gap(begin: int, end: int) -> dict[str, Any]:
+    return {"address": begin, "size": end - begin, "requested_size": 0, "state": "inactive", "frames": []}
+
+
+def _events(
+    memory: Memory, storages: Sequence[Storage], addresses: Sequence[int], segment: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return what an allocator would have done, in order: at each op what goes goes first."""
+    opened = {
+        "action": "segment_alloc",
+        "addr": _BEGIN,
+        "size": segment["total_size"],
+        "stream": 0,
+        "time_us": 0,
+        "frames": [],
+        "category": "unknown",  # where there are categories the viewer needs this one
+    }
+    timed: list[tuple[int, int, int]] = []
+    for index, storage in enumerate(storages):
+        timed.append((storage.begin, 1, index))
+        if storage.end < len(memory.moments):
+            timed.append((storage.end, 0, index))
+    events = [opened]
+    for moment, is_begin, index in sorted(timed):
+        storage = storages[index]
+        told = {
+            "addr": addresses[index],
+            "size": _rounded(storage),
+            "stream": 0,
+            "time_us": (moment + 1) * _PER_MOMENT_US,
+            "frames": _frames(storage),
+        }
+        category = str(getattr(storage.category, "value", storage.category))
+        names = ("alloc",) if is_begin else ("free_requested", "free_completed")
+        events += [{"action": name, **told, "category": category} for name in names]
+    return events

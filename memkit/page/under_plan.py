@@ -1,0 +1,134 @@
+"""What a step takes on the device under a plan, moment by moment: told from the plan and the trace that it was made from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from memkit.plan import NO_OP, Action, Levels, MemoryPlan, StepTrace
+from memkit.plan.budget.memory_plan import PlannedReplay, PlannedValue
+from memkit.plan.budget.replays import replay_peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderPlan:
+    """How a step under a plan differs from the plain one, at each moment of its trace."""
+
+    saved_bytes: tuple[int, ...]
+    """How many bytes more, or fewer, are there of what is saved and of what is held to make it from."""
+    again_bytes: tuple[int, ...]
+    """What else is there while values are made again."""
+
+
+def under_plan(trace: StepTrace, plan: MemoryPlan) -> UnderPlan:
+    """Return how a step differs from the plain one under a plan.
+
+    Raises:
+        ValueError: the plan is for another step.
+    """
+    plan.check(trace)
+    walk = _Walk(trace, plan)
+    saved = walk.saved()
+    return UnderPlan(saved_bytes=tuple(saved), again_bytes=tuple(walk.again(saved)))
+
+
+class _Walk:
+    """A plan, held against the places of a trace."""
+
+    def __init__(self, trace: StepTrace, plan: MemoryPlan) -> None:
+        self.trace, self.plan = trace, plan
+        self.lineage, self.num_places = trace.step.lineage, len(trace.ops)
+        self.first_save, self.first_use = dict[int, int](), dict[int, int]()
+        for value, place in zip(trace.step.saves, trace.save_places, strict=True):
+            self.first_save.setdefault(value, place)
+        for value, place in zip(trace.step.uses, trace.use_places, strict=True):
+            self.first_use.setdefault(value, place)
+        self.sooner: Mapping[int, int] = {
+            value: self.request_place(replay.request) for replay in reversed(plan.replays) for value in replay.stays
+        }
+        """When values are there again that are made on the way to others."""
+
+    def request_place(self, request: int) -> int:
+        """Return how many ops have run at a request."""
+        return self.trace.use_places[request] if 0 <= request < len(self.trace.use_places) else self.num_places
+
+    def save_place(self, save: int) -> int:
+        """Return how many ops have run at a save, or at the first request."""
+        places = self.trace.save_places
+        return places[save] if 0 <= save < len(places) else self.request_place(0)
+
+    def saved(self) -> list[int]:
+        """Return for each place what is there beside the plain step, without what replays take."""
+        levels = Levels(self.num_places)
+        for planned in self.plan.values:
+            if planned.is_anchor:
+                self._hold(levels, planned)
+            else:
+                self._leave(levels, planned)
+        for root, (begin, end) in self._roots().items():
+            levels.add(begin, min(end, self.num_places), self.trace.step.retained_bytes[root])
+        return levels.each()[: self.num_places]
+
+    def _leave(self, levels: Levels, planned: PlannedValue) -> None:
+        """Take a saved value off the device while it is not there."""
+        life, value = self.trace.lifetimes[planned.value], planned.value
+        if planned.action is Action.OFFLOAD:
+            gone, back = max(self.save_place(planned.let_go_at), life.released_at), self.request_place(planned.fetch_at)
+        elif planned.action is Action.RECOMPUTE:
+            gone = max(life.released_at, self.first_save.get(value, life.released_at))
+            back = min(self.first_use.get(value, self.num_places), self.sooner.get(value, self.num_places))
+        else:
+            gone = back = 0
+        levels.add(gone, min(back, life.freed_at), -planned.num_bytes)
+        if planned.held_until >= 0:
+            end = min(self.request_place(planned.held_until) + 1, self.num_places)
+            levels.add(life.freed_at, end, planned.num_bytes)
+
+    def _hold(self, levels: Levels, planned: PlannedValue) -> None:
+        """Hold what is not saved, for others to be made from."""
+        begin, end = self.trace.lifetimes[planned.value].released_at, self.request_place(planned.held_until) + 1
+        levels.add(begin, min(end, self.num_places), planned.num_bytes)
+        if planned.action is Action.OFFLOAD:
+            gone, back = max(self.save_place(planned.let_go_at), begin), self.request_place(planned.fetch_at)
+            levels.add(gone, min(back, end, self.num_places), -planned.num_bytes)
+
+    def _roots(self) -> dict[int, tuple[int, int]]:
+        """Return what else replays start from and would be gone: from where on, and up to where."""
+        retained = self.trace.step.retained_bytes
+        known = {planned.value for planned in self.plan.values} | self.first_save.keys()
+        found = dict[int, tuple[int, int]]()
+        for replay in self.plan.replays:
+            for op in replay.ops:
+                for value in self.lineage.ins[op]:
+                    if value in retained and value not in known and self.lineage.maker[value] == NO_OP:
+                        life = self.trace.lifetimes.get(value)
+                        found[value] = (0 if life is None else life.released_at, self.request_place(replay.request) + 1)
+        return found
+
+    def again(self, saved: Sequence[int]) -> list[int]:
+        """Return for each place what replays take beside all else that is there.
+
+        They run before the op of their place: so on top of what the op before has left.
+        """
+        trace = self.trace
+        held = Levels(self.num_places)
+        for value in self.first_save:
+            life = trace.lifetimes.get(value)
+            if life is not None:
+                held.add(life.made_at, min(life.freed_at, self.num_places), self.lineage.num_bytes[value])
+        beside = [max(live - level, 0) for live, level in zip(trace.live_bytes, held.each(), strict=False)]
+        added = [0] * self.num_places
+        at_place: dict[int, list[PlannedReplay]] = defaultdict(list)
+        for replay in self.plan.replays:
+            at_place[min(self.request_place(replay.request), self.num_places - 1)].append(replay)
+        for place, replays in at_place.items():
+            level = trace.live_bytes[place] + saved[place]
+            under = (beside[place - 1] if place else 0) + level - beside[place]
+            added[place] = max(0, max(map(self._more_bytes, replays)) + under - level)
+        return added
+
+    def _more_bytes(self, replay: PlannedReplay) -> int:
+        """Return the most that a replay takes beside the values that it leaves, which are counted as they are."""
+        sizes, left = self.lineage.num_bytes, {replay.value, *replay.stays}
+        return replay_peak_bytes(self.lineage, replay.ops, left) - sum(sizes[value] for value in left)

@@ -1,0 +1,235 @@
+"""The page as a file: what is in it, how it is escaped, how large it is, how long it takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memkit
+from memkit.page.contents import contents_of
+from memkit.page.document import as_script_json, page_of
+from memkit.plan import Action, find_gpu
+from memkit.plan.asked import problem_of, trace_of
+from memkit.plan.budget import plan_budget_jointly
+from memkit.profile import MemoryReport
+from tests.page.browser import needs_browser, opened
+from tests.page.reports import EVIL, Block, plans_of, profiled, report_of_blocks, report_of_evil
+from tests.page.test_timeline import memory_of_ops
+
+MOST_BYTES = 8 * 10**6
+_START_S = 10
+"""What a browser takes to start on a busy machine."""
+
+
+class _Parts(HTMLParser):
+    """What a browser would find in a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, str] = {}
+        self._inside = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = dict(attrs).get("id") or tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts[self._inside] = self.texts.get(self._inside, "") + data
+
+
+def parts_of(page: str) -> _Parts:
+    parts = _Parts()
+    parts.feed(page)
+    return parts
+
+
+def data_of(page: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(parts_of(page).texts["memkit-data"])
+    return found
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    parts = parts_of(page_of(report_of_blocks()))
+
+    loading = [(tag, attrs) for tag, attrs in parts.tags if "src" in attrs or ("href" in attrs and attrs["href"] != "data:,")]
+    assert loading == []
+    assert "url(" not in parts.texts["style"]
+    assert "@import" not in parts.texts["style"]
+
+
+def test_file_holds_all_that_the_page_shows() -> None:
+    report = report_of_blocks()
+
+    data = data_of(page_of(report, plans=plans_of(report, 0.9)))
+
+    assert data == json.loads(json.dumps(contents_of(report, plans_of(report, 0.9))))
+    assert data["model"] == "Sequential"
+    assert [row[0] for row in data["rows"]] == [row.fqn for row in report.modules]
+    assert len(data["plans"]["rows"]) == 1
+
+
+def test_texts_of_users_end_no_element() -> None:
+    plain, evil = parts_of(page_of(report_of_blocks())), parts_of(page_of(report_of_evil()))
+
+    assert [tag for tag, _ in evil.tags] == [tag for tag, _ in plain.tags]
+    assert evil.texts["title"].strip() == f"{EVIL[0]}: where the memory goes"
+    assert {row[1] for row in json.loads(evil.texts["memkit-data"])["rows"]} >= set(EVIL)
+    assert json.loads(evil.texts["memkit-data"])["tag"] == EVIL[1]
+
+
+@pytest.mark.parametrize("text", [*EVIL, "<!--<script>", "]]>", "\u2028", "\ud800", "\x00", "é \U0001f600"])
+def test_json_in_a_script_is_what_it_was(text: str) -> None:
+    written = as_script_json({text: [text]})
+
+    assert json.loads(written) == {text: [text]}
+    assert not set(written) & set("<>&\u2028\u2029")
+    assert written.isascii()
+
+
+def test_names_that_are_no_text_can_be_written(tmp_path: Path) -> None:
+    report = report_of_blocks(1)
+    report = replace(report, run=replace(report.run, model="a\ud800b"))
+
+    report.to_html(tmp_path / "step.html")
+
+    assert data_of((tmp_path / "step.html").read_text(encoding="utf-8"))["model"] == "a\ud800b"
+
+
+def test_places_to_fill_are_not_looked_for_in_what_users_wrote() -> None:
+    report = report_of_blocks(1, tag="{{ plotly }} {{ script }}")
+
+    assert data_of(page_of(report))["tag"] == "{{ plotly }} {{ script }}"
+
+
+def test_report_of_a_forward_says_how_to_have_a_timeline() -> None:
+    report = memkit.profile_memory(nn.Linear(4, 4), torch.zeros(2, 4), print_table=False)
+
+    data = data_of(page_of(report))
+
+    assert data["timeline"] is None
+    assert "backward=True" in data["no_timeline"]
+    assert data["rows"]
+
+
+def test_report_of_a_real_run_has_a_timeline() -> None:
+    report = memkit.profile_memory(nn.Linear(64, 64), torch.zeros(32, 64), backward=True, print_table=False)
+
+    data = data_of(page_of(report))
+
+    assert data["timeline"]["num_moments"] > 1
+    assert {"forward", "backward"} <= {fact["name"] for fact in data["facts"]}
+
+
+def test_what_no_tensor_holds_is_told() -> None:
+    report = report_of_blocks()
+    assert report.step_memory is not None
+    assert report.backward_peak_bytes is not None
+
+    more = replace(report, backward_peak_bytes=report.step_memory.peak_bytes + 2**20, optimizer=None)
+
+    assert contents_of(report)["unseen_bytes"] == 0
+    assert contents_of(more)["unseen_bytes"] == 2**20
+
+
+def test_plans_need_the_trace_of_their_step() -> None:
+    report = report_of_blocks()
+    plans = plans_of(report, 0.9)
+
+    with pytest.raises(ValueError, match="plans are shown against the trace of their step; found a report without one"):
+        page_of(replace(report, trace=None), plans=plans)
+    with pytest.raises(ValueError, match="this plan is for another step"):
+        page_of(report_of_blocks(5), plans=plans)
+
+
+def test_plans_are_sorted_by_their_budgets() -> None:
+    report = report_of_blocks()
+    plans = plans_of(report, 0.85, 1.0, 0.9)
+
+    rows = contents_of(report, plans)["plans"]["rows"]
+
+    assert [row["budget_bytes"] for row in rows] == sorted((plan.budget_bytes for plan in plans), reverse=True)
+    for row, plan in zip(rows, sorted(plans, key=lambda plan: -plan.budget_bytes), strict=True):
+        assert max(map(sum, zip(row["held"], row["again"], strict=True))) == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
+        assert row["seconds"] == plan.predicted_s
+        kept = row["kept_bytes"] + row["moved_bytes"] + row["again_bytes"]
+        assert kept == sum(value.num_bytes for value in plan.values if not value.is_anchor)
+
+
+def test_missing_plotly_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+
+    with pytest.raises(ModuleNotFoundError) as error:
+        report_of_blocks(1).to_html(tmp_path / "step.html")
+
+    assert str(error.value) == 'the page needs plotly, which is not installed. Run: pip install "torch-memkit[page]"'
+    assert not (tmp_path / "step.html").exists()
+
+
+def test_extra_has_what_the_page_needs() -> None:
+    setup = (Path(memkit.__file__).parent.parent / "setup.cfg").read_text()
+
+    assert re.search(r"^page =\n    plotly", setup, re.MULTILINE)
+    assert "page/assets/*" in setup
+
+
+def test_page_of_fifty_thousand_ops_is_small_and_soon_there() -> None:
+    report = replace(report_of_blocks(1), step_memory=memory_of_ops(50_000))
+    begin_s = time.perf_counter()
+
+    page = page_of(report)
+
+    assert time.perf_counter() - begin_s < 5
+    assert len(page) < MOST_BYTES
+
+
+def _resnet50() -> MemoryReport:
+    models = pytest.importorskip("torchvision").models
+    with torch.device("meta"):
+        return profiled(models.resnet50(), torch.empty(256, 3, 224, 224))
+
+
+def _of_five_thousand_modules() -> MemoryReport:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Sequential(*[Block(32) for _ in range(10)]) for _ in range(122)])
+        x = torch.empty(2048, 32)
+    report = profiled(model, x)
+    assert len(report.modules) > 5000
+    return report
+
+
+@needs_browser
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("make", "most_s"), [(_resnet50, 3), (_of_five_thousand_modules, 10)], ids=["ResNet-50", "5,000 modules"]
+)
+def test_page_is_soon_written_and_drawn(make: Callable[[], MemoryReport], most_s: float, tmp_path: Path) -> None:
+    report = make()
+    problem = problem_of(trace_of(report), find_gpu("RTX 3090"), "adamw")
+    plan = plan_budget_jointly(problem, int(0.9 * problem.plain_peak_bytes), actions={Action.OFFLOAD})  # the soonest made
+    plans = [replace(plan, budget_bytes=plan.budget_bytes + number) for number in range(8)]
+    begin_s = time.perf_counter()
+
+    report.to_html(tmp_path / "step.html", plans=plans)
+
+    written_s = time.perf_counter() - begin_s
+    told = opened(
+        tmp_path / "step.html",
+        "get('unfold').click(); result.rows = document.querySelectorAll('#modules tbody tr').length;",
+    )
+    assert told["errors"] == []
+    assert told["rows"] == len(report.modules)
+    assert written_s < most_s
+    assert time.perf_counter() - begin_s < most_s + _START_S
+    assert (tmp_path / "step.html").stat().st_size < MOST_BYTES

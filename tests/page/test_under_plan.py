@@ -1,0 +1,89 @@
+"""The step under a plan, moment by moment: its peak is the one that the plan predicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memkit.errors import BudgetInfeasible
+from memkit.page.under_plan import under_plan
+from memkit.plan import Action, MemoryPlan, StepTrace
+from memkit.plan.budget import JointPlanner, make_problem, plan_budget_jointly
+from tests.page.reports import plans_of, report_of_blocks
+from tests.plan.budget.steps import gpu, layers, random_trace
+
+
+def peak_under(trace: StepTrace, plan: MemoryPlan) -> int:
+    found = under_plan(trace, plan)
+    base_bytes = plan.plain_peak_bytes - max(trace.live_bytes)
+    levels = zip(trace.live_bytes, found.saved_bytes, found.again_bytes, strict=True)
+    return base_bytes + max(map(sum, levels))
+
+
+@pytest.mark.parametrize("only", [None, Action.OFFLOAD, Action.RECOMPUTE])
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.8, 0.7, 0.6])
+def test_peak_of_layers_is_as_predicted(only: Action | None, share: float) -> None:
+    trace = layers(6)
+    problem = make_problem(trace, gpu())
+    actions = {Action.OFFLOAD, Action.RECOMPUTE} if only is None else {only}
+    try:
+        plan = plan_budget_jointly(problem, int(share * problem.plain_peak_bytes), actions=actions)
+    except BudgetInfeasible as error:
+        plan = plan_budget_jointly(problem, error.smallest_bytes, actions=actions)
+
+    assert peak_under(trace, plan) == plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("mib_per_s", [500, 20_000])
+@pytest.mark.parametrize("seed", range(20))
+def test_peak_of_a_random_step_is_as_predicted(seed: int, mib_per_s: int) -> None:
+    trace = random_trace(seed)
+    problem = make_problem(trace, gpu(mib_per_s))
+    planner = JointPlanner(problem)
+    least_bytes = planner.least().peak_bytes
+
+    for share in (0.0, 0.3, 0.6, 0.9):
+        plan = planner.plan(int(least_bytes + share * (problem.plain_peak_bytes - least_bytes)))
+        assert peak_under(trace, plan) == plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("share", [1.0, 0.95, 0.9, 0.85, 0.8])
+def test_peak_of_a_model_is_as_predicted(share: float) -> None:
+    report = report_of_blocks(6)
+    assert report.trace is not None
+    (plan,) = plans_of(report, share)
+
+    assert peak_under(report.trace, plan) == plan.predicted_peak_bytes
+
+
+def test_nothing_changes_where_all_stays() -> None:
+    trace = layers(3)
+    problem = make_problem(trace, gpu())
+
+    found = under_plan(trace, plan_budget_jointly(problem, problem.plain_peak_bytes))
+
+    assert not any(found.saved_bytes)
+    assert not any(found.again_bytes)
+
+
+def test_what_leaves_is_gone_until_it_is_fetched() -> None:
+    trace = layers(6)
+    problem = make_problem(trace, gpu())
+    plan = plan_budget_jointly(problem, int(0.7 * problem.plain_peak_bytes), actions={Action.OFFLOAD})
+    leaving = [value for value in plan.values if value.action is Action.OFFLOAD]
+
+    found = under_plan(trace, plan)
+
+    assert leaving
+    assert min(found.saved_bytes) < 0
+    assert -min(found.saved_bytes) <= sum(value.num_bytes for value in leaving)
+    assert found.saved_bytes[0] == found.saved_bytes[-1] == 0
+
+
+def test_plan_of_another_step_is_refused() -> None:
+    problem = make_problem(layers(3), gpu())
+    plan = plan_budget_jointly(problem, problem.plain_peak_bytes)
+
+    with pytest.raises(ValueError, match="this plan is for another step: model"):
+        under_plan(replace(layers(3), model="Other"), plan)
