@@ -53,6 +53,7 @@ RANKS = {
     "specs": 10,
     "progress": 10,
     "bench": 10,
+    "integrations": 10,
     "fronts": 11,
     "commands": 12,
     "cli": 13,
