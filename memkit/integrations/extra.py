@@ -21,4 +21,6 @@ def library(module: str, needing: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f'{needing} needs {module}, which cannot be imported ({error}). Run: pip install "{EXTRA}"') from error
+        raise ImportError(
+            f'{needing} needs {module}, which cannot be imported ({error}). Run: pip install "{EXTRA}"'
+        ) from error

@@ -40,8 +40,8 @@ class Features:
         self.contexts: tuple[ForwardContext, ...] = ()
         self.offloads: tuple[LayerOffload, ...] = ()
         self._attached: list[Attachment] = []
-        self._names: list[frozenset[str]] = []
-        """Of the parameters of each model whose layers stream, as they were when it was given here."""
+        self._known: list[frozenset[str | int]] = []
+        """The parameters of each model whose layers stream, as it was given here: their names and ids."""
         given = list(features)
         if not given:
             raise TypeError(f'{owner} needs a feature, such as memkit.MemoryBudget("12GiB"); found none')
@@ -52,7 +52,8 @@ class Features:
                 self.contexts += (feature,)
             elif isinstance(feature, LayerOffload):
                 self.offloads += (keep_in_place(feature),)
-                self._names.append(frozenset(name for name, _ in feature.model.named_parameters()))
+                named = list(feature.model.named_parameters())
+                self._known.append(frozenset((*(name for name, _ in named), *(id(parameter) for _, parameter in named))))
             else:
                 raise TypeError(
                     f'{owner} needs features such as memkit.MemoryBudget("12GiB") or memkit.LayerOffload(model, '
@@ -66,19 +67,22 @@ class Features:
             ValueError: it is not so.
         """
         modules = {id(module) for module in model.modules()}
-        for offload, names in zip(self.offloads, self._names, strict=True):
+        for offload, known in zip(self.offloads, self._known, strict=True):
             if offload not in attached_to(offload.model):
-                raise ValueError(f"{self.owner} was given a LayerOffload that is closed by now. Make a new one, and a new {self.owner}")
+                raise ValueError(
+                    f"{self.owner} was given a LayerOffload that is closed by now. Make a new one, and a new {self.owner}"
+                )
             found = type(offload.model).__name__
             if id(offload.model) not in modules:
                 raise ValueError(
                     f"{self.owner} needs the LayerOffload of what is trained, a {type(model).__name__}; found that of another "
                     f"{found}. Give both the same model; one that the trainer makes itself (model_init) cannot stream"
                 )
-            added = {name for name, _ in offload.model.named_parameters()} - names
+            # one that was renamed is known by its id, one that was put in the place of another by its name
+            added = [name for name, item in offload.model.named_parameters() if name not in known and id(item) not in known]
             if added:
                 raise ValueError(
-                    f'{self.owner}: the {found} has parameters that came after its LayerOffload was made, such as "{min(added)}". '
+                    f'{self.owner}: the {found} has parameters that came after its LayerOffload was made, such as "{added[0]}". '
                     "Put adapters in first (peft.get_peft_model), then make the LayerOffload, and give the trainer the result"
                 )
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from memkit.integrations.extra import library
@@ -189,9 +188,8 @@ def _loop(trainer: Trainer, pl_module: LightningModule) -> Loop:
         shards=strategy if strategy.startswith(_SHARDING) else None,
         casts=f'precision="{precision}"' if precision.endswith("-true") and precision != "32-true" else None,
         scales=f'precision="{precision}"' if precision == "16-mixed" else None,
-        clips=f"gradient_clip_val={trainer.gradient_clip_val}" if trainer.gradient_clip_val else None,
-        accumulates=(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}" if trainer.accumulate_grad_batches > 1 else None
+        takes_gradients=(
+            "Lightning, which runs the backward within the optimizer's step," if pl_module.automatic_optimization else None
         ),
         checkpoints="gradient checkpointing" if is_checkpointing(pl_module) else None,
     )

@@ -27,10 +27,8 @@ class Loop:
     """The setting by which it casts the whole model."""
     scales: str | None = None
     """The setting by which it scales the loss, with torch's own `GradScaler`."""
-    clips: str | None = None
-    """What reads all gradients between the backward and the step."""
-    accumulates: str | None = None
-    """The setting by which several backwards go into one step."""
+    takes_gradients: str | None = None
+    """What reads gradients between the backward and the step."""
     compiles: str | None = None
     """The setting by which it compiles the model as a whole."""
     checkpoints: str | None = None
@@ -67,9 +65,7 @@ def refuse(features: Features, loop: Loop) -> None:
 
 def _refuse_streaming(owner: str, train: str, device: torch.device, loop: Loop) -> None:
     if loop.shards is not None:
-        raise ValueError(
-            f"{owner}: a LayerOffload moves the weights, and so does {loop.shards}. Use one of the two"
-        )
+        raise ValueError(f"{owner}: a LayerOffload moves the weights, and so does {loop.shards}. Use one of the two")
     if train != "frozen" and loop.num_processes > 1:
         raise ValueError(
             f'{owner}: a LayerOffload with train="{train}" takes gradients away that {loop.num_processes} processes would '
@@ -82,12 +78,12 @@ def _refuse_streaming(owner: str, train: str, device: torch.device, loop: Loop) 
         )
     if train != "frozen" and loop.scales is not None:
         raise ValueError(
-            f'{owner}: {loop.scales} scales gradients by torch\'s GradScaler, which does not wait for those that a LayerOffload '
+            f"{owner}: {loop.scales} scales gradients by torch's GradScaler, which does not wait for those that a LayerOffload "
             f'with train="{train}" has in host memory. Use bfloat16, which needs no scale'
         )
-    if train == "fused" and (loop.clips is not None or loop.accumulates is not None):
+    if train == "fused" and loop.takes_gradients is not None:
         raise ValueError(
-            f'{owner}: a LayerOffload with train="fused" steps within the backward, so that {loop.clips or loop.accumulates} '
+            f'{owner}: a LayerOffload with train="fused" steps within the backward, so that {loop.takes_gradients} '
             'finds no gradients. Use train="host", and leave out optimizer='
         )
     if (device.type, device.index or 0) != (loop.device.type, loop.device.index or 0):

@@ -122,7 +122,7 @@ class TrainerFeatures:
                 shards=_first(shards),
                 casts=_first(halves),
                 scales="fp16=True" if args.fp16 else None,
-                clips="Trainer, which takes the norm of all gradients,",
+                takes_gradients="Trainer, which takes the norm of all gradients,",
                 compiles="torch_compile=True" if args.torch_compile else None,
                 checkpoints="gradient_checkpointing=True" if is_checkpointing else None,
             ),

@@ -78,6 +78,13 @@ FEATURES: dict[str, Make] = {
     "LayerOffload and CPUOffload": tiny_layers_and_offload,
 }
 
+EVERY_FEATURE = pytest.mark.parametrize(
+    "make",
+    # a plan takes seconds to be made
+    [pytest.param(make, marks=[pytest.mark.full] * (make is tiny_budget)) for make in FEATURES.values()],
+    ids=FEATURES.keys(),
+)
+
 
 def assert_same_weights(model: nn.Module, plain: nn.Module) -> None:
     """See that two models have the same weights under the same names, bit for bit."""

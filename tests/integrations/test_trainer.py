@@ -17,6 +17,7 @@ from memkit.device import ReferenceDevice
 from memkit.errors import LayerOffloadError
 from memkit.integrations import in_place
 from tests.integrations.cases import (
+    EVERY_FEATURE,
     FEATURES,
     MARKS,
     MISSING,
@@ -37,8 +38,6 @@ pytest.importorskip("accelerate", reason=MISSING)
 from memkit.integrations import MemkitCallback  # noqa: E402  # not before it is known to be there
 
 pytestmark = MARKS
-
-EVERY_FEATURE = pytest.mark.parametrize("make", FEATURES.values(), ids=FEATURES.keys())
 
 
 def _arguments(folder: Path, **settings: Any) -> Any:
@@ -115,9 +114,7 @@ def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, t
     ],
     ids=["accumulation", "evaluation", "bf16", "clipping", "adafactor", "best model", "neftune", "label smoothing"],
 )
-def test_weights_are_those_of_the_plain_run_under_other_settings(
-    make: Make, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_weights_are_those_of_the_plain_run_under_other_settings(make: Make, settings: dict[str, Any], tmp_path: Path) -> None:
     plain, _ = _train(tmp_path / "plain", None, **settings)
 
     model, callback = _train(tmp_path / "memkit", make, **settings)
@@ -131,11 +128,14 @@ def test_resumes_with_accumulation_and_evaluation_in_between(tmp_path: Path) -> 
     plain, _ = _train(tmp_path / "plain", None, save_steps=2, **settings)
     _train(tmp_path / "memkit", tiny_layers, save_steps=2, **settings)
 
-    model, _ = _train(tmp_path / "memkit", tiny_layers, resume=str(tmp_path / "memkit" / "checkpoint-2"), save_steps=2, **settings)
+    model, _ = _train(
+        tmp_path / "memkit", tiny_layers, resume=str(tmp_path / "memkit" / "checkpoint-2"), save_steps=2, **settings
+    )
 
     assert_same_weights(model, plain)
 
 
+@pytest.mark.full
 def test_evaluation_is_no_iteration(tmp_path: Path) -> None:
     _train(tmp_path, tiny_budget, eval_strategy="steps", eval_steps=1)
 
@@ -221,6 +221,7 @@ class _Stop(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
         raise RuntimeError("the disk is full")
 
 
+@pytest.mark.full
 def test_training_behind_one_that_failed_takes_off_what_that_has_left(tmp_path: Path) -> None:
     model, plain = llama(), llama()
     failing = _trainer(tmp_path, model, MemkitCallback(*tiny_budget(model)))
@@ -242,7 +243,10 @@ def test_training_behind_one_that_failed_takes_off_what_that_has_left(tmp_path: 
 def test_with_takes_all_off_also_by_an_error(tmp_path: Path) -> None:
     model = llama()
 
-    with pytest.raises(RuntimeError, match="the disk is full"), MemkitCallback(*FEATURES["LayerOffload and CPUOffload"](model)) as callback:
+    with (
+        pytest.raises(RuntimeError, match="the disk is full"),
+        MemkitCallback(*FEATURES["LayerOffload and CPUOffload"](model)) as callback,
+    ):
         trainer = _trainer(tmp_path, model, callback)
         trainer.add_callback(_Stop())
         trainer.train()
@@ -336,7 +340,9 @@ def test_steps_within_the_backward_are_refused(tmp_path: Path) -> None:
     model = llama()
     offload = memkit.LayerOffload(model, offload_ratio=1.0, optimizer=torch.optim.SGD, device=ReferenceDevice())
 
-    with pytest.raises(ValueError, match=r'train="fused" steps within the backward.*Use train="host", and leave out optimizer='):
+    with pytest.raises(
+        ValueError, match=r'train="fused" steps within the backward.*Use train="host", and leave out optimizer='
+    ):
         _trainer(tmp_path, model, MemkitCallback(offload))
 
 
