@@ -37,21 +37,21 @@ class Features:
 
     def __init__(self, owner: str, features: Iterable[object]) -> None:
         self.owner = owner
-        self.contexts: tuple[ForwardContext, ...] = ()
-        self.offloads: tuple[LayerOffload, ...] = ()
+        self.contexts: list[ForwardContext] = []
+        self.offloads: list[LayerOffload] = []
         self._attached: list[Attachment] = []
         self._known: list[frozenset[str | int]] = []
         """The parameters of each model whose layers stream, as it was given here: their names and ids."""
-        given = list(features)
+        given: list[object] = list(features)
         if not given:
             raise TypeError(f'{owner} needs a feature, such as memkit.MemoryBudget("12GiB"); found none')
         for feature in given:
             if isinstance(feature, ForwardContext):
                 if any(type(other) is type(feature) for other in self.contexts):
                     raise ValueError(f"{owner} needs at most one {type(feature).__name__}; found two. Leave one of them out")
-                self.contexts += (feature,)
+                self.contexts.append(feature)
             elif isinstance(feature, LayerOffload):
-                self.offloads += (keep_in_place(feature),)
+                self.offloads.append(keep_in_place(feature))
                 named = list(feature.model.named_parameters())
                 self._known.append(frozenset((*(name for name, _ in named), *(id(parameter) for _, parameter in named))))
             else:
@@ -82,8 +82,9 @@ class Features:
             added = [name for name, item in offload.model.named_parameters() if name not in known and id(item) not in known]
             if added:
                 raise ValueError(
-                    f'{self.owner}: the {found} has parameters that came after its LayerOffload was made, such as "{added[0]}". '
-                    "Put adapters in first (peft.get_peft_model), then make the LayerOffload, and give the trainer the result"
+                    f"{self.owner}: the {found} has parameters that came after its LayerOffload was made, such as "
+                    f'"{added[0]}". Put adapters in first (peft.get_peft_model), then make the LayerOffload, and give the '
+                    "trainer that model"
                 )
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, looks_ahead: bool = True) -> None:

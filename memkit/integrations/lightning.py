@@ -23,14 +23,16 @@ _SHARDING = ("FSDP", "DeepSpeed", "ModelParallel")
 class LightningFeatures:
     """Features of memkit in a Lightning Trainer: `callbacks=[MemkitLightningCallback(memkit.MemoryBudget("12GiB"))]`.
 
-    A context (`MemoryBudget`, `CPUOffload`, `Rematerialize`) is attached as the fit begins, and taken off as it ends, also by an
-    error; validation in between is left alone, and nothing is planned from it. Where the LightningModule has one module with
-    parameters in it (`self.model`), it is attached to that. Where it has several, it is around `training_step`, the loss included.
-    A `MemoryBudget` is told of the optimizer. Layers of a `LayerOffload` stream from when that is made on: make it of a model
-    on the CPU, that of the LightningModule or a part of it. Lightning then leaves it where it is; they go on streaming behind the
-    fit, for validation, tests and saving, until `close()`.
+    A context (`MemoryBudget`, `CPUOffload`, `Rematerialize`) is attached when the fit begins, and taken off when it ends, also
+    by an error. Validation in between is left alone, and nothing is planned from it. If the LightningModule has one module with
+    parameters in it (`self.model`), the context is around the forward of that; if it has several, around `training_step`, the
+    loss included. A `MemoryBudget` is told of the optimizer.
 
-    What was predicted and done is logged, as often as the Trainer logs: `memkit_predicted_peak_bytes`, `memkit_step_peak_bytes`,
+    Layers of a `LayerOffload` stream as soon as that is made: make it of a model on the CPU, the LightningModule or a part of
+    it. Lightning then leaves that where it is. Layers go on streaming after the fit, for validation, tests and saving, until
+    `close()`.
+
+    What was predicted and done is logged as often as the Trainer logs: `memkit_predicted_peak_bytes`, `memkit_step_peak_bytes`,
     `memkit_step_s`, `memkit_offloaded_bytes` and others, as far as it is known. Checkpoints are those of the plain model, and
     resuming works as ever.
 
@@ -41,12 +43,12 @@ class LightningFeatures:
 
     Raises:
         TypeError: there is none, or one is no feature of memkit.
-        ValueError: two are of a kind; or, as the fit begins, there is no such module, or they do not go with the Trainer's
-            settings.
+        ValueError: two are of a kind. Also when the fit begins, if there is no such module, or a feature does not go with the
+            Trainer's settings.
 
     Example:
         >>> import memkit
-        >>> from memkit.integrations.lightning import LightningFeatures  # of which the callback is made, by Lightning's Callback
+        >>> from memkit.integrations.lightning import LightningFeatures  # and Callback make the callback
         >>> callback = LightningFeatures(memkit.CPUOffload(0.3), memkit.Rematerialize(0.5))
         >>> callback.figures()
         {}
@@ -63,7 +65,7 @@ class LightningFeatures:
         """Of a checkpoint, until the training begins."""
 
     def close(self) -> None:
-        """Take everything off the model; weights that stream are put back to where they were found. Calling it again is fine."""
+        """Take everything off the model, and put weights that stream back to where they were found; may be called again."""
         self._end()
         self._features.close()
 

@@ -49,8 +49,8 @@ def refuse(features: Features, loop: Loop) -> None:
         )
     if loop.compiles is not None and any(isinstance(found, MemoryBudget | Rematerialize) for found in features.contexts):
         raise ValueError(
-            f"{owner} needs ops that can be told apart; found {loop.compiles}, which compiles the model as one. Leave that out, "
-            "and compile the blocks: for block in model.model.layers: block.compile()"
+            f"{owner} needs ops that can be told apart; found {loop.compiles}, which compiles the model as one. Leave that "
+            "out, and compile the blocks: for block in model.model.layers: block.compile()"
         )
     for offload in features.offloads:
         _refuse_streaming(owner, offload.train, offload.device.torch_device, loop)

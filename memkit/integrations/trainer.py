@@ -21,18 +21,20 @@ _Callback = TypeVar("_Callback", bound="TrainerFeatures")
 class TrainerFeatures:
     """Features of memkit in a Hugging Face Trainer: `callbacks=[MemkitCallback(memkit.MemoryBudget("12GiB"))]`.
 
-    A context (`MemoryBudget`, `CPUOffload`, `Rematerialize`) is attached to the model as the training begins, and taken off as it
-    ends; evaluations in between are left alone, and nothing is planned from them. A `MemoryBudget` is told of the Trainer's
-    optimizer. Layers of a `LayerOffload` stream from when that is made on: make it ahead of the Trainer, of a model on the CPU.
-    The Trainer then leaves the model where it is, and makes an optimizer of weights that are where they will be. They go on
-    streaming behind the training, for evaluations and saving, until `close()`.
+    A context (`MemoryBudget`, `CPUOffload`, `Rematerialize`) is attached to the model when the training begins, and taken off
+    when it ends. Evaluations in between are left alone, and nothing is planned from them. A `MemoryBudget` is told of the
+    Trainer's optimizer.
+
+    Layers of a `LayerOffload` stream as soon as that is made: make it before the Trainer, of a model on the CPU. The Trainer
+    then leaves the model where it is, and its optimizer is made of weights that are where they will be. Layers go on streaming after
+    the training, for evaluations and saving, until `close()`.
 
     What was predicted and done is in the logs, beside the loss: `memkit_predicted_peak_bytes`, `memkit_step_peak_bytes`,
     `memkit_step_s`, `memkit_offloaded_bytes` and others, as far as it is known. Checkpoints are those of the plain model, and
     resuming works as ever.
 
-    Trainer says nothing of a training that ends by an error. Contexts are then taken off by the next training of the model, by
-    `close()`, or at the end of a `with`.
+    Trainer does not tell callbacks of a training that ends by an error. Contexts are then taken off when the model is next
+    trained with a callback of this class, by `close()`, or at the end of a `with`.
 
     Args:
         features: one or several, such as `memkit.MemoryBudget("12GiB")`, `memkit.CPUOffload(0.3)`,
@@ -40,12 +42,12 @@ class TrainerFeatures:
 
     Raises:
         TypeError: there is none, or one is no feature of memkit.
-        ValueError: two are of a kind; or, as the training begins, they do not go with the Trainer's arguments: several GPUs in
-            one process, a model that is cast, sharded or compiled as a whole.
+        ValueError: two are of a kind. Also when the Trainer is made, or the training begins, if a feature does not go with the
+            Trainer's arguments: several GPUs in one process, a model that is cast, sharded or compiled as a whole.
 
     Example:
         >>> import memkit
-        >>> from memkit.integrations.trainer import TrainerFeatures  # of which MemkitCallback is made, by TrainerCallback
+        >>> from memkit.integrations.trainer import TrainerFeatures  # and TrainerCallback make MemkitCallback
         >>> callback = TrainerFeatures(memkit.MemoryBudget("12GiB"))
         >>> callback.figures()
         {}
@@ -61,7 +63,7 @@ class TrainerFeatures:
         self.close()
 
     def close(self) -> None:
-        """Take everything off the model; weights that stream are put back to where they were found. Calling it again is fine."""
+        """Take everything off the model, and put weights that stream back to where they were found; may be called again."""
         self._features.close()
 
     def figures(self) -> dict[str, float]:

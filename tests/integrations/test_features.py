@@ -144,7 +144,7 @@ def test_cast_of_a_model_that_streams_is_refused_and_changes_nothing() -> None:
 
     with keep_in_place(_offload(model)):
         with pytest.raises(
-            LayerOffloadError, match='"0.0.weight" is torch.float32, and was to be torch.float16. Cast the model'
+            LayerOffloadError, match=r'"0.0.weight" is torch.float32, and was to be torch.float16. Cast the model'
         ):
             model.half()
         assert torch.equal(model(x), expected)

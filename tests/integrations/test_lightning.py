@@ -190,7 +190,7 @@ def test_module_that_is_not_there_is_named(tmp_path: Path) -> None:
     module = TwoModels()
     callback = MemkitLightningCallback(*tiny_offload(module), module="decoder")
 
-    with pytest.raises(ValueError, match='TwoModels has no module "decoder". It has "model" or "probe"'):
+    with pytest.raises(ValueError, match=r'TwoModels has no module "decoder". It has "model" or "probe"'):
         _trainer(tmp_path, callback).fit(module, _loader())
 
 
@@ -296,7 +296,7 @@ class Manual(TwoModels):
 
 def test_manual_optimization_needs_the_name_of_a_module(tmp_path: Path) -> None:
     module, plain = Manual(), Manual()
-    with pytest.raises(ValueError, match='needs to know which module.*Pass its name: module="model" or "probe"'):
+    with pytest.raises(ValueError, match=r'needs to know which module.*Pass its name: module="model" or "probe"'):
         _trainer(tmp_path, MemkitLightningCallback(*tiny_offload(module))).fit(module, _loader())
     module.load_state_dict(plain.state_dict())
     callback = MemkitLightningCallback(*tiny_offload(module), module="model")

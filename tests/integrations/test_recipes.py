@@ -1,4 +1,4 @@
-"""The page of recipes: each is run as it stands there, and leaves the weights of the same lines under a memkit that does nothing."""
+"""The page of recipes: each is run as it stands, and leaves the weights that the same lines leave where memkit does nothing."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from memkit.errors import LayerOffloadError
 from memkit.integrations import in_place
 from tests.integrations.cases import (
     EVERY_FEATURE,
-    FEATURES,
     MARKS,
     MISSING,
     Make,
@@ -27,6 +26,7 @@ from tests.integrations.cases import (
     llama,
     tiny_budget,
     tiny_layers,
+    tiny_layers_and_offload,
     tiny_offload,
     tiny_remat,
     token_rows,
@@ -243,13 +243,14 @@ def test_training_behind_one_that_failed_takes_off_what_that_has_left(tmp_path: 
 def test_with_takes_all_off_also_by_an_error(tmp_path: Path) -> None:
     model = llama()
 
-    with (
-        pytest.raises(RuntimeError, match="the disk is full"),
-        MemkitCallback(*FEATURES["LayerOffload and CPUOffload"](model)) as callback,
-    ):
-        trainer = _trainer(tmp_path, model, callback)
-        trainer.add_callback(_Stop())
-        trainer.train()
+    def train() -> None:
+        with MemkitCallback(*tiny_layers_and_offload(model)) as callback:
+            trainer = _trainer(tmp_path, model, callback)
+            trainer.add_callback(_Stop())
+            trainer.train()
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        train()
 
     assert attached_to(model) == []
     assert not any(isinstance(value, Around) for value in vars(model).values())
@@ -320,7 +321,7 @@ def test_several_gpus_in_one_process_are_refused(tmp_path: Path) -> None:
 def test_model_of_another_layer_offload_is_refused(tmp_path: Path) -> None:
     callback = MemkitCallback(*tiny_layers(llama()))
 
-    with pytest.raises(ValueError, match="needs the LayerOffload of what is trained.*found that of another LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"needs the LayerOffload of what is trained.*found that of another LlamaForCausalLM"):
         _trainer(tmp_path, llama(), callback)
 
 
