@@ -54,6 +54,11 @@ def refuse(features: Features, loop: Loop) -> None:
         )
     for offload in features.offloads:
         _refuse_streaming(owner, offload.train, offload.device.torch_device, loop)
+    if loop.compiles is not None and features.offloads:
+        warn_user(
+            f"{owner}: {loop.compiles} compiles the model as one, and its graph breaks at each layer that streams, so that "
+            "its kernels are others and round in another way. Leave it out to have the bits of the run without streaming"
+        )
     if loop.checkpoints is not None:
         for context in features.contexts:
             if isinstance(context, MemoryBudget | Rematerialize):

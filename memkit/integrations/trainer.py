@@ -26,8 +26,8 @@ class TrainerFeatures:
     Trainer's optimizer.
 
     Layers of a `LayerOffload` stream as soon as that is made: make it before the Trainer, of a model on the CPU. The Trainer
-    then leaves the model where it is, and its optimizer is made of weights that are where they will be. Layers go on streaming after
-    the training, for evaluations and saving, until `close()`.
+    then leaves the model where it is, and its optimizer is made of weights that are where they will be. Layers go on streaming
+    after the training, for evaluations and saving, until `close()`.
 
     What was predicted and done is in the logs, beside the loss: `memkit_predicted_peak_bytes`, `memkit_step_peak_bytes`,
     `memkit_step_s`, `memkit_offloaded_bytes` and others, as far as it is known. Checkpoints are those of the plain model, and
