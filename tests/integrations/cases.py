@@ -76,12 +76,13 @@ FEATURES: dict[str, Make] = {
     "Rematerialize": tiny_remat,
     "LayerOffload": tiny_layers,
     "LayerOffload and CPUOffload": tiny_layers_and_offload,
+    "LayerOffload and MemoryBudget": lambda model: [*tiny_layers(model), *tiny_budget(model)],
 }
 
 EVERY_FEATURE = pytest.mark.parametrize(
     "make",
     # a plan takes seconds to be made
-    [pytest.param(make, marks=[pytest.mark.full] * (make is tiny_budget)) for make in FEATURES.values()],
+    [pytest.param(make, marks=[pytest.mark.full] * ("MemoryBudget" in name)) for name, make in FEATURES.items()],
     ids=FEATURES.keys(),
 )
 

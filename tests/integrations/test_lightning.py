@@ -31,6 +31,7 @@ from tests.integrations.cases import (
     llama,
     tiny_budget,
     tiny_layers,
+    tiny_layers_and_offload,
     tiny_offload,
     tiny_remat,
     token_rows,
@@ -136,7 +137,7 @@ def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, t
 
 
 @pytest.mark.full
-@EVERY_FEATURE
+@pytest.mark.parametrize("make", [tiny_budget, tiny_layers_and_offload])
 @pytest.mark.parametrize("kind", [OneModel, TwoModels])
 @pytest.mark.parametrize(
     "settings",

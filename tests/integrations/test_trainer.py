@@ -99,7 +99,7 @@ def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, t
 
 
 @pytest.mark.full
-@EVERY_FEATURE
+@pytest.mark.parametrize("make", [tiny_budget, tiny_remat, tiny_layers_and_offload])
 @pytest.mark.parametrize(
     "settings",
     [
