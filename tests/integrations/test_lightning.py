@@ -137,7 +137,7 @@ def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, t
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("make", [tiny_budget, tiny_layers_and_offload])
+@pytest.mark.parametrize("make", [tiny_remat, tiny_layers_and_offload])
 @pytest.mark.parametrize("kind", [OneModel, TwoModels])
 @pytest.mark.parametrize(
     "settings",

@@ -99,7 +99,7 @@ def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, t
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("make", [tiny_budget, tiny_remat, tiny_layers_and_offload])
+@pytest.mark.parametrize("make", [tiny_remat, tiny_layers_and_offload])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -118,6 +118,17 @@ def test_weights_are_those_of_the_plain_run_under_other_settings(make: Make, set
     plain, _ = _train(tmp_path / "plain", None, **settings)
 
     model, callback = _train(tmp_path / "memkit", make, **settings)
+
+    assert_same_weights(model, plain)
+    assert_has_worked(callback.figures())
+
+
+@pytest.mark.full
+def test_layers_stream_under_a_budget_in_bfloat16_with_accumulation_and_evaluation(tmp_path: Path) -> None:
+    settings = {"bf16": True, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    plain, _ = _train(tmp_path / "plain", None, **settings)
+
+    model, callback = _train(tmp_path / "memkit", lambda model: [*tiny_layers(model), *tiny_budget(model)], **settings)
 
     assert_same_weights(model, plain)
     assert_has_worked(callback.figures())
