@@ -267,9 +267,7 @@ NAMES: dict[str, PrivateName] = {
     "DispatchKeySet": _of("torch._C.DispatchKeySet", "to replay below vmap", _REMAT),
     "DispatchKey": _of("torch._C.DispatchKey", "whether modes see a copy, or aliases share their version counter", *_CONTEXTS),
     "is_key_excluded": _of(
-        "torch._C._dispatch_tls_is_dispatch_key_excluded",
-        "whether modes see a copy, or aliases share their counter",
-        *_CONTEXTS,
+        "torch._C._dispatch_tls_is_dispatch_key_excluded", "whether modes see a copy, or aliases share counters", *_CONTEXTS
     ),
     "functorch_stack": _of("torch._C._functorch.get_interpreter_stack", "to refuse torch.func.grad", _REMAT, _LAYERS),
     "FunctorchTransform": _of("torch._C._functorch.TransformType", "to refuse torch.func.grad", _LAYERS),

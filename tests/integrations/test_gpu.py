@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.integrations import MemkitCallback, MemkitLightningCallback
 from tests.integrations.cases import MARKS, MISSING, assert_same_weights
 
 transformers = pytest.importorskip("transformers", reason=MISSING)
 pytest.importorskip("accelerate", reason=MISSING)
 lightning = pytest.importorskip("lightning.pytorch", reason=MISSING)
+
+from memkit.integrations import MemkitCallback, MemkitLightningCallback  # noqa: E402  # not before they are known to be there
 
 pytestmark = [*MARKS, pytest.mark.gpu]
 
