@@ -24,7 +24,7 @@ _begun: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKey
 
 
 class Features:
-    """Contexts that are attached to a model while it trains, and layers that stream from when they are given here on.
+    """Contexts that are attached to a model while it trains, and the `LayerOffload`s of models that stream already.
 
     Args:
         owner: the name of the callback, for errors.
@@ -98,9 +98,13 @@ class Features:
         self.end()
         for attachment in _begun.pop(model, []):
             attachment.remove()
-        for context in self.contexts:
-            told = _told(context, optimizer, looks_ahead=looks_ahead) if isinstance(context, MemoryBudget) else context
-            self._attached.append(attach(model, told))
+        try:
+            for context in self.contexts:
+                told = _told(context, optimizer, looks_ahead=looks_ahead) if isinstance(context, MemoryBudget) else context
+                self._attached.append(attach(model, told))
+        except BaseException:
+            self.end()
+            raise
         _begun[model] = list(self._attached)
 
     def end(self) -> None:

@@ -107,7 +107,7 @@ class LightningFeatures:
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         every = trainer.log_every_n_steps
-        if trainer.loggers and every and (batch_idx + 1) % every == 0 and self._features.is_on:
+        if trainer.loggers and every and trainer.global_step % every == 0 and self._features.is_on:
             pl_module.log_dict(self._features.figures(), on_step=True, on_epoch=False, batch_size=1)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

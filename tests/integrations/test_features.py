@@ -85,6 +85,17 @@ def test_what_the_user_has_attached_is_not_taken_off() -> None:
     assert attached_to(model) == [handle]
 
 
+def test_nothing_is_left_where_one_of_several_cannot_be_attached() -> None:
+    model = _model()
+    handle = memkit.attach(model, _cpu_offload())
+    features = Features("Callback", [memkit.Rematerialize(0.5, "features"), _cpu_offload("later")])
+
+    with pytest.raises(ValueError, match="attach needs a Sequential without such a context"):
+        features.begin(model, None)
+
+    assert attached_to(model) == [handle]
+
+
 def test_model_that_was_trained_is_not_kept_alive() -> None:
     model = _model()
     features = Features("Callback", [_cpu_offload()])

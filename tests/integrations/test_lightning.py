@@ -218,6 +218,16 @@ def test_figures_are_logged(tmp_path: Path) -> None:
     assert float(rows[-1]["memkit_step_peak_bytes"]) <= 200 * 1024
 
 
+def test_figures_are_logged_with_steps_of_the_optimizer(tmp_path: Path) -> None:
+    settings = {"accumulate_grad_batches": 2, "log_every_n_steps": 2, "max_epochs": 4}
+    _, _, trainer = _fit(tmp_path, tiny_offload, **settings)
+
+    with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("memkit_offloaded_bytes")]
+    assert trainer.global_step == 4
+    assert len(rows) == 2
+
+
 def test_nothing_is_left_by_a_fit_that_fails(tmp_path: Path) -> None:
     class Failing(TwoModels):
         def validation_step(self, rows: Tensor, _: int) -> None:
