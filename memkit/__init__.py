@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memkit import activations as activations
     from memkit import device
     from memkit import errors as errors
+    from memkit import integrations as integrations
     from memkit import plan as plan
     from memkit import profile as profile
     from memkit import weights as weights
@@ -48,7 +49,7 @@ __all__ = [
     "stats",
 ]
 
-_ROOMS = ("activations", "device", "errors", "plan", "profile", "weights")
+_ROOMS = ("activations", "device", "errors", "integrations", "plan", "profile", "weights")
 _HOMES = {
     "CPUOffload": "memkit.activations",
     "GradScaler": "memkit.weights",

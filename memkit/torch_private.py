@@ -396,5 +396,5 @@ MODULE_STATE = ("_parameters", "_buffers", "_modules")
 """The attributes of a module that are no tensors of its own: `profile_memory` without data leaves them."""
 READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})
 """What is asked of a gradient whose module is moved: allowed on one that `LayerOffload` has used up."""
-ZEROING_ALL = "_foreach_zero_"
-"""How `zero_grad` zeroes many gradients at once: the same."""
+ZEROING_ALL = "_foreach_zero_"  # how `zero_grad` zeroes many gradients at once: the same
+MOVING_ALL = "_apply"  # by which a module is moved or cast, also as a part of another: one that streams stays in place

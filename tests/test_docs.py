@@ -22,7 +22,9 @@ from memkit.weights.streaming import Streamer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+OF_INTEGRATIONS = ("recipes.md", "fine_tune_trainer.py")
+"""What needs other libraries: run by tests/integrations."""
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in OF_INTEGRATIONS)
 
 
 def _blocks(page: Path, language: str) -> list[str]:
@@ -30,7 +32,9 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
-@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if _blocks(page, "python") and page.name not in OF_INTEGRATIONS], ids=lambda page: page.name
+)
 def test_snippets_run(page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # where they write files
     names: dict[str, object] = {}

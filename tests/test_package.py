@@ -56,6 +56,7 @@ RANKS = {
     "progress": 10,
     "live": 10,
     "bench": 10,
+    "integrations": 10,
     "fronts": 11,
     "commands": 12,
     "cli": 13,

@@ -342,6 +342,16 @@ def test_functions_that_a_used_gradient_allows_exist() -> None:
     assert hasattr(torch, torch_private.ZEROING_ALL)
 
 
+def test_parts_of_a_module_are_moved_by_a_method_of_their_own() -> None:
+    model, moved = nn.Sequential(nn.Linear(2, 2)), list[object]()
+    vars(model[0])[torch_private.MOVING_ALL] = moved.append
+
+    model.to("meta")
+
+    assert len(moved) == 1
+    assert not model[0].weight.is_meta
+
+
 def test_sharded_modules_and_tensors_are_recognised() -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     tensor = pytest.importorskip("torch.distributed.tensor")

@@ -1,0 +1,31 @@
+"""One line in other people's training loops: callbacks for the Hugging Face Trainer and for Lightning.
+
+Each library is imported when its callback is first used, and by nothing else. What a callback is given are the features of
+memkit themselves; what each loop does to a model meanwhile is in `in_place`, and what cannot go together in `refusals`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from memkit.integrations.in_place import keep_in_place
+
+if TYPE_CHECKING:
+    from memkit.integrations.lightning import MemkitLightningCallback
+    from memkit.integrations.trainer import MemkitCallback
+
+__all__ = ["MemkitCallback", "MemkitLightningCallback", "keep_in_place"]
+
+_HOMES = {"MemkitCallback": "memkit.integrations.trainer", "MemkitLightningCallback": "memkit.integrations.lightning"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for. Source: PEP 562."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

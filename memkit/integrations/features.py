@@ -1,0 +1,143 @@
+"""The features that a callback was given: set up on a model as its training begins, and taken off as it ends."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from memkit.activations import Attachment, MemoryBudget, attach, stats
+from memkit.activations.context import ForwardContext
+from memkit.attached import attached_to
+from memkit.integrations.figures import figures_of
+from memkit.integrations.in_place import keep_in_place
+from memkit.weights import LayerOffload
+
+Feature = ForwardContext | LayerOffload
+
+_begun: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
+"""What was attached to models last: a run that has ended by an error may have left it there."""
+
+
+class Features:
+    """Contexts that are attached to a model while it trains, and the `LayerOffload`s of models that stream already.
+
+    Args:
+        owner: the name of the callback, for errors.
+        features: what it was given.
+
+    Raises:
+        TypeError: there are none, or one is none of memkit's.
+        ValueError: two are of one kind, or a `LayerOffload` is closed.
+    """
+
+    def __init__(self, owner: str, features: Iterable[object]) -> None:
+        self.owner = owner
+        self.contexts: list[ForwardContext] = []
+        self.offloads: list[LayerOffload] = []
+        self._attached: list[Attachment] = []
+        self._known: list[frozenset[str | int]] = []
+        """The parameters of each model whose layers stream, as it was given here: their names and ids."""
+        given: list[object] = list(features)
+        if not given:
+            raise TypeError(f'{owner} needs a feature, such as memkit.MemoryBudget("12GiB"); found none')
+        for feature in given:
+            if isinstance(feature, ForwardContext):
+                if any(type(other) is type(feature) for other in self.contexts):
+                    raise ValueError(f"{owner} needs at most one {type(feature).__name__}; found two. Leave one of them out")
+                self.contexts.append(feature)
+            elif isinstance(feature, LayerOffload):
+                self.offloads.append(keep_in_place(feature))
+                named = list(feature.model.named_parameters())
+                self._known.append(frozenset((*(name for name, _ in named), *(id(parameter) for _, parameter in named))))
+            else:
+                raise TypeError(
+                    f'{owner} needs features such as memkit.MemoryBudget("12GiB") or memkit.LayerOffload(model, '
+                    f"offload_ratio=0.75); found {feature!r}"
+                )
+
+    def check(self, model: nn.Module) -> None:
+        """See that what streams is of the model that is to be trained, and has all of its parameters.
+
+        Raises:
+            ValueError: it is not so.
+        """
+        modules = {id(module) for module in model.modules()}
+        for offload, known in zip(self.offloads, self._known, strict=True):
+            if offload not in attached_to(offload.model):
+                raise ValueError(
+                    f"{self.owner} was given a LayerOffload that is closed by now. Make a new one, and a new {self.owner}"
+                )
+            found = type(offload.model).__name__
+            if id(offload.model) not in modules:
+                raise ValueError(
+                    f"{self.owner} needs the LayerOffload of what is trained, a {type(model).__name__}; found that of another "
+                    f"{found}. Give both the same model; one that the trainer makes itself (model_init) cannot stream"
+                )
+            # one that was renamed is known by its id, one that was put in the place of another by its name
+            added = [name for name, item in offload.model.named_parameters() if name not in known and id(item) not in known]
+            if added:
+                raise ValueError(
+                    f"{self.owner}: the {found} has parameters that came after its LayerOffload was made, such as "
+                    f'"{added[0]}". Put adapters in first (peft.get_peft_model), then make the LayerOffload, and give the '
+                    "trainer that model"
+                )
+
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, looks_ahead: bool = True) -> None:
+        """Attach the contexts to a model.
+
+        Args:
+            model: around whose forward they are to be.
+            optimizer: that steps it, if there is one: a `MemoryBudget` without one leaves room for its states.
+            looks_ahead: False for a model that must not run without data.
+        """
+        self.end()
+        for attachment in _begun.pop(model, []):
+            attachment.remove()
+        try:
+            for context in self.contexts:
+                told = _told(context, optimizer, looks_ahead=looks_ahead) if isinstance(context, MemoryBudget) else context
+                self._attached.append(attach(model, told))
+        except BaseException:
+            self.end()
+            raise
+        _begun[model] = list(self._attached)
+
+    def end(self) -> None:
+        """Take the contexts off. Layers go on streaming."""
+        while self._attached:
+            self._attached.pop().remove()
+
+    def close(self) -> None:
+        """Take all off: the contexts, and what streams, whose weights are then where they were found."""
+        self.end()
+        for offload in self.offloads:
+            offload.close()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is done now."""
+        return bool(self._attached) or any(offload in attached_to(offload.model) for offload in self.offloads)
+
+    def figures(self) -> dict[str, float]:
+        """Return what is known by now of what was predicted and done: see `figures_of`."""
+        found = []
+        for tag in dict.fromkeys(context.tag for context in self.contexts if context.tag):
+            with suppress(ValueError):  # nothing has run yet
+                found.append(stats(tag))
+        open_ones = [offload for offload in self.offloads if offload in attached_to(offload.model)]
+        return figures_of(found, [offload.stats() for offload in open_ones])
+
+
+def _told(budget: MemoryBudget, optimizer: torch.optim.Optimizer | None, *, looks_ahead: bool) -> MemoryBudget:
+    """Return a budget that does the same, and knows the optimizer whose states it is to leave room for."""
+    made = budget.again()
+    inner = getattr(optimizer, "optimizer", optimizer)  # what accelerate has wrapped
+    if made._limits.optimizer is None and isinstance(inner, torch.optim.Optimizer):
+        made._limits = replace(made._limits, optimizer=weakref.ref(inner))
+    made._looks_ahead &= looks_ahead
+    return made

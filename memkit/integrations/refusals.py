@@ -1,0 +1,103 @@
+"""What a training loop does that a feature cannot be exact under, or cannot help: refused, or warned of, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from memkit.activations import MemoryBudget, Rematerialize
+from memkit.errors import warn_user
+from memkit.integrations.features import Features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """What is known of a training loop before it begins. Words are those of its own settings, for errors."""
+
+    device: torch.device
+    """Where it puts the inputs."""
+    replicas: str | None = None
+    """The setting by which one process replicates the model on several GPUs, as it was found."""
+    num_processes: int = 1
+    shards: str | None = None
+    """What moves or shards the weights by itself."""
+    casts: str | None = None
+    """The setting by which it casts the whole model."""
+    scales: str | None = None
+    """The setting by which it scales the loss, with torch's own `GradScaler`."""
+    takes_gradients: str | None = None
+    """What reads gradients between the backward and the step."""
+    compiles: str | None = None
+    """The setting by which it compiles the model as a whole."""
+    checkpoints: str | None = None
+    """The setting by which each layer is checkpointed."""
+
+
+def refuse(features: Features, loop: Loop) -> None:
+    """See whether features go with a training loop.
+
+    Raises:
+        ValueError: they do not. It names the setting, and what to do.
+    """
+    owner = features.owner
+    if loop.replicas is not None:
+        raise ValueError(
+            f"{owner} needs one GPU for each process; found {loop.replicas}, which would have torch.nn.DataParallel copy the "
+            "model to each in each step. Set CUDA_VISIBLE_DEVICES=0, or start one process for each GPU (torchrun)"
+        )
+    if loop.compiles is not None and any(isinstance(found, MemoryBudget | Rematerialize) for found in features.contexts):
+        raise ValueError(
+            f"{owner} needs ops that can be told apart; found {loop.compiles}, which compiles the model as one. Leave that "
+            "out, and compile the blocks: for block in model.model.layers: block.compile()"
+        )
+    for offload in features.offloads:
+        _refuse_streaming(owner, offload.train, offload.device.torch_device, loop)
+    if loop.compiles is not None and features.offloads:
+        warn_user(
+            f"{owner}: {loop.compiles} compiles the model as one, and its graph breaks at each layer that streams, so that "
+            "its kernels are others and round in another way. Leave it out to have the bits of the run without streaming"
+        )
+    if loop.checkpoints is not None:
+        for context in features.contexts:
+            if isinstance(context, MemoryBudget | Rematerialize):
+                warn_user(
+                    f"{owner}: {loop.checkpoints} recomputes every layer in every step, whether or not the "
+                    f"{type(context).__name__} needs it. Leave it out: what has to be recomputed is chosen by the budget"
+                )
+
+
+def _refuse_streaming(owner: str, train: str, device: torch.device, loop: Loop) -> None:
+    if loop.shards is not None:
+        raise ValueError(f"{owner}: a LayerOffload moves the weights, and so does {loop.shards}. Use one of the two")
+    if train != "frozen" and loop.num_processes > 1:
+        raise ValueError(
+            f'{owner}: a LayerOffload with train="{train}" takes gradients away that {loop.num_processes} processes would '
+            'reduce. Train in one process, or train a part (LoRA, train="frozen")'
+        )
+    if loop.casts is not None:
+        raise ValueError(
+            f"{owner}: {loop.casts} casts the model, whose layers stream. Leave it out, and cast the model ahead of "
+            "memkit.LayerOffload: model.to(torch.bfloat16)"
+        )
+    if train != "frozen" and loop.scales is not None:
+        raise ValueError(
+            f"{owner}: {loop.scales} scales gradients by torch's GradScaler, which does not wait for those that a LayerOffload "
+            f'with train="{train}" has in host memory. Use bfloat16, which needs no scale'
+        )
+    if train == "fused" and loop.takes_gradients is not None:
+        raise ValueError(
+            f'{owner}: a LayerOffload with train="fused" steps within the backward, so that {loop.takes_gradients} '
+            'finds no gradients. Use train="host", and leave out optimizer='
+        )
+    if (device.type, device.index or 0) != (loop.device.type, loop.device.index or 0):
+        raise ValueError(
+            f"{owner}: layers stream to {device}, and inputs go to {loop.device}. Make the LayerOffload with "
+            f'device="{loop.device}", or have the trainer use {device}'
+        )
+
+
+def is_checkpointing(model: nn.Module) -> bool:
+    """Tell whether layers of a model of transformers, or of diffusers, are checkpointed, by whatever setting."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())

@@ -1,0 +1,152 @@
+"""`MemkitCallback`: features of memkit in the Hugging Face Trainer, and so in those of TRL that are made of it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from memkit.integrations.extra import library
+from memkit.integrations.features import Features
+from memkit.integrations.refusals import Loop, is_checkpointing, refuse
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+_Callback = TypeVar("_Callback", bound="TrainerFeatures")
+
+
+class TrainerFeatures:
+    """Features of memkit in a Hugging Face Trainer: `callbacks=[MemkitCallback(memkit.MemoryBudget("12GiB"))]`.
+
+    A context (`MemoryBudget`, `CPUOffload`, `Rematerialize`) is attached to the model when the training begins, and taken off
+    when it ends. Evaluations in between are left alone, and nothing is planned from them. A `MemoryBudget` is told of the
+    Trainer's optimizer.
+
+    Layers of a `LayerOffload` stream as soon as that is made: make it before the Trainer, of a model on the CPU. The Trainer
+    then leaves the model where it is, and its optimizer is made of weights that are where they will be. Layers go on streaming
+    after the training, for evaluations and saving, until `close()`.
+
+    What was predicted and done is in the logs, beside the loss: `memkit_predicted_peak_bytes`, `memkit_step_peak_bytes`,
+    `memkit_step_s`, `memkit_offloaded_bytes` and others, as far as it is known. Checkpoints are those of the plain model, and
+    resuming works as ever.
+
+    Trainer does not tell callbacks of a training that ends by an error. Contexts are then taken off when the model is next
+    trained with a callback of this class, by `close()`, or at the end of a `with`.
+
+    Args:
+        features: one or several, such as `memkit.MemoryBudget("12GiB")`, `memkit.CPUOffload(0.3)`,
+            `memkit.Rematerialize(0.5)`, `memkit.LayerOffload(model, offload_ratio=0.75)`.
+
+    Raises:
+        TypeError: there is none, or one is no feature of memkit.
+        ValueError: two are of a kind. Also when the Trainer is made, or the training begins, if a feature does not go with the
+            Trainer's arguments: several GPUs in one process, a model that is cast, sharded or compiled as a whole.
+
+    Example:
+        >>> import memkit
+        >>> from memkit.integrations.trainer import TrainerFeatures  # and TrainerCallback make MemkitCallback
+        >>> callback = TrainerFeatures(memkit.MemoryBudget("12GiB"))
+        >>> callback.figures()
+        {}
+    """
+
+    def __init__(self, *features: object) -> None:
+        self._features = Features("MemkitCallback", features)
+
+    def __enter__(self: _Callback) -> _Callback:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take everything off the model, and put weights that stream back to where they were found; may be called again."""
+        self._features.close()
+
+    def figures(self) -> dict[str, float]:
+        """Return what is in the logs, as of now: plain numbers by name, in bytes or seconds."""
+        return self._features.figures()
+
+    # What Trainer calls
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
+    ) -> None:
+        self._refuse(args)
+        if self._features.offloads:
+            self._features.check(model)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        **_: Any,
+    ) -> None:
+        self._features.check(model)
+        self._refuse(args, is_checkpointing=is_checkpointing(model))
+        self._features.begin(model, optimizer)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs is None or not self._features.is_on or any(name.startswith(("eval_", "test_")) for name in logs):
+            return
+        figures, last = self._features.figures(), state.log_history[-1] if state.log_history else {}
+        if logs.keys() <= last.keys():  # what is kept, and written with checkpoints
+            last.update(figures)
+        logs.update(figures)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._features.end()
+
+    def _refuse(self, args: TrainingArguments, *, is_checkpointing: bool = False) -> None:
+        halves = {name: getattr(args, name, False) for name in ("fp16_full_eval", "bf16_full_eval")}
+        shards = {name: bool(getattr(args, name, None)) for name in ("fsdp", "deepspeed")}
+        refuse(
+            self._features,
+            Loop(
+                device=args.device,
+                replicas=f"n_gpu={args.n_gpu}" if args.n_gpu > 1 else None,
+                num_processes=args.world_size,
+                shards=_first(shards),
+                casts=_first(halves),
+                scales="fp16=True" if args.fp16 else None,
+                takes_gradients="Trainer, which takes the norm of all gradients,",
+                compiles="torch_compile=True" if args.torch_compile else None,
+                checkpoints="gradient_checkpointing=True" if is_checkpointing else None,
+            ),
+        )
+
+
+def _first(found: dict[str, bool]) -> str | None:
+    return next((f"{name}=True" if name.endswith("eval") else f"{name}=..." for name, is_on in found.items() if is_on), None)
+
+
+if TYPE_CHECKING:
+
+    class MemkitCallback(TrainerFeatures, TrainerCallback):
+        """See `TrainerFeatures`."""
+
+else:
+
+    def __getattr__(name):
+        """Make the callback when it is first asked for: of a class of transformers. Source: PEP 562."""
+        if name != "MemkitCallback":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        base = library("transformers", "MemkitCallback").TrainerCallback
+        made = type(name, (TrainerFeatures, base), {"__doc__": TrainerFeatures.__doc__, "__module__": __name__})
+        globals()[name] = made
+        return made

@@ -1,0 +1,447 @@
+"""`MemkitCallback` in the Hugging Face Trainer: the weights of the plain run, bit for bit, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memkit
+from memkit.around import Around
+from memkit.attached import attached_to
+from memkit.device import ReferenceDevice
+from memkit.errors import LayerOffloadError
+from memkit.integrations import in_place
+from tests.integrations.cases import (
+    EVERY_FEATURE,
+    MARKS,
+    MISSING,
+    Make,
+    assert_has_worked,
+    assert_same_weights,
+    llama,
+    tiny_budget,
+    tiny_layers,
+    tiny_layers_and_offload,
+    tiny_offload,
+    tiny_remat,
+    token_rows,
+)
+
+transformers = pytest.importorskip("transformers", reason=MISSING)
+pytest.importorskip("accelerate", reason=MISSING)
+
+from memkit.integrations import MemkitCallback  # noqa: E402  # not before it is known to be there
+
+pytestmark = MARKS
+
+
+def _arguments(folder: Path, **settings: Any) -> Any:
+    return transformers.TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "use_cpu": True,
+            "report_to": "none",
+            "per_device_train_batch_size": 4,
+            "max_steps": 4,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "seed": 3,
+            **settings,
+        }
+    )
+
+
+def _trainer(folder: Path, model: nn.Module, callback: object = None, **settings: Any) -> Any:
+    rows = [{"input_ids": row, "labels": row} for row in token_rows()]
+    return transformers.Trainer(
+        model,
+        _arguments(folder, **settings),
+        train_dataset=rows,
+        eval_dataset=rows[:5],
+        callbacks=[] if callback is None else [callback],
+    )
+
+
+def _train(folder: Path, make: Make | None, resume: str | None = None, **settings: Any) -> tuple[nn.Module, Any]:
+    """Train a new model, and return it, and the callback."""
+    model = llama()
+    callback = None if make is None else MemkitCallback(*make(model))
+    _trainer(folder, model, callback, **settings).train(resume_from_checkpoint=resume)
+    return model, callback
+
+
+@EVERY_FEATURE
+def test_weights_after_an_epoch_with_a_smaller_last_batch_are_those_of_the_plain_run(make: Make, tmp_path: Path) -> None:
+    plain, _ = _train(tmp_path / "plain", None)
+
+    model, callback = _train(tmp_path / "memkit", make)
+
+    assert_same_weights(model, plain)
+    assert_has_worked(callback.figures())
+
+
+@EVERY_FEATURE
+def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    plain, _ = _train(tmp_path / "plain", None, **saving)
+    _train(tmp_path / "memkit", make, **saving)
+
+    for folder in ("memkit", "plain"):
+        model, _ = _train(tmp_path / "resumed", make, resume=str(tmp_path / folder / "checkpoint-2"))
+
+        assert_same_weights(model, plain)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [tiny_remat, tiny_layers_and_offload])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 2},
+        {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True},
+        {"bf16": True},
+        {"max_grad_norm": 0.5, "optim": "adamw_torch", "lr_scheduler_type": "cosine", "warmup_steps": 2},
+        {"optim": "adafactor"},
+        {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True},
+        {"neftune_noise_alpha": 5.0},
+        {"label_smoothing_factor": 0.1},
+    ],
+    ids=["accumulation", "evaluation", "bf16", "clipping", "adafactor", "best model", "neftune", "label smoothing"],
+)
+def test_weights_are_those_of_the_plain_run_under_other_settings(make: Make, settings: dict[str, Any], tmp_path: Path) -> None:
+    plain, _ = _train(tmp_path / "plain", None, **settings)
+
+    model, callback = _train(tmp_path / "memkit", make, **settings)
+
+    assert_same_weights(model, plain)
+    assert_has_worked(callback.figures())
+
+
+@pytest.mark.full
+def test_layers_stream_under_a_budget_in_bfloat16_with_accumulation_and_evaluation(tmp_path: Path) -> None:
+    settings = {"bf16": True, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    plain, _ = _train(tmp_path / "plain", None, **settings)
+
+    model, callback = _train(tmp_path / "memkit", lambda model: [*tiny_layers(model), *tiny_budget(model)], **settings)
+
+    assert_same_weights(model, plain)
+    assert_has_worked(callback.figures())
+
+
+def test_resumes_with_accumulation_and_evaluation_in_between(tmp_path: Path) -> None:
+    settings = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    plain, _ = _train(tmp_path / "plain", None, save_steps=2, **settings)
+    _train(tmp_path / "memkit", tiny_layers, save_steps=2, **settings)
+
+    model, _ = _train(
+        tmp_path / "memkit", tiny_layers, resume=str(tmp_path / "memkit" / "checkpoint-2"), save_steps=2, **settings
+    )
+
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.full
+def test_evaluation_is_no_iteration(tmp_path: Path) -> None:
+    _train(tmp_path, tiny_budget, eval_strategy="steps", eval_steps=1)
+
+    assert memkit.stats("tiny").num_iterations == 4
+
+
+def test_budget_is_told_of_the_optimizer_that_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts: list[Any] = []
+    monkeypatch.setattr("memkit.integrations.features.attach", lambda _, context: contexts.append(context))
+    model = llama()
+    callback = MemkitCallback(*tiny_budget(model))
+    trainer = _trainer(tmp_path, model, callback, max_steps=1)
+    monkeypatch.setattr(callback._features, "end", lambda: None)
+
+    trainer.train()
+
+    assert contexts[0]._limits.optimizer() is trainer.optimizer.optimizer
+
+
+def test_logs_say_what_was_predicted_and_taken(tmp_path: Path) -> None:
+    model = llama()
+    trainer = _trainer(tmp_path, model, MemkitCallback(*tiny_budget(model)), save_strategy="steps", save_steps=4)
+    trainer.train()
+
+    last = [line for line in trainer.state.log_history if "loss" in line][-1]
+    assert last["memkit_budget_bytes"] == 200 * 1024
+    assert 0 < last["memkit_predicted_peak_bytes"] <= last["memkit_budget_bytes"]
+    assert 0 < last["memkit_step_peak_bytes"] <= last["memkit_budget_bytes"]
+    assert last["memkit_step_s"] > 0
+    assert "memkit_predicted_peak_bytes" not in trainer.state.log_history[0]  # nothing is planned yet
+    saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    assert saved[3]["memkit_step_s"] == last["memkit_step_s"]
+
+
+def test_logs_reach_callbacks_that_come_later(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Reporter(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            seen.append(dict(logs))
+
+    model = llama()
+    trainer = transformers.Trainer(
+        model,
+        _arguments(tmp_path, max_steps=1),
+        train_dataset=[{"input_ids": row, "labels": row} for row in token_rows()],
+        callbacks=[Reporter(), MemkitCallback(*tiny_offload(model))],
+    )
+    trainer.add_callback(trainer.pop_callback(Reporter))  # as the page on recipes has it for TensorBoard
+
+    trainer.train()
+
+    assert seen[0]["memkit_offloaded_bytes"] > 0
+
+
+def test_evaluation_has_no_figures_of_training_in_its_log(tmp_path: Path) -> None:
+    model = llama()
+    trainer = _trainer(tmp_path, model, MemkitCallback(*tiny_layers(model)), eval_strategy="steps", eval_steps=2)
+    trainer.train()
+
+    evaluations = [line for line in trainer.state.log_history if "eval_loss" in line]
+    assert len(evaluations) == 2
+    assert not any(name.startswith("memkit") for line in evaluations for name in line)
+
+
+def test_nothing_is_attached_once_the_training_is_over(tmp_path: Path) -> None:
+    model, _ = _train(tmp_path, tiny_remat)
+
+    assert attached_to(model) == []
+
+
+def test_training_again_attaches_again(tmp_path: Path) -> None:
+    model = llama()
+    trainer = _trainer(tmp_path, model, MemkitCallback(*tiny_offload(model)), max_steps=2)
+    trainer.train()
+    trainer.train()
+
+    assert memkit.stats("tiny").num_iterations == 4
+
+
+class _Stop(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("the disk is full")
+
+
+@pytest.mark.full
+def test_training_behind_one_that_failed_takes_off_what_that_has_left(tmp_path: Path) -> None:
+    model, plain = llama(), llama()
+    failing = _trainer(tmp_path, model, MemkitCallback(*tiny_budget(model)))
+    failing.add_callback(_Stop())
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        failing.train()
+    plain_failing = _trainer(tmp_path, plain)
+    plain_failing.add_callback(_Stop())
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        plain_failing.train()
+
+    _trainer(tmp_path, model, MemkitCallback(*tiny_budget(model))).train()
+    _trainer(tmp_path, plain).train()
+
+    assert_same_weights(model, plain)
+    assert attached_to(model) == []
+
+
+def test_with_takes_all_off_also_by_an_error(tmp_path: Path) -> None:
+    model = llama()
+
+    def train() -> None:
+        with MemkitCallback(*tiny_layers_and_offload(model)) as callback:
+            trainer = _trainer(tmp_path, model, callback)
+            trainer.add_callback(_Stop())
+            trainer.train()
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        train()
+
+    assert attached_to(model) == []
+    assert not any(isinstance(value, Around) for value in vars(model).values())
+
+
+def test_layers_go_on_streaming_for_an_evaluation_and_saving(tmp_path: Path) -> None:
+    plain, model = llama(), llama()
+    plain_trainer = _trainer(tmp_path / "plain", plain)
+    plain_trainer.train()
+    callback = MemkitCallback(*tiny_layers(model))
+    trainer = _trainer(tmp_path / "memkit", model, callback)
+    trainer.train()
+
+    fetched = callback.figures()["memkit_layers_h2d_bytes"]
+    assert trainer.evaluate()["eval_loss"] == plain_trainer.evaluate()["eval_loss"]
+    assert callback.figures()["memkit_layers_h2d_bytes"] > fetched
+    trainer.save_model(str(tmp_path / "saved"))
+    assert_same_weights(type(model).from_pretrained(tmp_path / "saved"), plain)  # type: ignore[attr-defined]
+    callback.close()
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("make", [tiny_offload, tiny_remat])
+def test_models_that_trainer_makes_itself_are_attached_to(make: Make, tmp_path: Path) -> None:
+    rows = [{"input_ids": row, "labels": row} for row in token_rows()]
+    trainers = []
+    for callbacks in ([], [MemkitCallback(*make(llama()))]):
+        trainer = transformers.Trainer(
+            model_init=lambda: llama(), args=_arguments(tmp_path, max_steps=2), train_dataset=rows, callbacks=callbacks
+        )
+        trainer.train()
+        trainer.train()  # of a new model, as a search for hyperparameters does
+        trainers.append(trainer)
+
+    assert_same_weights(trainers[1].model, trainers[0].model)
+    assert memkit.stats("tiny").num_iterations == 4
+
+
+def test_smaller_batches_after_one_that_did_not_fit_are_attached_to_once(tmp_path: Path) -> None:
+    class Full(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            sizes.append(trainer._train_batch_size)
+            if len(sizes) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    sizes: list[int] = []
+    model = llama()
+    trainer = _trainer(tmp_path, model, MemkitCallback(*tiny_offload(model)), auto_find_batch_size=True)
+    trainer.add_callback(Full())
+    trainer.train()
+
+    assert sizes[0] > sizes[1] == sizes[-1]
+    assert len(sizes) == 5
+    assert attached_to(model) == []
+
+
+# Compiled as a whole
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch, no_compiled_code_is_left: None) -> dict[str, Any]:
+    """Settings that have Trainer compile the model, by an environment that is put back."""
+    for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"):
+        monkeypatch.setenv(name, "no")
+        monkeypatch.delenv(name)
+    return {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3}
+
+
+@pytest.mark.full
+def test_layers_stream_in_a_model_that_trainer_compiles_with_a_warning(compiling: dict[str, Any], tmp_path: Path) -> None:
+    plain, _ = _train(tmp_path / "plain", None, **compiling)
+    torch._dynamo.reset()
+
+    with pytest.warns(UserWarning, match="torch_compile=True compiles the model as one, and its graph breaks at each layer"):
+        model, callback = _train(tmp_path / "memkit", tiny_layers, **compiling)
+
+    for name, tensor in model.state_dict().items():  # graphs that are cut elsewhere round in another way
+        torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-3, atol=1e-5)
+    assert_has_worked(callback.figures())
+
+
+# What moves the model
+
+
+def test_trainer_moves_nothing_that_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stayed: list[nn.Module] = []
+    stay = in_place._stay
+    monkeypatch.setattr(in_place, "_stay", lambda model, *rest: stayed.append(model) or stay(model, *rest))
+    model = llama()
+
+    trainer = _trainer(tmp_path, model, MemkitCallback(*tiny_layers(model)), max_steps=1)
+    assert stayed == [model]  # Trainer itself
+    trainer.train()
+    assert stayed == [model] * 2  # and Accelerate
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (tiny_layers, {"bf16_full_eval": True}, "bf16_full_eval=True casts the model, whose layers stream. Leave it out"),
+        (tiny_budget, {"torch_compile": True}, "torch_compile=True, which compiles the model as one. Leave that out"),
+    ],
+    ids=["cast", "compiled"],
+)
+def test_settings_that_do_not_go_with_a_feature_are_named(
+    make: Make, settings: dict[str, Any], message: str, compiling: dict[str, Any], tmp_path: Path
+) -> None:
+    model = llama()
+
+    with pytest.raises(ValueError, match=message):
+        _trainer(tmp_path, model, MemkitCallback(*make(model)), **settings)
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path: Path) -> None:
+    model, callback = llama(), None
+    arguments = _arguments(tmp_path)
+    arguments._n_gpu = 2
+    callback = MemkitCallback(*tiny_budget(model))
+
+    with pytest.raises(ValueError, match=r"one GPU for each process; found n_gpu=2, .*DataParallel.*CUDA_VISIBLE_DEVICES=0"):
+        transformers.Trainer(model, arguments, train_dataset=token_rows(), callbacks=[callback])
+
+
+def test_model_of_another_layer_offload_is_refused(tmp_path: Path) -> None:
+    callback = MemkitCallback(*tiny_layers(llama()))
+
+    with pytest.raises(ValueError, match=r"needs the LayerOffload of what is trained.*found that of another LlamaForCausalLM"):
+        _trainer(tmp_path, llama(), callback)
+
+
+def test_closed_layer_offload_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    (offload,) = tiny_layers(model)
+    callback = MemkitCallback(offload)
+    offload.close()  # type: ignore[attr-defined]
+
+    with pytest.raises(ValueError, match="was given a LayerOffload that is closed by now"):
+        _trainer(tmp_path, model, callback)
+    with pytest.raises(ValueError, match="keep_in_place needs a LayerOffload that streams; found one that is closed"):
+        MemkitCallback(offload)
+
+
+def test_steps_within_the_backward_are_refused(tmp_path: Path) -> None:
+    model = llama()
+    offload = memkit.LayerOffload(model, offload_ratio=1.0, optimizer=torch.optim.SGD, device=ReferenceDevice())
+
+    with pytest.raises(
+        ValueError, match=r'train="fused" steps within the backward.*Use train="host", and leave out optimizer='
+    ):
+        _trainer(tmp_path, model, MemkitCallback(offload))
+
+
+def test_checkpointed_layers_are_warned_of(tmp_path: Path) -> None:
+    plain, _ = _train(tmp_path / "plain", None, gradient_checkpointing=True)
+
+    with pytest.warns(UserWarning, match="gradient_checkpointing=True recomputes every layer in every step.*Leave it out"):
+        model, _ = _train(tmp_path / "memkit", tiny_budget, gradient_checkpointing=True)
+
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("make", [tiny_layers, tiny_offload])
+def test_checkpointed_layers_may_stream_and_offload(make: Make, tmp_path: Path) -> None:
+    plain, _ = _train(tmp_path / "plain", None, gradient_checkpointing=True)
+
+    model, callback = _train(tmp_path / "memkit", make, gradient_checkpointing=True)
+
+    assert_same_weights(model, plain)
+    assert_has_worked(callback.figures())
+
+
+def test_casting_a_model_that_streams_raises() -> None:
+    model = llama()
+    callback = MemkitCallback(*tiny_layers(model))
+
+    with pytest.raises(LayerOffloadError, match=r"was about to be cast: .* is torch.float32, and was to be torch.bfloat16"):
+        model.to(torch.bfloat16)
+
+    callback.close()
+    assert model.to(torch.bfloat16).get_parameter("lm_head.weight").dtype == torch.bfloat16
