@@ -49,6 +49,10 @@ _FAST_PATHS = frozenset({"aten._transformer_encoder_layer_fwd", "aten._native_mu
 """Ops that torch's modules do not run where a function mode is on."""
 
 
+_PER_OP = 3
+"""What it costs that an op is seen, in what it costs that a function is."""
+
+
 class FunctionCall(NamedTuple):
     """A call of a function that is known ahead."""
 
@@ -137,7 +141,8 @@ class FunctionNotes(_FunctionMode):
             are_skipped = all(op.is_skipped and not op.is_writer for op in inside)
             is_quiet = call.is_quiet and are_skipped and read.isdisjoint(range(call.first, call.made))
             found.append(FunctionCall(call.func, is_quiet, *call[2:]))
-        return tuple(found) if any(call.is_quiet and call.ops for call in found) else ()
+        num_spared = sum(len(call.ops) for call in found if call.is_quiet)
+        return tuple(found) if _PER_OP * num_spared > len(found) else ()
 
 
 class QuietFunctions(_FunctionMode):

@@ -22,6 +22,7 @@ from memkit import torch_private
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import Action
+from memkit.recording import functions
 from tests.activations.budgeting.plans import plan_of_some, planner_of
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
@@ -30,6 +31,13 @@ pytestmark = [
     pytest.mark.filterwarnings(NO_PLAN_FITS),
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is:FutureWarning", "ignore:.torch.jit.script. is:DeprecationWarning"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has functions be followed also where that spares little: these models are small."""
+    monkeypatch.setattr(functions, "_PER_OP", 100)
+
 
 Make = Callable[[], AbstractContextManager[object]]
 Act = Callable[["Quiet", Tensor], Tensor]
@@ -384,6 +392,18 @@ def test_fast_path_of_torchs_modules_is_taken_as_without(device: Device) -> None
     for _ in range(2):
         assert_same_bits(_train(model, make), plain)
     assert _num_quiet() == 0
+
+
+def test_functions_are_not_followed_where_that_spares_little(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "_PER_OP", 0)
+    model = _model(device)
+    make = _steady(model, device)
+    for block in model:
+        block.quiet.modes.clear()
+    _train(model, make)
+
+    assert _num_quiet() == 0
+    assert [block.quiet.modes for block in model] == [[1]] * NUM_BLOCKS
 
 
 def test_default_device_of_the_users_holds(device: Device) -> None:
