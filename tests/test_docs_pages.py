@@ -93,6 +93,17 @@ def test_answers_and_recipes_are_in_the_contents_ahead_of_what_goes_wrong() -> N
     ]
 
 
+def test_every_room_is_in_the_table_of_rooms() -> None:
+    (table,) = re.findall(
+        r"^\| room \| what it owns \|\n(.*?)\n\n", (DOCS / "concepts.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    named = {name for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`([\w/]+)`", cell)}
+    found = {f"{path.name}/" if path.is_dir() else path.stem for path in (ROOT / "memkit").iterdir()}
+
+    assert named
+    assert found - named <= {"__init__", "_version", "__pycache__/", "py"}  # py.typed
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_page_of_a_feature_is_short_and_has_what_readers_look_for(name: str) -> None:
     text = (DOCS / f"{name}.md").read_text()
