@@ -63,7 +63,7 @@ def test_page_of_answers_shows_what_its_example_prints(capsys: pytest.CaptureFix
 
     shown = re.search(re.escape(block) + r"```\n\n^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     assert shown is not None
-    assert shown[1] in capsys.readouterr().out
+    assert shown[1].split() == capsys.readouterr().out.split(), "but for where lines are broken"
 
 
 def _commands_with_samples(page: Path) -> list[tuple[str, str]]:
@@ -80,14 +80,15 @@ def test_page_of_answers_shows_what_its_commands_print(
 
     assert len(samples) == 5
     for commands, shown in samples:
-        for command in commands.splitlines():
+        for command in commands.replace("\\\n", "").splitlines():
             assert main(shlex.split(command.removeprefix("$ memkit "))) == 0, command
-        assert shown.removesuffix("\n...\n") in capsys.readouterr().out, commands
+        printed = " ".join(capsys.readouterr().out.split())  # lines are broken elsewhere
+        assert " ".join(shown.removesuffix("\n...\n").split()) in printed, commands
 
 
 def test_six_questions_have_the_commands_that_are_answered() -> None:
     blocks = _blocks(ROOT / "docs" / "answers.md", "console")
-    answered = {command.removeprefix("$ ") for block in blocks for command in block.splitlines()}
+    answered = {" ".join(command.split()) for block in blocks for command in block.replace("\\\n", "").split("$ ")}
     asked = re.findall(r"^\| [^|]+\? \| `(memkit [^`]+)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
 
     assert len(asked) == 5
