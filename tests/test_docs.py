@@ -6,6 +6,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -54,14 +55,44 @@ def test_readme_shows_what_its_example_prints(capsys: pytest.CaptureFixture[str]
     assert without_version(_blocks(readme, "text")[0]) == without_version(capsys.readouterr().out)
 
 
-def test_page_on_profiles_shows_what_its_example_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    page = ROOT / "docs" / "profile.md"
-    blocks, names = _blocks(page, "python"), dict[str, object]()
+def test_page_of_answers_shows_what_its_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "answers.md"
+    block = _blocks(page, "python")[0]
 
-    for block in (blocks[0], next(block for block in blocks if "before.in_words()" in block)):
-        exec(compile(block, str(page), "exec"), names)
+    exec(compile(block, str(page), "exec"), {})
 
-    assert _blocks(page, "text")[0] in capsys.readouterr().out
+    shown = re.search(re.escape(block) + r"```\n\n^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    assert shown[1].split() == capsys.readouterr().out.split(), "but for where lines are broken"
+
+
+def _commands_with_samples(page: Path) -> list[tuple[str, str]]:
+    return re.findall(r"^```console\n(.*?)^```\n\n^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.full
+def test_page_of_answers_shows_what_its_commands_print(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchvision")
+    monkeypatch.chdir(tmp_path)  # where they write files
+    samples = _commands_with_samples(ROOT / "docs" / "answers.md")
+
+    assert len(samples) == 5
+    for commands, shown in samples:
+        for command in commands.replace("\\\n", "").splitlines():
+            assert main(shlex.split(command.removeprefix("$ memkit "))) == 0, command
+        printed = " ".join(capsys.readouterr().out.split())  # lines are broken elsewhere
+        assert " ".join(shown.removesuffix("\n...\n").split()) in printed, commands
+
+
+def test_six_questions_have_the_commands_that_are_answered() -> None:
+    blocks = _blocks(ROOT / "docs" / "answers.md", "console")
+    answered = {" ".join(command.split()) for block in blocks for command in block.replace("\\\n", "").split("$ ")}
+    asked = re.findall(r"^\| [^|]+\? \| `(memkit [^`]+)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+    assert len(asked) == 5
+    assert set(asked) <= answered
 
 
 def test_page_on_layer_offload_shows_the_plan_that_is_made(capsys: pytest.CaptureFixture[str]) -> None:

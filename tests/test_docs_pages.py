@@ -85,10 +85,23 @@ def test_contents_begin_with_what_a_reader_needs_first() -> None:
     assert entries[-1] == "concepts"
 
 
-def test_page_of_recipes_finds_its_place_in_the_contents() -> None:
-    assert [entry for entry in _toctrees() if fnmatch.fnmatchcase("recipes", entry)] == [
-        entry for entry in _toctrees() if fnmatch.fnmatchcase("troubleshooting", entry)
+def test_answers_and_recipes_are_in_the_contents_ahead_of_what_goes_wrong() -> None:
+    entries = _toctrees()
+
+    assert [entries.index(name) for name in ("answers", "recipes", "troubleshooting")] == [
+        entries.index("answers") + number for number in range(3)
     ]
+
+
+def test_every_room_is_in_the_table_of_rooms() -> None:
+    (table,) = re.findall(
+        r"^\| room \| what it owns \|\n(.*?)\n\n", (DOCS / "concepts.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    named = {name for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`([\w/]+)`", cell)}
+    found = {f"{path.name}/" if path.is_dir() else path.stem for path in (ROOT / "memkit").iterdir()}
+
+    assert named
+    assert found - named <= {"__init__", "_version", "__pycache__/", "py"}  # py.typed
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -212,7 +225,7 @@ def test_reference_shows_attributes_with_their_texts_whole(tmp_path: Path) -> No
 _OF_OTHERS = {
     "assign", "cache_enabled", "create_graph", "device_placement", "dtype", "enabled", "error_if_nonfinite", "fused",
     "inplace", "is_grads_batched", "lr", "memory", "mmap", "peak", "use_cache", "use_reentrant", "vectorize",
-    "DTYPE", "KEY", "LimitMEMLOCK", "pin_memory", "T_max",
+    "DTYPE", "KEY", "LimitMEMLOCK", "amsgrad", "foreach", "pin_memory", "T_max",
 }  # fmt: skip
 """Arguments on the pages that are not memkit's. Recipes are full of those."""
 
