@@ -22,7 +22,6 @@ from memkit.progress import progress
 
 _TARGETS = ("cuda", "cpu")
 _SORT_KEYS = ("activation", "self", "params", "calls", "peak", "forward", "backward", "name")
-_OPTIMIZERS = ("adamw", "adam", "momentum", "sgd")
 """As `profile_memory`, `MemoryReport.to_text` and `plan_memory` take them."""
 
 _logger = logging.getLogger("memkit.cli")
@@ -108,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument(
         "--optimizer", metavar="NAME", help="count the gradients, and the states of this optimizer, such as adamw"
     )
-    _add_html(profile, "draw the step and its modules on a page; runs the backward as well")
+    _add_html(profile, "run the backward as well, and draw the step and its modules on a page")
     _add_view(profile)
     profile.set_defaults(command="profile")
 
@@ -140,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_html(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--html", type=Path, metavar="FILE", help=f"{what}, FILE, which any browser shows")
+    parser.add_argument("--html", type=Path, metavar="FILE", help=f"{what}: one FILE for any browser")
 
 
 _AS_PROFILE = "as for `memkit profile`"
@@ -236,8 +235,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--optimizer",
-        choices=_OPTIMIZERS,
-        help="count this optimizer's states as well; default: none, as before its first step",
+        metavar="NAME",
+        help="count this optimizer's states as well, such as adamw; default: none, as before its first step",
     )
     parser.add_argument(
         "--batch-search",

@@ -113,6 +113,7 @@ def plan(options: argparse.Namespace) -> None:
     """Predict a step under memory budgets."""
     _check_output(options)
     _check_html(options)
+    said_as("--optimizer", lambda: check_optimizer(options.optimizer))
     command.plan(options)
 
 

@@ -167,6 +167,10 @@ class HookSet:
         self._handles.append(last)
         last.handle = nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True)
 
+    def ahead_of_all_forwards(self, before: Callable[..., None]) -> None:
+        """Call `before(module, args)` ahead of every forward, in all threads."""
+        self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
+
     def remove(self) -> None:
         """Remove every hook, the last one first. Calling it again does nothing."""
         while self._handles:

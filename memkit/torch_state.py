@@ -58,10 +58,16 @@ def leave_mode(mode: DispatchMode) -> None:
     do_at_once(*steps)
 
 
+def function_modes() -> list[TorchFunctionMode]:
+    """Return the function modes that are on, the outermost first."""
+    (mode_at,) = torch_private.known("function_mode_at")
+    return [mode_at(place) for place in range(torch_private.num_function_modes())]
+
+
 def leave_function_mode(mode: TorchFunctionMode) -> None:
     """Take a function mode off the stack if it is on it, from below others as well. Calling it again does nothing."""
-    (at,), (pop,), (push,) = map(torch_private.known, ("function_mode_at", "pop_function_mode", "push_function_mode"))
-    stack = [at(place) for place in range(torch_private.num_function_modes())]
+    (pop,), (push,) = map(torch_private.known, ("pop_function_mode", "push_function_mode"))
+    stack = function_modes()
     if mode in stack:
         above = stack[stack.index(mode) + 1 :]
         do_at_once(*[partial(pop)] * (len(above) + 1), *(partial(push, other) for other in above))

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from memkit import __version__, arguments, cli, commands, progress
-from memkit.plan import asked
 from memkit.profile import MemoryReport
 from memkit.profile.simulate import TARGETS
 from memkit.profile.table import SORT_KEYS
@@ -377,7 +376,6 @@ def test_interrupt_is_one_line_at_any_time(when: str, tmp_path: Path) -> None:
 def test_choices_are_those_of_the_profile() -> None:
     assert tuple(SORT_KEYS) == cli._SORT_KEYS
     assert cli._TARGETS == TARGETS
-    assert tuple(asked._STATES) == cli._OPTIMIZERS
 
 
 @pytest.mark.parametrize("name", sorted(set(arguments.DTYPES.values())))

@@ -15,7 +15,7 @@ from memkit.fronts.front import LargestBatch
 from memkit.fronts.picture import draw
 from memkit.fronts.rows import make_front
 from memkit.fronts.table import to_text
-from memkit.plan.asked import budget_bytes_of, problem_of, trace_of
+from memkit.plan.asked import budget_bytes_of, problem_of
 from memkit.plan.budget import Problem, least_budget
 from memkit.plan.gpus import find_gpu
 from memkit.profile import MemoryReport, profile_memory
@@ -67,11 +67,11 @@ def plan(options: argparse.Namespace) -> None:
             )
 
     def problem_with(batch: int | None) -> Problem:
-        return problem_of(trace_of(report_with(batch)), gpu, options.optimizer)
+        return problem_of(report_with(batch), gpu)
 
     _logger.info("tracing %s", options.spec)
     report = report_with(None)
-    problem = problem_of(trace_of(report), gpu, options.optimizer)
+    problem = problem_of(report, gpu)
     limits = said_as("--budget", lambda: [budget_bytes_of(budget, problem) for budget in options.budgets or ()])
     _logger.info("planning for the %s", gpu.name)
     front, plans = make_front(problem, limits or None, num_budgets=options.steps or _NUM_BUDGETS, optimizer=options.optimizer)

@@ -41,7 +41,7 @@ def plan_memory(
             "12GiB", bytes as an int of at least 2**20, or a share of the plain step's peak as a float up to 1.
         gpu: a name such as "RTX 4090", a file that `memkit bench machine --save` wrote, or a `memkit.plan.GpuSpec`.
         optimizer: "adamw" and "adam" count two states of each trainable parameter's size as there all along, "momentum" one,
-            "sgd" and None none.
+            "sgd" none; None those of the optimizer that the report was made with, if there was one.
 
     Returns:
         The plan: `predicted_s`, `predicted_peak_bytes`, `bound_s`, `min_budget_bytes`, `explain()`, `to_json()`.
@@ -64,7 +64,7 @@ def plan_memory(
         >>> plan.predicted_peak_bytes <= 0.7 * plan.plain_peak_bytes
         True
     """
-    problem = problem_of(trace_of(source), find_gpu(gpu), optimizer)
+    problem = problem_of(source, find_gpu(gpu), optimizer)
     return plan_budget_jointly(problem, budget_bytes_of(budget, problem), with_bound=True)
 
 
@@ -82,8 +82,11 @@ def trace_of(source: TracedReport | StepTrace) -> StepTrace:
     return source.trace
 
 
-def problem_of(trace: StepTrace, gpu: GpuSpec, optimizer: str | None) -> Problem:
+def problem_of(source: TracedReport | StepTrace, gpu: GpuSpec, optimizer: str | None = None) -> Problem:
     """Return what there is to plan in a step on a GPU, with the states of an optimizer there all along."""
+    trace, counted = trace_of(source), None if isinstance(source, StepTrace) else getattr(source, "optimizer", None)
+    if optimizer is None and counted is not None:
+        return make_problem(trace, gpu, optimizer_bytes=counted.state_bytes)
     if optimizer is not None and optimizer not in _STATES:
         found = repr(optimizer) if isinstance(optimizer, str) else f"a {type(optimizer).__name__}"
         raise ValueError(f"optimizer must be one of {', '.join(_STATES)}, or None; found {found}")

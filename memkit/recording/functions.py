@@ -1,32 +1,38 @@
-"""Calls of torch's functions that are known ahead, in which no op is seen: the recorder is off but where ops are recorded.
+"""Calls of torch's functions that are known ahead, in which no op is seen: the recorder is off in them.
 
 [Note: quiet functions] A dispatch mode costs the host some 10 µs for each op that it sees, views included, whether it records
 them or not. A mode that sees calls of torch's functions (`torch.overrides.TorchFunctionMode`) costs a third of that, and sees a
 linear layer once where a dispatch mode sees a transposition, a product and two views. So where a forward is known op by op, it
-is followed function by function: the recorder is on in those alone in which something is recorded, written to, or made that is
-asked for by its number. In all others, which are *quiet*, nothing happens that anybody would have to know of.
+is followed function by function, and the recorder is off in those that are *quiet*: nothing is recorded in them, or written to,
+and nothing is made that is asked for by its number.
 
-Nothing is written to unseen. What writes is never quiet, and with the first function that is another one than is known the
-recorder is on before that runs, up to the end of the forward. A function whose flags say whether it writes (`inplace`,
-`training`) is quiet with the flags that it was noted with alone. In a forward of which an op was seen outside of all functions,
-as those that TorchScript or C++ code runs, none is quiet.
+The recorder is on everywhere else: between functions, where TorchScript, C++ code and whoever hides from function modes run
+their ops; in functions that write, or whose flags (`inplace`, `training`) are not those that were noted; and from the first
+function on that is another one than is known. A quiet function must run no Python of the user's. So none is quiet while other
+saved-tensor hooks are on top of memkit's, other dispatch modes are on, or the program is in a function mode of its own.
+
+Some modules of torch choose another path where a function mode is on (`torch.overrides.has_torch_function`), with other bits.
+They are called without it: a hook on all forwards takes it off for the rest of the step.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from memkit import torch_private
 from memkit.compiled import num_asked
-from memkit.torch_state import leave_function_mode, leave_untraced
+from memkit.hooks import HookSet
+from memkit.torch_state import function_modes, leave_function_mode, leave_untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from memkit.recording.expected import ExpectedOp
     from memkit.recording.recorder import Recorder
@@ -37,6 +43,8 @@ _ASKED = frozenset(
     for name in (
         *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
         *("is_cpu", "is_cuda", "is_meta", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "names", "output_nr"),
+        *("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "element_size", "is_contiguous"),
+        *("data_ptr", "get_device", "is_complex", "is_floating_point", "is_inference", "is_conj", "is_neg"),
     )
 )
 """What is asked of a tensor, and runs nothing: how often is nobody's business."""
@@ -45,10 +53,8 @@ _BUILT_IN = (BuiltinFunctionType, MethodDescriptorType)
 _FLAGS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _TENSOR = object()
 """Stands for any tensor among the arguments of a call."""
-_FAST_PATHS = frozenset({"aten._transformer_encoder_layer_fwd", "aten._native_multi_head_attention"})
-"""Ops that torch's modules do not run where a function mode is on."""
-
-
+_WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Modules that have another path where nothing is trained, and no function mode is on."""
 _PER_OP = 3
 """What it costs that an op is seen, in what it costs that a function is."""
 
@@ -71,23 +77,39 @@ class FunctionCall(NamedTuple):
 
 
 def may_be_quiet(ops: Sequence[Any]) -> bool:
-    """Tell whether functions may be followed in a forward of these ops: it compiles nothing, and runs the same."""
-    if not (torch_private.known("function_mode_at") and torch_private.known("pop_function_mode")):
-        return False
-    return all(hasattr(op, "overloadpacket") and str(op.overloadpacket) not in _FAST_PATHS for op in set(ops))
+    """Tell whether functions may be followed in a forward of these ops: it compiles nothing."""
+    names = ("function_mode_at", "pop_function_mode", "push_function_mode")
+    return all(map(torch_private.known, names)) and all(hasattr(op, "overloadpacket") for op in set(ops))
 
 
 class _FunctionMode(TorchFunctionMode):
     """A function mode that Ctrl-C leaves whole, and that Dynamo does not look into."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._hooks = HookSet()
+
     def __init_subclass__(cls) -> None:
         leave_untraced(cls.__torch_function__)
+        leave_untraced(cls._before)
 
     def __enter__(self) -> Any:
+        """Enter, right behind the recorder."""
+        self._hooks.ahead_of_all_forwards(self._before)
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
     def __exit__(self, *_: object) -> None:
         leave_function_mode(self)
+        self._hooks.remove()
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Follow functions no more."""
+
+    def _before(self, module: nn.Module, *_: Any) -> None:
+        if isinstance(module, _WITH_FAST_PATHS) and not all(inner.training for inner in module.modules()):
+            self.stop()
+            leave_function_mode(self)
 
 
 class FunctionNotes(_FunctionMode):
@@ -105,9 +127,11 @@ class FunctionNotes(_FunctionMode):
         self._is_whole = True
 
     def __enter__(self) -> Any:
-        """Enter, right behind the recorder."""
         self._num_asked, self._num_modes = num_asked(), torch_private.num_dispatch_modes()
         return super().__enter__()
+
+    def stop(self) -> None:
+        self._is_whole = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -125,7 +149,7 @@ class FunctionNotes(_FunctionMode):
         return results
 
     def known(self, ops: Sequence[ExpectedOp], needed: Collection[int], roots: Collection[int]) -> tuple[FunctionCall, ...]:
-        """Return what is known ahead of a forward that goes like this one; nothing if no function may be quiet.
+        """Return what is known ahead of a forward that goes like this one; nothing if functions are not to be followed.
 
         Args:
             ops: its ops, all of them.
@@ -139,7 +163,7 @@ class FunctionNotes(_FunctionMode):
         for call in self._calls:
             inside = ops[call.begin : call.begin + len(call.ops)]
             are_skipped = all(op.is_skipped and not op.is_writer for op in inside)
-            is_quiet = call.is_quiet and are_skipped and read.isdisjoint(range(call.first, call.made))
+            is_quiet = call.is_quiet and bool(inside) and are_skipped and read.isdisjoint(range(call.first, call.made))
             found.append(FunctionCall(call.func, is_quiet, *call[2:]))
         num_spared = sum(len(call.ops) for call in found if call.is_quiet)
         return tuple(found) if _PER_OP * num_spared > len(found) else ()
@@ -151,80 +175,71 @@ class QuietFunctions(_FunctionMode):
     Args:
         calls: what is known.
         recorder: which is off.
-        go_on: has it on from there on, where another function comes.
     """
 
-    def __init__(self, calls: Sequence[FunctionCall], recorder: Recorder, go_on: Callable[[], None]) -> None:
+    def __init__(self, calls: Sequence[FunctionCall], recorder: Recorder) -> None:
         super().__init__()
         self._calls = calls
         """Empty as soon as they are followed no more."""
-        self._recorder, self._go_on = recorder, go_on
-        self._num_modes = torch_private.num_dispatch_modes()
+        self._recorder = recorder
+        self._num_modes = 0
+        self._hooks_on_top: Any = None
         self._place = 0
         self.is_inside = False
         """Whether a function runs, in which this mode sees nothing."""
 
     def __enter__(self) -> Any:
-        """Enter, right behind the recorder: what that has told Dynamo holds also where it is off."""
-        super().__enter__()
-        torch_private.pop_dispatch_mode(None)
-        return self
+        self._num_modes, self._hooks_on_top = torch_private.num_dispatch_modes(), torch_private.top_saved_tensor_hooks(True)
+        if not all(isinstance(mode, DeviceContext) for mode in function_modes()):
+            self.stop()  # it would run the program's Python within each function
+            return self
+        return super().__enter__()
 
     def stop(self) -> None:
-        """Follow functions no more, and record all ops from here on."""
-        if self._calls:
-            self._calls = ()
-            self._go_on()
+        self._calls = ()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         calls = self._calls
-        if (
-            not calls
-            or torch_private.backward_task() != -1
-            or (type(func) is MethodWrapperType and func.__self__ in _ASKED and func.__name__ == "__get__")
-        ):
+        if not calls or torch_private.backward_task() != -1 or _is_asked(func):
             return func(*args, **kwargs) if kwargs else func(*args)
         place, recording = self._place, self._recorder.recording
-        call = calls[place] if place < len(calls) else None
+        call, expected = calls[place] if place < len(calls) else None, recording.expected
         if (
             call is None
             or (func is not call.func and func != call.func)
+            or len(recording.funcs) != call.begin
             or recording.num_values > call.first  # values have come that nobody knew of
-            or torch_private.num_dispatch_modes() != self._num_modes
+            or expected is None
+            or not expected.ops
         ):
             self.stop()
             return func(*args, **kwargs) if kwargs else func(*args)
         self._place = place + 1
-        if (
-            call.is_quiet
-            and (not types or _are_plain(types))
-            and ((not kwargs or "out" not in kwargs) if call.flags is None else _flags_of(args, kwargs) == call.flags)
-        ):
-            recording.funcs.extend(call.ops)
-            recording.num_values = call.made
-            self.is_inside = True
-            results = func(*args, **kwargs) if kwargs else func(*args)
-            self.is_inside = False
-            return results
-        return self._run_recorded(call, func, args, kwargs)
-
-    def _run_recorded(self, call: FunctionCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run a function with the recorder on; if it has done something else than is known, that stays on."""
-        torch_private.push_dispatch_mode(self._recorder)
+        is_quiet = call.is_quiet and self._is_quiet(call, types, args, kwargs)
         self.is_inside = True
         try:
+            if is_quiet:
+                recording.funcs.extend(call.ops)
+                recording.num_values = call.made
+                torch_private.pop_dispatch_mode(None)
             return func(*args, **kwargs) if kwargs else func(*args)
         finally:
             self.is_inside = False
-            recording = self._recorder.recording
-            is_expected = recording.expected is not None and bool(recording.expected.ops)
-            is_as_known = len(recording.funcs) == call.begin + len(call.ops) and recording.num_values <= call.made
-            if not (is_expected and is_as_known and torch_private.num_dispatch_modes() == self._num_modes + 1):
-                self._calls = ()
-            if self._calls:
-                torch_private.pop_dispatch_mode(None)
+            if is_quiet and torch_private.num_dispatch_modes() < self._num_modes:
+                torch_private.push_dispatch_mode(self._recorder)
+
+    def _is_quiet(self, call: FunctionCall, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        """Tell whether a call that is known as a quiet one writes to nothing, and runs nobody else's Python."""
+        are_on_top = torch_private.top_saved_tensor_hooks(True) == self._hooks_on_top
+        num_modes = torch_private.num_dispatch_modes()
+        if num_modes < self._num_modes and self._recorder not in torch_private.dispatch_modes():
+            torch_private.push_dispatch_mode(self._recorder)  # which an interrupt has kept off
+        if not are_on_top or num_modes != self._num_modes:
+            return False
+        is_plain = (not kwargs or "out" not in kwargs) if call.flags is None else _flags_of(args, kwargs) == call.flags
+        return is_plain and (not types or _are_plain(types))
 
 
 def _are_plain(types: Iterable[type]) -> bool:
@@ -233,7 +248,10 @@ def _are_plain(types: Iterable[type]) -> bool:
 
 
 def _is_asked(func: Any) -> bool:
-    return type(func) is MethodWrapperType and func.__self__ in _ASKED and func.__name__ == "__get__"
+    kind = type(func)
+    if kind is MethodWrapperType:
+        return func.__self__ in _ASKED and func.__name__ == "__get__"
+    return kind is MethodDescriptorType and func in _ASKED
 
 
 def _has_flags(func: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,14 @@ def test_gpus_are_named_or_read(tmp_path: Path) -> None:
     named, read = plan(source=much_work, gpu="h100"), plan(source=much_work, gpu=str(path))
 
     assert read.predicted_s == named.predicted_s < plan(source=much_work, gpu="RTX 3060").predicted_s
+
+
+def test_states_that_a_report_counts_are_there_all_along() -> None:
+    report = SimpleNamespace(trace=TRACE, optimizer=SimpleNamespace(state_bytes=12345))
+
+    assert problem_of(report, GPU).base_bytes == TRACE.base_bytes + 12345
+    assert problem_of(report, GPU, "sgd").base_bytes == TRACE.base_bytes
+    assert problem_of(SimpleNamespace(trace=TRACE, optimizer=None), GPU).base_bytes == TRACE.base_bytes
 
 
 @pytest.mark.parametrize(("optimizer", "num_states"), [(None, 0), ("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2)])

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.learned import Planned
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.offloading.schedule import Schedule
+    from memkit.activations.recomputing.sources import MadeFrom
     from memkit.plan import Lineage
     from memkit.recording.functions import FunctionCall, FunctionNotes, QuietFunctions
     from memkit.recording.ops import OpKinds
@@ -87,7 +88,7 @@ class SteadyStep:
     """What each op takes that is recorded."""
     calls: tuple[FunctionCall, ...] = ()
     """The functions that run the ops; empty if the recorder is to be on all the time."""
-    sources: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    sources: dict[int, MadeFrom] = field(default_factory=dict)
     """For each dropped value, what it is made from: filled by the first step that goes so."""
 
 

@@ -43,7 +43,7 @@ class SteadyStage(BudgetStage):
         self._scheduled: ScheduledForward | None = None
         """Has what leaves, where none are."""
         self._quiet: QuietFunctions | None = None
-        """Has the recorder off where nothing is recorded."""
+        """Has the recorder off in functions in which nothing is recorded."""
         self._due: SteadySave | None = None
         """What is expected of the tensor that is just taken."""
         self._is_noted = self.is_recording = True
@@ -81,7 +81,7 @@ class SteadyStage(BudgetStage):
             forward.recording.expected = Expected(step.ops, step.num_values)
             forward.recording.known_s = step.known_s
         if step.calls:
-            self._quiet = self._steady.functions = QuietFunctions(step.calls, self.recorder, self._go_on)
+            self._quiet = self._steady.functions = QuietFunctions(step.calls, self.recorder)
             return self._steady.pack_between
         return self._steady.pack
 
@@ -263,15 +263,6 @@ class SteadyStage(BudgetStage):
         if not self.is_recording and torch_private.num_dispatch_modes() == self._num_modes and not dynamo_is_loaded():
             self.is_recording = True
             self.recorder.__enter__()
-
-    def _go_on(self) -> None:
-        """Functions are followed no more: have the recorder on from here on."""
-        num_modes = torch_private.num_dispatch_modes()
-        if num_modes == self._num_modes:
-            torch_private.push_dispatch_mode(self.recorder)
-        elif num_modes > self._num_modes + 1 or torch_private.dispatch_modes()[-1] is not self.recorder:
-            self.is_recording = False  # others are on, which would be left first
-            self._leave()
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         if self._step is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from memkit import backwards, torch_private
 from memkit.activations.recomputing.anchors import Anchors
-from memkit.activations.recomputing.sources import Sources
+from memkit.activations.recomputing.sources import MadeFrom, Sources
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.forward import Contents, Forward, SavedValues, contents_of
 from memkit.activations.saved.ledger import Ledger
@@ -301,7 +301,7 @@ class RecordedForward(SavedValues):
         """Hold all roots that a value is made from; tell whether it can be made again."""
         return self._sources.secure(value)
 
-    def drop(self, value: int, known: dict[int, tuple[int, ...]] | None = None) -> bool:
+    def drop(self, value: int, known: dict[int, MadeFrom] | None = None) -> bool:
         record, sources = self.record_of(value), self._sources
         if record is None or record.residency is Residency.DROPPED or (handles := sources.handles_for(value, known)) is None:
             return False

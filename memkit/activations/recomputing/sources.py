@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from memkit.kept import KeptHandle
 from memkit.plan import NO_OP
@@ -13,7 +13,17 @@ if TYPE_CHECKING:
 
     from memkit.activations.recomputing.anchors import Anchors
     from memkit.activations.recomputing.recorded_forward import RecordedForward
+    from memkit.recording.recorded import Call
     from memkit.recording.recording import Recording
+
+
+class MadeFrom(NamedTuple):
+    """What a dropped value was made from in a forward whose ops are known."""
+
+    reads: tuple[tuple[int, tuple[int, ...]], ...]
+    """The ops that make it, and what each reads: the next forward may have the same op read something else."""
+    leaves: tuple[int, ...]
+    """What they begin with."""
 
 
 class Sources:
@@ -55,7 +65,7 @@ class Sources:
                 secured[value_here] = all(secured[source] or self._pin(source) for source in lineage.ins[maker])
         return secured[value]
 
-    def handles_for(self, value: int, known: dict[int, tuple[int, ...]] | None = None) -> list[KeptHandle] | None:
+    def handles_for(self, value: int, known: dict[int, MadeFrom] | None = None) -> list[KeptHandle] | None:
         """Secure a value; return the handles of what it is made from that are to be held with it, since what they are of cannot
         be made again; None if the value cannot be.
 
@@ -69,17 +79,20 @@ class Sources:
         self._recording.sync()
         return self._handles_where_unmade(value)
 
-    def _handles_as_before(self, value: int, known: dict[int, tuple[int, ...]]) -> list[KeptHandle] | None:
+    def _handles_as_before(self, value: int, known: dict[int, MadeFrom]) -> list[KeptHandle] | None:
         recording, expected = self._recording, self._recording.expected
         assert expected is not None
-        found = [(source, self._handle(source)) for source in known.get(value, ())]
-        are_known = all(handle is not None or s in recording.roots or s in expected.unmade for s, handle in found)
-        if not found or not are_known:
-            recording.sync()
-            if recording.lineage.maker[value] == NO_OP:
-                return None
-            found = list(self._leaves(value))
-            known[value] = tuple(source for source, _ in found)
+        before, calls = known.get(value), recording.calls
+        if before is not None and all(op < len(calls) and ins == _read_by(calls[op]) for op, ins in before.reads):
+            found = [(source, self._handle(source)) for source in before.leaves]
+            if all(handle is not None or s in recording.roots or s in expected.unmade for s, handle in found):
+                return self._handles_of(found)
+        recording.sync()
+        if recording.lineage.maker[value] == NO_OP:
+            return None
+        ops: list[int] = []
+        found = list(self._leaves(value, ops))
+        known[value] = MadeFrom(tuple((op, _read_by(calls[op])) for op in ops), tuple(source for source, _ in found))
         return self._handles_of(found)
 
     def _handles_where_unmade(self, value: int) -> list[KeptHandle] | None:
@@ -99,12 +112,15 @@ class Sources:
                 return None
         return handles
 
-    def _leaves(self, value: int) -> Iterator[tuple[int, KeptHandle | None]]:
+    def _leaves(self, value: int, ops: list[int] | None = None) -> Iterator[tuple[int, KeptHandle | None]]:
         """Return what a value is made from: what is saved and not dropped, with a handle of that; what is held; and what no op
-        is recorded of."""
+        is recorded of. The ops that make it from that are added to `ops`."""
         lineage, found, pending = self._recording.lineage, {value}, [value]
         while pending:
-            for source in lineage.ins[lineage.maker[pending.pop()]]:
+            maker = lineage.maker[pending.pop()]
+            if ops is not None:
+                ops.append(maker)
+            for source in lineage.ins[maker]:
                 if source in found:
                     continue
                 found.add(source)
@@ -140,3 +156,7 @@ class Sources:
             return False
         recording.pinned[value] = handle
         return True
+
+
+def _read_by(call: Call) -> tuple[int, ...]:
+    return tuple(source[1] for source in call.sources)
