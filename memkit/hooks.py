@@ -72,6 +72,8 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._aside: list[tuple[dict[int, Any], int, Any]] = []
+        """What torch holds no longer: in which dict a hook was, and under which id."""
 
     def __enter__(self) -> HookSet:
         return self
@@ -113,6 +115,24 @@ class HookSet:
         for before, after in zip(handles[::2], handles[1::2], strict=True):
             before.hooks_dict_ref().move_to_end(before.id, last=False)
             after.hooks_dict_ref().move_to_end(after.id)
+
+    def set_aside(self) -> None:
+        """Leave out of calls what `around_forward`, and nothing else, has set, until `put_back`: torch then sees no hook there,
+        and Dynamo neither breaks a graph because of one nor guards it."""
+        handles: list[Any] = list(self._handles)
+        for handle in handles:
+            hooks = handle.hooks_dict_ref()
+            if handle.id in hooks:
+                self._aside.append((hooks, handle.id, hooks[handle.id]))  # ahead: an interrupt loses none
+                del hooks[handle.id]
+
+    def put_back(self) -> None:
+        """Have what was set aside called again, outside of all other hooks. Calling it again does nothing."""
+        if self._aside:
+            for hooks, number, hook in self._aside:
+                hooks[number] = hook
+            self.put_outside()
+            self._aside = []
 
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call `hook(module, args, kwargs, output)` behind a module's other hooks, unless the forward raises."""
@@ -173,6 +193,7 @@ class HookSet:
 
     def remove(self) -> None:
         """Remove every hook, the last one first. Calling it again does nothing."""
+        self._aside = []
         while self._handles:
             handle: Any = self._handles[-1]
             handle.remove()  # which an interrupt leaves here, so that it is removed again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from memkit.activations.stats import SavedTensorStats, stats
@@ -11,6 +12,7 @@ _GIB = 2**30
 _UNITS = {"_bytes_per_s": ("_gb_per_s", 1e-9), "_bytes": ("_gib", 1 / _GIB), "_s": ("_ms", 1e3)}
 """For the unit at the end of a field the one that is shown, and how many of it one is."""
 
+_OF_ANY = {"peak_allocated": "peak_allocated_bytes"}
 _OF_BUDGET = {
     "peak": "step_peak_bytes",
     "predicted_peak": "predicted_peak_bytes",
@@ -37,9 +39,9 @@ _OF_REMAT = {
     "saved_peak": "ledger_peak_bytes",
 }
 _OF_CONTEXTS = {
-    "MemoryBudget": {**_OF_OFFLOAD, **_OF_REMAT, **_OF_BUDGET},
-    "CPUOffload": _OF_OFFLOAD,
-    "Rematerialize": _OF_REMAT,
+    "MemoryBudget": {**_OF_ANY, **_OF_OFFLOAD, **_OF_REMAT, **_OF_BUDGET},
+    "CPUOffload": {**_OF_ANY, **_OF_OFFLOAD},
+    "Rematerialize": {**_OF_ANY, **_OF_REMAT},
 }
 _OF_LAYERS = {
     "peak": "actual_peak_bytes",
@@ -53,6 +55,9 @@ _OF_LAYERS = {
     "num_demand_fetches": "num_demand_fetches",
 }
 """Names of values, and the fields of the figures that they are of."""
+
+_OF_DEVICE = ("peak", "predicted_peak")
+"""Those of layers that count all that is on the device: of several the highest is shown, of others the sum."""
 
 
 class Feature(Protocol):
@@ -69,8 +74,12 @@ def live_values(*sources: str | Feature) -> dict[str, float]:
     "memkit/default/predicted_peak_gib", "step_ms" beside "predicted_step_ms". What is not known yet, or not done by a feature,
     is left out. A call waits for nothing: seconds cover the work that is done by now.
 
+    Several `LayerOffload`s share their names: a peak, which counts all that is on the device, is the highest of them, and any
+    other value is the sum over those that know it. The time of a step is so as well: their models run one after the other.
+
     Args:
-        *sources: tags, or features themselves; without any, the tag "default".
+        *sources: tags, or features themselves; without any, the tag "default". Give a context another tag than "layers" beside
+            a `LayerOffload`.
 
     Raises:
         TypeError: a source is neither.
@@ -87,10 +96,19 @@ def live_values(*sources: str | Feature) -> dict[str, float]:
         >>> values["memkit/live/moved_gib"] * 2**30  # the input of each Linear, and of the GELU
         49152.0
     """
-    values: dict[str, float] = {}
-    for source in sources or ("default",):
-        values |= _values_of(_figures_of(source))
-    return values
+    given = {id(source): source for source in sources or ("default",)}
+    return values_of([_figures_of(source) for source in given.values()])
+
+
+def values_of(figures: Iterable[SavedTensorStats | LayerStats]) -> dict[str, float]:
+    """Return the values of what features have told of themselves: see `live_values`."""
+    values, layers = dict[str, float](), list[LayerStats]()
+    for found in figures:
+        if isinstance(found, LayerStats):
+            layers.append(found)
+        else:
+            values |= _of_tag(found)
+    return {**values, **_of_layers(layers)}
 
 
 def _figures_of(source: str | Feature) -> Any:
@@ -102,12 +120,20 @@ def _figures_of(source: str | Feature) -> Any:
     return figures
 
 
-def _values_of(figures: SavedTensorStats | LayerStats) -> dict[str, float]:
-    if isinstance(figures, LayerStats):
-        values = _named("memkit/layers", {name: (field, getattr(figures, field)) for name, field in _OF_LAYERS.items()})
-        return {**values, "memkit/layers/waited_ms": 1e3 * sum(figures.stall_s.values())}
+def _of_tag(figures: SavedTensorStats) -> dict[str, float]:
     names = {name: field for context in figures.contexts for name, field in _OF_CONTEXTS[context].items()}
     return _named(f"memkit/{figures.tag}", {name: (field, getattr(figures, field)) for name, field in names.items()})
+
+
+def _of_layers(figures: list[LayerStats]) -> dict[str, float]:
+    found: dict[str, tuple[str, float | None]] = {}
+    for name, field in _OF_LAYERS.items():
+        known = [value for value in (getattr(of_one, field) for of_one in figures) if value is not None]
+        of_all = max if name in _OF_DEVICE else sum
+        found[name] = field, of_all(known) if known else None
+    if figures:
+        found["waited"] = "stall_s", sum(sum(of_one.stall_s.values()) for of_one in figures)
+    return _named("memkit/layers", found)
 
 
 def _named(prefix: str, fields: dict[str, tuple[str, float | None]]) -> dict[str, float]:

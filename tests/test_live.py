@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import memkit
+from memkit.activations import SavedTensorStats
 from memkit.device import ReferenceDevice
+from memkit.live import values_of
+from memkit.weights import LayerStats
 
 GIB = 2**30
 
@@ -79,6 +85,53 @@ def test_layers_tell_what_streams() -> None:
 
         assert values["memkit/layers/moved_in_gib"] * GIB == offload.stats().h2d_bytes > 0
         assert "memkit/layers/waited_ms" in values
+
+
+def layer_stats(**figures: Any) -> LayerStats:
+    counts = {name: 1 for name, kind in LayerStats.__annotations__.items() if kind == "int"}
+    unknown = dict.fromkeys(("predicted_s", "actual_s", "predicted_peak_bytes", "actual_peak_bytes"))
+    return LayerStats(**{**counts, **unknown, "stall_s": {}, **figures})
+
+
+def test_values_of_several_models_that_stream_are_sums_but_for_peaks() -> None:
+    one = layer_stats(h2d_bytes=2 * GIB, actual_peak_bytes=5 * GIB, actual_s=0.5, stall_s={"0": 0.1, "1": 0.2})
+    other = layer_stats(h2d_bytes=3 * GIB, actual_peak_bytes=4 * GIB, actual_s=0.25, stall_s={"0": 0.3})
+
+    values = values_of([one, other])
+
+    assert values["memkit/layers/moved_in_gib"] == 5
+    assert values["memkit/layers/num_demand_fetches"] == 2
+    assert values["memkit/layers/peak_gib"] == 5  # of the device that they share
+    assert values["memkit/layers/step_ms"] == 750
+    assert values["memkit/layers/waited_ms"] == pytest.approx(600)
+
+
+def test_values_of_several_models_are_of_those_that_know_them() -> None:
+    values = values_of([layer_stats(actual_s=0.5), layer_stats()])
+
+    assert values["memkit/layers/step_ms"] == 500
+    assert "memkit/layers/peak_gib" not in values
+
+
+def test_model_that_is_given_twice_counts_once() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]).requires_grad_(False)
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=ReferenceDevice()) as offload:
+        model(torch.randn(4, 64))
+
+        assert memkit.live_values(offload, offload) == memkit.live_values(offload)
+
+
+def test_peak_of_the_allocator_is_told_where_it_counts() -> None:
+    found = replace(of_an_offload(), peak_allocated_bytes=3 * GIB)
+
+    assert values_of([found])["memkit/counted/peak_allocated_gib"] == 3
+    assert "memkit/counted/peak_allocated_gib" not in values_of([replace(found, peak_allocated_bytes=None)])
+
+
+def of_an_offload() -> SavedTensorStats:
+    with memkit.CPUOffload(1.0, "counted", device=ReferenceDevice(), min_bytes=1024):
+        model_of_layers()(torch.randn(4, 64)).sum().backward()
+    return memkit.stats("counted")
 
 
 def test_values_are_plain_and_flat() -> None:

@@ -56,7 +56,7 @@ RANKS = {
     "progress": 10,
     "live": 10,
     "bench": 10,
-    "integrations": 10,
+    "integrations": 11,
     "fronts": 11,
     "commands": 12,
     "cli": 13,

@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,6 +146,19 @@ class MemoryBudget(RecordedContext):
         )
         self._device = None if device is None else open_device(device)
         self._options = recorded_alone(self._limits.min_bytes, self._device, op_kinds(names_of_ops(pure_ops)))
+
+    def told(self, *, optimizer: torch.optim.Optimizer | None = None, look_ahead: bool = True) -> MemoryBudget:
+        """Return a budget that does the same, with what a training loop knows of the step. What the user has said goes first.
+
+        Args:
+            optimizer: as in `MemoryBudget`, for a budget that was given none.
+            look_ahead: False for a module that must not run without data.
+        """
+        made = self.again()
+        made._looks_ahead &= look_ahead
+        if optimizer is not None and made._limits.optimizer is None:
+            made._limits = replace(made._limits, optimizer=weakref.ref(optimizer))
+        return made
 
     def _begin(self, _: object, block: Block) -> None:
         self._check_place()

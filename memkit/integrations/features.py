@@ -5,17 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from torch import nn
 
-from memkit.activations import Attachment, MemoryBudget, attach, stats
+from memkit.activations import Attachment, MemoryBudget, SavedTensorStats, attach, stats
 from memkit.activations.context import ForwardContext
 from memkit.attached import attached_to
-from memkit.integrations.figures import figures_of
 from memkit.integrations.in_place import keep_in_place
-from memkit.weights import LayerOffload
+from memkit.live import values_of
+from memkit.weights import LayerOffload, LayerStats
 
 Feature = ForwardContext | LayerOffload
 
@@ -124,20 +123,15 @@ class Features:
         return bool(self._attached) or any(offload in attached_to(offload.model) for offload in self.offloads)
 
     def figures(self) -> dict[str, float]:
-        """Return what is known by now of what was predicted and done: see `figures_of`."""
-        found = []
+        """Return what `memkit.live_values` does, of contexts that have done something by now, and of layers that stream."""
+        streaming = [offload for offload in self.offloads if offload in attached_to(offload.model)]
+        found: list[SavedTensorStats | LayerStats] = [offload.stats() for offload in streaming]
         for tag in dict.fromkeys(context.tag for context in self.contexts if context.tag):
-            with suppress(ValueError):  # nothing has run yet
+            with suppress(ValueError):  # nothing has run under it yet
                 found.append(stats(tag))
-        open_ones = [offload for offload in self.offloads if offload in attached_to(offload.model)]
-        return figures_of(found, [offload.stats() for offload in open_ones])
+        return values_of(found)
 
 
 def _told(budget: MemoryBudget, optimizer: torch.optim.Optimizer | None, *, looks_ahead: bool) -> MemoryBudget:
-    """Return a budget that does the same, and knows the optimizer whose states it is to leave room for."""
-    made = budget.again()
     inner = getattr(optimizer, "optimizer", optimizer)  # what accelerate has wrapped
-    if made._limits.optimizer is None and isinstance(inner, torch.optim.Optimizer):
-        made._limits = replace(made._limits, optimizer=weakref.ref(inner))
-    made._looks_ahead &= looks_ahead
-    return made
+    return budget.told(optimizer=inner if isinstance(inner, torch.optim.Optimizer) else None, look_ahead=looks_ahead)

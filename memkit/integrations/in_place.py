@@ -48,7 +48,7 @@ def keep_in_place(offload: LayerOffload) -> LayerOffload:
     place = torch_private.MOVING_ALL
     if not isinstance(vars(offload.model).get(place), Around):
         around = Around(offload.model, place, _stay)
-        offload._hooks.add(around)  # which is removed by `close()`
+        offload.until_closed(around)  # ahead: to remove what is not there yet does nothing
         around.put()
     return offload
 

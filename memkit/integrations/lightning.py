@@ -32,9 +32,9 @@ class LightningFeatures:
     it. Lightning then leaves that where it is. Layers go on streaming after the fit, for validation, tests and saving, until
     `close()`.
 
-    What was predicted and done is logged as often as the Trainer logs: `memkit_predicted_peak_bytes`, `memkit_step_peak_bytes`,
-    `memkit_step_s`, `memkit_offloaded_bytes` and others, as far as it is known. Checkpoints are those of the plain model, and
-    resuming works as ever.
+    What was predicted and done is logged as often as the Trainer logs, as `memkit.live_values` returns it:
+    "memkit/TAG/peak_gib", "memkit/TAG/predicted_peak_gib", "memkit/layers/waited_ms" and others, as far as it is known.
+    Checkpoints are those of the plain model, and resuming works as ever.
 
     Args:
         features: one or several, such as `memkit.MemoryBudget("12GiB")`, `memkit.CPUOffload(0.3)`,
@@ -70,7 +70,7 @@ class LightningFeatures:
         self._features.close()
 
     def figures(self) -> dict[str, float]:
-        """Return what is logged, as of now: plain numbers by name, in bytes or seconds."""
+        """Return what is logged, as of now: see `memkit.live_values`. It is empty before anything has run."""
         return self._features.figures()
 
     # What Lightning calls

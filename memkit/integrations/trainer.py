@@ -29,9 +29,9 @@ class TrainerFeatures:
     then leaves the model where it is, and its optimizer is made of weights that are where they will be. Layers go on streaming
     after the training, for evaluations and saving, until `close()`.
 
-    What was predicted and done is in the logs, beside the loss: `memkit_predicted_peak_bytes`, `memkit_step_peak_bytes`,
-    `memkit_step_s`, `memkit_offloaded_bytes` and others, as far as it is known. Checkpoints are those of the plain model, and
-    resuming works as ever.
+    What was predicted and done is in the logs, beside the loss, as `memkit.live_values` returns it: "memkit/TAG/peak_gib",
+    "memkit/TAG/predicted_peak_gib", "memkit/layers/waited_ms" and others, as far as it is known. Checkpoints are those of the
+    plain model, and resuming works as ever.
 
     Trainer does not tell callbacks of a training that ends by an error. Contexts are then taken off when the model is next
     trained with a callback of this class, by `close()`, or at the end of a `with`.
@@ -67,7 +67,7 @@ class TrainerFeatures:
         self._features.close()
 
     def figures(self) -> dict[str, float]:
-        """Return what is in the logs, as of now: plain numbers by name, in bytes or seconds."""
+        """Return what is in the logs, as of now: see `memkit.live_values`. It is empty before anything has run."""
         return self._features.figures()
 
     # What Trainer calls

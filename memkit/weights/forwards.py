@@ -15,7 +15,7 @@ from memkit.calls import Call, Calls, Claims, Ending
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.owners import are_owners_set_aside
-from memkit.torch_state import in_differentiating_transform
+from memkit.torch_state import dynamo_is_loaded, in_differentiating_transform
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.adoption import adopt, adopt_data
 from memkit.weights.chunks import LayerChunk, StreamedParameter
@@ -42,6 +42,8 @@ class Forwards(NotCopied):
         self._note_adopted = note_adopted
         self._calls, self._claims = Calls(), Claims()
         self._outer_hooks, self._hooks, self._timing_hooks = HookSet(), HookSet(), HookSet()
+        self._inner_hooks: dict[str, HookSet] = {}
+        """Those on modules inside of a layer, by its name."""
         self._timing: StepTiming | None = None
         self._streamer: Streamer
         self._gradients: Accumulation | None = None
@@ -49,7 +51,7 @@ class Forwards(NotCopied):
     def watch(self, streamer: Streamer, gradients: Accumulation | None) -> None:
         """See the forwards of the layers that stream from now on, and of no others."""
         self._hooks.remove()
-        self._streamer, self._gradients = streamer, gradients
+        self._streamer, self._gradients, self._inner_hooks = streamer, gradients, {}
         if gradients is not None:
             gradients.watch_recomputes(self._model)
         chunks = streamer.chunks
@@ -59,10 +61,12 @@ class Forwards(NotCopied):
             before, after = partial(self._before_layer, chunk), partial(self._after_layer, chunk)
             self._hooks.around_forward(chunk.module, before=before, after=after)
             holding = {id(module) for item in chunk.parameters for module, _ in item.places}
+            inner_hooks = self._inner_hooks[chunk.name] = HookSet()
+            self._hooks.add(inner_hooks)
             for module in chunk.module.modules():
                 if module is not chunk.module and any(id(inner) in holding for inner in module.modules()):
                     before, after = partial(self._before_inner, chunk), partial(self._after_inner, chunk)
-                    self._hooks.around_forward(module, before=before, after=after)
+                    inner_hooks.around_forward(module, before=before, after=after)
 
     def _watch_outer(self, within: set[int]) -> None:
         for module in self._model.modules():
@@ -233,7 +237,10 @@ class Forwards(NotCopied):
         slot = self._streamer.use(chunk)
         if self._timing is not None:
             self._timing.go()
-        call.end = partial(self._end_layer, chunk, call, chunk.state())
+        inner_hooks = self._inner_hooks[chunk.name]
+        call.end = partial(self._end_layer, chunk, call, chunk.state(), inner_hooks)
+        if module is chunk.module and dynamo_is_loaded():  # what is compiled in it is not cut at what would do nothing now
+            inner_hooks.set_aside()
         chunk.lie_in(slot.storage, use=call)
         if torch.is_grad_enabled():
             # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
@@ -243,7 +250,8 @@ class Forwards(NotCopied):
             call.end_here = hooks.end
             hooks.begin()
 
-    def _end_layer(self, chunk: LayerChunk, call: Call, state: object, ending: Ending) -> None:
+    def _end_layer(self, chunk: LayerChunk, call: Call, state: object, inner_hooks: HookSet, ending: Ending) -> None:
+        inner_hooks.put_back()
         if self._gradients is not None and torch.is_grad_enabled():
             self._gradients.note_forward(chunk)
         if self._timing is not None and ending is not Ending.RETURNED and torch_private.backward_task() == -1:

@@ -15,7 +15,7 @@ from memkit import torch_private
 from memkit.attached import NotCopied, note_attached, note_detached
 from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import warn_user
-from memkit.hooks import HookSet
+from memkit.hooks import HookSet, RemovableHandle
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.weights.adoption import adopt, refuse_tied
 from memkit.weights.choice import MeasuredChoice
@@ -321,6 +321,12 @@ class LayerOffload(NotCopied):
         self.close()
 
     # At rest
+
+    def until_closed(self, handle: RemovableHandle) -> None:
+        """Have `close()` remove something as well, such as a hook on the model: at once if it is closed already."""
+        self._hooks.add(handle)
+        if self._is_closed:
+            self._hooks.remove()
 
     def close(self) -> None:
         """Stop streaming, and put every tensor back to where it was found.

@@ -96,5 +96,5 @@ def assert_same_weights(model: nn.Module, plain: nn.Module) -> None:
 
 def assert_has_worked(figures: dict[str, float]) -> None:
     """See in a callback's figures that its features have done something."""
-    moved = ("memkit_offloaded_bytes", "memkit_recomputed_bytes", "memkit_layers_h2d_bytes")
+    moved = ("memkit/tiny/moved_gib", "memkit/tiny/recomputed_gib", "memkit/layers/moved_in_gib")
     assert sum(figures.get(name, 0) for name in moved) > 0

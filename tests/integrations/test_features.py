@@ -13,13 +13,11 @@ import torch
 from torch import nn
 
 import memkit
-from memkit.activations import stats
 from memkit.attached import attached_to
 from memkit.device import ReferenceDevice
 from memkit.errors import LayerOffloadError
 from memkit.integrations import extra, keep_in_place
 from memkit.integrations.features import Features
-from memkit.integrations.figures import figures_of
 from memkit.integrations.refusals import Loop, refuse
 
 
@@ -228,24 +226,37 @@ def test_offload_may_be_compiled_and_checkpointed() -> None:
 # Figures
 
 
-def test_figures_of_several_tags_have_these_in_their_names() -> None:
-    for tag in ("one", "two"):
-        with _cpu_offload(tag):
-            out = _model()(torch.randn(2, 16))
-        out.sum().backward()
+def test_figures_are_the_live_values_of_contexts_that_have_run() -> None:
+    model = _model()
+    features = Features("Callback", [_cpu_offload("ran"), memkit.Rematerialize(0.5, "never", device=ReferenceDevice())])
+    assert features.figures() == {}
 
-    found = figures_of([stats("one"), stats("two")], [])
+    with _cpu_offload("ran"):
+        out = model(torch.randn(2, 16))
+    out.sum().backward()
 
-    assert found["memkit_one_offloaded_bytes"] == found["memkit_two_offloaded_bytes"] > 0
+    assert features.figures() == memkit.live_values("ran")
+    assert features.figures()["memkit/ran/moved_gib"] > 0
 
 
-def test_figures_of_streamed_models_are_added() -> None:
+def test_figures_of_contexts_without_a_tag_are_left_out() -> None:
+    with _cpu_offload():  # that there is something under another tag
+        _model()(torch.randn(2, 16)).sum().backward()
+
+    assert Features("Callback", [memkit.no_offload()]).figures() == {}
+
+
+def test_figures_of_layers_are_those_that_stream() -> None:
     features = Features("Callback", [_offload(_model()), _offload(_model())])
     for offload in features.offloads:
         offload.model(torch.randn(2, 16)).sum().backward()
+    one, other = features.offloads
 
-    assert features.figures()["memkit_layers_h2d_bytes"] == sum(offload.stats().h2d_bytes for offload in features.offloads)
+    assert features.figures() == memkit.live_values(one, other)
+    one.close()
+    assert features.figures() == memkit.live_values(other)
     features.close()
+    assert features.figures() == {}
 
 
 # What is imported

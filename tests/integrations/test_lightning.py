@@ -212,10 +212,10 @@ def test_figures_are_logged(tmp_path: Path) -> None:
     _, _, trainer = _fit(tmp_path, tiny_budget, max_epochs=3)
 
     with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["memkit_step_s"]]
+        rows = [row for row in csv.DictReader(file) if row["memkit/tiny/step_ms"]]
     assert len(rows) == 6
-    assert all(float(row["memkit_budget_bytes"]) == 200 * 1024 for row in rows)
-    assert float(rows[-1]["memkit_step_peak_bytes"]) <= 200 * 1024
+    assert all(float(row["memkit/tiny/budget_gib"]) == 200 / 2**20 for row in rows)
+    assert 0 < float(rows[-1]["memkit/tiny/peak_gib"]) <= 200 / 2**20
 
 
 def test_figures_are_logged_with_steps_of_the_optimizer(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_figures_are_logged_with_steps_of_the_optimizer(tmp_path: Path) -> None:
     _, _, trainer = _fit(tmp_path, tiny_offload, **settings)
 
     with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row.get("memkit_offloaded_bytes")]
+        rows = [row for row in csv.DictReader(file) if row.get("memkit/tiny/moved_gib")]
     assert trainer.global_step == 4
     assert len(rows) == 2
 
@@ -250,10 +250,10 @@ def test_layers_go_on_streaming_for_validation(tmp_path: Path) -> None:
     plain, _, plain_trainer = _fit(tmp_path / "plain", None)
     module, callback, trainer = _fit(tmp_path / "memkit", tiny_layers)
 
-    fetched = callback.figures()["memkit_layers_h2d_bytes"]
+    fetched = callback.figures()["memkit/layers/moved_in_gib"]
     found = trainer.validate(module, _loader(4), verbose=False)
     assert found == plain_trainer.validate(plain, _loader(4), verbose=False)
-    assert callback.figures()["memkit_layers_h2d_bytes"] > fetched
+    assert callback.figures()["memkit/layers/moved_in_gib"] > fetched
     callback.close()
     assert_same_weights(module, plain)
 

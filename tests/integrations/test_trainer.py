@@ -172,13 +172,13 @@ def test_logs_say_what_was_predicted_and_taken(tmp_path: Path) -> None:
     trainer.train()
 
     last = [line for line in trainer.state.log_history if "loss" in line][-1]
-    assert last["memkit_budget_bytes"] == 200 * 1024
-    assert 0 < last["memkit_predicted_peak_bytes"] <= last["memkit_budget_bytes"]
-    assert 0 < last["memkit_step_peak_bytes"] <= last["memkit_budget_bytes"]
-    assert last["memkit_step_s"] > 0
-    assert "memkit_predicted_peak_bytes" not in trainer.state.log_history[0]  # nothing is planned yet
+    assert last["memkit/tiny/budget_gib"] == 200 / 2**20
+    assert 0 < last["memkit/tiny/predicted_peak_gib"] <= last["memkit/tiny/budget_gib"]
+    assert 0 < last["memkit/tiny/peak_gib"] <= last["memkit/tiny/budget_gib"]
+    assert last["memkit/tiny/step_ms"] > 0
+    assert "memkit/tiny/predicted_peak_gib" not in trainer.state.log_history[0]  # nothing is planned yet
     saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
-    assert saved[3]["memkit_step_s"] == last["memkit_step_s"]
+    assert saved[3]["memkit/tiny/step_ms"] == last["memkit/tiny/step_ms"]
 
 
 def test_logs_reach_callbacks_that_come_later(tmp_path: Path) -> None:
@@ -199,7 +199,9 @@ def test_logs_reach_callbacks_that_come_later(tmp_path: Path) -> None:
 
     trainer.train()
 
-    assert seen[0]["memkit_offloaded_bytes"] > 0
+    assert seen[0]["memkit/tiny/moved_gib"] > 0
+    reported = transformers.integrations.integration_utils.rewrite_logs(seen[0])  # as TensorBoard and others are given it
+    assert reported["train/memkit/tiny/moved_gib"] == seen[0]["memkit/tiny/moved_gib"]
 
 
 def test_evaluation_has_no_figures_of_training_in_its_log(tmp_path: Path) -> None:
@@ -275,9 +277,9 @@ def test_layers_go_on_streaming_for_an_evaluation_and_saving(tmp_path: Path) -> 
     trainer = _trainer(tmp_path / "memkit", model, callback)
     trainer.train()
 
-    fetched = callback.figures()["memkit_layers_h2d_bytes"]
+    fetched = callback.figures()["memkit/layers/moved_in_gib"]
     assert trainer.evaluate()["eval_loss"] == plain_trainer.evaluate()["eval_loss"]
-    assert callback.figures()["memkit_layers_h2d_bytes"] > fetched
+    assert callback.figures()["memkit/layers/moved_in_gib"] > fetched
     trainer.save_model(str(tmp_path / "saved"))
     assert_same_weights(type(model).from_pretrained(tmp_path / "saved"), plain)  # type: ignore[attr-defined]
     callback.close()

@@ -150,6 +150,29 @@ def test_model_runs_plainly_after_close(device: Device) -> None:
     assert_same(run_step(model, inputs(device)), run_step(plain, inputs(device)))
 
 
+def test_what_is_kept_until_closed_goes_with_it(device: Device) -> None:
+    model, seen = _model(device), list[str]()
+    offload = memkit.LayerOffload(model, offload_ratio=1.0, device=device)
+
+    offload.until_closed(model.register_forward_hook(lambda *_: seen.append("open")))
+    model(inputs(device)[0])
+    offload.close()
+    model(inputs(device)[0])
+
+    assert seen == ["open"]
+
+
+def test_what_is_kept_until_closed_goes_at_once_where_it_is_closed(device: Device) -> None:
+    model, seen = _model(device), list[str]()
+    offload = memkit.LayerOffload(model, offload_ratio=1.0, device=device)
+    offload.close()
+
+    offload.until_closed(model.register_forward_hook(lambda *_: seen.append("open")))
+    model(inputs(device)[0])
+
+    assert seen == []
+
+
 def test_closing_again_does_nothing(device: Device) -> None:
     model = _model(device)
     offload = memkit.LayerOffload(model, offload_ratio=1.0, device=device)

@@ -175,8 +175,26 @@ def test_what_a_module_keeps_elsewhere_of_the_run_ahead_is_told_of() -> None:
     assert "look_ahead=False" in "".join(getattr(raised.value, "__notes__", [str(raised.value)]))
     handle.remove()
     Caches.cache.clear()
-    memkit.attach(model, memkit.MemoryBudget(16 * UNIT_BYTES + 2**20, "caches not", device=device, look_ahead=False))
+    budget = memkit.MemoryBudget(16 * UNIT_BYTES + 2**20, "caches not", device=device, look_ahead=False)
+    handle = memkit.attach(model, budget.told(look_ahead=True))  # the user knows better
     _train(model, x)
+    handle.remove()
+
+
+def test_budget_that_is_told_not_to_does_not_look_ahead() -> None:
+    device, x, model = ReferenceDevice(), torch.randn(UNIT_NUMEL), Caches()
+    Caches.cache.clear()
+    budget = memkit.MemoryBudget(16 * UNIT_BYTES + 2**20, "told", device=device)
+
+    handle = memkit.attach(model, budget.told(look_ahead=False))
+    _train(model, x)
+    handle.remove()
+
+    memkit.reset("told")
+    Caches.cache.clear()
+    memkit.attach(model, budget)  # which is as it was
+    with pytest.raises(RuntimeError):
+        model(x)
 
 
 def test_module_without_shapes_yet_runs() -> None:

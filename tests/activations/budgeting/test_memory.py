@@ -243,6 +243,24 @@ def test_states_of_the_optimizer_are_left_free_for_until_they_are_there() -> Non
     assert after.predicted_peak_bytes > before.predicted_peak_bytes  # here the counter does not see the states
 
 
+@pytest.mark.parametrize(("given", "told", "leaves_room"), [(None, "SGD", False), (None, None, True), ("AdamW", "SGD", True)])
+def test_budget_is_told_of_an_optimizer_where_it_was_given_none(given: str | None, told: str | None, leaves_room: bool) -> None:
+    device = ReferenceDevice()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
+    optimizers = {"AdamW": torch.optim.AdamW(model.parameters()), "SGD": torch.optim.SGD(model.parameters())}
+    room_bytes = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    tag = f"{given} {told}"
+    budget = memkit.MemoryBudget(
+        f"{room_bytes + 26 * 2**10}B", tag, optimizer=optimizers.get(given or ""), min_bytes=0, device=device
+    ).told(optimizer=optimizers.get(told or ""))
+    for _ in range(4):
+        with budget:
+            loss = model(torch.randn(64, 32)).square().sum()
+        loss.backward()
+
+    assert (memkit.stats(tag).predicted_peak_bytes <= 26 * 2**10) is leaves_room
+
+
 def test_first_backward_lets_go_of_more_where_something_else_comes_to_the_device() -> None:
     device = ReferenceDevice()
     counter = device.memory_counter()
