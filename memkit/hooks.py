@@ -72,8 +72,7 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._aside: list[tuple[dict[int, Any], int, Any]] = []
-        """What torch holds no longer: in which dict a hook was, and under which id."""
+        self._aside: list[tuple[dict[int, Any], int, Any]] = []  # hooks, by the dict that had them, and their ids there
 
     def __enter__(self) -> HookSet:
         return self
@@ -182,7 +181,7 @@ class HookSet:
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Call `before(module, args)` ahead of every forward, in all threads, and `after(module, args, kwargs, output)` behind
         it, or `after(module, args, None)` where it raises."""
-        self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
+        self.ahead_of_all_forwards(before)
         last = _WithKeywords()
         self._handles.append(last)
         last.handle = nn.modules.module.register_module_forward_hook(after, with_kwargs=True, always_call=True)

@@ -256,6 +256,7 @@ NAMES: dict[str, PrivateName] = {
     "function_mode_at": _of("torch._C._get_function_stack_at", "to follow functions instead of ops"),
     "pop_function_mode": _of("torch._C._pop_torch_function_stack", "the same"),
     "push_function_mode": _of("torch._C._push_on_torch_function_stack", "the same"),
+    "DeviceMode": _of("torch.utils._device.DeviceContext", "the same: a mode that only sets a default device"),
     "dispatch_mode_at": _of("torch._C._get_dispatch_mode", "whether ops are traced", _REMAT),
     "DispatchModeKey": _of("torch._C._TorchDispatchModeKey", "whether ops are traced", _REMAT),
     "without_dispatch_modes": _of(f"{_DISPATCH}._disable_current_modes", "to hide ops from modes", *_CONTEXTS),
@@ -390,8 +391,7 @@ DYNAMO, HIGHER_ORDER_OPS = "torch._dynamo", "torch._higher_order_ops.utils"
 DYNAMO_CONFIG = "torch._dynamo.config"  # says that a trace may run what is compiled as it is: `memkit.profile.partitions`
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes of a module that are its hooks, and with `_global` ahead those of all: a region has none of the user's."""
-SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"
-"""What a fused optimizer says of itself: `GradScaler` scales for it."""
+SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"  # what a fused optimizer says of itself: `GradScaler` scales for it
 MODULE_STATE = ("_parameters", "_buffers", "_modules")
 """The attributes of a module that are no tensors of its own: `profile_memory` without data leaves them."""
 READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from memkit.device.base import Device, Event, MemoryCounter
 
+CUDA_ROUNDING_BYTES = 512
+"""CUDA's caching allocator rounds each size up to a multiple of this."""
+
 
 class Gauge(Protocol):
     """Something that is read whenever the work changes hands."""

@@ -15,7 +15,7 @@ from memkit.device import Device
 from memkit.hooks import HookSet, SavedTensorHooks
 from memkit.owners import ModelStorages
 from memkit.profile.calls import CallStack
-from memkit.profile.gauges import MemoryGauge, NoGauge, PeakGauge, TimeGauge
+from memkit.profile.gauges import CUDA_ROUNDING_BYTES, MemoryGauge, NoGauge, PeakGauge, TimeGauge
 from memkit.profile.rows import Found
 from memkit.profile.saves import SavedStorages, SaveTimes
 from memkit.profile.signatures import Signatures
@@ -23,7 +23,6 @@ from memkit.profile.step import Step, say_where
 from memkit.profile.storage_log import StorageLog
 from memkit.profile.tree import ModuleTree
 from memkit.profile.watch import (
-    CUDA_ROUNDING_BYTES,
     HiddenRegions,
     LiveStorages,
     OpObserver,

@@ -15,10 +15,10 @@ from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, St
 from memkit.profile.calls import CallStack
 from memkit.profile.step import Step
 from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, ModuleTree
-from memkit.profile.watch import ParamCasts
 from memkit.storages import storage_key, storages_of, unique_storages
 
 if TYPE_CHECKING:
+    from memkit.profile.watch import ParamCasts
     from memkit.torch_private import OpOverload
 
 
@@ -53,6 +53,8 @@ class StorageLog:
     def follow(self, step: Step, tree: ModuleTree, stack: CallStack) -> None:
         """A step is about to run: name what is there before it, and ask `stack` from now on which module is running."""
         self._stack, self._tree = stack, tree
+        from memkit.profile.watch import ParamCasts  # beside a dispatch mode: its base is a private class of torch
+
         self._casts = ParamCasts(ModelStorages(unique_storages(step.resident_tensors())))
         for tensor, category, module, what in _there_before(step, tree):
             if category is not MemoryCategory.BUFFER:  # only leaves have gradients

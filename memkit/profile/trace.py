@@ -16,7 +16,7 @@ from memkit.kept import KeptHandle
 from memkit.plan import Lifetime, ModuleOps, StepTrace, ends_of
 from memkit.plan import Step as PlannedStep
 from memkit.profile.calls import CallStack
-from memkit.profile.gauges import NoGauge
+from memkit.profile.gauges import CUDA_ROUNDING_BYTES, NoGauge
 from memkit.profile.op_clock import ClockMode, OpClock
 from memkit.profile.restore import preserved
 from memkit.profile.signatures import dtype_name
@@ -24,7 +24,7 @@ from memkit.profile.simulate import META
 from memkit.profile.step import Step
 from memkit.profile.storage_log import StorageLog
 from memkit.profile.tree import ModuleTree
-from memkit.profile.watch import CUDA_ROUNDING_BYTES, LiveStorages
+from memkit.profile.watch import LiveStorages
 from memkit.profile.without_data import as_on_target, refuse_scripted, say_why_not, without_data
 from memkit.recording.expected import num_writes
 from memkit.recording.ops import op_kinds

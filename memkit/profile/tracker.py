@@ -25,6 +25,7 @@ from memkit.plan import GpuSpec, StepTrace, find_gpu
 from memkit.plan.gpus import GPUS
 from memkit.profile.alive import AliveStorage
 from memkit.profile.fit import DEFAULT_GPU, check_fit, fit_step
+from memkit.profile.gauges import CUDA_ROUNDING_BYTES
 from memkit.profile.optimizer_states import check_optimizer, optimizer_memory
 from memkit.profile.records import RunInfo
 from memkit.profile.registry import file_report
@@ -36,7 +37,6 @@ from memkit.profile.step import USE_META, Step
 from memkit.profile.storage_log import StorageLog
 from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
-from memkit.profile.watch import CUDA_ROUNDING_BYTES
 from memkit.sizes import check_bytes
 from memkit.storages import storage_bytes
 from memkit.terminal import terminal_width

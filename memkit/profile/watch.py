@@ -23,9 +23,6 @@ from memkit.storages import storage_key, storages_of, unique_storages
 if TYPE_CHECKING:
     from memkit.torch_private import OpOverload
 
-# CUDA's caching allocator hands out multiples of this.
-CUDA_ROUNDING_BYTES = 512
-
 
 class StorageObserver(Protocol):
     """Is told when storages come and go."""

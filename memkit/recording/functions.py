@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 
 from memkit import torch_private
 from memkit.compiled import num_asked
@@ -190,7 +189,7 @@ class QuietFunctions(_FunctionMode):
 
     def __enter__(self) -> Any:
         self._num_modes, self._hooks_on_top = torch_private.num_dispatch_modes(), torch_private.top_saved_tensor_hooks(True)
-        if not all(isinstance(mode, DeviceContext) for mode in function_modes()):
+        if not all(isinstance(mode, torch_private.known("DeviceMode")) for mode in function_modes()):
             self.stop()  # it would run the program's Python within each function
             return self
         return super().__enter__()
