@@ -17,6 +17,10 @@ _get_storage = Tensor.untyped_storage
 _address_of, _version_of = torch_private.storage_address, torch_private.version_of
 
 
+_COLLECTIVES = "c10d"
+"""Of these ops no schema says what they write to, and no counter shows it: it may be any of their tensors."""
+
+
 def run_unknown(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Run an op of which only its schema says what it does.
 
@@ -26,9 +30,10 @@ def run_unknown(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...]
     """
     kind, recording = recorder.kind_of(func), recorder.recording
     recording.note_effect()
-    targets = written_by(kind, args, kwargs)
-    are_inside = [recording.before_write_to(target) for target in targets]
     given = {_address_of(_get_storage(tensor)): tensor for tensor in tensors_in(torch_private.tree_leaves((args, kwargs)))}
+    is_collective = isinstance(func, torch_private.OpOverload) and func.namespace == _COLLECTIVES
+    targets = list(given.values()) if is_collective else written_by(kind, args, kwargs)
+    are_inside = [recording.before_write_to(target) for target in targets]
     versions = {} if isinstance(func, torch_private.OpOverload) else _versions(given)
     results = func(*args, **kwargs) if kwargs else func(*args)
     recording.add_written(targets, are_inside, kind.why_kept)
