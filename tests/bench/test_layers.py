@@ -280,6 +280,14 @@ def test_text_of_a_forward_has_no_backward() -> None:
     assert {line.split()[4] for line in lines[-4:]} == {"-"}
 
 
+@pytest.mark.parametrize("width", [80, 100, 172])
+def test_no_line_is_longer_than_the_terminal_is_wide(width: int, result: LayerBench) -> None:
+    lines, wide = result.to_text(width=width).splitlines(), result.to_text().splitlines()
+
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines[-4:]] == [line.split()[0] for line in wide[-4:]]  # each row is one line still
+
+
 def test_json_holds_all_figures_and_versions(result: LayerBench) -> None:
     figures = json.loads(result.to_json())
 

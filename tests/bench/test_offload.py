@@ -57,6 +57,14 @@ def test_text_has_a_line_for_each_ratio(result: OffloadBench) -> None:
     assert lines[-1].split()[1] == f"{result.rows[-1].moved_bytes / 2**20:.2f}"
 
 
+@pytest.mark.parametrize("width", [80, 100, 172])
+def test_no_line_is_longer_than_the_terminal_is_wide(width: int, result: OffloadBench) -> None:
+    lines, wide = result.to_text(width=width).splitlines(), result.to_text().splitlines()
+
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines[-3:]] == [line.split()[0] for line in wide[-3:]]  # each row is one line still
+
+
 def test_json_holds_all_figures_and_versions(result: OffloadBench) -> None:
     figures = json.loads(result.to_json())
 

@@ -68,6 +68,14 @@ def test_text_has_a_line_for_plain_each_budget_and_checkpointing(result: RematBe
     assert lines[-1].split()[-1] == "-"
 
 
+@pytest.mark.parametrize("width", [80, 100, 172])
+def test_no_line_is_longer_than_the_terminal_is_wide(width: int, result: RematBench) -> None:
+    lines, wide = result.to_text(width=width).splitlines(), result.to_text().splitlines()
+
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines[-5:]] == [line.split()[0] for line in wide[-5:]]  # each row is one line still
+
+
 def test_json_holds_all_figures_and_versions(result: RematBench) -> None:
     figures = json.loads(result.to_json())
 
