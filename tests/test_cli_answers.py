@@ -354,7 +354,8 @@ def test_language_model_by_its_configuration(capsys: pytest.CaptureFixture[str],
         capsys, "profile", f"hf:{tmp_path}", *inputs, "--device", "meta", "--optimizer", "adamw", "--fit", "1GiB"
     )
 
-    assert (status, err) == (0, "")
+    assert status == 0
+    assert [line for line in err.splitlines() if not line.endswith(" ...")] == []  # on a slow machine it says what goes on
     assert out.startswith("LlamaForCausalLM on meta")
     assert "states of AdamW: " in out
     assert "This fits in 1 GiB as it is" in out

@@ -194,6 +194,10 @@ class QuietFunctions(_FunctionMode):
             return self
         return super().__enter__()
 
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._hooks_on_top = None  # they hold what is saved
+
     def stop(self) -> None:
         self._calls = ()
 
