@@ -359,7 +359,7 @@ ACTS = [
     _writes_to_out,
     _writes_to_the_data_of_a_buffer,
 ]
-FIRST = (_runs_another_op, _saves_more, _writes_to_the_data_of_a_buffer, _writes_to_what_was_recorded)
+FIRST = (_runs_another_op, _writes_to_the_data_of_a_buffer)
 """Those of a short test run."""
 
 
@@ -383,6 +383,7 @@ def test_call_that_does_something_else_is_exact(act: Act, where: int, device: De
         assert_same_bits(_train(model, make), plain)
 
 
+@_IN_FULL
 def test_no_function_is_quiet_where_ops_run_outside_of_all(device: Device) -> None:
     model = _model(device)
     model[1].quiet.act = _runs_a_script
@@ -391,7 +392,8 @@ def test_no_function_is_quiet_where_ops_run_outside_of_all(device: Device) -> No
     assert_same_bits(_train(model, make), plain)
 
 
-@pytest.mark.parametrize("kind", ["relu", pytest.param("dropout", marks=_IN_FULL), pytest.param("norm", marks=_IN_FULL)])
+@pytest.mark.parametrize("kind", ["relu", "dropout", "norm"])
+@_IN_FULL
 def test_flag_that_has_a_function_write_is_seen(kind: str, device: Device) -> None:
     model = _model(device)
     flags = {"inplace": False, "training": False}
@@ -421,7 +423,7 @@ def test_flag_that_has_a_function_write_is_seen(kind: str, device: Device) -> No
         assert_same_bits([*_train(model, make), statistics], departed)
 
 
-@pytest.mark.parametrize("since", [1, 3, 4, pytest.param(5, marks=_IN_FULL), pytest.param(6, marks=_IN_FULL)])
+@pytest.mark.parametrize("since", [5, *(pytest.param(since, marks=_IN_FULL) for since in (1, 3, 4, 6))])
 def test_fast_path_of_torchs_modules_is_taken_as_without(since: int, device: Device) -> None:
     """A frozen encoder that is first run in any of the steps, those that learn and note among them."""
     model = _model(device)
@@ -460,6 +462,7 @@ def test_functions_are_not_followed_where_that_spares_little(device: Device, mon
     assert _num_quiet() == 0
 
 
+@_IN_FULL
 def test_default_device_of_the_users_holds(device: Device) -> None:
     model = _model(device)
     model[1].quiet.act = lambda _, y: y.exp() + torch.ones(16)
@@ -486,7 +489,7 @@ def test_write_to_what_was_saved_raises_as_it_does_without(device: Device) -> No
             _train(model, context)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [pytest.param(ValueError, marks=_IN_FULL), KeyboardInterrupt])
 def test_call_that_raises_leaves_nothing(error: type[BaseException], device: Device) -> None:
     model = _model(device)
     make, plain = _steady(model, device), _train(model, nullcontext)
@@ -508,6 +511,7 @@ def test_call_that_raises_leaves_nothing(error: type[BaseException], device: Dev
         assert_same_bits(_train(model, make), plain)
 
 
+@_IN_FULL
 def test_error_in_a_call_may_be_caught(device: Device) -> None:
     """What the mode has not seen by then is none of the recording's."""
     model = _model(device)
@@ -542,6 +546,7 @@ def test_error_in_a_call_may_be_caught(device: Device) -> None:
     assert_same_bits(train(model, make), train(model, nullcontext))
 
 
+@_IN_FULL
 def test_steps_that_go_another_way_are_recorded_throughout_from_then_on(device: Device) -> None:
     model = _model(device)
     make = _steady(model, device)
