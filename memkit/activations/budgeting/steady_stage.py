@@ -141,13 +141,14 @@ class SteadyStage(BudgetStage):
         if not is_value or value in forward.others:
             return None
         storage, version = tensor.untyped_storage(), torch_private.version_of(tensor)
-        record, ledger, node = forward.record_of(value), forward.ledger, torch_private.node_number()
+        ledger, node = forward.ledger, torch_private.node_number()
+        if ledger.deaths or ledger.orphans:
+            ledger.sweep()  # ahead: a record whose handles have died is none any more
+        record = forward.record_of(value)
         if recording.find(storage) != value or (version and version > num_writes(recording, value)):
             return None
         if record is not None and record.version != version:
             return None
-        if ledger.deaths or ledger.orphans:
-            ledger.sweep()
         forward.note_save(value, node)
         if record is not None:
             handle = ledger.add_handle(record, tensor, forward.unpacker, node)
