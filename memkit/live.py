@@ -74,11 +74,12 @@ def live_values(*sources: str | Feature) -> dict[str, float]:
     "memkit/default/predicted_peak_gib", "step_ms" beside "predicted_step_ms". What is not known yet, or not done by a feature,
     is left out. A call waits for nothing: seconds cover the work that is done by now.
 
-    Several `LayerOffload`s share their names: a peak, which counts all that is on the device, is the highest of them, and any
-    other value is the sum over those that know it. The time of a step is so as well: their models run one after the other.
+    Those of several `LayerOffload` have the same names: a peak, which counts all that is on the device, is the highest of them,
+    and any other value is the sum over those that know it. The time of a step is so as well: their models run one after the
+    other.
 
     Args:
-        *sources: tags, or features themselves; without any, the tag "default". Give a context another tag than "layers" beside
+        sources: tags, or features themselves; without any, the tag "default". Give a context another tag than "layers" beside
             a `LayerOffload`.
 
     Raises:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -104,6 +105,12 @@ def simulated_pass(step: Step, tree: ModuleTree, target: str) -> Found:
         return watch.run(packing=packing, at_node=mode.resume, explain=say_why_not)
 
 
+def _pack(log: StorageLog | None, saves: SavedStorages, tensor: Tensor) -> Any:
+    if log is not None:
+        log.note_saved(tensor)
+    return saves.pack(tensor)
+
+
 class _Watch:
     """Everything that is noted in the run for memory."""
 
@@ -124,17 +131,13 @@ class _Watch:
         self._log = log
         if log is not None:
             log.follow(step, tree, self._stack)
+        self.pack = partial(_pack, log, self.saves)  # no method, which would keep the model until it is collected
+        """Notes a save, as `SavedStorages.pack`."""
         self._hidden = HiddenRegions(self.pack, self._stack)
         self._writes = Writes(step.names_of_storages())
         self._backend_dependent: set[int] = set()
         self._forward_peak_bytes: int | None = None
         self.observers: tuple[OpObserver, ...] = (casts, self._hidden, self._writes, *([log] if log is not None else []))
-
-    def pack(self, tensor: Tensor) -> Any:
-        """Note a save, as `SavedStorages.pack`."""
-        if self._log is not None:
-            self._log.note_saved(tensor)
-        return self.saves.pack(tensor)
 
     def note_backend_dependent(self) -> None:
         """Note that an operation runs of which only the backend knows what it saves."""

@@ -65,6 +65,11 @@ class StorageLog:
             self._name_first(slot, MemoryCategory.PARAM, OUTSIDE_NAME, f"slot {number} of LayerOffload")
         self._num_named = len(self._entries)
 
+    def leave(self) -> None:
+        """The step is over: hold the model no more, of which storages that live on may tell when they end."""
+        self._stack = self._tree = self._casts = None
+        self._names = {}
+
     def begin(self, key: int, num_bytes: int) -> None:
         """A storage is there from now on."""
         self._open[key] = len(self._entries)
@@ -121,6 +126,7 @@ class StorageLog:
             states: of the optimizer, there all along; their moments are filled in.
             optimizer: its class, if there is one: its step follows the last op.
         """
+        self.leave()
         moments, num_ops = [*self._moments], len(self._moments)
         if optimizer is not None:
             moments.append(Moment(phase=Phase.OPTIMIZER_STEP, op=f"{optimizer}.step", module=OUTSIDE_NAME))

@@ -165,7 +165,9 @@ def profile_memory(
         kernels = target if run_device == META else "cuda"
         trace_bytes = traced_bytes if traced_bytes is not None else check_bytes("min_bytes", min_bytes)
         report = replace(report, trace=trace_step(step, kernels, trace_bytes, traced))
-        log = traced if run_device == META else log
+        unused, log = (log, traced) if run_device == META else (traced, log)
+        if unused is not None:
+            unused.leave()
     if log is not None:
         steps = None if optimizer_found is None else optimizer_found.name
         report = replace(report, step_memory=log.finished(states, optimizer=steps))
