@@ -46,7 +46,7 @@ class Sources:
         recording, secured = self._recording, self._secured
         recording.sync()
         if recording.expected is not None:
-            return self._handles_where_unmade(value) is not None
+            return self._handles_where_unmade(value, {}) is not None
         lineage = recording.lineage
         found, pending = set[int](), [value]
         while pending:
@@ -74,12 +74,9 @@ class Sources:
         """
         if self._recording.expected is None:
             return [] if self.secure(value) else None
-        if known is not None:
-            return self._handles_as_before(value, known)
-        self._recording.sync()
-        return self._handles_where_unmade(value)
+        return self._handles_where_unmade(value, {} if known is None else known)
 
-    def _handles_as_before(self, value: int, known: dict[int, MadeFrom]) -> list[KeptHandle] | None:
+    def _handles_where_unmade(self, value: int, known: dict[int, MadeFrom]) -> list[KeptHandle] | None:
         recording, expected = self._recording, self._recording.expected
         assert expected is not None
         before, calls = known.get(value), recording.calls
@@ -95,9 +92,6 @@ class Sources:
         known[value] = MadeFrom(tuple((op, _read_by(calls[op])) for op in ops), tuple(source for source, _ in found))
         return self._handles_of(found)
 
-    def _handles_where_unmade(self, value: int) -> list[KeptHandle] | None:
-        return None if self._recording.lineage.maker[value] == NO_OP else self._handles_of(self._leaves(value))
-
     def _handles_of(self, leaves: Iterable[tuple[int, KeptHandle | None]]) -> list[KeptHandle] | None:
         recording, expected = self._recording, self._recording.expected
         assert expected is not None
@@ -112,14 +106,13 @@ class Sources:
                 return None
         return handles
 
-    def _leaves(self, value: int, ops: list[int] | None = None) -> Iterator[tuple[int, KeptHandle | None]]:
+    def _leaves(self, value: int, ops: list[int]) -> Iterator[tuple[int, KeptHandle | None]]:
         """Return what a value is made from: what is saved and not dropped, with a handle of that; what is held; and what no op
         is recorded of. The ops that make it from that are added to `ops`."""
         lineage, found, pending = self._recording.lineage, {value}, [value]
         while pending:
             maker = lineage.maker[pending.pop()]
-            if ops is not None:
-                ops.append(maker)
+            ops.append(maker)
             for source in lineage.ins[maker]:
                 if source in found:
                     continue
