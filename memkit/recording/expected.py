@@ -153,13 +153,18 @@ class Expected:
         """Number the roots among the arguments of an op; tell whether they are what is expected."""
         numbers = iter(op.ins)
         for tensor in tensors_in(args):
-            number, storage = next(numbers, -1), tensor.untyped_storage()
-            if number >= 0 and recording.find(storage) is None:
+            number = next(numbers, -1)
+            if number >= 0 and recording.find(tensor.untyped_storage()) is None:
                 if number in recording.roots or number in self.unmade or number not in op.roots:
                     return False
-                is_hidden = torch_private.storage_address(storage) in self._statistics
-                recording.add_root(tensor, storage, is_inside=False, is_hidden=is_hidden, number=number)
+                self.add_root(recording, tensor, number)
         return True
+
+    def add_root(self, recording: Recording, tensor: Tensor, number: int) -> None:
+        """Give a value that nothing here makes the number that it had."""
+        storage = tensor.untyped_storage()
+        is_hidden = torch_private.storage_address(storage) in self._statistics
+        recording.add_root(tensor, storage, is_inside=False, is_hidden=is_hidden, number=number)
 
 
 def num_writes(recording: Recording, value: int) -> float:

@@ -3,13 +3,18 @@
 [Note: quiet functions] A dispatch mode costs the host some 10 µs for each op that it sees, views included, whether it records
 them or not. A mode that sees calls of torch's functions (`torch.overrides.TorchFunctionMode`) costs a third of that, and sees a
 linear layer once where a dispatch mode sees a transposition, a product and two views. So where a forward is known op by op, it
-is followed function by function, and the recorder is off in those that are *quiet*: nothing is recorded in them, or written to,
-and nothing is made that is asked for by its number.
+is followed function by function, and the recorder is off in those that are *quiet*: nothing is written to in them, and of what
+they make only what they return is asked for by its number, which it is given when they have returned.
+
+Ops that are recorded may run in a quiet function as well. They are the ones that were noted, read the same values in the same
+places, and make the same, if the function is given what it was given then: the same values, in the same geometry, and the same
+flags. So they are recorded as they were, without being seen. What writes, draws random numbers, or is saved before its function
+returns is seen.
 
 The recorder is on everywhere else: between functions, where TorchScript, C++ code and whoever hides from function modes run
-their ops; in functions that write, or whose flags (`inplace`, `training`) are not those that were noted; and from the first
-function on that is another one than is known. A quiet function must run no Python of the user's. So none is quiet while other
-saved-tensor hooks are on top of memkit's, other dispatch modes are on, or the program is in a function mode of its own.
+their ops; in functions that write, or whose flags (`inplace`, `training`) or values are not those that were noted; and from the
+first function on that is another one than is known. A quiet function must run no Python of the user's. So none is quiet while
+other saved-tensor hooks are on top of memkit's, other dispatch modes are on, or the program is in a function mode of its own.
 
 Some modules of torch choose another path where a function mode is on (`torch.overrides.has_torch_function`), with other bits.
 They are called without it: a hook on all forwards takes it off for the rest of the step.
@@ -17,8 +22,9 @@ They are called without it: a hook on all forwards takes it off for the rest of 
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType
+from types import FunctionType, MethodDescriptorType, MethodWrapperType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,16 +32,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memkit import torch_private
-from memkit.compiled import num_asked
 from memkit.hooks import HookSet
+from memkit.recording.recorded import tensors_in
+from memkit.storages import Geometry
 from memkit.torch_state import function_modes, leave_function_mode, leave_untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from memkit.recording.expected import ExpectedOp
+    from memkit.recording.recorded import Call
     from memkit.recording.recorder import Recorder
-    from memkit.recording.recording import Recording
 
 _ASKED = frozenset(
     getattr(Tensor, name, None)
@@ -48,14 +54,24 @@ _ASKED = frozenset(
 )
 """What is asked of a tensor, and runs nothing: how often is nobody's business."""
 _PLAIN_TYPES = (Tensor, nn.Parameter)
-_BUILT_IN = (BuiltinFunctionType, MethodDescriptorType)
+
 _FLAGS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _TENSOR = object()
 """Stands for any tensor among the arguments of a call."""
 _WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules that have another path where nothing is trained, and no function mode is on."""
-_PER_OP = 3
-"""What it costs that an op is seen, in what it costs that a function is."""
+
+
+class Input(NamedTuple):
+    """A tensor among the arguments of a function."""
+
+    value: int
+    """The number of its value, -1 if it has none."""
+    geometry: Geometry
+    is_root: bool = False
+    """Whether its value is numbered when it is met first."""
+    is_read: bool = False
+    """Whether an op that is recorded reads it."""
 
 
 class FunctionCall(NamedTuple):
@@ -72,16 +88,23 @@ class FunctionCall(NamedTuple):
     made: int
     """The same behind it."""
     flags: tuple[Any, ...] | None
-    """Its arguments but for tensors, where these may say whether it writes to anything."""
+    """Its arguments but for tensors, where it matters which they are."""
+    result: int = -1
+    """The number of the value that it returns, -1 if that is not asked for, or not made here."""
+    num_bytes: int = 0
+    """Of that."""
+    calls: tuple[Call, ...] = ()
+    """Of its ops, those that are recorded."""
+    inputs: tuple[Input, ...] = ()
+    """What these are given."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether what it returns is made by an op that is recorded."""
+        return any(each.first <= self.result < each.first + len(each.outs_bytes) for each in self.calls)
 
 
-def may_be_quiet(ops: Sequence[Any]) -> bool:
-    """Tell whether functions may be followed in a forward of these ops: it compiles nothing."""
-    names = ("function_mode_at", "pop_function_mode", "push_function_mode")
-    return all(map(torch_private.known, names)) and all(hasattr(op, "overloadpacket") for op in set(ops))
-
-
-class _FunctionMode(TorchFunctionMode):
+class FunctionMode(TorchFunctionMode):
     """A function mode that Ctrl-C leaves whole, and that Dynamo does not look into."""
 
     def __init__(self) -> None:
@@ -111,64 +134,7 @@ class _FunctionMode(TorchFunctionMode):
             leave_function_mode(self)
 
 
-class FunctionNotes(_FunctionMode):
-    """Notes the functions of a forward, each op of which is seen.
-
-    Args:
-        recording: of its ops.
-    """
-
-    def __init__(self, recording: Recording) -> None:
-        super().__init__()
-        self._recording = recording
-        self._calls: list[FunctionCall] = []
-        self._num_asked = self._num_modes = 0
-        self._is_whole = True
-
-    def __enter__(self) -> Any:
-        self._num_asked, self._num_modes = num_asked(), torch_private.num_dispatch_modes()
-        return super().__enter__()
-
-    def stop(self) -> None:
-        self._is_whole = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch_private.backward_task() != -1 or _is_asked(func):
-            return func(*args, **kwargs) if kwargs else func(*args)
-        recording = self._recording
-        begin, first, is_whole, self._is_whole = len(recording.funcs), recording.num_values, self._is_whole, False
-        flags = _flags_of(args, kwargs) if _has_flags(func) else None
-        may_write = not _are_plain(types) or _may_write(func, kwargs) or (flags is None and _has_flags(func))
-        results = func(*args, **kwargs) if kwargs else func(*args)
-        self._is_whole = is_whole and torch_private.num_dispatch_modes() == self._num_modes  # else it raised, or others see it
-        ops = tuple(recording.funcs[begin:])
-        self._calls.append(FunctionCall(func, not may_write, begin, ops, first, recording.num_values, flags))
-        return results
-
-    def known(self, ops: Sequence[ExpectedOp], needed: Collection[int], roots: Collection[int]) -> tuple[FunctionCall, ...]:
-        """Return what is known ahead of a forward that goes like this one; nothing if functions are not to be followed.
-
-        Args:
-            ops: its ops, all of them.
-            needed: the values that must have their numbers as soon as they are there.
-            roots: those that nothing has made.
-        """
-        if not self._is_whole or num_asked() != self._num_asked or sum(len(call.ops) for call in self._calls) != len(ops):
-            return ()
-        read = set(needed).union(*((*op.ins, op.over) for op in ops if not op.is_skipped or op.over >= 0)) - set(roots)
-        found = []
-        for call in self._calls:
-            inside = ops[call.begin : call.begin + len(call.ops)]
-            are_skipped = all(op.is_skipped and not op.is_writer for op in inside)
-            is_quiet = call.is_quiet and bool(inside) and are_skipped and read.isdisjoint(range(call.first, call.made))
-            found.append(FunctionCall(call.func, is_quiet, *call[2:]))
-        num_spared = sum(len(call.ops) for call in found if call.is_quiet)
-        return tuple(found) if _PER_OP * num_spared > len(found) else ()
-
-
-class QuietFunctions(_FunctionMode):
+class QuietFunctions(FunctionMode):
     """Has the recorder off in functions that are quiet: see [Note: quiet functions].
 
     Args:
@@ -205,7 +171,7 @@ class QuietFunctions(_FunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         calls = self._calls
-        if not calls or torch_private.backward_task() != -1 or _is_asked(func):
+        if not calls or torch_private.backward_task() != -1 or is_asked(func):
             return func(*args, **kwargs) if kwargs else func(*args)
         place, recording = self._place, self._recorder.recording
         call, expected = calls[place] if place < len(calls) else None, recording.expected
@@ -225,13 +191,39 @@ class QuietFunctions(_FunctionMode):
         try:
             if is_quiet:
                 recording.funcs.extend(call.ops)
-                recording.num_values = call.made
+                recording.num_values = call.calls[0].first if call.calls else call.made
                 torch_private.pop_dispatch_mode(None)
-            return func(*args, **kwargs) if kwargs else func(*args)
+            results = func(*args, **kwargs) if kwargs else func(*args)
+            if is_quiet and (call.result >= 0 or call.calls) and not self._note(call, results):
+                self.stop()
+                expected.end(recording)
+            return results
         finally:
             self.is_inside = False
             if is_quiet and torch_private.num_dispatch_modes() < self._num_modes:
                 torch_private.push_dispatch_mode(self._recorder)
+
+    def _note(self, call: FunctionCall, results: Any) -> bool:
+        """Note what a quiet function has made; tell whether it is what was expected."""
+        recording, value, storage = self._recorder.recording, call.result, None
+        if value >= 0:
+            if type(results) is not Tensor or results.layout is not torch.strided:
+                return False
+            storage = results.untyped_storage()
+            if storage.nbytes() != call.num_bytes or recording.was_there(storage):
+                return False
+        if call.calls:
+            if recording.num_values != call.calls[0].first:
+                return False  # something was numbered that nobody knew of
+            recording.num_values = call.made  # first, as in `Recording.add_root`
+            recording.calls.extend(call.calls)
+        if storage is not None:
+            recording.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
+            if recording.expected is not None and not call.is_recorded:
+                recording.expected.unmade.add(value)
+            if value in recording.retained:
+                recording.hold_made(value, results)
+        return True
 
     def _is_quiet(self, call: FunctionCall, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         """Tell whether a call that is known as a quiet one writes to nothing, and runs nobody else's Python."""
@@ -241,44 +233,59 @@ class QuietFunctions(_FunctionMode):
             torch_private.push_dispatch_mode(self._recorder)  # which an interrupt has kept off
         if not are_on_top or num_modes != self._num_modes:
             return False
-        is_plain = (not kwargs or "out" not in kwargs) if call.flags is None else _flags_of(args, kwargs) == call.flags
-        return is_plain and (not types or _are_plain(types))
+        is_plain = (not kwargs or "out" not in kwargs) if call.flags is None else flags_of(args, kwargs) == call.flags
+        return is_plain and (not types or are_plain(types)) and (not call.calls or self._is_given(call, args))
+
+    def _is_given(self, call: FunctionCall, args: tuple[Any, ...]) -> bool:
+        """Tell whether a function is given the values that it was; then those are numbered that nothing has made."""
+        recording, roots = self._recorder.recording, []
+        expected, tensors = recording.expected, tensors_in(args)
+        if expected is None or len(tensors) != len(call.inputs):
+            return False
+        for tensor, (value, geometry, is_root, is_read) in zip(tensors, call.inputs, strict=True):
+            if Geometry.of(tensor) != geometry:
+                return False
+            if is_read:
+                found = recording.find(tensor.untyped_storage())
+                if found is None and is_root and value not in recording.roots and value not in expected.unmade:
+                    roots.append((tensor, value))
+                elif found != value:
+                    return False
+        if roots:
+            recording.num_values = call.calls[0].first  # first: so no other value has one of these numbers, whatever comes
+            with torch_private.without_python_dispatch():
+                for tensor, value in roots:
+                    expected.add_root(recording, tensor, value)
+        return True
 
 
-def _are_plain(types: Iterable[type]) -> bool:
+def are_plain(types: Iterable[type]) -> bool:
     """Tell whether tensors are of no class that says itself what functions do."""
     return all(kind in _PLAIN_TYPES for kind in types)
 
 
-def _is_asked(func: Any) -> bool:
+def is_asked(func: Any) -> bool:
     kind = type(func)
     if kind is MethodWrapperType:
         return func.__self__ in _ASKED and func.__name__ == "__get__"
     return kind is MethodDescriptorType and func in _ASKED
 
 
-def _has_flags(func: Any) -> bool:
+def has_flags(func: Any) -> bool:
     """Tell whether the arguments of a function may say whether it writes to anything."""
     return type(func) is FunctionType or "norm" in getattr(func, "__name__", "")
 
 
-def _flags_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...] | None:
+def flags_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...] | None:
     """Return the arguments of a call but for tensors; None if not all of them can be compared."""
     flags = [*args, *(kwargs or ()), *(kwargs or {}).values()]
     for place, flag in enumerate(flags):
         if isinstance(flag, Tensor):
             flags[place] = _TENSOR
-        elif type(flag) not in _FLAGS and not (type(flag) in (tuple, list) and all(type(item) is int for item in flag)):
+        elif type(flag) in (tuple, list):
+            flags[place] = [_TENSOR if isinstance(item, Tensor) else item for item in flag]
+            if not all(item is _TENSOR or type(item) in _FLAGS for item in flags[place]):
+                return None
+        elif type(flag) not in _FLAGS:
             return None
     return tuple(flags)
-
-
-def _may_write(func: Any, kwargs: dict[str, Any] | None) -> bool:
-    """Tell whether a function may write to what it is given, or do anything at all."""
-    name, kind = getattr(func, "__name__", "_"), type(func)
-    if kind is MethodWrapperType:
-        return name != "__get__"
-    is_torchs = kind in _BUILT_IN or (kind is FunctionType and func.__module__.partition(".")[0] == "torch")
-    is_special = name.startswith("__") and name.endswith("__")
-    writes = name == "__setitem__" if is_special else name.endswith("_")
-    return writes or not is_torchs or bool(kwargs and "out" in kwargs)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.schedule import Schedule
     from memkit.activations.recomputing.sources import MadeFrom
     from memkit.plan import Lineage
-    from memkit.recording.functions import FunctionCall, FunctionNotes, QuietFunctions
+    from memkit.recording.function_notes import FunctionNotes
+    from memkit.recording.functions import FunctionCall, QuietFunctions
     from memkit.recording.ops import OpKinds
     from memkit.recording.recorded import OpKind
     from memkit.recording.recording import Recording
@@ -132,6 +133,8 @@ class StepNotes:
         if not (kind is Tensor or kind is _Parameter) or tensor.is_nested or tensor.layout is not torch.strided:
             self.is_whole = False
             return
+        if self.functions is not None:
+            self.functions.num_saves += 1
         if not self._saves:
             self._num_ahead = len(forward.recording.funcs)
         ordinal = num_before if len(forward.saves) > num_before else -1
@@ -204,8 +207,12 @@ class StepNotes:
         known_s = tuple(seconds for op, seconds in enumerate(lineage.seconds) if op not in skipped)
         if not skipped:
             return replace(step, known_s=known_s)
-        needed = {save.value for save in step.saves if save.has_record or save.is_read}
-        known = () if self.functions is None else self.functions.known(expected, needed, recording.roots)
+        if self.functions is None:
+            return replace(step, ops=expected, known_s=known_s)
+        needed = schedule.retained | {save.value for save in step.saves if save.has_record or save.is_read}
+        marks = zip(self._counts_at, ends, expected, strict=True)
+        again = [recording.calls[op] if not each.is_skipped and end == op + 1 else None for (_, op), end, each in marks]
+        known = self.functions.known(expected, again, needed, [value for value, _, _ in self._saves])
         return replace(step, ops=expected, known_s=known_s, calls=known)
 
     def _expected_ops(

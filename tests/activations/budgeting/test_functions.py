@@ -22,7 +22,7 @@ from memkit import torch_private
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import Action
-from memkit.recording import functions
+from memkit.recording import function_notes
 from memkit.recording.recorder import Recorder
 from tests.activations.budgeting.plans import plan_of_some, planner_of
 from tests.activations.cases import assert_same_bits
@@ -38,7 +38,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has functions be followed also where that spares little: these models are small."""
-    monkeypatch.setattr(functions, "_PER_OP", 100)
+    monkeypatch.setattr(function_notes, "_PER_OP", 100)
 
 
 Make = Callable[[], AbstractContextManager[object]]
@@ -455,7 +455,7 @@ def test_no_function_is_quiet_within_a_function_mode_of_the_users(device: Device
 
 
 def test_functions_are_not_followed_where_that_spares_little(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "_PER_OP", 0)
+    monkeypatch.setattr(function_notes, "_PER_OP", 0)
     model = _model(device)
     _steady(model, device)
 
