@@ -141,7 +141,8 @@ class FunctionNotes(FunctionMode):
             if not inside or not call.is_quiet or not may_skip or not self._are_given(call, noted, again):
                 call = call._replace(is_quiet=False, flags=None, result=-1)
             elif again:
-                call = call._replace(calls=tuple(again), inputs=self._marked(noted, again))
+                is_recorded = any(each.first <= call.result < each.first + len(each.outs_bytes) for each in again)
+                call = call._replace(calls=tuple(again), inputs=self._marked(noted, again), is_recorded=is_recorded)
             else:
                 call = call._replace(flags=call.flags if noted.is_whole else None, result=call.result if asked else -1)
             found.append(call)

@@ -55,7 +55,7 @@ _ASKED = frozenset(
 """What is asked of a tensor, and runs nothing: how often is nobody's business."""
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
-_FLAGS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_FLAGS = frozenset((int, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size))
 _TENSOR = object()
 """Stands for any tensor among the arguments of a call."""
 _WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -97,11 +97,8 @@ class FunctionCall(NamedTuple):
     """Of its ops, those that are recorded."""
     inputs: tuple[Input, ...] = ()
     """What these are given."""
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether what it returns is made by an op that is recorded."""
-        return any(each.first <= self.result < each.first + len(each.outs_bytes) for each in self.calls)
+    is_recorded: bool = False
+    """Whether what it returns is made by one of these."""
 
 
 class FunctionMode(TorchFunctionMode):
@@ -170,19 +167,18 @@ class QuietFunctions(FunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        calls = self._calls
-        if not calls or torch_private.backward_task() != -1 or is_asked(func):
+        calls, place = self._calls, self._place
+        call = calls[place] if place < len(calls) else None
+        if call is None or (func is not call.func and func != call.func):
+            if call is not None and torch_private.backward_task() == -1 and not is_asked(func):
+                self.stop()
             return func(*args, **kwargs) if kwargs else func(*args)
-        place, recording = self._place, self._recorder.recording
-        call, expected = calls[place] if place < len(calls) else None, recording.expected
-        if (
-            call is None
-            or (func is not call.func and func != call.func)
-            or len(recording.funcs) != call.begin
-            or recording.num_values > call.first  # values have come that nobody knew of
-            or expected is None
-            or not expected.ops
-        ):
+        if torch_private.backward_task() != -1:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        recording = self._recorder.recording
+        expected = recording.expected
+        # if not, other ops have run, or values have come that nobody knew of
+        if len(recording.funcs) != call.begin or recording.num_values > call.first or expected is None or not expected.ops:
             self.stop()
             return func(*args, **kwargs) if kwargs else func(*args)
         self._place = place + 1
@@ -205,12 +201,14 @@ class QuietFunctions(FunctionMode):
 
     def _note(self, call: FunctionCall, results: Any) -> bool:
         """Note what a quiet function has made; tell whether it is what was expected."""
-        recording, value, storage = self._recorder.recording, call.result, None
+        recording, value, storage, address = self._recorder.recording, call.result, None, 0
         if value >= 0:
             if type(results) is not Tensor or results.layout is not torch.strided:
                 return False
             storage = results.untyped_storage()
-            if storage.nbytes() != call.num_bytes or recording.was_there(storage):
+            address = torch_private.storage_address(storage)
+            before = recording.current.get(address) or recording.lent.get(address)  # `Recording.was_there`, in place
+            if (before is not None and before[0]() is storage) or storage.nbytes() != call.num_bytes:
                 return False
         if call.calls:
             if recording.num_values != call.calls[0].first:
@@ -218,7 +216,7 @@ class QuietFunctions(FunctionMode):
             recording.num_values = call.made  # first, as in `Recording.add_root`
             recording.calls.extend(call.calls)
         if storage is not None:
-            recording.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
+            recording.current[address] = (weakref.ref(storage), value)
             if recording.expected is not None and not call.is_recorded:
                 recording.expected.unmade.add(value)
             if value in recording.retained:
@@ -233,23 +231,30 @@ class QuietFunctions(FunctionMode):
             torch_private.push_dispatch_mode(self._recorder)  # which an interrupt has kept off
         if not are_on_top or num_modes != self._num_modes:
             return False
-        is_plain = (not kwargs or "out" not in kwargs) if call.flags is None else flags_of(args, kwargs) == call.flags
-        return is_plain and (not types or are_plain(types)) and (not call.calls or self._is_given(call, args))
+        if types and not are_plain(types):
+            return False
+        if call.flags is None:
+            return not kwargs or "out" not in kwargs
+        return flags_of(args, kwargs) == call.flags and (not call.calls or self._is_given(call, tensors_in(args)))
 
-    def _is_given(self, call: FunctionCall, args: tuple[Any, ...]) -> bool:
+    def _is_given(self, call: FunctionCall, tensors: Sequence[Tensor]) -> bool:
         """Tell whether a function is given the values that it was; then those are numbered that nothing has made."""
         recording, roots = self._recorder.recording, []
-        expected, tensors = recording.expected, tensors_in(args)
+        expected, current = recording.expected, recording.current
         if expected is None or len(tensors) != len(call.inputs):
             return False
         for tensor, (value, geometry, is_root, is_read) in zip(tensors, call.inputs, strict=True):
             if Geometry.of(tensor) != geometry:
                 return False
             if is_read:
-                found = recording.find(tensor.untyped_storage())
-                if found is None and is_root and value not in recording.roots and value not in expected.unmade:
+                storage = tensor.untyped_storage()
+                found = current.get(torch_private.storage_address(storage))  # `Recording.find`, in place
+                if found is not None and found[0]() is storage:
+                    if found[1] != value:
+                        return False
+                elif is_root and value not in recording.roots and value not in expected.unmade:
                     roots.append((tensor, value))
-                elif found != value:
+                else:
                     return False
         if roots:
             recording.num_values = call.calls[0].first  # first: so no other value has one of these numbers, whatever comes
@@ -283,9 +288,21 @@ def flags_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any,
         if isinstance(flag, Tensor):
             flags[place] = _TENSOR
         elif type(flag) in (tuple, list):
-            flags[place] = [_TENSOR if isinstance(item, Tensor) else item for item in flag]
-            if not all(item is _TENSOR or type(item) in _FLAGS for item in flags[place]):
+            flags[place] = [_TENSOR if isinstance(item, Tensor) else _flag_of(item) for item in flag]
+            if None in flags[place]:
                 return None
-        elif type(flag) not in _FLAGS:
-            return None
+        else:
+            flags[place] = _flag_of(flag)
+            if flags[place] is None:
+                return None
     return tuple(flags)
+
+
+def _flag_of(flag: Any) -> Any:
+    """Return what a flag is compared by: 0.0 is not -0.0, and 1 is neither 1.0 nor True; None if it can't be compared."""
+    kind = type(flag)
+    if kind is float:
+        return flag.hex()
+    if kind is bool or flag is None:
+        return str(flag)
+    return flag if kind in _FLAGS else None

@@ -117,7 +117,7 @@ def _steady(model: nn.ModuleList, device: Device, train: Callable[..., list[Tens
     for _ in range(3):
         assert_same_bits(train(model, make), plain)
     names = planner_of(TAG).problem.trace.names
-    loud = {value for value, (_, module) in names.items() if module.endswith(("first", "second", "Loud"))}
+    loud = {value for value, (_, module) in names.items() if module.endswith(("first", "second", "Loud", "Varied"))}
     follow = partial(make, plan=plan_of_some(TAG, Action.RECOMPUTE, 1, of=loud))
     for _ in range(2):
         assert_same_bits(train(model, follow), plain)
@@ -380,6 +380,54 @@ def test_call_that_does_something_else_is_exact(act: Act, where: int, device: De
         assert (torch_private.num_dispatch_modes(), _num_function_modes()) == (0, 0)
     model[where].quiet.act = usual
     for _ in range(2):
+        assert_same_bits(_train(model, make), plain)
+
+
+class Varied(nn.Module):
+    """Of which all is made again, by functions that are given what is said anew in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[str, Any] = {
+            "factor": 0.0,
+            "swaps": False,
+            "place": 0,
+            "dtype": torch.float32,
+            "power": 2,
+            "twice": False,
+        }
+
+    def forward(self, x: Tensor, total: Tensor, quiet: Quiet) -> Tensor:
+        given = self.given
+        one, other = (total, x) if given["swaps"] else (x, total)
+        first = (one - other * 2).pow(given["power"]).sin()  # ahead of what saves the two: that would tell them apart
+        part = torch.cat([one, other], dim=-1).narrow(-1, given["place"], 16)
+        near = (part * 0.0).add(given["factor"])  # a zero, whose sign tells
+        first = first + (part * 0.5).cos() + torch.atan2(near, -torch.ones_like(near)) * one
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=given["dtype"] is not torch.float32):
+            product = one.matmul(quiet.layer.weight)
+        return first + product.float().sin() + (first * 2 if given["twice"] else first + first).cos()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"factor": -0.0}, {"swaps": True}, *(pytest.param(each, marks=_IN_FULL) for each in (
+        {"factor": 1.5}, {"place": 3}, {"dtype": torch.bfloat16}, {"power": 2.0}, {"power": 3}, {"twice": True},
+        {"factor": 1.0, "swaps": True, "place": 1, "power": True},
+    ))],
+)  # fmt: skip
+def test_recorded_op_that_is_given_something_else_is_exact(changed: dict[str, Any], device: Device) -> None:
+    model = _model(device)
+    for block in model:
+        block.first = Varied()
+    make, plain = _steady(model, device), _train(model, nullcontext)
+    calls = budget_states[TAG].traces.latest.learned.steady.calls
+    assert sum(bool(call.calls) for call in calls) >= 4 * NUM_BLOCKS, "nothing is recorded unseen"
+    usual = dict(model[1].first.given)
+
+    for given in (changed, usual, changed, changed, usual):
+        model[1].first.given.update(given)
+        plain = _train(model, nullcontext)
         assert_same_bits(_train(model, make), plain)
 
 

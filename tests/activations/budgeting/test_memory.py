@@ -98,7 +98,7 @@ def _held(tag: str, device: Device) -> dict[str, object]:
         "traces": len(budget_states[tag].traces),
         "plans": stats.num_plans,
         "tensors": sum(type(thing) is Tensor for thing in gc.get_objects()),
-        "objects": sum(type(thing).__module__.startswith("memkit.activations") for thing in gc.get_objects()),
+        "objects": sum(str(type(thing).__module__).startswith("memkit.activations") for thing in gc.get_objects()),
     }
 
 
