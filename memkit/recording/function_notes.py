@@ -144,7 +144,8 @@ class FunctionNotes(FunctionMode):
                 is_recorded = any(each.first <= call.result < each.first + len(each.outs_bytes) for each in again)
                 call = call._replace(calls=tuple(again), inputs=self._marked(noted, again), is_recorded=is_recorded)
             else:
-                call = call._replace(flags=call.flags if noted.is_whole else None, result=call.result if asked else -1)
+                flags, result = call.flags if noted.is_whole else None, call.result if asked else -1
+                call = call._replace(flags=flags, result=result, inputs=noted.inputs or () if asked else ())
             found.append(call)
         num_spared = sum(len(call.ops) for call in found if call.is_quiet)
         return tuple(found) if _PER_OP * num_spared > len(found) else ()

@@ -6,10 +6,10 @@ linear layer once where a dispatch mode sees a transposition, a product and two 
 is followed function by function, and the recorder is off in those that are *quiet*: nothing is written to in them, and of what
 they make only what they return is asked for by its number, which it is given when they have returned.
 
-Ops that are recorded may run in a quiet function as well. They are the ones that were noted, read the same values in the same
-places, and make the same, if the function is given what it was given then: the same values, in the same geometry, and the same
-flags. So they are recorded as they were, without being seen. What writes, draws random numbers, or is saved before its function
-returns is seen.
+A function that is given tensors of other shapes may save others, and is seen. Ops that are recorded may run in a quiet
+function as well. They are the ones that were noted, read the same values in the same places, and make the same, if the
+function is given what it was given then: the same values, in the same geometry, and the same flags. So they are recorded as
+they were, unseen. What writes, draws random numbers, or is saved before its function returns is seen.
 
 The recorder is on everywhere else: between functions, where TorchScript, C++ code and whoever hides from function modes run
 their ops; in functions that write, or whose flags (`inplace`, `training`) or values are not those that were noted; and from the
@@ -96,7 +96,7 @@ class FunctionCall(NamedTuple):
     calls: tuple[Call, ...] = ()
     """Of its ops, those that are recorded."""
     inputs: tuple[Input, ...] = ()
-    """What these are given."""
+    """What it is given, where that is looked at."""
     is_recorded: bool = False
     """Whether what it returns is made by one of these."""
 
@@ -233,9 +233,8 @@ class QuietFunctions(FunctionMode):
             return False
         if types and not are_plain(types):
             return False
-        if call.flags is None:
-            return not kwargs or "out" not in kwargs
-        return flags_of(args, kwargs) == call.flags and (not call.calls or self._is_given(call, tensors_in(args)))
+        is_alike = (not kwargs or "out" not in kwargs) if call.flags is None else flags_of(args, kwargs) == call.flags
+        return is_alike and (not call.inputs or self._is_given(call, tensors_in(args)))
 
     def _is_given(self, call: FunctionCall, tensors: Sequence[Tensor]) -> bool:
         """Tell whether a function is given the values that it was; then those are numbered that nothing has made."""
