@@ -81,8 +81,11 @@ class FunctionNotes(FunctionMode):
         self._is_whole = is_whole and torch_private.num_dispatch_modes() == self._num_modes  # else it raised, or others see it
         ops, is_alike = tuple(recording.funcs[begin:]), flags is not None and not has_tensors(kwargs or {})
         with torch_private.without_python_dispatch():
-            inputs = self._inputs(args) if is_alike and not may_write else None
-            result, num_bytes = self._result(results, first)
+            try:
+                inputs = self._inputs(args) if is_alike and not may_write else None
+                result, num_bytes = self._result(results, first)
+            except RuntimeError:  # they wrap others, as the batches of `torch.vmap` do
+                inputs, result, num_bytes, may_write = None, -1, 0, True
         call = FunctionCall(func, not may_write, begin, ops, first, recording.num_values, flags, result, num_bytes)
         self._calls.append(call)
         self._noted.append(_Noted(range(num_saves, self.num_saves), inputs, has_flags(func)))

@@ -205,7 +205,10 @@ class QuietFunctions(FunctionMode):
         if value >= 0:
             if type(results) is not Tensor or results.layout is not torch.strided:
                 return False
-            storage = results.untyped_storage()
+            try:
+                storage = results.untyped_storage()
+            except RuntimeError:  # it wraps another, as a batch of `torch.vmap` does
+                return False
             address = torch_private.storage_address(storage)
             before = recording.current.get(address) or recording.lent.get(address)  # `Recording.was_there`, in place
             if (before is not None and before[0]() is storage) or storage.nbytes() != call.num_bytes:
@@ -234,7 +237,10 @@ class QuietFunctions(FunctionMode):
         if types and not are_plain(types):
             return False
         is_alike = (not kwargs or "out" not in kwargs) if call.flags is None else flags_of(args, kwargs) == call.flags
-        return is_alike and (not call.inputs or self._is_given(call, tensors_in(args)))
+        try:
+            return is_alike and (not call.inputs or self._is_given(call, tensors_in(args)))
+        except RuntimeError:  # a tensor wraps another
+            return False
 
     def _is_given(self, call: FunctionCall, tensors: Sequence[Tensor]) -> bool:
         """Tell whether a function is given the values that it was; then those are numbered that nothing has made."""
