@@ -311,7 +311,8 @@ class Learning:
             return None
         choices = choices_of(trace, torch.device("cpu") if device is None else device.torch_device)
         bytes_per_s = None if self._link is None else self._link.both_bytes_per_s
-        return ways_within(problem, choices, allowed_bytes, headroom_bytes, bytes_per_s)
+        counter = None if device is None else device.memory_counter()
+        return ways_within(problem, choices, allowed_bytes, headroom_bytes, bytes_per_s, counter)
 
     def _scale(self, learned: LearnedStep, plan: MemoryPlan) -> None:
         """Plan with what steps take, where that is less than was measured op by op: while a step is measured, the device waits

@@ -14,7 +14,7 @@ from memkit.plan import fit_copies, fit_regions
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memkit.device.base import Event
+    from memkit.device.base import Event, MemoryCounter
     from memkit.plan import Moving, Problem, RegionNeeds
 
 _LOGGER = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ _SLACK = 0.03
 """So much of what is allowed may be left unused."""
 _MOST_MORE = 0.05
 """By so much of what is allowed the limit is raised at once where copies leave: late in the backward little is away."""
+_OF_CAPACITY = 0.95
+"""So much of what the process can have it can use: some is in pieces too small."""
 _MOST_LESS = 0.1
 """By so much of itself it is lowered at once, after the choice."""
 
@@ -268,7 +270,12 @@ class Ways:
 
 
 def ways_within(
-    problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: int, headroom_bytes: int, bytes_per_s: float | None
+    problem: Problem,
+    choices: Sequence[RegionNeeds],
+    allowed_bytes: int,
+    headroom_bytes: int,
+    bytes_per_s: float | None,
+    counter: MemoryCounter | None,
 ) -> Ways | None:
     """Return what chooses between the ways of a step; None where no choice of calls keeps to what the step may take, or nearly
     does: then what its first steps take tells, which may be a little more.
@@ -279,10 +286,15 @@ def ways_within(
         allowed_bytes: what the step may take on the device.
         headroom_bytes: so much more it may take where no choice fits without that and without copies.
         bytes_per_s: of the link, both ways at once; None if that is not known.
+        counter: the device's, if it has one. Until copies beside calls follow a schedule, a step may take as much more as is to
+            leave: they are not tried where that would not fit.
     """
     limit_bytes = fit_regions(problem, choices, allowed_bytes)
     if limit_bytes is None:
         allowed_bytes += headroom_bytes
         limit_bytes = fit_regions(problem, choices, int(_MISSES * allowed_bytes))
     moving = None if bytes_per_s is None else fit_copies(problem, choices, allowed_bytes, bytes_per_s)
+    capacity_bytes = None if counter is None else counter.capacity_bytes()
+    if moving is not None and capacity_bytes is not None and allowed_bytes + moving.num_bytes > _OF_CAPACITY * capacity_bytes:
+        moving = None
     return None if limit_bytes is None and moving is None else Ways(allowed_bytes, limit_bytes, moving=moving)

@@ -16,7 +16,7 @@ import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.budgeting.ways import Way
 from memkit.activations.recomputing.steady import RegionStage
-from memkit.device import Device
+from memkit.device import Device, ReferenceDevice
 from memkit.hooks import innermost_pack
 from tests.activations.budgeting.test_semantics import (
     STEPS,
@@ -82,6 +82,30 @@ def _learned(net: BlockNet, device: Device) -> Make:
     assert stats.num_copies_out
     assert stats.num_replays
     return make
+
+
+@pytest.mark.parametrize("room", [0.02, 1.0])
+def test_copies_beside_calls_are_tried_only_where_it_would_fit_if_none_left_in_time(
+    room: float, fastest: Callable[[Way], None]
+) -> None:
+    """Until copies follow a schedule, steps may take as much more as is to leave."""
+    device = ReferenceDevice()
+    fastest(Way.REGIONS_AND_COPIES)
+    torch.manual_seed(0)
+    net = BlockNet()
+    optimizer = torch.optim.SGD(net.parameters())
+    make = functools.partial(memkit.MemoryBudget, 0.6, "room", optimizer=optimizer, min_bytes=0, device=device)
+    for _ in range(60):
+        outcome(net, plain_step, device, make)
+        budget_bytes = memkit.stats("room").budget_bytes
+        device.capacity_bytes = None if budget_bytes is None else int((1 + room) * budget_bytes)
+        ways = budget_states["room"].ways
+        if ways is not None and ways.is_decided:
+            break
+
+    assert ways is not None
+    assert ways.is_decided
+    assert (Way.REGIONS_AND_COPIES in ways.fastest_s) == (room == 1.0)
 
 
 @pytest.mark.parametrize(
