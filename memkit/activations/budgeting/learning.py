@@ -12,7 +12,7 @@ import torch
 
 from memkit.activations.budgeting.foresight import Foresight
 from memkit.activations.budgeting.learned import LearnedStep, Planned
-from memkit.activations.budgeting.observed import measured_s, observed_trace
+from memkit.activations.budgeting.observed import is_other_link, measured_s, observed_trace
 from memkit.activations.budgeting.schedule import schedule_of
 from memkit.activations.budgeting.ways import Ways, ways_within
 from memkit.errors import BudgetInfeasible
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memkit.activations.saved.op_trace import OpTrace
     from memkit.activations.saved.traces import Trace
     from memkit.device import Device, Event
-    from memkit.plan import RegionNeeds
+    from memkit.plan import Problem, RegionNeeds
     from memkit.recording.ops import OpKinds
     from memkit.transfer import Link
 
@@ -58,6 +58,8 @@ _JUDGED_EVERY = 4
 """Of the steps after these, one in so many is looked at."""
 _MOST_LEFT = 2
 """After so many steps that were others than they were taken for, all that is saved is noted, and the ops recorded."""
+_HANDLING_S = 1e-4
+"""What the host takes for a value that goes, where plans are made for a host that the device waits for."""
 _LESS = 0.97
 """Steps that take less than so much of what is predicted show that it was measured too long."""
 _MORE_BESIDE = 0.005
@@ -262,14 +264,15 @@ class Learning:
         least = _QUITE_OTHER_LINK * tolerance
         if len(learned.rates) < _STEPS_JUDGED:
             learned.rates.append(found)
-            if len(learned.rates) == _STEPS_JUDGED and not _is_other(link, found, least):
+            if len(learned.rates) == _STEPS_JUDGED and not is_other_link(link, found, least):
                 out, back = zip(*learned.rates, strict=True)
                 found, least = (median(out), median(back)), _OTHER_LINK * tolerance
-        is_other = _is_other(link, found, least)
+        is_other = is_other_link(link, found, least)
         if is_other and learned.num_links < _MOST_LINKS:
             problem = learned.planner.problem
             self._link = replace(link, d2h_bytes_per_s=found[0], h2d_bytes_per_s=found[1], both_bytes_per_s=min(found))
-            learned.planner = JointPlanner(make_problem(problem.trace, self._link, measured_s=learned.measured_s))
+            problem = make_problem(problem.trace, self._link, measured_s=learned.measured_s)
+            learned.planner = JointPlanner(problem, handling_s=learned.planner.handling_s)
             learned.plans.clear()
             learned.num_links += 1
 
@@ -306,7 +309,7 @@ class Learning:
         learned.has_chosen = True
         plan, allowed_bytes, headroom_bytes = planned.plan, planned.allowed_bytes, planned.headroom_bytes
         lacks_ops = any(problem.lineage.maker[value.value] == NO_OP for value in problem.values)
-        is_as_known = step_s <= _AS_PREDICTED * plan.predicted_s and not _has_own_clock(device)
+        is_as_known = step_s <= _AS_PREDICTED * plan.predicted_s and not _has_own_clock(problem)
         if not lacks_ops and (is_as_known or plan.predicted_peak_bytes > allowed_bytes + headroom_bytes):
             return None
         choices = choices_of(trace, torch.device("cpu") if device is None else device.torch_device)
@@ -315,17 +318,19 @@ class Learning:
         return ways_within(problem, choices, allowed_bytes, headroom_bytes, bytes_per_s, counter)
 
     def _scale(self, learned: LearnedStep, plan: MemoryPlan) -> None:
-        """Plan with what steps take, where that is less than was measured op by op: while a step is measured, the device waits
-        for the host between its ops. What takes longer waits for the host as well, and is planned as it is."""
+        """Plan with what steps take. If that is less than was measured op by op, the device has waited for the host while it
+        was measured. If it is more, it waits for the host in each step: that is to see to fewer values."""
         step_s = self.fastest_step_s()
         if learned.has_scaled or learned.planner is None or step_s is None or learned.num_judged < _STEPS_JUDGED:
             return
         learned.has_scaled = True
-        if step_s < _LESS * plan.predicted_s:
-            share = step_s / plan.predicted_s
+        share, problem = step_s / plan.predicted_s, learned.planner.problem
+        if share < _LESS:
             learned.measured_s = [share * seconds for seconds in learned.measured_s]
-            problem = learned.planner.problem
             learned.planner = JointPlanner(make_problem(problem.trace, problem.gpu, measured_s=learned.measured_s))
+            learned.plans.clear()
+        elif share > _AS_PREDICTED and not plan.is_plain and _has_own_clock(problem):
+            learned.planner = JointPlanner(problem, handling_s=_HANDLING_S)
             learned.plans.clear()
 
     def choose_again(self, traces: Iterable[Trace]) -> None:
@@ -383,15 +388,9 @@ def last_s(times: Sequence[tuple[Event, Event]]) -> float | None:
     return over[-1] if over else None
 
 
-def _is_other(link: GpuSpec, found: tuple[float, float], least: float) -> bool:
-    """Tell whether copies out or back go at another speed than was planned with, by at least so much of it."""
-    planned = link.d2h_bytes_per_s, link.h2d_bytes_per_s
-    return any(max(rate / known, known / rate) - 1 > least for rate, known in zip(found, planned, strict=True) if rate > 0)
-
-
-def _has_own_clock(device: Device | None) -> bool:
+def _has_own_clock(problem: Problem) -> bool:
     """Tell whether the host issues what a device computes, and may be slower."""
-    return device is not None and device.torch_device.type != "cpu"
+    return problem.trace.target != "cpu"
 
 
 def _is_ready(trace: Trace, meter: Meter | None) -> bool:

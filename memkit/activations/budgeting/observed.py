@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memkit.activations.budgeting.meter import Meter
+    from memkit.plan import GpuSpec
 
 _BACKWARD = "backward"
 
@@ -81,3 +82,9 @@ def measured_s(meter: Meter, step: Step) -> list[float]:
 
 def _work(name: str) -> OpWork:
     return OpWork(name=name, kind=OpKind.POINTWISE, flops=0.0, num_bytes=0, dtype="")
+
+
+def is_other_link(link: GpuSpec, found: tuple[float, float], least: float) -> bool:
+    """Tell whether copies out or back go at another speed than was planned with, by at least so much of it."""
+    planned = link.d2h_bytes_per_s, link.h2d_bytes_per_s
+    return any(max(rate / known, known / rate) - 1 > least for rate, known in zip(found, planned, strict=True) if rate > 0)

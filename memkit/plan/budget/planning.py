@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from memkit.plan.budget.problem import HeldValue, Problem
     from memkit.plan.budget.simulated import Move, Simulated
 
+_OF_HANDLING = 0.2
+"""So much of what is spared the host a step may take longer on the device: the device need not wait for all of it."""
+
 
 class JointPlanner:
     """The plans of one step, for one budget after the other. What was found for a smaller budget is a plan for a larger one.
@@ -26,10 +29,12 @@ class JointPlanner:
     Args:
         problem: the step.
         actions: what may be done with values beside keeping them.
+        handling_s: what the host takes for a value that goes, where the device waits for it: then fewer and larger ones are
+            chosen, though others may be a little quicker on the device. What is predicted is the device's time all the same.
     """
 
-    def __init__(self, problem: Problem, actions: Collection[Action] = BOTH) -> None:
-        self.problem, self.actions = problem, frozenset(actions) & BOTH
+    def __init__(self, problem: Problem, actions: Collection[Action] = BOTH, *, handling_s: float = 0.0) -> None:
+        self.problem, self.actions, self.handling_s = problem, frozenset(actions) & BOTH, handling_s
         self.alone = (
             {action: JointPlanner(problem, {action}) for action in sorted(self.actions)} if self.actions == BOTH else {}
         )
@@ -65,6 +70,10 @@ class JointPlanner:
         if budget_bytes in self._found:  # what was found under others since may be better
             return min(starts, key=lambda start: start.rank)
         found = search_plan(self.problem, budget_bytes, self.actions, starts=starts)
+        if self.handling_s:
+            fewer = search_plan(self.problem, budget_bytes, self.actions, handling_s=self.handling_s)
+            spared_s = _OF_HANDLING * self.handling_s * (found.num_handled - fewer.num_handled)
+            found = fewer if not fewer.over_bytes and fewer.seconds <= found.seconds + spared_s else found
         found = without_needless_moves(self.problem, found, budget_bytes)
         self._found[budget_bytes] = found
         return found

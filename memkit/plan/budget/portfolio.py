@@ -37,7 +37,12 @@ _NUM_LEAST = 2
 
 
 def search_plan(
-    problem: Problem, budget_bytes: int, allowed: Collection[Action] = BOTH, *, starts: Iterable[Simulated] = ()
+    problem: Problem,
+    budget_bytes: int,
+    allowed: Collection[Action] = BOTH,
+    *,
+    starts: Iterable[Simulated] = (),
+    handling_s: float = 0.0,
 ) -> Simulated:
     """Return the best step that was found; above the budget only if none was found that is not.
 
@@ -46,8 +51,10 @@ def search_plan(
         budget_bytes: what it may take.
         allowed: what may be done with values beside keeping them.
         starts: steps that are known to keep to the budget: what is found is no slower.
+        handling_s: see `JointPlanner`.
     """
-    search = Search(problem, budget_bytes, allowed, most_simulated=_most_simulated(problem, allowed))
+    most_simulated = _most_simulated(problem, allowed)
+    search = Search(problem, budget_bytes, allowed, most_simulated=most_simulated, handling_s=handling_s)
     if not search.best.over_bytes:
         return search.best
     for start in starts:

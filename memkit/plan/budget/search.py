@@ -32,6 +32,7 @@ _SLACK = 3.0
 _LITTLE = 0.5
 """Once a plan fits, nor are those whose replays take so many times longer than what it costs, and this share of the plain step:
 less dear ones may yet be improved."""
+_MOVED = 3
 _MOST_REPLAYED = 4.0
 """Plans whose replays take longer than so many plain steps are not looked at."""
 _MOST_STALE = 5
@@ -46,10 +47,21 @@ class Search:
         budget_bytes: what it may take, with the base.
         allowed: what may be done with values beside keeping them.
         most_simulated: so many plans are simulated before stages that could go on stop.
+        handling_s: what the host takes for a value that is dropped. It is in the prices of values, and thrice in those of what
+            moves: the higher it is, the larger and the fewer are those that go.
     """
 
-    def __init__(self, problem: Problem, budget_bytes: int, allowed: Collection[Action], *, most_simulated: int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        budget_bytes: int,
+        allowed: Collection[Action],
+        *,
+        most_simulated: int,
+        handling_s: float = 0.0,
+    ) -> None:
         self.problem, self.budget_bytes, self.most_simulated = problem, budget_bytes, most_simulated
+        self.handling_s = handling_s
         self.allows_offload, self.allows_recompute = _OFFLOAD in allowed, _RECOMPUTE in allowed
         values = problem.values
         self.can_drop = [self.allows_recompute and not held.is_anchor and _RECOMPUTE in held.choices for held in values]
@@ -86,7 +98,7 @@ class Search:
         """Return the least seconds for each byte that dropping a value takes: alone, or with an anchor held for it; and that
         anchor, -1 where alone is cheaper."""
         held = self.problem.values[index]
-        best, with_anchor = costs.cost(held.value) / held.num_bytes, -1
+        best, with_anchor = (costs.cost(held.value) + self.handling_s) / held.num_bytes, -1
         for place in self.near_anchors[index]:
             anchor = self.problem.values[place]
             if actions[place] is _RECOMPUTE:
@@ -114,7 +126,7 @@ class Search:
         if problem.num_forward_points >= len(problem.points):
             return list(actions)
         end_s = starts_s[problem.points[problem.num_forward_points]] * share
-        filled, waiting, now_s, position = list(actions), list[tuple[float, int]](), 0.0, 0
+        filled, waiting, now_s, position = list(actions), list[tuple[float, int, int]](), 0.0, 0
         leaving = sorted(
             (values[index].saved, index)
             for index, action in enumerate(actions)
@@ -123,12 +135,13 @@ class Search:
         while position < len(leaving) or waiting:
             while position < len(leaving) and starts_s[leaving[position][0]] <= now_s + 1e-12:
                 index = leaving[position][1]
-                heapq.heappush(waiting, (-prices[index], index))
+                dearness = prices[index] - _MOVED * self.handling_s / values[index].num_bytes
+                heapq.heappush(waiting, (-dearness, -values[index].num_bytes, index))
                 position += 1
             if not waiting:
                 now_s = starts_s[leaving[position][0]]
                 continue
-            index = heapq.heappop(waiting)[1]
+            index = heapq.heappop(waiting)[-1]
             held = values[index]
             over_s = now_s + gpu.copy_latency_s + held.num_bytes / gpu.d2h_bytes_per_s
             if max(over_s, starts_s[held.released]) > end_s:

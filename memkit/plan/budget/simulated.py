@@ -64,6 +64,11 @@ class Simulated:
     """The most bytes at each point and up to the next, beside the base, but for what is fetched before it is needed."""
 
     @property
+    def num_handled(self) -> int:
+        """How often the host has to see to a value that moves, or to an op that runs again."""
+        return len(self.moves) + sum(len(replay.ops) for replay in self.replays)
+
+    @property
     def rank(self) -> tuple[int, float, int]:
         """Of two steps the lower one is better: that which fits, or comes nearer to it, then the faster, then that which moves
         less."""

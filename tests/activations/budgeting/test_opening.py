@@ -238,6 +238,29 @@ def test_regions_are_not_tried_where_nothing_is_left_for_saved_values(monkeypatc
     assert budget_states["room"].ways is None
 
 
+@pytest.mark.parametrize(("has_own_clock", "is_busy"), [(True, True), (True, False), (False, True)])
+def test_steps_that_wait_for_the_host_are_planned_with_fewer_values(
+    has_own_clock: bool, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "_has_own_clock", lambda _: has_own_clock)
+    monkeypatch.setattr(learning, "_AS_PREDICTED", 1.03)
+    monkeypatch.setattr(learning.Learning, "ways_of", lambda *_: None)
+    device, model, x = ReferenceDevice(), blocks()[:6], torch.randn(8, 32)
+    make = partial(memkit.MemoryBudget, 0.6, "busy", optimizer=_stateless(model), min_bytes=1, device=device)
+    plain = train(model, x, nullcontext)
+    found = list[float]()
+    for _ in range(12):
+        learned = None if not (state := budget_states.get("busy")) or not state.traces.latest else state.traces.latest.learned
+        if learned is not None and learned.planner is not None and state.learning.last is not None:
+            step_s = (1.2 if is_busy else 1.0) * state.learning.last.predicted_s
+            monkeypatch.setattr(learning.Learning, "fastest_step_s", lambda _, step_s=step_s: step_s)
+            found.append(learned.planner.handling_s)
+        assert_same_bits(train(model, x, make), plain)
+
+    assert found[0] == 0
+    assert (found[-1] > 0) == (has_own_clock and is_busy)
+
+
 @pytest.mark.parametrize(("budget", "over_bytes"), [(0.6, 1000), (0.01, 0)])
 def test_plan_is_made_anew_where_a_step_takes_more_unless_it_is_the_least_one(budget: float, over_bytes: int) -> None:
     device, model, x = ReferenceDevice(), blocks()[:6], torch.randn(8, 32)

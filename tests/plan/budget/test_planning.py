@@ -29,7 +29,7 @@ from memkit.plan.budget import (
     why_no_bound,
     with_action,
 )
-from tests.plan.budget.steps import MIB, gpu, layers, random_trace
+from tests.plan.budget.steps import MIB, gpu, layers, make_trace, random_trace
 
 OFFLOAD, RECOMPUTE, KEEP = Action.OFFLOAD, Action.RECOMPUTE, Action.KEEP
 SHARES = (0.9, 0.75, 0.6, 0.45)
@@ -343,6 +343,36 @@ def test_budget_that_was_planned_is_not_searched_again(monkeypatch: pytest.Monke
 
     assert planner.best(budget_bytes) == found
     assert all(planner.alone[action].best(budget_bytes).seconds >= found.seconds for action in planner.alone)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 40))])
+def test_plan_for_a_busy_host_handles_no_more_values_and_keeps_to_the_budget(seed: int) -> None:
+    problem = problem_of(seed)
+    budget_bytes = round(SHARES[seed % 4] * problem.plain_peak_bytes)
+    if least_budget(problem) > budget_bytes:
+        pytest.skip("nothing keeps to that")
+    quick = JointPlanner(problem).best(budget_bytes)
+    handling_s = 0.01 * problem.plain_s
+
+    spared = JointPlanner(problem, handling_s=handling_s).best(budget_bytes)
+
+    assert spared.peak_bytes <= budget_bytes
+    assert spared.seconds - quick.seconds <= handling_s * (quick.num_handled - spared.num_handled)
+
+
+def test_busy_host_has_fewer_and_larger_values_to_handle() -> None:
+    """Each layer saves much in one piece and as much in sixteen: for the device it is the same which of them go."""
+    ops: list[tuple[tuple[int, ...], int, float]] = [((0,), 1, 10.0)]
+    for _ in range(6):
+        ops += [((1,), 4, 44.0)] * 16 + [((1,), 64, 700.0)]
+    problem = make_problem(make_trace(ops, list(range(1, len(ops) + 1))), gpu())
+    budget_bytes = round(0.6 * problem.plain_peak_bytes)
+    quick = JointPlanner(problem).best(budget_bytes)
+
+    spared = JointPlanner(problem, handling_s=0.05).best(budget_bytes)
+
+    assert spared.num_handled <= 0.5 * quick.num_handled
+    assert spared.seconds <= 1.02 * quick.seconds
 
 
 def test_plan_of_a_step_whose_ops_make_other_values_is_refused() -> None:
