@@ -25,8 +25,8 @@ _COPIED_BYTES = {"cuda": 256 * 2**20}
 def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
     """Return what a device and its link can do, measured: its memory by a large copy, matrix products in each dtype that it
     knows, copies each way alone and both ways at once, a copy's latency, and the least that an op takes; and what its host can
-    do: updates by AdamW on its cores, alone and beside such copies, and reads and writes of a disk. It takes seconds, and a disk
-    up to a minute.
+    do: updates by AdamW on its cores, alone and beside such copies, and reads and writes of a disk. A disk takes up to a
+    minute, the rest seconds.
 
     By how much single kinds of ops miss that (`GpuSpec.factors`) is not measured: it is taken from an H200.
 
