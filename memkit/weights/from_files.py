@@ -114,8 +114,10 @@ class FileWeights:
     def undo(self) -> None:
         """Let what had no data have none again."""
         while self._opened:
-            with contextlib.suppress(RuntimeError):  # a traceback may hold a reference that torch does not allow
-                torch.utils.swap_tensors(*self._opened[-1])
+            tensor, other = self._opened[-1]
+            if not tensor.is_meta:  # an interrupt may have come ahead of the change
+                with contextlib.suppress(RuntimeError):  # torch does not allow it while somebody has a weak reference
+                    torch.utils.swap_tensors(tensor, other)
             self._opened.pop()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.device import ReferenceDevice
 from memkit.weights.checkpoint import Checkpoint
+from tests.interrupts import interrupts
 from tests.weights.cases import WIDTH, Block, Stack
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -92,7 +93,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("num_files", [1, 3])
 @pytest.mark.parametrize("train", ["host", "frozen"])
-@pytest.mark.parametrize("ratio", [0.5, 1.0])
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
 def test_bitwise_the_model_that_was_loaded_plainly(tmp_path: Path, num_files: int, train: str, ratio: float) -> None:
     plain = Whole()
     path = saved(plain, tmp_path, num_files)
@@ -313,6 +314,26 @@ def test_failure_leaves_the_model_without_data(tmp_path: Path) -> None:
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     with memkit.LayerOffload(model, offload_ratio=1.0, weights=file, device=ReferenceDevice()):
         step(model)
+
+
+def test_interrupt_leaves_the_model_without_data(tmp_path: Path) -> None:
+    plain = Whole(2)
+    path, models = saved(plain, tmp_path), [on_meta(lambda: Whole(2))]
+
+    def make() -> None:
+        memkit.LayerOffload(models[-1], offload_ratio=1.0, num_slots=1, weights=path, device=ReferenceDevice()).close()
+        models.append(on_meta(lambda: Whole(2)))
+
+    for place in interrupts(make, 60):
+        model = models[-1]
+        has_data = {not tensor.is_meta for tensor in (*model.parameters(), *model.buffers())}
+        if has_data == {True}:  # it came after all was read
+            assert_same(list(model.state_dict().values()), list(plain.state_dict().values()))
+            models.append(on_meta(lambda: Whole(2)))
+        else:
+            assert has_data == {False}, place
+    with memkit.LayerOffload(models[-1], offload_ratio=1.0, weights=path, device=ReferenceDevice()):
+        assert_same(step(models[-1]), step(plain))
 
 
 @pytest.mark.parametrize(
