@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -107,6 +108,7 @@ class DiskThreads(DiskQueue):
         self._waiting: deque[DiskTransfer] = deque()
         """Those with blocks that no thread has begun."""
         self._is_closed = False
+        self._process = os.getpid()
         self._threads = [
             threading.Thread(target=self._work, name=f"memkit-disk-{number}", daemon=True) for number in range(num_threads)
         ]
@@ -134,6 +136,8 @@ class DiskThreads(DiskQueue):
                 self._changed.wait()
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork has no threads, and perhaps a lock that one of them held
         with self._lock:
             self._is_closed = True
             self._changed.notify_all()

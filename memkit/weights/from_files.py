@@ -51,24 +51,26 @@ class FileWeights:
         self._names = {id(tensor): name for name, tensor in tensors.items() if name in checkpoint.tensors}
         self._refuse_others(model, tensors)
         self._meta = list({id(tensor): tensor for tensor in tensors.values() if tensor.is_meta}.values())
-        wrapped = next((name for name, tensor in tensors.items() if tensor.is_meta and not _is_plain(tensor)), None)
+        read = {name: tensor for name, tensor in tensors.items() if tensor.is_meta or id(tensor) in self._names}
+        wrapped = next((name for name, tensor in read.items() if type(tensor) not in (Tensor, nn.Parameter)), None)
         if wrapped is not None:
-            kind = type(tensors[wrapped]).__name__
-            raise ValueError(f'LayerOffload: "{wrapped}" is a {kind} without data, which weights= cannot read. Load it first')
+            kind = type(read[wrapped]).__name__
+            raise ValueError(f'LayerOffload: "{wrapped}" is a {kind}, which weights= cannot read. Load the weights first')
         self._remade = remade(model, {id(tensor) for tensor in tensors.values()})
 
     def _refuse_others(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
         """Raise where names or sizes in the files are not those of the model."""
         stored = self._checkpoint.tensors
         missing = [name for name, tensor in tensors.items() if id(tensor) not in self._names and tensor.is_meta]
-        lazy = [name for name, item in model.named_parameters(remove_duplicate=False) if item.is_meta and name not in tensors]
+        missing += [name for name, item in model.named_parameters() if item.is_meta and name not in tensors]
+        missing += [name for name in model.state_dict(keep_vars=True) if name not in tensors]  # no tensors, so in no such file
         unexpected = [name for name in stored if name not in tensors]
         wrong = [
             f'"{name}" is {list(stored[name].size)} there and {list(tensor.size())} in the model'
             for name, tensor in tensors.items()
             if name in stored and stored[name].size != tuple(tensor.size())
         ]
-        found = [f"{_some(missing + lazy)} missing"] if missing or lazy else []
+        found = [f"{_some(missing)} missing"] if missing else []
         found += [f"{_some(unexpected)} not in the model"] if unexpected else []
         found += wrong[:_MOST_NAMED] + ([f"{len(wrong) - _MOST_NAMED} more of other sizes"] if len(wrong) > _MOST_NAMED else [])
         if found:
@@ -119,10 +121,6 @@ class FileWeights:
                 with contextlib.suppress(RuntimeError):  # torch does not allow it while somebody has a weak reference
                     torch.utils.swap_tensors(tensor, other)
             self._opened.pop()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter)
 
 
 def _some(names: Sequence[str]) -> str:

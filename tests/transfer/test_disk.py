@@ -539,6 +539,25 @@ def test_nothing_is_left_behind(tmp_path: Path, host: Host) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_fork_may_end_while_a_thread_of_its_parent_writes(tmp_path: Path, host: Host) -> None:
+    store = memkit.Disk(tmp_path).open(MIB, host.device)
+    copy = store.add("chunk", 5000)
+    with store._queue._lock:  # type: ignore[attr-defined]  # as a thread may hold it
+        child = os.fork()
+        if not child:
+            store._shut()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    store.write(copy, host.span(5000, seed=1))
+    span = host.span(5000)
+    store.read(copy, span)
+    store.wait(copy)
+    assert torch.equal(bytes_of(span), filled(5000, 1))
+    store.close()
+
+
 def test_steps_do_not_grow(tmp_path: Path, host: Host) -> None:
     store = memkit.Disk(tmp_path).open(4 * MIB, host.device)
     copies = [store.add(str(number), 300_001) for number in range(8)]

@@ -288,6 +288,41 @@ def test_missing_unexpected_and_wrong_tensors_are_named(tmp_path: Path) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+def test_state_that_is_no_tensor_is_named(tmp_path: Path) -> None:
+    class Extra(Stack):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"steps": 3}
+
+    path = saved(Stack(), tmp_path)
+
+    with pytest.raises(ValueError, match='found "_extra_state" is missing'):
+        memkit.LayerOffload(on_meta(Extra), offload_ratio=1.0, weights=path, device=ReferenceDevice())
+
+
+def test_parameter_that_no_state_dict_has_is_named(tmp_path: Path) -> None:
+    path, model = saved(Stack(), tmp_path), on_meta(Stack)
+    model.head.register_parameter("hidden", nn.Parameter(torch.empty(3, device="meta")))
+
+    def hide(_module: nn.Module, state: dict[str, Tensor], prefix: str, _local: object) -> None:
+        state.pop(f"{prefix}hidden")
+
+    model.head.register_state_dict_post_hook(hide)
+
+    with pytest.raises(ValueError, match=r'found "head\.hidden" is missing'):
+        memkit.LayerOffload(model, offload_ratio=1.0, weights=path, device=ReferenceDevice())
+
+
+def test_parameter_that_is_more_than_a_tensor_is_named(tmp_path: Path) -> None:
+    class Special(nn.Parameter):
+        pass
+
+    path, model = saved(Stack(), tmp_path), on_meta(Stack)
+    model.head.weight = Special(torch.empty(4, WIDTH))
+
+    with pytest.raises(ValueError, match=r'"head.weight" is a Special, which weights= cannot read'):
+        memkit.LayerOffload(model, offload_ratio=1.0, weights=path, device=ReferenceDevice())
+
+
 def test_names_that_differ_by_their_beginning_are_told(tmp_path: Path) -> None:
     around = nn.ModuleDict({"model": Stack()})
     safetensors.save_file(around.state_dict(), tmp_path / "model.safetensors")
