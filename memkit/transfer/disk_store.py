@@ -66,6 +66,8 @@ class DiskStore:
         """Of all transfers that were begun."""
         self._queue, self._device, self._block_bytes = queue, device, block_bytes
         self._copies: dict[int, DiskCopy] = {}
+        self._moving: dict[int, DiskCopy] = {}
+        """Those of them with a transfer."""
         self._gaps = Gaps()
         self._gaps.ranges = [(0, file.num_bytes)]
         self._beginning: DiskCopy | None = None
@@ -96,6 +98,7 @@ class DiskStore:
         """Forget a chunk: its place is free. Waits for its transfer, if that is still under way."""
         self._end_transfer(copy)
         del self._copies[id(copy)]
+        self._moving.pop(id(copy), None)
         freed, copy.places = copy.places[0], ((), ())
         self._free(freed)
 
@@ -187,7 +190,7 @@ class DiskStore:
         self._raise_untold()
         self._end_transfer(copy)
         self._raise_untold()
-        copy.transfer = None
+        self._forget_transfer(copy)
 
     def _end_transfer(self, copy: DiskCopy) -> None:
         assert self._copies.get(id(copy)) is copy, "a disk copy of another store, or one that was removed"
@@ -199,19 +202,19 @@ class DiskStore:
         begin = partial(_await, self._device, after) if after else None
         what = f'{"reading" if is_read else "writing"} "{copy.name}" ({format_bytes(copy.num_bytes)})'
         blocks = cut_in_blocks(ranges, span.pieces, block_bytes=self._block_bytes)
-        self._beginning = copy
+        self._beginning = self._moving[id(copy)] = copy
         copy.transfer = DiskTransfer(what, blocks, self.file.read if is_read else self.file.write, begin, is_read=is_read)
         self._queue.put(copy.transfer)
         self._beginning = None
 
     def _settle_all(self, *, must_wait: bool) -> None:
         """Note the ends of transfers: of all, or of those that are over."""
-        for copy in self._copies.values():
-            if copy.transfer is not None:
-                if must_wait:
-                    self._queue.wait(copy.transfer)
-                if copy.transfer.is_over:
-                    self._settle(copy)
+        for copy in tuple(self._moving.values()):
+            assert copy.transfer is not None
+            if must_wait:
+                self._queue.wait(copy.transfer)
+            if copy.transfer.is_over:
+                self._settle(copy)
 
     def _settle(self, copy: DiskCopy) -> None:
         """Note the end of a transfer: see [Note: new extent, then the flip]."""
@@ -225,7 +228,11 @@ class DiskStore:
             freed = ()
         self._free(freed)
         if copy.transfer.error is None:
-            copy.transfer = None
+            self._forget_transfer(copy)
+
+    def _forget_transfer(self, copy: DiskCopy) -> None:
+        copy.transfer = None
+        self._moving.pop(id(copy), None)
 
     def _free(self, places: Iterable[Range]) -> None:
         for place in places:
@@ -240,6 +247,7 @@ class DiskStore:
             self._queue.cancel(copy.transfer)
             copy.transfer = None
         self._beginning = None
+        self._moving = {key: copy for key, copy in self._copies.items() if copy.transfer is not None}
         self._gaps.ranges = [(0, self.file.num_bytes)]
         for copy in self._copies.values():
             if copy.transfer is None:
@@ -252,7 +260,7 @@ class DiskStore:
 
     def _raise_untold(self) -> None:
         """Raise what a transfer has raised of which the caller does not know."""
-        for copy in self._copies.values():
+        for copy in self._moving.values():
             transfer = copy.transfer
             if transfer is not None and transfer.is_over and not transfer.is_told:
                 self._raise_error(transfer)
