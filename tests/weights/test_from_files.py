@@ -351,24 +351,27 @@ def test_failure_leaves_the_model_without_data(tmp_path: Path) -> None:
         step(model)
 
 
-def test_interrupt_leaves_the_model_without_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("within", [None, "_swap"])
+def test_interrupt_leaves_the_model_without_data(tmp_path: Path, within: str | None) -> None:
     plain = Whole(2)
-    path, models = saved(plain, tmp_path), [on_meta(lambda: Whole(2))]
+    path, models, offloads = saved(plain, tmp_path), list[Whole](), list[memkit.LayerOffload]()
+
+    def prepare() -> None:
+        while offloads:
+            offloads.pop().close()
+        models[:] = [on_meta(lambda: Whole(2))]
 
     def make() -> None:
-        memkit.LayerOffload(models[-1], offload_ratio=1.0, num_slots=1, weights=path, device=ReferenceDevice()).close()
-        models.append(on_meta(lambda: Whole(2)))
+        offloads.append(memkit.LayerOffload(models[0], offload_ratio=1.0, num_slots=1, weights=path, device=ReferenceDevice()))
 
-    for place in interrupts(make, 60):
-        model = models[-1]
-        has_data = {not tensor.is_meta for tensor in (*model.parameters(), *model.buffers())}
-        if has_data == {True}:  # it came after all was read
-            assert_same(list(model.state_dict().values()), list(plain.state_dict().values()))
-            models.append(on_meta(lambda: Whole(2)))
-        else:
-            assert has_data == {False}, place
-    with memkit.LayerOffload(models[-1], offload_ratio=1.0, weights=path, device=ReferenceDevice()):
-        assert_same(step(models[-1]), step(plain))
+    for place in interrupts(make, 40, prepare=prepare, within=within):
+        assert not offloads
+        assert all(tensor.is_meta for tensor in (*models[0].parameters(), *models[0].buffers())), place
+        with memkit.LayerOffload(models[0], offload_ratio=1.0, weights=path, device=ReferenceDevice()):
+            assert_same(step(models[0]), step(plain))
+        for parameter in plain.parameters():
+            parameter.grad = None
+    prepare()
 
 
 @pytest.mark.parametrize(
