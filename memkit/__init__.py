@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from memkit.live import live_values
     from memkit.plan import plan_memory, schedules
     from memkit.profile import profile_memory
+    from memkit.transfer import Disk
     from memkit.weights import GradScaler, LayerOffload
 
 __all__ = [
     "CPUOffload",
+    "Disk",
     "GradScaler",
     "LayerOffload",
     "MemoryBudget",
@@ -52,6 +54,7 @@ __all__ = [
 _ROOMS = ("activations", "device", "errors", "integrations", "plan", "profile", "weights")
 _HOMES = {
     "CPUOffload": "memkit.activations",
+    "Disk": "memkit.transfer",
     "GradScaler": "memkit.weights",
     "LayerOffload": "memkit.weights",
     "MemoryBudget": "memkit.activations",

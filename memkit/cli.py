@@ -251,8 +251,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 _BENCH_MACHINE: dict[str, Any] = {
-    "help": "measure this machine's GPU and link, for `memkit plan --gpu FILE`",
-    "description": "Measure what this machine's GPU and the link to it can do: memory, matrix products, copies.",
+    "help": "measure this machine's GPU, link and host, for `memkit plan --gpu FILE`",
+    "description": "Measure what this machine can do: the GPU's memory, matrix products, copies from and to it, optimizer "
+    "updates on the host's cores, reads and writes of a disk.",
     "epilog": "example: memkit bench machine --save my_gpu.json",
     "allow_abbrev": False,
 }
@@ -263,6 +264,7 @@ def _add_bench_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cuda", metavar="DEVICE", help='which; default: cuda. "cpu" rehearses on memkit\'s reference device'
     )
+    parser.add_argument("--disk", type=Path, metavar="DIR", help="measure the disk of this directory, too; takes 2.2 GiB there")
     parser.set_defaults(command="bench_machine")
 
 

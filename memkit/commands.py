@@ -25,7 +25,7 @@ from memkit.profile.optimizer_states import check_optimizer
 from memkit.profile.step import NEEDS_NONE, USE_META, is_out_of_memory
 from memkit.specs import UsageError, autocast, build_model, loss_of, make_inputs, said_as
 from memkit.terminal import STDOUT, check_writable, terminal_width, wrapped, write_text
-from memkit.transfer import Link
+from memkit.transfer import Disk, Link
 
 _DTYPE = "float32"
 """Of inputs for which none is named."""
@@ -163,16 +163,17 @@ def bench_layers(options: argparse.Namespace) -> None:
 
 
 def bench_machine(options: argparse.Namespace) -> None:
-    """Measure this machine's GPU and the link to it."""
+    """Measure this machine's GPU, the link to it, and its host."""
     if options.save is not None:
         check_writable(options.save)
     device = said_as(
         "--device",
         lambda: ReferenceDevice() if options.device == "cpu" else open_device(options.device, advice=_REHEARSE),
     )
+    disk = None if options.disk is None else said_as("--disk", lambda: Disk(options.disk))
     _logger.info("measuring %s", device.name)
-    spec = measure_machine(device)
-    print(wrapped(spec_text(spec), terminal_width()))
+    spec = measure_machine(device, disk=disk)
+    print(spec_text(spec, min(terminal_width() or 80, 80)))
     if options.save is not None:
         options.save.write_text(spec.to_json() + "\n", encoding="utf-8")
 

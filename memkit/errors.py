@@ -7,6 +7,7 @@
     ├── ReportFormatError          a file is no memkit report, or no spec of a GPU, or is newer than this memkit
     ├── PlanFormatError            a file is no memkit plan, or is newer than this memkit
     ├── HostMemoryError            host memory cannot be locked, or a limit on it is met
+    ├── DiskError                  a disk has no room, fails, or does not take a scratch file
     ├── BudgetInfeasible           no plan keeps to the budget that was asked for
     ├── LayerOffloadError          streamed weights are not where they were left, or cannot be used like this
     ├── ReplayMismatchError        an op that was run again has made something else
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from pathlib import Path
 
 
 class MemkitError(Exception):
@@ -50,6 +52,20 @@ class PlanFormatError(MemkitError):
 class HostMemoryError(MemkitError):
     """Raised when the system does not lock more host memory, or a limit on it is reached. `CPUOffload` then leaves tensors on
     the device. `LayerOffload` uses memory that is not locked, and raises only if there is none."""
+
+
+class DiskError(MemkitError):
+    """Raised when a disk has no room for what is to be there, or a read or a write fails. What was on disk before still is.
+
+    Attributes:
+        path: the directory of the scratch file.
+        errno: what the system calls the failure, such as `errno.ENOSPC`; None where memkit itself has found too little room.
+    """
+
+    def __init__(self, message: str, *, path: Path, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.errno = errno
 
 
 class BudgetInfeasible(MemkitError):  # noqa: N818  # it names a fact, as in linear programming

@@ -2,9 +2,10 @@
 
 A `KeyboardInterrupt` is raised ahead of a line, wherever that runs: in a context's entry or exit, in a hook that autograd calls
 from C++, under a lock, in a finalizer (where Python reports it and goes on). Lines of memkit are those of its files, and those
-by which torch enters and leaves a dispatch mode that memkit sets. Left out are lines of `device/reference.py`, and
-what they call: that file stands for the hardware. So are the places where Python itself lets no signal in, though a line begins
-there: between a `with` block and its `__exit__`, and at a `try:`, which is no instruction (handlers around it do not cover it).
+by which torch enters and leaves a dispatch mode that memkit sets. Left out are lines of `device/reference.py` and
+`transfer/reference_disk.py`, and what they call: these files stand for the hardware. So are the places where Python itself lets
+no signal in, though a line begins there: between a `with` block and its `__exit__`, and at a `try:`, which is no instruction
+(handlers around it do not cover it).
 
     for place in interrupts(step, 60):
         assert_same_bits(step(), plain), place
@@ -31,7 +32,7 @@ from torch.utils import _python_dispatch
 import memkit
 
 _ROOT = str(Path(memkit.__file__).parent) + "/"
-_HARDWARE = _ROOT + "device/reference.py"
+_HARDWARE = (_ROOT + "device/reference.py", _ROOT + "transfer/reference_disk.py")
 _MODES = _python_dispatch.__file__
 """Where torch enters and leaves dispatch modes, those of memkit as well, in lines of Python."""
 
@@ -59,7 +60,7 @@ class _Lines:
             return None
         caller: FrameType | None = frame
         while caller is not None:
-            if caller.f_code.co_filename == _HARDWARE:
+            if caller.f_code.co_filename in _HARDWARE:
                 return None
             caller = caller.f_back
         return self.on_line

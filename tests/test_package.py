@@ -278,6 +278,7 @@ def test_names_at_the_top_level() -> None:
     """Actions are at the top; records, plans and exceptions are in rooms of their own."""
     assert memkit.__all__ == [
         "CPUOffload",
+        "Disk",
         "GradScaler",
         "LayerOffload",
         "MemoryBudget",

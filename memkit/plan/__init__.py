@@ -5,6 +5,7 @@ from memkit.plan.asked import budget_or_share, plan_memory
 from memkit.plan.budget import JointPlanner, MemoryPlan, Moving, Problem, fit_copies, fit_regions, make_problem
 from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.costs import StepTime, TimedSave, auto_ratio, roofline_s, simulate_lanes
+from memkit.plan.disk import disk_bytes, disk_step_s, terabytes_written
 from memkit.plan.drop_order import drop_order
 from memkit.plan.eviction import DTRScore, ValueStore, Walk
 from memkit.plan.forecast import Forecast
@@ -80,6 +81,8 @@ __all__ = [
     "budget_or_share",
     "call_schedule",
     "check_ratio",
+    "disk_bytes",
+    "disk_step_s",
     "drop_order",
     "ends_of",
     "find_gpu",
@@ -106,6 +109,7 @@ __all__ = [
     "spread",
     "takes_peak",
     "tell_kept",
+    "terabytes_written",
     "trace_from_plain",
     "trace_to_plain",
 ]

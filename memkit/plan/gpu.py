@@ -16,6 +16,8 @@ from memkit.schemas import read_json
 SCHEMA = "memkit.GpuSpec"
 SCHEMA_VERSION = 1
 
+_BY_THREADS = ("host_updates_per_s", "host_cast_updates_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
+
 _ASK = "`memkit bench machine --save FILE` writes a whole one."
 
 
@@ -51,6 +53,18 @@ class GpuSpec:
     factors: Mapping[str, float] = field(default_factory=dict)
     """By kind of op ("convolution") or by op ("aten.native_layer_norm"), and for backward ops apart ("convolution_backward"):
     how much longer one takes than its bytes or FLOPs at full speed. 1 where none is given."""
+    host_updates_per_s: Mapping[str, float] = field(default_factory=dict)
+    """By number of threads ("16"): parameters that the host's cores update in a second, by fused AdamW in float32, in blocks.
+    This and all below: none where it was not measured."""
+    host_cast_updates_per_s: Mapping[str, float] = field(default_factory=dict)
+    """The same with gradients that come as bfloat16, and weights that go as such."""
+    shared_updates_per_s: float | None = None
+    """What the cores update while copies go both ways, with the most threads that were measured."""
+    shared_bytes_per_s: float | None = None
+    """What copies reach meanwhile, each way."""
+    disk_read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """By number of threads, of a disk."""
+    disk_write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     source: str
     """Where the figures are from."""
     is_measured: bool = False
@@ -64,8 +78,11 @@ class GpuSpec:
             _check(name, getattr(self, name))
         for name in ("copy_latency_s", "launch_s"):
             _check(name, getattr(self, name), may_be_zero=True)
-        for name in ("flops_per_s", "factors"):
+        for name in ("flops_per_s", "factors", *_BY_THREADS):
             _check_each(name, getattr(self, name), may_be_zero=name == "factors")
+        for name in ("shared_updates_per_s", "shared_bytes_per_s"):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name))
         if not isinstance(self.memory_bytes, int):
             raise ValueError(f"memory_bytes must be a whole number; found {self.memory_bytes!r}")
         if not isinstance(self.is_measured, bool):
@@ -92,7 +109,8 @@ class GpuSpec:
 
     def to_json(self) -> str:
         """Return it as JSON, for `from_json`."""
-        content = asdict(self) | {"flops_per_s": dict(self.flops_per_s), "factors": dict(self.factors)}
+        mappings = {name: dict(getattr(self, name)) for name in ("flops_per_s", "factors", *_BY_THREADS)}
+        content = {name: value for name, value in (asdict(self) | mappings).items() if value is not None}
         return json.dumps({"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **content}, indent=1)
 
     @classmethod

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from memkit.device.base import Event
-from memkit.transfer.staging import Staging
+
+if TYPE_CHECKING:
+    from memkit.transfer.staging import Staging
 
 ALIGNMENT_BYTES = 512
 Range = tuple[int, int]

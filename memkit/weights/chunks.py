@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -82,8 +82,8 @@ class StreamedParameter:
         self.parts = [StreamedTensor(part) for part in parts_of(parameter)]
         self.wrappers = wrappers_in(parameter)
         self.size, self.stride, self.dtype = parameter.size(), parameter.stride(), parameter.dtype
-        self.device = parameter.device
-        """Where it was found."""
+        self.device = _HOST if parameter.is_meta else parameter.device
+        """Where it was found; the host if it had no data."""
 
     def bind(self, storage: torch.UntypedStorage) -> None:
         """Let the parameter lie in a slot. Only to be called in `without_modes()`."""
@@ -216,8 +216,8 @@ class LayerChunk:
     def _parts(self) -> Iterator[StreamedTensor]:
         return (part for streamed in self.parameters for part in streamed.parts)
 
-    def move_to_host(self) -> None:
-        """Copy the parameters to the host copy, in `span`, and let them be that."""
+    def move_to_host(self, read: Callable[[Tensor, Tensor], None] | None = None) -> None:
+        """Copy the parameters to the host copy, in `span`, or read them into that, and let them be that."""
         assert self.span is not None
         assert self.span.whole is not None
         memory = self.span.whole.numpy()
@@ -232,7 +232,7 @@ class LayerChunk:
                 for part in region:
                     part.host_copy = part.over(storage, start=start)
                     part.address = part.host_copy.data_ptr()
-                    distinct(part.host_copy).copy_(distinct(part.tensor.data))
+                    (read or copy_into)(part.tensor, part.host_copy)
             self.is_on_host = True  # ahead of the first that is: an interrupt leaves some that are not, and `restore` knows
             for streamed in self.parameters:
                 streamed.unbind()
@@ -326,6 +326,11 @@ def distinct(tensor: Tensor) -> Tensor:
         if step == 0 and tensor.size(dim) > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def copy_into(tensor: Tensor, host_copy: Tensor) -> None:
+    """Copy what a tensor is to a host copy of it."""
+    distinct(host_copy).copy_(distinct(tensor.data))
 
 
 @contextmanager

@@ -22,20 +22,14 @@ from memkit.weights.choice import MeasuredChoice
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 from memkit.weights.claims import claim, is_streamed, refuse_streamed
 from memkit.weights.forwards import Forwards
+from memkit.weights.from_files import FileWeights, Path
 from memkit.weights.fused import FusedSteps
 from memkit.weights.gradients import HostGradients, bring_state
 from memkit.weights.host_copies import HostCopies
 from memkit.weights.optimizers import MakeOptimizer, state_bytes_per_byte
 from memkit.weights.placement import Placement
 from memkit.weights.scaler import refuse_unscaled
-from memkit.weights.selection import (
-    LayerChoice,
-    find_layers,
-    refuse_replicas,
-    refuse_scripted,
-    refuse_unmovable,
-    refuse_wrapped,
-)
+from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_scripted, refuse_unmovable
 from memkit.weights.shares import choose_mode, chunks_of, plan_layers, why_nothing_is_freed
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
@@ -76,6 +70,9 @@ class LayerOffload(NotCopied):
             called with a small matrix first, whose step shows how much state it keeps, and then with all parameters that
             require grad; `LayerOffload.optimizer` is what it returned then, for schedulers and `state_dict`. Its state stays on
             the device, and counts towards `budget`.
+        weights: safetensors files with the model's weights, as `load_state_dict` would load them: one, or a directory, with an
+            index if there are several. The model may be built without data, within `with torch.device("meta")`. What streams is
+            read straight into its place in host memory.
         host_limit_bytes: the most host memory to use.
         device: where the model runs; by default the current CUDA device, or the CPU if there is none.
 
@@ -109,17 +106,16 @@ class LayerOffload(NotCopied):
         num_slots: int = 3,
         train: str = "auto",
         optimizer: MakeOptimizer | None = None,
+        weights: Path | None = None,
         host_limit_bytes: int | str | None = None,
         device: str | torch.device | Device | None = None,
     ) -> None:
         torch_private.require(torch_private.Feature.LAYERS)
         if not isinstance(model, nn.Module):
             raise TypeError(f"LayerOffload needs a torch.nn.Module; found {type(model).__name__}")
-        host_limit_bytes = (
-            None if host_limit_bytes is None else check_budget_bytes("host_limit_bytes", host_limit_bytes, may_be_zero=True)
-        )
-        refuse_wrapped(model)
-        refuse_unmovable(model)
+        if host_limit_bytes is not None:
+            host_limit_bytes = check_budget_bytes("host_limit_bytes", host_limit_bytes, may_be_zero=True)
+        refuse_unmovable(model, reads_weights=weights is not None)
         self.model = model
         self.device = open_device(("cuda" if cuda_is_available() else "cpu") if device is None else device)
         self._layers = find_layers(model, layers)
@@ -154,8 +150,10 @@ class LayerOffload(NotCopied):
         self._is_closed = self._is_entered = False
         self._host = HostCopies(self.device, model, chunks.values(), limit_bytes=host_limit_bytes)
         self._arena = self._host.arena
+        files = FileWeights(model, weights)
         try:
             self._host.take(self._chunks)
+            files.open()
             if self.train != "frozen":
                 refuse_replicas(self.model, self.train)
             if self.train == "host":
@@ -166,9 +164,10 @@ class LayerOffload(NotCopied):
                 self._hooks.before_any_step(partial(refuse_unscaled, is_streamed))
             self._host.warn_of_refusal()
             note_attached(self, is_on=LayerOffload._is_over, take_off=LayerOffload.close)
-            self._begin(optimizer)
+            self._begin(optimizer, files)
         except BaseException:
             self.close()
+            files.undo()
             raise
 
     def _is_over(self, module: nn.Module) -> bool:
@@ -181,14 +180,15 @@ class LayerOffload(NotCopied):
             chunk.position = position
         return found
 
-    def _begin(self, make: MakeOptimizer | None) -> None:
+    def _begin(self, make: MakeOptimizer | None, files: FileWeights) -> None:
         """Move everything to where it belongs, and have the model's forwards seen."""
         streamed = {id(item.parameter) for chunk in self._chunks for item in chunk.parameters}
         for chunk in self._chunks:
-            chunk.move_to_host()
+            chunk.move_to_host(files.read)
             for item in chunk.parameters:
                 claim(item, self._host)
         tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if id(tensor) not in streamed]
+        files.fill(tensors)
         self._placement.place(tensors, self.device.torch_device)
         self._streamer = Streamer(self.device, self._chunks, self.plan.slot_bytes)
         if self._choice.is_open:

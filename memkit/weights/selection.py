@@ -211,17 +211,26 @@ def _check_nesting(found: dict[str, nn.Module]) -> None:
             raise ValueError(f'layers: "{name}" is inside of another layer. Layers must not contain each other')
 
 
-def refuse_unmovable(model: nn.Module) -> None:
+def refuse_unmovable(model: nn.Module, *, reads_weights: bool) -> None:
     """Raise where a parameter or a buffer has no data that could be moved, or cannot be given other data.
 
+    Args:
+        model: whose.
+        reads_weights: whether those on torch's "meta" device are given data.
+
     Raises:
-        ValueError: one is on torch's "meta" device, of a lazy module that has not run yet, or was made in inference mode.
+        ValueError: one is on torch's "meta" device, of a lazy module that has not run yet, or was made in inference mode; or
+            another library moves them.
     """
+    _refuse_wrapped(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f'LayerOffload: "{name}" has no data: its module is lazy. Run the model once first')
-        if tensor.is_meta:
-            raise ValueError(f'LayerOffload: "{name}" has no data (device "meta"). Load the weights first, on the CPU')
+        if tensor.is_meta and not reads_weights:
+            raise ValueError(
+                f'LayerOffload: "{name}" has no data (device "meta"). Name the files that have it by weights=, or load the '
+                "weights first, on the CPU"
+            )
         if any(part.is_inference() for part in parts_of(tensor)):
             raise ValueError(f'LayerOffload: "{name}" was made in inference mode, so that it cannot be moved. Make it outside')
 
@@ -261,7 +270,7 @@ def _quoted(name: str) -> str:
     return f'"{name}"' if name else "the model"
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def _refuse_wrapped(model: nn.Module) -> None:
     """Raise where another library already decides where the parameters are.
 
     Raises:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from memkit.bench.machine import measure_machine
+from memkit.bench.host import REHEARSAL, HostUpdates, _Block, update_threads
+from memkit.bench.machine import measure_machine, spec_text
 from memkit.device import CudaDevice, ReferenceDevice
+from memkit.errors import ReportFormatError
 from memkit.plan.gpu import GpuSpec
 from memkit.plan.gpus import GPUS
 from tests.bench.cases import assert_fails, run_command
@@ -26,6 +29,101 @@ def test_rehearsal_writes_a_spec(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "GB/s each way at once" in out
     assert (spec.name, spec.is_measured) == ("reference", False)
     assert {"float32", "bfloat16"} <= spec.flops_per_s.keys()
+
+
+def test_host_and_disk_are_measured_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, directory = tmp_path / "machine.json", tmp_path / "scratch"
+    directory.mkdir()
+
+    status, out, _ = run_command(capsys, "bench", "machine", "--device", "cpu", "--disk", str(directory), "--save", str(path))
+
+    spec = GpuSpec.from_json(path)
+    assert status == 0
+    assert list(directory.iterdir()) == []
+    assert max(map(len, out.splitlines())) <= 80
+    assert [int(number) for number in spec.host_updates_per_s] == update_threads()
+    assert spec.host_cast_updates_per_s.keys() == spec.host_updates_per_s.keys()
+    assert spec.disk_read_bytes_per_s.keys() == spec.disk_write_bytes_per_s.keys() == {"1", "4", "8"}
+    assert spec.shared_updates_per_s is not None
+    assert spec.shared_bytes_per_s is not None
+    assert "copies both ways and AdamW on the host at once" in out
+    for number, read_bytes_per_s in spec.disk_read_bytes_per_s.items():
+        (row,) = (line.split() for line in out.splitlines() if line.split()[:1] == [number])
+        assert row[-2:] == [f"{read_bytes_per_s / 1e9:.2f}", f"{spec.disk_write_bytes_per_s[number] / 1e9:.2f}"]
+
+
+def test_without_a_disk_none_is_shown_or_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+
+    _, out, _ = run_command(capsys, "bench", "machine", "--device", "cpu", "--save", str(path))
+
+    assert "disk" not in out
+    assert GpuSpec.from_json(path).disk_read_bytes_per_s == {}
+
+
+def test_files_of_before_are_read(tmp_path: Path) -> None:
+    """Those have nothing of the host; those of a newer memkit are refused by name."""
+    path = tmp_path / "machine.json"
+    whole = json.loads(measure_machine(ReferenceDevice()).to_json())
+    before = {name: value for name, value in whole.items() if not name.startswith(("host_", "shared_", "disk_"))}
+    assert len(before) == len(whole) - 6
+
+    path.write_text(json.dumps(before))
+    spec = GpuSpec.from_json(path)
+
+    assert (spec.host_updates_per_s, spec.shared_updates_per_s, spec.disk_write_bytes_per_s) == ({}, None, {})
+    assert GpuSpec.from_json(spec.to_json()) == spec
+    assert "None" not in spec_text(spec)
+    path.write_text(json.dumps({**whole, "schema_version": 2}))
+    with pytest.raises(ReportFormatError, match="has schema version 2; this memkit reads versions up to 1"):
+        GpuSpec.from_json(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("host_updates_per_s", {"4": 0}, r"host_updates_per_s\['4'\] must be above 0"),
+        ("disk_read_bytes_per_s", [1], "disk_read_bytes_per_s must be numbers by name"),
+        ("shared_bytes_per_s", -1.0, "shared_bytes_per_s must be above 0"),
+        ("shared_updates_per_s", "fast", "shared_updates_per_s must be a number"),
+    ],
+)
+def test_wrong_figures_of_the_host_are_refused(field: str, value: object, message: str) -> None:
+    content = {**json.loads(GPUS["H200"].to_json()), field: value}
+
+    with pytest.raises(ReportFormatError, match=message):
+        GpuSpec.from_json(json.dumps(content))
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_updates_are_those_of_adamw(casts: bool) -> None:
+    block = _Block(1000)
+    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert block.parameter.grad is not None
+    block.gradient.copy_(gradient)
+    block.parameter.grad.copy_(gradient)
+    plain = torch.nn.Parameter(torch.zeros(1000))
+    plain.grad = gradient.float()
+    optimizer = torch.optim.AdamW([plain], lr=1e-4, fused=True)
+
+    for _ in range(3):
+        (block.update_with_casts if casts else block.update)()
+        optimizer.step()
+
+    assert torch.equal(block.parameter, plain)
+    assert torch.equal(block.weight, plain.detach().bfloat16()) == casts
+
+
+def test_number_of_threads_is_left_as_it_was() -> None:
+    before = torch.get_num_threads()
+
+    HostUpdates(REHEARSAL).measure(casts=True)
+
+    assert torch.get_num_threads() == before
+
+
+def test_disk_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_fails(capsys, ["bench", "machine", "--device", "cpu", "--disk", "/no/such/place"], "--disk: Disk needs a directory")
 
 
 def test_precision_and_random_numbers_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ BAD_MODELS: dict[str, tuple[Any, type[Exception], str]] = {
     "layers without parameters": (lambda: nn.ModuleList([nn.ReLU(), nn.ReLU()]), ValueError, "has no layers"),
     "fsdp": (FSDPStack, ValueError, r'"FSDPStack" is wrapped by FSDP .*CPUOffloadPolicy'),
     "fsdp inside": (_wrapped_inside, ValueError, r'"layers.1.up" is wrapped by FSDP \(FullyShardedDataParallel\)'),
-    "meta": (_on_meta, ValueError, r'"stem.weight" has no data \(device "meta"\). Load the weights first'),
+    "meta": (_on_meta, ValueError, r'"stem.weight" has no data \(device "meta"\). Name the files .* weights='),
     "partly meta": (_partly_on_meta, ValueError, r'"layers.2.up.weight" has no data \(device "meta"\)'),
     "meta outside of the layers": (_head_on_meta, ValueError, r'"head.weight" has no data \(device "meta"\)'),
     "inference mode": (_in_inference_mode, ValueError, r'"stem.weight" was made in inference mode'),

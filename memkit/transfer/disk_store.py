@@ -1,0 +1,290 @@
+"""Chunks on a disk: where each lies in the scratch file, and its way there and back."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from memkit.device.base import Device, Event
+from memkit.errors import DiskError
+from memkit.interrupts import mended
+from memkit.sizes import format_bytes
+from memkit.transfer.blocks import BLOCK_BYTES, DISK_PAGE_BYTES, cut_in_blocks
+from memkit.transfer.disk_queue import DiskQueue, DiskTransfer
+from memkit.transfer.gaps import Gaps
+from memkit.transfer.scratch import DiskFile
+from memkit.transfer.spans import Range, Span, rounded
+
+
+class DiskCopy:
+    """The copy of a chunk on disk. `DiskStore.add` makes it."""
+
+    __slots__ = ("name", "num_bytes", "places", "transfer")
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.name, self.num_bytes = name, num_bytes
+        self.places: tuple[tuple[Range, ...], tuple[Range, ...]] = (), ()
+        """Where its bytes are in the file, those of the last write that has ended well; and where those go that are being
+        written. Empty for none."""
+        self.transfer: DiskTransfer | None = None
+        """The read or write that is under way, or whose end was not noted yet, or that has failed as the last one."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is something to read, as far as was noted."""
+        return bool(self.places[0])
+
+    def __repr__(self) -> str:
+        return f'<DiskCopy of "{self.name}", {format_bytes(self.num_bytes)}>'
+
+
+class DiskStore:
+    """Chunks that lie in one file. Its methods may be called from several threads.
+
+    [Note: new extent, then the flip] A write goes to where no chunk is. Only when all its bytes are there that becomes the
+    chunk's place, by one assignment, and its place before is free. So a write that fails or is broken off loses nothing that
+    was on disk. Until it is known to have ended well (`wait`), the caller keeps the bytes in memory.
+
+    A read or a write that fails raises at `wait`; if nobody waits for it, at the next call of any method, which then does
+    nothing else. One that was broken off by Ctrl-C while it was being asked for was not begun. If the interrupt came right
+    behind the call, it goes on: `DiskCopy.transfer` is there.
+
+    Args:
+        file: room for all chunks, each in whole pages, and for those that are being written beside them.
+        queue: does what is asked for.
+        device: whose events tell when bytes in host memory are ready.
+        block_bytes: the most that one thread reads or writes at once.
+    """
+
+    def __init__(self, file: DiskFile, queue: DiskQueue, device: Device, *, block_bytes: int = BLOCK_BYTES) -> None:
+        self.file = file
+        self.lock = threading.RLock()
+        self.is_broken = False
+        self.read_bytes = self.written_bytes = 0
+        """Of all transfers that were begun."""
+        self._queue, self._device, self._block_bytes = queue, device, block_bytes
+        self._copies: dict[int, DiskCopy] = {}
+        self._moving: dict[int, DiskCopy] = {}
+        """Those of them with a transfer."""
+        self._gaps = Gaps()
+        self._gaps.ranges = [(0, file.num_bytes)]
+        self._beginning: DiskCopy | None = None
+        """Whose transfer is just being put into the queue."""
+        self._is_closed = False
+        self._shut = weakref.finalize(self, _shut, queue, file)
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of the file that chunks have, or are about to have."""
+        return self.file.num_bytes - self._gaps.num_bytes
+
+    @mended
+    def add(self, name: str, num_bytes: int) -> DiskCopy:
+        """Return the copy of a chunk of at least one byte, which is nowhere before the first write.
+
+        Raises:
+            DiskError: a transfer has failed of which nobody knows.
+        """
+        assert num_bytes > 0
+        self._raise_untold()
+        copy = DiskCopy(name, num_bytes)
+        self._copies[id(copy)] = copy
+        return copy
+
+    @mended
+    def remove(self, copy: DiskCopy) -> None:
+        """Forget a chunk: its place is free. Waits for its transfer, if that is still under way."""
+        self._end_transfer(copy)
+        del self._copies[id(copy)]
+        self._moving.pop(id(copy), None)
+        freed, copy.places = copy.places[0], ((), ())
+        self._free(freed)
+
+    @mended
+    def write(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
+        """Begin to write a chunk to a new place. Waits for its transfer before, if that is still under way.
+
+        Args:
+            copy: whose bytes these become when the write has ended.
+            span: its bytes. They stay as they are until `wait` has returned.
+            after: what makes them; waited for by the thread that writes.
+
+        Raises:
+            DiskError: the file has no room for one more chunk beside those that are being written, or a transfer has failed of
+                which nobody knows.
+        """
+        self._prepare(copy, span)
+        size = rounded(copy.num_bytes, DISK_PAGE_BYTES)
+        if self._gaps.num_bytes < size:
+            self._settle_all(must_wait=True)
+            self._raise_untold()
+        if self._gaps.num_bytes < size:
+            raise DiskError(
+                f"\"{copy.name}\" needs {format_bytes(size)} of the scratch file in '{self.file.directory}', beside what "
+                f"it has there until that is written; found {format_bytes(self._gaps.num_bytes)} of "
+                f"{format_bytes(self.file.num_bytes)} free. Reserve more for it, or write fewer chunks at once.",
+                path=self.file.directory,
+            )
+        copy.places = copy.places[0], self._gaps.take(size, scatters=True)
+        self.written_bytes += copy.num_bytes
+        self._put(copy, span, copy.places[1], after, is_read=False)
+
+    @mended
+    def read(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
+        """Begin to read a chunk. Waits for its transfer before, if that is still under way.
+
+        Args:
+            copy: one that was written.
+            span: where to. Until `wait` has returned, its bytes mean nothing.
+            after: what may still use the span, beside its `free_events`; waited for by the thread that reads.
+
+        Raises:
+            DiskError: a transfer has failed of which nobody knows.
+        """
+        self._prepare(copy, span)
+        assert copy.is_written, f'"{copy.name}" is read, and was never written'
+        self.read_bytes += copy.num_bytes
+        self._put(copy, span, copy.places[0], (*span.free_events, *after), is_read=True)
+
+    def wait(self, copy: DiskCopy) -> None:
+        """Wait until the transfer of a chunk has ended, if there is one.
+
+        Raises:
+            DiskError: it has failed. What the chunk was on disk it still is.
+        """
+        transfer = self._transfer_of(copy)
+        if transfer is not None:
+            self._queue.wait(transfer)  # without the lock: others may begin more meanwhile
+            self._note_end(copy, transfer)
+
+    @mended
+    def _transfer_of(self, copy: DiskCopy) -> DiskTransfer | None:
+        return copy.transfer
+
+    @mended
+    def _note_end(self, copy: DiskCopy, transfer: DiskTransfer) -> None:
+        if copy.transfer is transfer:
+            self._settle(copy)
+        self._raise_error(transfer)
+
+    @mended
+    def close(self) -> None:
+        """End what is under way and all threads, and give the room on the disk back. Calling it again does nothing.
+
+        Raises:
+            DiskError: a transfer has failed of which nobody knows.
+        """
+        self._shut()
+        self._is_closed = True
+        self._raise_untold()
+
+    # Transfers
+
+    def _prepare(self, copy: DiskCopy, span: Span) -> None:
+        """Check what is asked for, and note what has ended."""
+        assert not self._is_closed, "the disk store is closed"
+        assert span.num_bytes == copy.num_bytes
+        self._settle_all(must_wait=False)
+        self._raise_untold()
+        self._end_transfer(copy)
+        self._raise_untold()
+        self._forget_transfer(copy)
+
+    def _end_transfer(self, copy: DiskCopy) -> None:
+        assert self._copies.get(id(copy)) is copy, "a disk copy of another store, or one that was removed"
+        if copy.transfer is not None:
+            self._queue.wait(copy.transfer)
+            self._settle(copy)
+
+    def _put(self, copy: DiskCopy, span: Span, ranges: Sequence[Range], after: Sequence[Event], *, is_read: bool) -> None:
+        begin = partial(_await, self._device, after) if after else None
+        what = f'{"reading" if is_read else "writing"} "{copy.name}" ({format_bytes(copy.num_bytes)})'
+        blocks = cut_in_blocks(ranges, span.pieces, block_bytes=self._block_bytes)
+        self._beginning = self._moving[id(copy)] = copy
+        copy.transfer = DiskTransfer(what, blocks, self.file.read if is_read else self.file.write, begin, is_read=is_read)
+        self._queue.put(copy.transfer)
+        self._beginning = None
+
+    def _settle_all(self, *, must_wait: bool) -> None:
+        """Note the ends of transfers: of all, or of those that are over."""
+        for copy in tuple(self._moving.values()):
+            assert copy.transfer is not None
+            if must_wait:
+                self._queue.wait(copy.transfer)
+            if copy.transfer.is_over:
+                self._settle(copy)
+
+    def _settle(self, copy: DiskCopy) -> None:
+        """Note the end of a transfer: see [Note: new extent, then the flip]."""
+        assert copy.transfer is not None
+        here, there = copy.places
+        if copy.transfer.error is not None:
+            copy.places, freed = (here, ()), there
+        elif there:
+            copy.places, freed = (there, ()), here
+        else:
+            freed = ()
+        self._free(freed)
+        if copy.transfer.error is None:
+            self._forget_transfer(copy)
+
+    def _forget_transfer(self, copy: DiskCopy) -> None:
+        copy.transfer = None
+        self._moving.pop(id(copy), None)
+
+    def _free(self, places: Iterable[Range]) -> None:
+        for place in places:
+            if not self._is_closed:
+                self.file.note_free(place)
+            self._gaps.free(place)
+
+    def mend(self) -> None:
+        """Let what an interrupt has broken off be as if it was not asked for, and find the gaps by what chunks have."""
+        copy = self._beginning
+        if copy is not None and copy.transfer is not None:
+            self._queue.cancel(copy.transfer)
+            copy.transfer = None
+        self._beginning = None
+        self._moving = {key: copy for key, copy in self._copies.items() if copy.transfer is not None}
+        self._gaps.ranges = [(0, self.file.num_bytes)]
+        for copy in self._copies.values():
+            if copy.transfer is None:
+                copy.places = copy.places[0], ()
+            for place in (*copy.places[0], *copy.places[1]):
+                self._gaps.cut(place)
+        self.is_broken = False
+
+    # Errors
+
+    def _raise_untold(self) -> None:
+        """Raise what a transfer has raised of which the caller does not know."""
+        for copy in self._moving.values():
+            transfer = copy.transfer
+            if transfer is not None and transfer.is_over and not transfer.is_told:
+                self._raise_error(transfer)
+
+    def _raise_error(self, transfer: DiskTransfer) -> None:
+        error = transfer.error
+        if error is None:
+            return
+        transfer.is_told = True
+        if not isinstance(error, OSError):
+            raise error
+        raise DiskError(
+            f"{transfer.what} failed, in the scratch file in '{self.file.directory}': {error.strerror}. What was on disk of it "
+            "before is still there. Look at what the system says of the disk (dmesg), or use another directory.",
+            path=self.file.directory,
+            errno=error.errno,
+        ) from error
+
+
+def _await(device: Device, events: Sequence[Event]) -> None:
+    for event in events:
+        device.synchronize(event)
+
+
+def _shut(queue: DiskQueue, file: DiskFile) -> None:
+    queue.close()
+    file.close()

@@ -1,0 +1,158 @@
+"""A stand-in for a disk, in memory, on which every missing wait shows, and that fails when it is told to."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from memkit.errors import DiskError
+from memkit.sizes import check_budget_bytes
+from memkit.transfer.disk import Disk
+from memkit.transfer.disk_queue import DiskQueue, DiskThreads, DiskTransfer
+from memkit.transfer.scratch import DiskFile
+from memkit.transfer.spans import Range
+
+POISON = 0xCB
+"""What memory holds until a read has landed in it, and what a place in the file holds that is free."""
+
+Fault = Callable[[str, int, int], int]
+"""Called ahead of each "reserve", "read" or "write" with its offset and its number of bytes: returns how many of these to move,
+or raises an `OSError`; it may sleep."""
+
+
+class ReferenceDisk(Disk):
+    """A disk that is not there. Reads and writes land as late as they may: when they are waited for, or at random moments.
+
+    Memory that is read into holds poison as soon as it may be written to, and what is written is what memory holds when that
+    lands. So a missing wait gives wrong bytes every time. A place in the file that became free is poisoned at once.
+
+    Args:
+        limit: the most that may be there; None for any.
+        fault: what goes wrong.
+        seed: for random moments and a random order of blocks; None for the latest moment, in order.
+        is_late: whether to be late. Else threads move the bytes, as on a real disk.
+
+    Example:
+        >>> import memkit
+        >>> store = ReferenceDisk(limit="1MiB").open(8192, memkit.device.ReferenceDevice())
+        >>> store.file.num_bytes, store.in_use_bytes
+        (8192, 0)
+        >>> store.close()
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int | str | None = None,
+        fault: Fault | None = None,
+        seed: int | None = None,
+        is_late: bool = True,
+    ) -> None:
+        object.__setattr__(self, "directory", Path("reference"))
+        object.__setattr__(self, "limit", None if limit is None else check_budget_bytes("limit", limit))
+        object.__setattr__(self, "_made_by", (fault, seed, is_late))
+
+    def _make_file(self, num_bytes: int) -> DiskFile:
+        return _ReferenceFile(self.directory, num_bytes, self._made_by[0])
+
+    def _make_queue(self, num_threads: int) -> DiskQueue:
+        _, seed, is_late = self._made_by
+        return _LateQueue(seed) if is_late else DiskThreads(num_threads)
+
+    _made_by: tuple[Fault | None, int | None, bool]
+
+
+class _ReferenceFile(DiskFile):
+    """A file in memory, which is read and written as one without the system's cache: in whole pages."""
+
+    def __init__(self, directory: Path, num_bytes: int, fault: Fault | None) -> None:
+        super().__init__()
+        self.directory, self.num_bytes = directory, num_bytes
+        self.is_direct, self.refusal = True, None
+        self._fault = fault or (lambda _what, _offset, num_bytes: num_bytes)
+        try:
+            self._fault("reserve", 0, num_bytes)
+        except OSError as error:
+            raise DiskError(f"no room: {os.strerror(error.errno or 0)}", path=directory, errno=error.errno) from error
+        self._content = memoryview(bytearray([POISON]) * num_bytes)
+
+    def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
+        num_bytes = self._fault("read", offset, sum(map(len, buffers)))
+        return self._walk(buffers, offset, num_bytes, is_read=True)
+
+    def _write_some(self, buffers: Sequence[memoryview], offset: int) -> int:
+        num_bytes = self._fault("write", offset, sum(map(len, buffers)))
+        return self._walk(buffers, offset, num_bytes, is_read=False)
+
+    def _walk(self, buffers: Sequence[memoryview], offset: int, num_bytes: int, *, is_read: bool) -> int:
+        left = num_bytes
+        for memory in buffers:
+            memory = memory[:left]
+            place = self._content[offset : offset + len(memory)]
+            if is_read:
+                memory[:] = place
+            else:
+                place[:] = memory
+            offset, left = offset + len(memory), left - len(memory)
+        return num_bytes - left
+
+    def _forget_cached(self, offset: int, num_bytes: int) -> None:
+        pass
+
+    def note_free(self, place: Range) -> None:
+        start, end = place
+        self._content[start:end] = bytes([POISON]) * (end - start)
+
+    def close(self) -> None:
+        self._content = memoryview(b"")
+
+
+class _LateQueue(DiskQueue):
+    """Moves blocks in the thread that waits for them, those of transfers ahead of it included."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._random = None if seed is None else random.Random(seed)
+        self._waiting: list[DiskTransfer] = []
+
+    def put(self, transfer: DiskTransfer) -> None:
+        if transfer.may_move:
+            _poison(transfer)
+        self._waiting.append(transfer)
+        if self._random is not None:
+            for _ in range(self._random.randrange(4)):
+                self._move_one()
+
+    def wait(self, transfer: DiskTransfer) -> None:
+        while not transfer.is_over:
+            self._move_one()
+
+    def cancel(self, transfer: DiskTransfer) -> None:
+        transfer.error = transfer.error or KeyboardInterrupt()
+
+    def close(self) -> None:
+        while self._waiting:
+            self._move_one()
+
+    def _move_one(self) -> None:
+        """Move a block of the first transfer that has one; of any, at random."""
+        self._waiting = [transfer for transfer in self._waiting if not transfer.is_over]
+        if not self._waiting:
+            return
+        transfer = self._waiting[0] if self._random is None else self._random.choice(self._waiting)
+        error, is_first = None, not transfer.may_move
+        try:
+            transfer.take_step()()
+        except OSError as raised:
+            error = raised
+        transfer.end_step(error)
+        if is_first:
+            _poison(transfer)
+
+
+def _poison(transfer: DiskTransfer) -> None:
+    """Nothing that uses the memory is under way any more: what is read into it may be anything from now on."""
+    if transfer.is_read:
+        for memory in (memory for block in transfer.blocks for memory in block.buffers):
+            memory[:] = bytes([POISON]) * len(memory)

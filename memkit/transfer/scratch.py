@@ -1,0 +1,227 @@
+"""A file for bytes that the host has no room for: without a name, of a fixed size, gone with the process."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from memkit.errors import DiskError
+from memkit.sizes import format_bytes
+from memkit.transfer.blocks import DISK_PAGE_BYTES, Block
+from memkit.transfer.spans import Range, rounded
+
+_MOST_TRIES = 8
+"""So often in a row a disk may move less than a page before that is an error."""
+_MODE = 0o600
+
+
+class DiskFile(ABC):
+    """A file that blocks are read from and written to, by several threads. What the system calls are is up to subclasses."""
+
+    directory: Path
+    num_bytes: int
+    is_direct: bool
+    """Whether bytes go between the disk and memory without the system's cache."""
+    refusal: str | None
+    """If not, why, and what that costs."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    @abstractmethod
+    def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read up to as many bytes as the buffers have, and return how many."""
+
+    @abstractmethod
+    def _write_some(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write up to as many bytes as the buffers have, and return how many."""
+
+    @abstractmethod
+    def _forget_cached(self, offset: int, num_bytes: int) -> None:
+        """Have the system let go of what it keeps in memory of the file."""
+
+    def note_free(self, place: Range) -> None:  # noqa: B027  # the reference file poisons it
+        """Hear that bytes mean nothing any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the room on the disk back. Calling it again does nothing."""
+
+    def read(self, block: Block) -> None:
+        """Read a block.
+
+        Raises:
+            OSError: the disk fails, or there is less than that in the file.
+        """
+        if block.is_aligned or not self.is_direct:
+            self._move_all(self._read_some, block.buffers, block.offset)
+        else:
+            buffer = self._buffer(block.num_bytes)
+            self._move_all(self._read_some, (buffer,), block.offset)
+            for memory in block.buffers:
+                memory[:] = buffer[: len(memory)]
+                buffer = buffer[len(memory) :]
+        if not self.is_direct:
+            self._forget_cached(block.offset, block.num_bytes)
+
+    def write(self, block: Block) -> None:
+        """Write a block.
+
+        Raises:
+            OSError: the disk fails, or is full.
+        """
+        if block.is_aligned or not self.is_direct:
+            self._move_all(self._write_some, block.buffers, block.offset)
+        else:
+            whole = buffer = self._buffer(block.num_bytes)
+            for memory in block.buffers:
+                buffer[: len(memory)] = memory
+                buffer = buffer[len(memory) :]
+            self._move_all(self._write_some, (whole,), block.offset)
+        if not self.is_direct:
+            self._forget_cached(block.offset, block.num_bytes)
+
+    def _buffer(self, num_bytes: int) -> memoryview:
+        """Return memory of this thread that begins at a page, and is of whole ones."""
+        num_bytes = rounded(num_bytes, DISK_PAGE_BYTES)
+        found: mmap.mmap | None = getattr(self._local, "buffer", None)
+        if found is None or len(found) < num_bytes:
+            found = self._local.buffer = mmap.mmap(-1, num_bytes)
+        return memoryview(found)[:num_bytes]
+
+    def _move_all(self, move: Callable[[Sequence[memoryview], int], int], buffers: Sequence[memoryview], offset: int) -> None:
+        """Move all bytes, however few the system moves at once."""
+        num_bytes, done, num_tries = sum(map(len, buffers)), 0, 0
+        while done < num_bytes:
+            try:
+                moved = move(buffers if done == 0 else _behind(buffers, done), offset + done)
+            except InterruptedError:
+                continue
+            if self.is_direct:  # only whole pages: the next ones have to begin at one
+                moved -= moved % DISK_PAGE_BYTES
+            num_tries = 0 if moved else num_tries + 1
+            if num_tries == _MOST_TRIES:
+                raise OSError(errno.EIO, f"only {done} of {num_bytes} bytes were moved")
+            done += moved
+
+
+def _behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is left of buffers behind so many bytes."""
+    left = []
+    for memory in buffers:
+        if num_bytes < len(memory):
+            left.append(memory[num_bytes:])
+        num_bytes = max(num_bytes - len(memory), 0)
+    return left
+
+
+class ScratchFile(DiskFile):
+    """A file without a name, which only its owner may read: the system takes it back when it is closed, or the process ends in
+    whatever way. All its room on the disk is reserved when it is made.
+
+    Args:
+        directory: on which disk.
+        num_bytes: how large, in whole pages.
+
+    Raises:
+        DiskError: the system makes no file there, or the disk has not as much room.
+    """
+
+    def __init__(self, directory: Path, num_bytes: int) -> None:
+        super().__init__()
+        self.directory, self.num_bytes = directory, num_bytes
+        self.is_direct, self.refusal = False, None
+        self._handle = -1
+        try:
+            self._handle = _open_unnamed(directory)
+            self._reserve()
+            self._go_direct()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise _refused(directory, num_bytes, error) from error
+            raise
+
+    def _reserve(self) -> None:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._handle, 0, self.num_bytes)
+        else:  # macOS: a full disk shows when it is written to
+            os.ftruncate(self._handle, self.num_bytes)
+
+    def _go_direct(self) -> None:
+        """Do without the system's cache, which would take host memory for all that moves, if the file system lets us."""
+        self.is_direct = True
+        try:
+            if not hasattr(os, "O_DIRECT"):
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            self._set_direct(True)
+            page = self._buffer(DISK_PAGE_BYTES)  # some file systems say no only when it comes to that
+            self._move_all(self._write_some, (page,), 0)
+            self._move_all(self._read_some, (page,), 0)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
+                raise
+            self.is_direct = False
+            with contextlib.suppress(OSError, AttributeError):
+                self._set_direct(False)
+            self.refusal = (
+                f"the file system of '{self.directory}' has no direct reads and writes (O_DIRECT: {error.strerror}), so that "
+                "they go through the system's cache: slower, and host memory fills with it for moments. Use a directory on a "
+                "local disk (ext4, xfs)"
+            )
+
+    def _set_direct(self, is_direct: bool) -> None:
+        import fcntl  # not on Windows, which has no file of this kind either
+
+        flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
+        fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT)
+
+    def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(self._handle, buffers, offset)
+
+    def _write_some(self, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(self._handle, buffers, offset)
+
+    def _forget_cached(self, offset: int, num_bytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._handle, offset, rounded(num_bytes, DISK_PAGE_BYTES), os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+
+def _open_unnamed(directory: Path) -> int:
+    """Return a new file that has no name, and that no program that is started inherits."""
+    unnamed = getattr(os, "O_TMPFILE", None)
+    if unnamed is not None:
+        with contextlib.suppress(OSError):  # an old kernel or a file system without it: what else may be wrong shows below
+            return os.open(directory, unnamed | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, _MODE)
+    handle, path = tempfile.mkstemp(prefix="memkit-", dir=directory)  # mode 0600, O_CLOEXEC
+    try:
+        os.unlink(path)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _refused(directory: Path, num_bytes: int, error: OSError) -> DiskError:
+    free = ""
+    with contextlib.suppress(OSError):
+        stat = os.statvfs(directory)
+        free = f" ({format_bytes(stat.f_bavail * stat.f_frsize)} are free)"
+    return DiskError(
+        f"a scratch file of {format_bytes(num_bytes)} is needed in '{directory}'; found: {error.strerror}{free}. "
+        "Nothing was moved. Give another directory, make room in it, or put less on disk.",
+        path=directory,
+        errno=error.errno,
+    )
