@@ -1,0 +1,398 @@
+"""`StateOffload`: an optimizer's states in host memory, and its step made piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memkit.device import Device
+from memkit.errors import StateOffloadError, warn_user
+from memkit.hooks import HookSet
+from memkit.plan import ParameterCosts, StatePlan, Update, aligned, plan_states
+from memkit.sizes import check_budget_bytes, format_bytes
+from memkit.states.asked import device_of, dtypes, parameters_of, warn_if_unfused
+from memkit.states.at_rest import Loading, StatesAtRest, with_host_copies
+from memkit.states.device_steps import DeviceSteps
+from memkit.states.host_memory import HostStates
+from memkit.states.host_steps import HostSteps
+from memkit.states.measured import measure_rates
+from memkit.states.one_step import OneStep, run_closure
+from memkit.states.pieces import MASTER, Piece, StateRecord, may_leave
+from memkit.states.shells import hollow_shell
+from memkit.states.slots import StateSlots
+from memkit.states.stats import StateStats
+from memkit.states.stepping import Stepping
+from memkit.states.trial import KeptState, needs_master, refuse_by_kind, try_out
+from memkit.transfer.lanes import lanes_of
+
+_WHERE = "StateOffload"
+_UPDATES = ("auto", "device", "host", "both")
+
+
+class StateOffload:
+    """Keep an optimizer's states in host memory, and step it piece by piece, bit for bit as it would step by itself.
+
+    The optimizer stays the user's own: of any class whose parameters are stepped each by its own gradient. So do the loop, the
+    schedulers, the groups, clipping, accumulation and `torch.amp.GradScaler`. `optimizer.step()` brings the states of some
+    parameters to the device, has the class step these, takes the states back, and goes on with the next, whose states are on
+    their way by then.
+
+    Between steps `optimizer.state` has tensors in host memory; `state_dict()` returns those, and `load_state_dict()` loads
+    them without a way over the device, each of its own precision. It goes on until `close()`, or the end of a `with`.
+
+    Args:
+        optimizer: over parameters that are on the device.
+        device_budget: how many bytes of states may stay on the device, such as "4GiB"; the room for pieces on their way is
+            needed beside.
+        host_budget: the most host memory to use.
+        update: where states are stepped. "device": there, as without memkit. "host": on the host, bit for bit as the class
+            steps CPU copies. "both": some here, some there, in a fixed split that lets the link and the cores end together.
+            "auto" is the fastest that doesn't change the result: "device".
+        master: `torch.float32` has float32 copies of parameters of lower precision stepped in their place, with the gradient
+            as float32; the parameter is the copy, rounded. The copies are in `optimizer.state[parameter]["master"]`.
+        device: where the parameters are; by default what they say.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument is out of range, or the optimizer can't be stepped piece by piece.
+        BudgetInfeasible: `device_budget` is above 0, and smaller than one piece.
+        HostMemoryError: there is not enough host memory; nothing was moved.
+
+    Example:
+        >>> import torch, memkit
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with memkit.StateOffload(optimizer, device=memkit.device.ReferenceDevice()) as states:
+        ...     model(torch.randn(2, 64)).sum().backward()
+        ...     optimizer.step()
+        >>> states.stats().d2h_bytes
+        33280
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        device_budget: int | str = 0,
+        host_budget: int | str | None = None,
+        update: str = "auto",
+        master: torch.dtype | None = None,
+        device: str | torch.device | Device | None = None,
+    ) -> None:
+        refuse_by_kind(optimizer, _WHERE)
+        if update not in _UPDATES:
+            raise ValueError(f"update is one of {', '.join(map(repr, _UPDATES))}; found {update!r}")
+        if master not in (None, torch.float32):
+            raise ValueError(f"master is torch.float32 or None; found {master!r}")
+        budget_bytes = check_budget_bytes("device_budget", device_budget, may_be_zero=True)
+        limit_bytes = None if host_budget is None else check_budget_bytes("host_budget", host_budget, may_be_zero=True)
+        self.optimizer = optimizer
+        self._master = master
+        parameters = list(parameters_of(optimizer))
+        self.device = device_of(parameters, device)
+        if master is not None and not any(needs_master(parameter, master) for parameter in parameters):
+            raise ValueError(
+                f"master=torch.float32 is for parameters of lower precision; found {dtypes(parameters)}. Leave it out"
+            )
+        if update in ("host", "both"):
+            warn_if_unfused(optimizer)
+        self.update = "device" if update == "auto" else update
+        self._kept = try_out(optimizer, where=_WHERE, torch_device=self.device.torch_device, master=master)
+        costs = self._costs(optimizer)
+        rates = measure_rates(self.device, optimizer) if update == "both" else None
+        self.plan = plan_states(costs, device_budget_bytes=budget_bytes, update=self.update, rates=rates)
+        self._hooks = HookSet()
+        self._is_closed = self._is_entered = False
+        self._num_steps = 0
+        self._loading: Loading | None = None
+        self._run: OneStep | None = None
+        self._hollow: torch.optim.Optimizer | None = None
+        self._pieces: list[Piece] = []
+        self._members: list[list[int]] = []
+        self._host = HostStates(self.device, limit_bytes=limit_bytes)
+        self._slots: StateSlots | None = None
+        if not self.plan.is_empty or master is not None:
+            try:
+                self._begin()
+            except BaseException:
+                self.close()
+                raise
+
+    def _costs(self, optimizer: torch.optim.Optimizer) -> list[ParameterCosts]:
+        """Return what each parameter takes: by the states that it has, or else by those of the trial."""
+        costs = []
+        for kept, (number, group) in zip(self._kept, enumerate(optimizer.param_groups), strict=True):
+            names = group.get("param_names") or [f"parameter {number}.{index}" for index in range(len(group["params"]))]
+            costs += [self._cost(name, parameter, kept) for name, parameter in zip(names, group["params"], strict=True)]
+        return costs
+
+    def _cost(self, name: str, parameter: Tensor, kept: list[KeptState]) -> ParameterCosts:
+        entries = self.optimizer.state.get(parameter) or {}
+        sizes = [value.nbytes for value in entries.values() if may_leave(value)]
+        if not sizes:
+            sizes = [round(item.per_element * parameter.numel()) * item.dtype.itemsize for item in kept]
+        if self._has_master(parameter) and MASTER not in entries:
+            sizes.append(4 * parameter.numel())
+        state_bytes = sum(map(aligned, sizes)) if parameter.requires_grad else 0
+        return ParameterCosts(
+            name=name, numel=parameter.numel(), parameter_bytes=aligned(parameter.nbytes), state_bytes=state_bytes
+        )
+
+    def _has_master(self, parameter: Tensor) -> bool:
+        return self._master is not None and needs_master(parameter, self._master)
+
+    def _begin(self) -> None:
+        """Set memory aside, move the states that there are, and have steps seen."""
+        optimizer, device, lanes = self.optimizer, self.device, lanes_of(self.device)
+        pieces = self._make_pieces(self.plan, list(self._records()))
+        self._host.reserve([piece for piece in pieces if not piece.plan.is_resident])
+        slots = self._slots = StateSlots(device, lanes, self.plan)
+        undo_bytes = max((piece.plan.parameter_bytes for piece in pieces if piece.plan.update is Update.DEVICE), default=0)
+        self._on_device = DeviceSteps(optimizer, device, slots, self._host, undo_bytes=undo_bytes)
+        self._on_host = HostSteps(optimizer, device, lanes, slots, self._host)
+        self._on_host.reserve([piece for piece in pieces if piece.plan.update is Update.HOST])
+        self._stepping = Stepping(device, self._on_device, self._on_host)
+        self._rest = StatesAtRest(optimizer, device, self._host)
+        self._pieces = pieces
+        self._undo_bytes = undo_bytes
+        for piece in pieces:
+            self._adopt(piece)
+        self._place()
+        self._hooks.before_any_step(self._come_last)
+        self._before = optimizer.register_step_pre_hook(self._before_step)
+        self._hooks.add(self._before)
+        self._hooks.add(optimizer.register_step_post_hook(self._after_step))
+        self._hooks.add(optimizer.register_state_dict_pre_hook(self._before_state_dict, prepend=True))
+        self._hooks.add(optimizer.register_state_dict_post_hook(with_host_copies, prepend=True))
+        self._hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
+        self._hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
+
+    def _records(self) -> Iterator[StateRecord]:
+        for number, group in enumerate(self.optimizer.param_groups):
+            names = group.get("param_names") or [f"parameter {number}.{index}" for index in range(len(group["params"]))]
+            for name, parameter in zip(names, group["params"], strict=True):
+                yield StateRecord(name, parameter, has_master=self._has_master(parameter))
+
+    @staticmethod
+    def _make_pieces(plan: StatePlan, records: list[StateRecord]) -> list[Piece]:
+        return [Piece(planned, [records[index] for index in planned.parameters]) for planned in plan.pieces]
+
+    # Steps
+
+    def _come_last(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the pieces be stepped behind what other hooks do ahead of a step, such as clipping."""
+        if optimizer is self.optimizer:
+            hooks: Any = self._before
+            hooks.hooks_dict_ref().move_to_end(hooks.id)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Step all pieces. What torch steps then has no parameters."""
+        if optimizer is not self.optimizer:
+            return None  # a shell, by a class that calls the step of the one that it is derived from
+        if torch.compiler.is_compiling() or self.device.is_capturing():
+            raise StateOffloadError(
+                "StateOffload: a step whose states stream can't be compiled or captured into a graph. Step outside of that"
+            )
+        args, kwargs = run_closure(args, kwargs)
+        if self._stepping.is_broken:
+            self._stepping.mend(self._pieces)
+        self._follow_groups()
+        unfinished = self._stepping.unfinished
+        is_rest = unfinished is not None and any(record.is_done() for piece in self._pieces for record in piece.records)
+        run = unfinished if is_rest and unfinished is not None else OneStep(optimizer)
+        due = []
+        for piece in self._pieces:
+            found = []
+            for record in piece.records:
+                grad = record.parameter.grad
+                if record.group >= 0 and grad is not None and not (is_rest and record.is_done()):
+                    if grad.layout is not torch.strided:
+                        raise StateOffloadError(
+                            f"StateOffload streams dense states; the gradient of {record.name} is sparse. Use sparse=False"
+                        )
+                    found.append(record)
+            piece.due = found
+            if found:
+                due.append(piece)
+                if not self._rest.is_at_home(piece):
+                    self._adopt(piece, warns=True)
+        self._stepping.run(due, run)
+        self._wait()
+        self._num_steps += 1
+        self._run, self._hollow = run, hollow_shell(optimizer)
+        return (self._hollow, *args[1:]), kwargs
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        run, hollow, self._run, self._hollow = self._run, self._hollow, None, None
+        if optimizer is self.optimizer and run is not None and hollow is not None:
+            run.write_of_others(hollow)
+
+    def _wait(self) -> None:
+        """Wait until what was stepped is in host memory: whoever reads it there finds it."""
+        for slot in self._slots.slots if self._slots is not None else ():
+            if slot.left is not None:
+                self.device.synchronize(slot.left.done)
+
+    def _follow_groups(self) -> None:
+        """Take note of parameters that came to the optimizer or left it."""
+        groups = self.optimizer.param_groups
+        members = [[*map(id, group["params"])] for group in groups]
+        if members == self._members:
+            return
+        known = {id(record.parameter) for piece in self._pieces for record in piece.records}
+        new = [record for record in self._records() if id(record.parameter) not in known]
+        if new:
+            self._kept = try_out(self.optimizer, where=_WHERE, torch_device=self.device.torch_device, master=self._master)
+            device_of([record.parameter for record in new], self.device)
+            costs = dict(
+                zip((id(parameter) for parameter in parameters_of(self.optimizer)), self._costs(self.optimizer), strict=True)
+            )
+            self._add(new, [costs[id(record.parameter)] for record in new])
+        self._place()
+
+    def _add(self, records: list[StateRecord], costs: list[ParameterCosts]) -> None:
+        """Have more parameters stream, in pieces of their own."""
+        assert self._slots is not None
+        update = "device" if self.update == "both" else self.update
+        plan = plan_states(costs, update=update)
+        added = self._make_pieces(self._slots.add(plan), records)
+        self._host.reserve([piece for piece in added if not piece.plan.is_resident])
+        self._on_host.reserve([piece for piece in added if piece.plan.update is Update.HOST])
+        self.plan = StatePlan(
+            pieces=(*self.plan.pieces, *(piece.plan for piece in added)),
+            slot_bytes=tuple(slot.num_bytes for slot in self._slots.slots),
+            rates=self.plan.rates,
+        )
+        self._pieces = [*self._pieces, *added]
+        for piece in added:
+            self._adopt(piece)
+
+    def _place(self) -> None:
+        """Note where the optimizer has each parameter."""
+        groups = self.optimizer.param_groups
+        places = {
+            id(parameter): (number, position)
+            for number, group in enumerate(groups)
+            for position, parameter in enumerate(group["params"])
+        }
+        for piece in self._pieces:
+            for record in piece.records:
+                record.group, record.position = places.get(id(record.parameter), (-1, -1))
+        self._members = [[*map(id, group["params"])] for group in groups]
+
+    def _adopt(self, piece: Piece, *, warns: bool = False) -> None:
+        """Take over states that others have put into the optimizer."""
+        if self._rest.is_at_home(piece):
+            return
+        if warns and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"StateOffload: states of {piece.names} were put elsewhere than where it keeps them, perhaps by a library that "
+                "moves states to the device. They are taken back to host memory. Make the StateOffload after that"
+            )
+        self._rest.adopt(piece)
+
+    _has_warned = False
+
+    # Saving and loading
+
+    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
+        if self._stepping.is_broken:
+            self._stepping.mend(self._pieces)
+        self._wait()
+
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._before_state_dict(self.optimizer)
+        self._loading = Loading(state_dict)
+        return Loading.without_states(state_dict)
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        loading, self._loading = self._loading, None
+        assert loading is not None
+        self._follow_groups()
+        kept = {
+            id(parameter): found
+            for found, group in zip(self._kept, optimizer.param_groups, strict=False)
+            for parameter in group["params"]
+        }
+        masters = {id(record.parameter) for piece in self._pieces for record in piece.records if record.has_master}
+        loading.finish(optimizer, kept, masters)
+        self._stepping.unfinished = None
+        self._on_host.forget_losses()
+        for piece in self._pieces:
+            for record in piece.records:
+                record.is_rounded_at = None
+            if piece.plan.is_resident:
+                self._rest.bring(piece)
+            else:
+                self._adopt(piece)
+
+    # What there is
+
+    def stats(self) -> StateStats:
+        """Return what was moved so far, and what is taken now."""
+        slots = self._slots
+        return StateStats(
+            num_pieces=len(self.plan.pieces),
+            num_resident=sum(piece.is_resident for piece in self.plan.pieces),
+            num_on_host=sum(piece.update is Update.HOST for piece in self.plan.pieces),
+            num_steps=self._num_steps,
+            host_bytes=self._host.arena.held_bytes,
+            room_bytes=0 if slots is None or self._is_closed else slots.num_bytes + self._undo_bytes,
+            resident_bytes=self.plan.resident_bytes,
+            h2d_bytes=0 if slots is None else slots.h2d_bytes,
+            d2h_bytes=0 if slots is None else slots.d2h_bytes,
+        )
+
+    def __repr__(self) -> str:
+        name = type(self.optimizer).__name__
+        if self._is_closed:
+            return f"<StateOffload of {name}: closed>"
+        plan = self.plan
+        return (
+            f"<StateOffload of {name}: {format_bytes(plan.host_bytes)} of states in host memory, "
+            f'{format_bytes(plan.resident_bytes)} on {self.device.torch_device}, update="{self.update}">'
+        )
+
+    def __enter__(self) -> StateOffload:
+        if self._is_closed:
+            raise ValueError("this StateOffload is closed; make a new one")
+        if self._is_entered:
+            raise ValueError("this StateOffload is already entered: one `with` is enough")
+        self._is_entered = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Have the states be tensors of their own again, where the parameters are. The optimizer steps by itself from then on.
+
+        With `master`, states are of the precision of the float32 copies, which stay in the state; to go on without, load the
+        state dict into an optimizer of float32 parameters, or make another `StateOffload`. Where the device has no room for all
+        states, the others stay in host memory, and a warning says so. Calling it again does nothing.
+        """
+        if self._is_closed:
+            return
+        self._hooks.remove()
+        fit = True
+        if self._slots is not None and self._pieces:
+            if self._stepping.is_broken:
+                self._stepping.mend(self._pieces)
+            self.device.synchronize()
+            fit = self._rest.give_back(self._pieces)
+            self._on_host.close()
+        self._is_closed = True
+        self._host.close(self._pieces)
+        if self._slots is not None:
+            self._slots.close()
+        self._pieces = []
+        if not fit:
+            warn_user(
+                "StateOffload: the device has no room for all states. Those without room are in host memory now: move them, or "
+                "save them, before the optimizer steps by itself"
+            )
