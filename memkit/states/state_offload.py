@@ -109,7 +109,6 @@ class StateOffload:
         self._is_closed = self._is_entered = False
         self._num_steps = 0
         self._loading: Loading | None = None
-        self._run: OneStep | None = None
         self._hollow: torch.optim.Optimizer | None = None
         self._pieces: list[Piece] = []
         self._members: list[list[int]] = []
@@ -223,13 +222,14 @@ class StateOffload:
         self._stepping.run(due, run)
         self._wait()
         self._num_steps += 1
-        self._run, self._hollow = run, hollow_shell(optimizer)
+        self._hollow = hollow_shell(optimizer)
         return (self._hollow, *args[1:]), kwargs
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        run, hollow, self._run, self._hollow = self._run, self._hollow, None, None
+        run, hollow = self._stepping.unfinished, self._hollow
         if optimizer is self.optimizer and run is not None and hollow is not None:
             run.write_of_others(hollow)
+            self._stepping.unfinished = None
 
     def _wait(self) -> None:
         """Wait until what was stepped is in host memory: whoever reads it there finds it."""

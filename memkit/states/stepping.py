@@ -27,7 +27,7 @@ class Stepping:
         self._on_device = on_device
         self._on_host = on_host
         self.unfinished: OneStep | None = None
-        """A step that was broken off."""
+        """A step that has begun, and of which torch has not said yet that it is over: it may have been broken off."""
         self.is_broken = False
         """Whether pieces may be half way."""
 
@@ -41,7 +41,7 @@ class Stepping:
             self._note(error, pieces)
             self.mend(pieces)
             raise
-        self.unfinished, self.is_broken = None, False
+        self.is_broken = False
 
     def _run(self, pieces: Sequence[Piece], run: OneStep) -> None:
         on_host = [piece for piece in pieces if piece.plan.update is Update.HOST]

@@ -77,7 +77,7 @@ class DAdapting(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     total += float(parameter.grad.norm())
                     parameter.add_(parameter.grad, alpha=-group["d"])
-            group["d"] = max(group["d"], 1e-3 * total)
+            group["d"] += 1e-3 * total
         return None
 
 
