@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from memkit.device import CpuDevice, Device, open_device
-from memkit.errors import warn_user
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+from memkit.errors import StateOffloadError, warn_user
+from memkit.states.pieces import StateRecord
 
 
 def device_of(parameters: list[Tensor], asked: str | torch.device | Device | None) -> Device:
@@ -53,3 +49,17 @@ def warn_if_unfused(optimizer: torch.optim.Optimizer) -> None:
             f"StateOffload: {type(optimizer).__name__} steps on the host without its fused kernel, which is several times "
             "slower. Make it with fused=True"
         )
+
+
+def refuse_sparse(records: Sequence[StateRecord]) -> None:
+    """Raise if a gradient is sparse.
+
+    Raises:
+        StateOffloadError: it is.
+    """
+    for record in records:
+        grad = record.parameter.grad
+        if grad is not None and grad.layout is not torch.strided:
+            raise StateOffloadError(
+                f"StateOffload streams dense states; the gradient of {record.name} is sparse. Use sparse=False"
+            )

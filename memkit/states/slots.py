@@ -70,6 +70,11 @@ class StateSlots:
         """Bytes of the device that they take."""
         return sum(slot.num_bytes for slot in self.slots)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each."""
+        return tuple(slot.num_bytes for slot in self.slots)
+
     def of(self, piece: Piece) -> StateSlot:
         return self.slots[piece.plan.slot]
 

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from memkit.device import Device
 from memkit.errors import StateOffloadError, warn_user
 from memkit.hooks import HookSet
-from memkit.plan import ParameterCosts, StatePlan, Update, aligned, plan_states
+from memkit.plan import ParameterCosts, Update, plan_states
 from memkit.sizes import check_budget_bytes, format_bytes
-from memkit.states.asked import device_of, dtypes, parameters_of, warn_if_unfused
+from memkit.states.asked import device_of, dtypes, refuse_sparse, warn_if_unfused
 from memkit.states.at_rest import Loading, StatesAtRest, with_host_copies
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_memory import HostStates
 from memkit.states.host_steps import HostSteps
+from memkit.states.in_backward import BackwardSteps
 from memkit.states.measured import measure_rates
+from memkit.states.members import Members, are_any_done, parameters_of
 from memkit.states.one_step import OneStep, run_closure
-from memkit.states.pieces import MASTER, Piece, StateRecord, may_leave
+from memkit.states.pieces import Piece, StateRecord
 from memkit.states.shells import hollow_shell
 from memkit.states.slots import StateSlots
 from memkit.states.stats import StateStats
 from memkit.states.stepping import Stepping
-from memkit.states.trial import KeptState, needs_master, refuse_by_kind, try_out
+from memkit.states.trial import needs_master, refuse_by_kind
 from memkit.transfer.lanes import lanes_of
 
 _WHERE = "StateOffload"
@@ -54,6 +58,9 @@ class StateOffload:
             "auto" is the fastest that doesn't change the result: "device".
         master: `torch.float32` has float32 copies of parameters of lower precision stepped in their place, with the gradient
             as float32; the parameter is the copy, rounded. The copies are in `optimizer.state[parameter]["master"]`.
+        when: "step": all parameters are stepped by `optimizer.step()`. "backward": each is stepped once its gradient is
+            complete, which is then let go; `optimizer.step()` steps what is left, and ends the step. Gradients can't be
+            clipped or scaled, and are accumulated within `accumulate()`.
         device: where the parameters are; by default what they say.
 
     Raises:
@@ -81,6 +88,7 @@ class StateOffload:
         host_budget: int | str | None = None,
         update: str = "auto",
         master: torch.dtype | None = None,
+        when: str = "step",
         device: str | torch.device | Device | None = None,
     ) -> None:
         refuse_by_kind(optimizer, _WHERE)
@@ -88,11 +96,17 @@ class StateOffload:
             raise ValueError(f"update is one of {', '.join(map(repr, _UPDATES))}; found {update!r}")
         if master not in (None, torch.float32):
             raise ValueError(f"master is torch.float32 or None; found {master!r}")
+        if when not in ("step", "backward"):
+            raise ValueError(f"when is 'step' or 'backward'; found {when!r}")
+        if when == "backward" and update in ("host", "both"):
+            raise ValueError(
+                f'when="backward" steps on the device; found update="{update}". Leave that out, or use when="step"'
+            )
         budget_bytes = check_budget_bytes("device_budget", device_budget, may_be_zero=True)
         limit_bytes = None if host_budget is None else check_budget_bytes("host_budget", host_budget, may_be_zero=True)
         self.optimizer = optimizer
         self._master = master
-        parameters = list(parameters_of(optimizer))
+        parameters = parameters_of(optimizer)
         self.device = device_of(parameters, device)
         if master is not None and not any(needs_master(parameter, master) for parameter in parameters):
             raise ValueError(
@@ -101,17 +115,23 @@ class StateOffload:
         if update in ("host", "both"):
             warn_if_unfused(optimizer)
         self.update = "device" if update == "auto" else update
-        self._kept = try_out(optimizer, where=_WHERE, torch_device=self.device.torch_device, master=master)
-        costs = self._costs(optimizer)
+        self.when = when
+        self._members = Members(optimizer, master=master, torch_device=self.device.torch_device, where=_WHERE)
+        self._members.try_out()
         rates = measure_rates(self.device, optimizer) if update == "both" else None
-        self.plan = plan_states(costs, device_budget_bytes=budget_bytes, update=self.update, rates=rates)
+        self.plan = plan_states(
+            self._members.costs(),
+            device_budget_bytes=budget_bytes,
+            update=self.update,
+            rates=rates,
+            apart=when == "backward",
+        )
         self._hooks = HookSet()
         self._is_closed = self._is_entered = False
         self._num_steps = 0
         self._loading: Loading | None = None
         self._hollow: torch.optim.Optimizer | None = None
-        self._pieces: list[Piece] = []
-        self._members: list[list[int]] = []
+        self._in_backward: BackwardSteps | None = None
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
         self._slots: StateSlots | None = None
         if not self.plan.is_empty or master is not None:
@@ -121,46 +141,27 @@ class StateOffload:
                 self.close()
                 raise
 
-    def _costs(self, optimizer: torch.optim.Optimizer) -> list[ParameterCosts]:
-        """Return what each parameter takes: by the states that it has, or else by those of the trial."""
-        costs = []
-        for kept, (number, group) in zip(self._kept, enumerate(optimizer.param_groups), strict=True):
-            names = group.get("param_names") or [f"parameter {number}.{index}" for index in range(len(group["params"]))]
-            costs += [self._cost(name, parameter, kept) for name, parameter in zip(names, group["params"], strict=True)]
-        return costs
-
-    def _cost(self, name: str, parameter: Tensor, kept: list[KeptState]) -> ParameterCosts:
-        entries = self.optimizer.state.get(parameter) or {}
-        sizes = [value.nbytes for value in entries.values() if may_leave(value)]
-        if not sizes:
-            sizes = [round(item.per_element * parameter.numel()) * item.dtype.itemsize for item in kept]
-        if self._has_master(parameter) and MASTER not in entries:
-            sizes.append(4 * parameter.numel())
-        state_bytes = sum(map(aligned, sizes)) if parameter.requires_grad else 0
-        return ParameterCosts(
-            name=name, numel=parameter.numel(), parameter_bytes=aligned(parameter.nbytes), state_bytes=state_bytes
-        )
-
-    def _has_master(self, parameter: Tensor) -> bool:
-        return self._master is not None and needs_master(parameter, self._master)
-
     def _begin(self) -> None:
         """Set memory aside, move the states that there are, and have steps seen."""
         optimizer, device, lanes = self.optimizer, self.device, lanes_of(self.device)
-        pieces = self._make_pieces(self.plan, list(self._records()))
-        self._host.reserve([piece for piece in pieces if not piece.plan.is_resident])
+        pieces = self._members.add(self.plan, list(self._members.records()))
         slots = self._slots = StateSlots(device, lanes, self.plan)
         undo_bytes = max((piece.plan.parameter_bytes for piece in pieces if piece.plan.update is Update.DEVICE), default=0)
+        self._undo_bytes = undo_bytes
         self._on_device = DeviceSteps(optimizer, device, slots, self._host, undo_bytes=undo_bytes)
         self._on_host = HostSteps(optimizer, device, lanes, slots, self._host)
-        self._on_host.reserve([piece for piece in pieces if piece.plan.update is Update.HOST])
         self._stepping = Stepping(device, self._on_device, self._on_host)
         self._rest = StatesAtRest(optimizer, device, self._host)
-        self._pieces = pieces
-        self._undo_bytes = undo_bytes
-        for piece in pieces:
-            self._adopt(piece)
-        self._place()
+        if self.when == "backward":
+            self._in_backward = BackwardSteps(
+                optimizer,
+                self._stepping,
+                self._on_device,
+                is_at_home=self._rest.is_at_home,
+                adopt=partial(self._adopt, warns=True),
+            )
+        self._open(pieces)
+        self._members.place()
         self._hooks.before_any_step(self._come_last)
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._hooks.add(self._before)
@@ -169,16 +170,6 @@ class StateOffload:
         self._hooks.add(optimizer.register_state_dict_post_hook(with_host_copies, prepend=True))
         self._hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
         self._hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
-
-    def _records(self) -> Iterator[StateRecord]:
-        for number, group in enumerate(self.optimizer.param_groups):
-            names = group.get("param_names") or [f"parameter {number}.{index}" for index in range(len(group["params"]))]
-            for name, parameter in zip(names, group["params"], strict=True):
-                yield StateRecord(name, parameter, has_master=self._has_master(parameter))
-
-    @staticmethod
-    def _make_pieces(plan: StatePlan, records: list[StateRecord]) -> list[Piece]:
-        return [Piece(planned, [records[index] for index in planned.parameters]) for planned in plan.pieces]
 
     # Steps
 
@@ -197,28 +188,18 @@ class StateOffload:
                 "StateOffload: a step whose states stream can't be compiled or captured into a graph. Step outside of that"
             )
         args, kwargs = run_closure(args, kwargs)
-        if self._stepping.is_broken:
-            self._stepping.mend(self._pieces)
+        self._settle()
         self._follow_groups()
-        unfinished = self._stepping.unfinished
-        is_rest = unfinished is not None and any(record.is_done() for piece in self._pieces for record in piece.records)
-        run = unfinished if is_rest and unfinished is not None else OneStep(optimizer)
-        due = []
-        for piece in self._pieces:
-            found = []
-            for record in piece.records:
-                grad = record.parameter.grad
-                if record.group >= 0 and grad is not None and not (is_rest and record.is_done()):
-                    if grad.layout is not torch.strided:
-                        raise StateOffloadError(
-                            f"StateOffload streams dense states; the gradient of {record.name} is sparse. Use sparse=False"
-                        )
-                    found.append(record)
-            piece.due = found
-            if found:
-                due.append(piece)
-                if not self._rest.is_at_home(piece):
-                    self._adopt(piece, warns=True)
+        stepping, members = self._stepping, self._members
+        is_rest = stepping.unfinished is not None and are_any_done(members.pieces)
+        if self._in_backward is not None and self._in_backward.end():
+            is_rest = True
+        run = stepping.unfinished if is_rest and stepping.unfinished is not None else OneStep(optimizer)
+        due = members.find_due(leaves_done=is_rest)
+        for piece in due:
+            refuse_sparse(piece.due)
+            if not self._rest.is_at_home(piece):
+                self._adopt(piece, warns=True)
         self._stepping.run(due, run)
         self._wait()
         self._num_steps += 1
@@ -230,6 +211,13 @@ class StateOffload:
         if optimizer is self.optimizer and run is not None and hollow is not None:
             run.write_of_others(hollow)
             self._stepping.unfinished = None
+            if self._in_backward is not None:
+                self._in_backward.forget_done()
+
+    def _settle(self) -> None:
+        """Put right what a step has left that was broken off."""
+        if self._stepping.is_broken:
+            self._stepping.mend(self._members.pieces)
 
     def _wait(self) -> None:
         """Wait until what was stepped is in host memory: whoever reads it there finds it."""
@@ -239,50 +227,33 @@ class StateOffload:
 
     def _follow_groups(self) -> None:
         """Take note of parameters that came to the optimizer or left it."""
-        groups = self.optimizer.param_groups
-        members = [[*map(id, group["params"])] for group in groups]
-        if members == self._members:
+        members = self._members
+        if not members.have_changed():
             return
-        known = {id(record.parameter) for piece in self._pieces for record in piece.records}
-        new = [record for record in self._records() if id(record.parameter) not in known]
+        new = members.new_records()
         if new:
-            self._kept = try_out(self.optimizer, where=_WHERE, torch_device=self.device.torch_device, master=self._master)
+            members.try_out()
             device_of([record.parameter for record in new], self.device)
-            costs = dict(
-                zip((id(parameter) for parameter in parameters_of(self.optimizer)), self._costs(self.optimizer), strict=True)
-            )
+            costs = {id(key): cost for key, cost in zip(parameters_of(self.optimizer), members.costs(), strict=True)}
             self._add(new, [costs[id(record.parameter)] for record in new])
-        self._place()
+        members.place()
 
     def _add(self, records: list[StateRecord], costs: list[ParameterCosts]) -> None:
         """Have more parameters stream, in pieces of their own."""
         assert self._slots is not None
         update = "device" if self.update == "both" else self.update
-        plan = plan_states(costs, update=update)
-        added = self._make_pieces(self._slots.add(plan), records)
-        self._host.reserve([piece for piece in added if not piece.plan.is_resident])
-        self._on_host.reserve([piece for piece in added if piece.plan.update is Update.HOST])
-        self.plan = StatePlan(
-            pieces=(*self.plan.pieces, *(piece.plan for piece in added)),
-            slot_bytes=tuple(slot.num_bytes for slot in self._slots.slots),
-            rates=self.plan.rates,
-        )
-        self._pieces = [*self._pieces, *added]
-        for piece in added:
-            self._adopt(piece)
+        plan = self._slots.add(plan_states(costs, update=update, apart=self.when == "backward"))
+        self.plan = replace(self.plan, pieces=(*self.plan.pieces, *plan.pieces), slot_bytes=self._slots.sizes)
+        self._open(self._members.add(plan, records))
 
-    def _place(self) -> None:
-        """Note where the optimizer has each parameter."""
-        groups = self.optimizer.param_groups
-        places = {
-            id(parameter): (number, position)
-            for number, group in enumerate(groups)
-            for position, parameter in enumerate(group["params"])
-        }
-        for piece in self._pieces:
-            for record in piece.records:
-                record.group, record.position = places.get(id(record.parameter), (-1, -1))
-        self._members = [[*map(id, group["params"])] for group in groups]
+    def _open(self, pieces: list[Piece]) -> None:
+        """Set host memory aside for pieces, and move the states there that there are."""
+        self._host.reserve([piece for piece in pieces if not piece.plan.is_resident])
+        self._on_host.reserve([piece for piece in pieces if piece.plan.update is Update.HOST])
+        for piece in pieces:
+            self._adopt(piece)
+        if self._in_backward is not None:
+            self._in_backward.watch(pieces, self._hooks)
 
     def _adopt(self, piece: Piece, *, warns: bool = False) -> None:
         """Take over states that others have put into the optimizer."""
@@ -298,15 +269,41 @@ class StateOffload:
 
     _has_warned = False
 
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Return a context whose backwards add to gradients and step nothing, with `when="backward"`.
+
+        Example:
+            >>> import torch, memkit
+            >>> model = torch.nn.Linear(64, 64)
+            >>> optimizer = torch.optim.AdamW(model.parameters())
+            >>> device = memkit.device.ReferenceDevice()
+            >>> with memkit.StateOffload(optimizer, when="backward", device=device) as states:
+            ...     with states.accumulate():
+            ...         model(torch.randn(2, 64)).sum().backward()
+            ...     model(torch.randn(2, 64)).sum().backward()
+            ...     optimizer.step()
+        """
+        steps = self._in_backward
+        if steps is None:
+            yield  # gradients are added up by themselves
+            return
+        steps.num_accumulating += 1
+        try:
+            yield
+        finally:
+            steps.num_accumulating -= 1
+
     # Saving and loading
 
     def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
-        if self._stepping.is_broken:
-            self._stepping.mend(self._pieces)
+        self._settle()
         self._wait()
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._before_state_dict(self.optimizer)
+        if self._in_backward is not None:
+            self._in_backward.end()
         self._loading = Loading(state_dict)
         return Loading.without_states(state_dict)
 
@@ -314,16 +311,10 @@ class StateOffload:
         loading, self._loading = self._loading, None
         assert loading is not None
         self._follow_groups()
-        kept = {
-            id(parameter): found
-            for found, group in zip(self._kept, optimizer.param_groups, strict=False)
-            for parameter in group["params"]
-        }
-        masters = {id(record.parameter) for piece in self._pieces for record in piece.records if record.has_master}
-        loading.finish(optimizer, kept, masters)
+        loading.finish(optimizer, self._members.kept(), self._members.masters())
         self._stepping.unfinished = None
         self._on_host.forget_losses()
-        for piece in self._pieces:
+        for piece in self._members.pieces:
             for record in piece.records:
                 record.is_rounded_at = None
             if piece.plan.is_resident:
@@ -380,17 +371,18 @@ class StateOffload:
             return
         self._hooks.remove()
         fit = True
-        if self._slots is not None and self._pieces:
-            if self._stepping.is_broken:
-                self._stepping.mend(self._pieces)
+        if self._slots is not None and self._members.pieces:
+            self._settle()
+            if self._in_backward is not None:
+                self._in_backward.end()
             self.device.synchronize()
-            fit = self._rest.give_back(self._pieces)
+            fit = self._rest.give_back(self._members.pieces)
             self._on_host.close()
         self._is_closed = True
-        self._host.close(self._pieces)
+        self._host.close(self._members.pieces)
         if self._slots is not None:
             self._slots.close()
-        self._pieces = []
+        self._members.pieces = []
         if not fit:
             warn_user(
                 "StateOffload: the device has no room for all states. Those without room are in host memory now: move them, or "
