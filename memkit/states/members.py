@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memkit.plan import ParameterCosts, StatePlan, aligned
 from memkit.states.pieces import MASTER, Piece, StateRecord, may_leave
+from memkit.states.stepped import ConsumedGradient
 from memkit.states.trial import KeptState, needs_master, try_out
 
 
@@ -110,7 +111,7 @@ class Members:
         """
         found = []
         for piece in self.pieces:
-            piece.due = [record for record in piece.records if record.is_due() and not (leaves_done and record.is_done())]
+            piece.due = [record for record in piece.records if _is_due(record) and not (leaves_done and record.is_done())]
             if piece.due:
                 found.append(piece)
         return found
@@ -118,6 +119,12 @@ class Members:
     def masters(self) -> set[int]:
         """Return the ids of parameters in whose place copies are stepped."""
         return {id(record.parameter) for piece in self.pieces for record in piece.records if record.has_master}
+
+
+def _is_due(record: StateRecord) -> bool:
+    """Tell whether a parameter has a gradient to be stepped with."""
+    grad = record.parameter.grad
+    return grad is not None and record.group >= 0 and type(grad) is not ConsumedGradient
 
 
 def are_any_done(pieces: list[Piece]) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.plan import StatePiece, aligned
-from memkit.states.stepped import ConsumedGradient
 from memkit.storages import tensor_over
 from memkit.transfer.lanes import Transfer
 from memkit.transfer.spans import Span
@@ -134,11 +133,6 @@ class StateRecord:
         """The version of the parameter that is its float32 copy, rounded."""
         self.done: tuple[weakref.ref[Tensor], int] | None = None
         """With which gradient it was stepped in a step that was broken off."""
-
-    def is_due(self) -> bool:
-        """Tell whether it has a gradient to be stepped with."""
-        grad = self.parameter.grad
-        return grad is not None and self.group >= 0 and type(grad) is not ConsumedGradient
 
     def is_done(self) -> bool:
         """Tell whether a step that was broken off has stepped it with the gradient that it has now."""
