@@ -10,6 +10,30 @@ from torch import Tensor
 from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import StateOffloadError, warn_user
 from memkit.states.pieces import StateRecord
+from memkit.states.trial import needs_master
+
+_UPDATES = ("auto", "device", "host", "both")
+
+
+def check_options(*, update: str, master: torch.dtype | None, when: str, overlap_forward: bool) -> None:
+    """Check what is asked for, and whether it goes together.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if update not in _UPDATES:
+        raise ValueError(f"update is one of {', '.join(map(repr, _UPDATES))}; found {update!r}")
+    if master not in (None, torch.float32):
+        raise ValueError(f"master is torch.float32 or None; found {master!r}")
+    if when not in ("step", "backward"):
+        raise ValueError(f"when is 'step' or 'backward'; found {when!r}")
+    if when == "backward" and update in ("host", "both"):
+        raise ValueError(f'when="backward" steps on the device; found update="{update}". Leave that out, or use when="step"')
+    if overlap_forward and (when == "backward" or update in ("host", "both")):
+        raise ValueError(
+            "overlap_forward=True needs a step on the device behind the backward; found "
+            f'update="{update}" and when="{when}". Leave these out'
+        )
 
 
 def device_of(parameters: list[Tensor], asked: str | torch.device | Device | None) -> Device:
@@ -39,8 +63,15 @@ def device_of(parameters: list[Tensor], asked: str | torch.device | Device | Non
     return device
 
 
-def dtypes(parameters: list[Tensor]) -> str:
-    return ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
+def check_master(master: torch.dtype | None, parameters: list[Tensor]) -> None:
+    """Check that copies of higher precision are of use to some parameters.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if master is not None and not any(needs_master(parameter, master) for parameter in parameters):
+        found = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
+        raise ValueError(f"master=torch.float32 is for parameters of lower precision; found {found}. Leave it out")
 
 
 def warn_if_unfused(optimizer: torch.optim.Optimizer) -> None:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.dlpack
 from torch import Tensor, nn
 
 from memkit import torch_private
@@ -20,7 +19,7 @@ from memkit.labels import label
 from memkit.plan import aligned
 from memkit.states.host_memory import HostStates
 from memkit.states.one_step import OneStep
-from memkit.states.pieces import MASTER, Layout, Piece, Residency, mark_of, may_leave, pack, stand_in_of
+from memkit.states.pieces import MASTER, Layout, Piece, Residency, mark_of, may_leave, pack, stand_in_of, storage_of_part
 from memkit.states.slots import StateSlot, StateSlots
 from memkit.storages import tensor_over
 from memkit.transfer.lanes import Lanes, Transfer
@@ -278,7 +277,7 @@ class HostSteps:
         assert room.whole is not None
         found: dict[str, list[Tensor]] = {"parameter": [], "grad": [], "host parameter": [], "host grad": []}
         with torch.inference_mode(False):
-            own = torch.utils.dlpack.from_dlpack(room.whole).untyped_storage()
+            own = storage_of_part(room.whole)
             for kind, record, start in places:
                 tensor = record.parameter
                 dense = may_leave(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,10 +31,17 @@ class OneStep:
 
     Args:
         optimizer: whose step it is.
+        copies: whether to step with copies of tensors in groups and attributes (a learning rate, a scale), since the originals
+            may be written to while the device is yet to step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, copies: bool = False) -> None:
         self._optimizer = optimizer
+        self._groups: list[Group] = optimizer.param_groups
+        self._attributes: dict[str, Any] = {}
+        if copies:
+            self._groups = [{**group, **_copied(group)} for group in optimizer.param_groups]
+            self._attributes = _copied(vars(optimizer))
         self._step = step_of(optimizer)
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
@@ -50,7 +57,7 @@ class OneStep:
         Raises:
             StateOffloadError: the optimizer has written other entries than with another part.
         """
-        groups = self._optimizer.param_groups
+        groups = self._groups
         members: dict[int, list[int]] = {}
         for index, record in enumerate(records):
             members.setdefault(record.group, []).append(index)
@@ -62,8 +69,12 @@ class OneStep:
                 cut["param_names"] = [group["param_names"][records[index].position] for index in indices]
         versions = {number: versions_in(group) for number, group in cuts.items()}
         shell = shell_of(self._optimizer, list(cuts.values()), state)
+        known = vars(self._optimizer)
+        if self._attributes:
+            known = {**known, **self._attributes}
+            vars(shell).update(self._attributes)
         self._step(shell)
-        of_optimizer = changes_of_shell(self._optimizer, shell)
+        of_optimizer = changes_of_shell(known, shell)
         self._check(self._of_optimizer, of_optimizer)
         found = {}
         for number, cut in cuts.items():
@@ -106,7 +117,12 @@ class OneStep:
             if number not in self._of_groups:
                 group.update(changes_of_group(group, cut).entries)
         if self._of_optimizer is None:
-            vars(self._optimizer).update(changes_of_shell(self._optimizer, hollow).entries)
+            vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow).entries)
+
+
+def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of the tensors among some entries."""
+    return {name: value.clone() for name, value in entries.items() if isinstance(value, Tensor)}
 
 
 def run_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

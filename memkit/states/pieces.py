@@ -66,8 +66,16 @@ class PackedTensor:
     def on_host(self, span: Span) -> Tensor:
         """Return the tensor in host memory, as one with a storage of its own: what is saved of it is no more than that."""
         assert span.whole is not None
-        part = torch.utils.dlpack.from_dlpack(span.whole[self.offset : self.offset + self.num_bytes])
-        return tensor_over(part.untyped_storage(), self.dtype, offset=0, size=self.size, stride=self.stride)
+        storage = storage_of_part(span.whole[self.offset : self.offset + self.num_bytes])
+        return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.stride)
+
+
+def storage_of_part(host: Tensor) -> torch.UntypedStorage:
+    """Return a storage of just the bytes of a part of host memory, which it holds.
+
+    By a capsule: without one, pinned memory would say that it is a GPU's.
+    """
+    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(host)).untyped_storage()
 
 
 def may_leave(tensor: object) -> bool:

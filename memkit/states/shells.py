@@ -100,9 +100,8 @@ def changes_of_group(before: Group, after: Group) -> Changes:
     return Changes(dict(_changed(before, after, ("params", "param_names"))))
 
 
-def changes_of_shell(optimizer: torch.optim.Optimizer, shell: torch.optim.Optimizer) -> Changes:
-    """Return what a step has written to the attributes of a shell."""
-    known = vars(optimizer)
+def changes_of_shell(known: Mapping[str, Any], shell: torch.optim.Optimizer) -> Changes:
+    """Return what a step has written to the attributes of a shell, which were known before."""
     return Changes(dict(_changed(known, vars(shell), (*_OWN, *_hooks_in(known)))))
 
 

@@ -16,7 +16,7 @@ from memkit.errors import StateOffloadError, warn_user
 from memkit.hooks import HookSet
 from memkit.plan import ParameterCosts, Update, plan_states
 from memkit.sizes import check_budget_bytes, format_bytes
-from memkit.states.asked import device_of, dtypes, refuse_sparse, warn_if_unfused
+from memkit.states.asked import check_master, check_options, device_of, refuse_sparse, warn_if_unfused
 from memkit.states.at_rest import Loading, StatesAtRest, with_host_copies
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_memory import HostStates
@@ -25,16 +25,16 @@ from memkit.states.in_backward import BackwardSteps
 from memkit.states.measured import measure_rates
 from memkit.states.members import Members, are_any_done, parameters_of
 from memkit.states.one_step import OneStep, run_closure
+from memkit.states.overlap import ForwardOverlap
 from memkit.states.pieces import Piece, StateRecord
 from memkit.states.shells import hollow_shell
 from memkit.states.slots import StateSlots
 from memkit.states.stats import StateStats
 from memkit.states.stepping import Stepping
-from memkit.states.trial import needs_master, refuse_by_kind
+from memkit.states.trial import refuse_by_kind
 from memkit.transfer.lanes import lanes_of
 
 _WHERE = "StateOffload"
-_UPDATES = ("auto", "device", "host", "both")
 
 
 class StateOffload:
@@ -61,6 +61,9 @@ class StateOffload:
         when: "step": all parameters are stepped by `optimizer.step()`. "backward": each is stepped once its gradient is
             complete, which is then let go; `optimizer.step()` steps what is left, and ends the step. Gradients can't be
             clipped or scaled, and are accumulated within `accumulate()`.
+        overlap_forward: whether `optimizer.step()` returns before the parameters are stepped. The forward of each module waits
+            for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Whatever else reads
+            parameters (an average of weights, `model.state_dict()`) needs `wait()` first.
         device: where the parameters are; by default what they say.
 
     Raises:
@@ -89,29 +92,18 @@ class StateOffload:
         update: str = "auto",
         master: torch.dtype | None = None,
         when: str = "step",
+        overlap_forward: bool = False,
         device: str | torch.device | Device | None = None,
     ) -> None:
         refuse_by_kind(optimizer, _WHERE)
-        if update not in _UPDATES:
-            raise ValueError(f"update is one of {', '.join(map(repr, _UPDATES))}; found {update!r}")
-        if master not in (None, torch.float32):
-            raise ValueError(f"master is torch.float32 or None; found {master!r}")
-        if when not in ("step", "backward"):
-            raise ValueError(f"when is 'step' or 'backward'; found {when!r}")
-        if when == "backward" and update in ("host", "both"):
-            raise ValueError(
-                f'when="backward" steps on the device; found update="{update}". Leave that out, or use when="step"'
-            )
+        check_options(update=update, master=master, when=when, overlap_forward=overlap_forward)
         budget_bytes = check_budget_bytes("device_budget", device_budget, may_be_zero=True)
         limit_bytes = None if host_budget is None else check_budget_bytes("host_budget", host_budget, may_be_zero=True)
         self.optimizer = optimizer
         self._master = master
         parameters = parameters_of(optimizer)
         self.device = device_of(parameters, device)
-        if master is not None and not any(needs_master(parameter, master) for parameter in parameters):
-            raise ValueError(
-                f"master=torch.float32 is for parameters of lower precision; found {dtypes(parameters)}. Leave it out"
-            )
+        check_master(master, parameters)
         if update in ("host", "both"):
             warn_if_unfused(optimizer)
         self.update = "device" if update == "auto" else update
@@ -132,6 +124,7 @@ class StateOffload:
         self._loading: Loading | None = None
         self._hollow: torch.optim.Optimizer | None = None
         self._in_backward: BackwardSteps | None = None
+        self._overlap = ForwardOverlap(self.device) if overlap_forward else None
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
         self._slots: StateSlots | None = None
         if not self.plan.is_empty or master is not None:
@@ -162,6 +155,8 @@ class StateOffload:
             )
         self._open(pieces)
         self._members.place()
+        if self._overlap is not None:
+            self._hooks.ahead_of_all_forwards(self._overlap.before_forward)
         self._hooks.before_any_step(self._come_last)
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._hooks.add(self._before)
@@ -194,14 +189,21 @@ class StateOffload:
         is_rest = stepping.unfinished is not None and are_any_done(members.pieces)
         if self._in_backward is not None and self._in_backward.end():
             is_rest = True
-        run = stepping.unfinished if is_rest and stepping.unfinished is not None else OneStep(optimizer)
+        run = (
+            stepping.unfinished
+            if is_rest and stepping.unfinished is not None
+            else OneStep(optimizer, copies=self._overlap is not None)
+        )
         due = members.find_due(leaves_done=is_rest)
         for piece in due:
             refuse_sparse(piece.due)
             if not self._rest.is_at_home(piece):
                 self._adopt(piece, warns=True)
-        self._stepping.run(due, run)
-        self._wait()
+        if self._overlap is not None:
+            self._overlap.run(stepping, due, run)
+        else:
+            stepping.run(due, run)
+            self._wait()
         self._num_steps += 1
         self._hollow = hollow_shell(optimizer)
         return (self._hollow, *args[1:]), kwargs
@@ -219,8 +221,15 @@ class StateOffload:
         if self._stepping.is_broken:
             self._stepping.mend(self._members.pieces)
 
+    def wait(self) -> None:
+        """Wait for the last step, with `overlap_forward=True`: what the caller reads of parameters and states then is new."""
+        if not self._is_closed:
+            self._wait()
+
     def _wait(self) -> None:
         """Wait until what was stepped is in host memory: whoever reads it there finds it."""
+        if self._overlap is not None:
+            self._overlap.wait()
         for slot in self._slots.slots if self._slots is not None else ():
             if slot.left is not None:
                 self.device.synchronize(slot.left.done)
@@ -375,6 +384,7 @@ class StateOffload:
             self._settle()
             if self._in_backward is not None:
                 self._in_backward.end()
+            self._wait()
             self.device.synchronize()
             fit = self._rest.give_back(self._members.pieces)
             self._on_host.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from memkit.device.base import Device
 from memkit.errors import StateOffloadError, note_on
@@ -31,11 +31,17 @@ class Stepping:
         self.is_broken = False
         """Whether pieces may be half way."""
 
-    def run(self, pieces: Sequence[Piece], run: OneStep) -> None:
-        """Step pieces, with the next ones on their way: those on the host in a thread, and meanwhile others on the device."""
+    def run(self, pieces: Sequence[Piece], run: OneStep, *, note_stepped: Callable[[Piece], object] = lambda _: None) -> None:
+        """Step pieces, with the next ones on their way: those on the host in a thread, and meanwhile others on the device.
+
+        Args:
+            pieces: in which something is due.
+            run: the step.
+            note_stepped: called behind each piece that was stepped on the device.
+        """
         self.unfinished, self.is_broken = run, True
         try:
-            self._run(pieces, run)
+            self._run(pieces, run, note_stepped)
             run.write_changes()
         except BaseException as error:
             self._note(error, pieces)
@@ -43,7 +49,7 @@ class Stepping:
             raise
         self.is_broken = False
 
-    def _run(self, pieces: Sequence[Piece], run: OneStep) -> None:
+    def _run(self, pieces: Sequence[Piece], run: OneStep, note_stepped: Callable[[Piece], object]) -> None:
         on_host = [piece for piece in pieces if piece.plan.update is Update.HOST]
         on_device = [piece for piece in pieces if piece.plan.update is Update.DEVICE]
         num_begun = num_stepped = 0
@@ -52,16 +58,17 @@ class Stepping:
             self._on_host.start(piece, run)
             # as much as the link moves meanwhile, no more: gradients of the next one would have to wait behind it
             share = len(on_device) * (number + 1) // len(on_host)
-            self._step_on_device(on_device[num_stepped:share], run)
+            self._step_on_device(on_device[num_stepped:share], run, note_stepped)
             num_stepped = share
             self._on_host.join(piece)
-        self._step_on_device(on_device[num_stepped:], run)
+        self._step_on_device(on_device[num_stepped:], run, note_stepped)
 
-    def _step_on_device(self, pieces: Sequence[Piece], run: OneStep) -> None:
+    def _step_on_device(self, pieces: Sequence[Piece], run: OneStep, note_stepped: Callable[[Piece], object]) -> None:
         num_begun = 0
         for piece in pieces:
             num_begun = self._begin(self._on_device, pieces, num_begun)
             self._on_device.step(piece, run)
+            note_stepped(piece)
 
     @staticmethod
     def _begin(side: DeviceSteps | HostSteps, pieces: Sequence[Piece], num_begun: int) -> int:

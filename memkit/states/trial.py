@@ -174,7 +174,7 @@ class _Trial:
         self._give_gradients()
         shell = self._shell(self.groups, self.state)
         step_of(self._optimizer)(shell)
-        self.attributes.update(changes_of_shell(self._optimizer, shell).entries)
+        self.attributes.update(changes_of_shell(vars(self._optimizer), shell).entries)
 
     def step_each(self) -> str | None:
         """Step each parameter by itself. Return what two of them have written differently."""
