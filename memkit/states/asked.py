@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from memkit import torch_private
 from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import StateOffloadError, warn_user
 from memkit.states.pieces import StateRecord
@@ -42,6 +43,12 @@ def device_of(parameters: list[Tensor], asked: str | torch.device | Device | Non
     Raises:
         ValueError: they are on several, or on another than was asked for.
     """
+    for parameter in parameters:
+        if torch_private.is_wrapper(parameter):
+            raise ValueError(
+                f"StateOffload needs plain parameters; found a {type(parameter).__name__}, which wraps others. Leave "
+                "these parameters to another optimizer"
+            )
     places = {parameter.device for parameter in parameters}
     if len(places) > 1:
         raise ValueError(

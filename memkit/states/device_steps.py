@@ -115,7 +115,7 @@ class DeviceSteps:
 
     def finish(self, piece: Piece) -> None:
         """Have what was stepped go to where it stays. Calling it again does what was broken off."""
-        piece.enter()
+        piece.enter(self._optimizer.state)
         if piece.plan.is_resident or piece.layout is None:
             if not piece.plan.is_resident:
                 self._slots.release(piece)
@@ -280,11 +280,11 @@ class DeviceSteps:
                 continue
             host = layout.host[index_of[id(record)]] if layout is not None else {}
             made = {name: host.get(name, value) for name, value in entries.items()}
-            entered.append((self._optimizer.state[record.parameter], made))
+            entered.append((record.parameter, made))
         if layout is not piece.layout and layout is not None:
             known = {id(record) for record, _, _ in stepped}
             for index, record in enumerate(piece.records):
                 if id(record) not in known and layout.host[index]:
                     entries = self._optimizer.state[record.parameter]
-                    entered.append((entries, {**entries, **layout.host[index]}))
+                    entered.append((record.parameter, {**entries, **layout.host[index]}))
         piece.entered = entered

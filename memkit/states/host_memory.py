@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from memkit.device.base import Device
-from memkit.errors import warn_user
+from memkit.errors import HostMemoryError, warn_user
+from memkit.sizes import format_bytes
 from memkit.states.pieces import Piece
 from memkit.storages import byte_view
 from memkit.torch_state import num_users
 from memkit.transfer.arena import Arena
-from memkit.transfer.spans import Span
+from memkit.transfer.host_memory import PAGE_BYTES
+from memkit.transfer.spans import Span, rounded
 
 _BLOCK_BYTES = 256 * 2**20
 
@@ -26,6 +28,7 @@ class HostStates:
     """
 
     def __init__(self, device: Device, *, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
         self.arena = Arena(device, limit_bytes=limit_bytes, must_pin=False)
         self._has_warned = False
 
@@ -58,6 +61,13 @@ class HostStates:
         """
         if not sizes_bytes:
             return []
+        needed_bytes = self.arena.held_bytes + sum(rounded(num_bytes, PAGE_BYTES) for num_bytes in sizes_bytes)
+        if self._limit_bytes is not None and needed_bytes > self._limit_bytes:
+            raise HostMemoryError(
+                f"StateOffload needs a host_budget of at least {format_bytes(needed_bytes)}, in whole pages of "
+                f"{format_bytes(PAGE_BYTES)}; found {format_bytes(self._limit_bytes)}. Raise it, or have more states stay "
+                "on the device (device_budget)"
+            )
         with torch.inference_mode(False):
             spans = self.arena.take_pinned_as_one(sizes_bytes)
         if self.arena.refusal is not None and not self._has_warned:

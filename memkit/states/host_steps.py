@@ -223,13 +223,13 @@ class HostSteps:
         for record, entries in zip(piece.due, made, strict=True):
             if entries:
                 host_row = layout.host[index_of[id(record)]] if layout is not None else {}
-                entered.append((record, {name: host_row.get(name, value) for name, value in entries.items()}))
-        piece.entered = [(self._optimizer.state[record.parameter], entries) for record, entries in entered]
+                entered.append((record.parameter, {name: host_row.get(name, value) for name, value in entries.items()}))
+        piece.entered = entered
         return layout
 
     def finish(self, piece: Piece) -> None:
         """Have parameters be what was stepped. Calling it again does what was broken off."""
-        piece.enter()
+        piece.enter(self._optimizer.state)
         route, slot = self._routes[piece], self._slots.of(piece)
         span = self._rooms[piece.plan.slot].part(0, route.back_bytes)
         after = [slot.freed, *([slot.left.done] if slot.left is not None else [])]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -54,7 +55,7 @@ class BackwardSteps:
         """Which pieces are on their way to their slots."""
         self._met: dict[Piece, None] = {}
         """Which were stepped since the optimizer's last step, in this order."""
-        self.num_accumulating = 0
+        self._num_accumulating = 0
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
         """Have pieces be stepped when their gradients are complete."""
@@ -84,7 +85,7 @@ class BackwardSteps:
     def _after(self, piece: Piece, _: Tensor) -> None:
         """A gradient is complete, unless more are to come."""
         (record,) = piece.records
-        if self.num_accumulating or record.group < 0:
+        if self._num_accumulating or record.group < 0:
             return
         if piece in self._met:
             raise StateOffloadError(f"{record.name} is stepped twice in one step: it is used in backwards inside of a backward")
@@ -148,6 +149,15 @@ class BackwardSteps:
             self._follow(met)
         self._met.clear()
         return met
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Return a context whose backwards step nothing."""
+        self._num_accumulating += 1
+        try:
+            yield
+        finally:
+            self._num_accumulating -= 1
 
     def forget_done(self) -> None:
         """The optimizer's step is over: gradients that are still there count again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ def storage_of_part(host: Tensor) -> torch.UntypedStorage:
 
     By a capsule: without one, pinned memory would say that it is a GPU's.
     """
-    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(host)).untyped_storage()
+    return torch.utils.dlpack.from_dlpack(host.__dlpack__()).untyped_storage()
 
 
 def may_leave(tensor: object) -> bool:
@@ -176,7 +176,7 @@ class Piece:
         """In which slot, and how, the views lie."""
         self.due: list[StateRecord] = []
         """Which records the step that is under way steps."""
-        self.entered: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self.entered: list[tuple[Tensor, dict[Any, Any]]] = []
         """What a step that is done has yet to put into `optimizer.state`: of a parameter, its new entries."""
 
     @property
@@ -203,10 +203,11 @@ class Piece:
             ]
         self._bound = storage, layout
 
-    def enter(self) -> None:
+    def enter(self, state: MutableMapping[Any, Any]) -> None:
         """Put into `optimizer.state` what a step has made. Calling it again does what was broken off."""
         while self.entered:
-            entries, made = self.entered[-1]
+            parameter, made = self.entered[-1]
+            entries = state[parameter]
             for name in [name for name in entries if name not in made]:
                 del entries[name]
             entries.update(made)

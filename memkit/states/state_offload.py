@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -127,6 +126,8 @@ class StateOffload:
         self._overlap = ForwardOverlap(self.device) if overlap_forward else None
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
         self._slots: StateSlots | None = None
+        self._is_open = False
+        """Whether states may have moved."""
         if not self.plan.is_empty or master is not None:
             try:
                 self._begin()
@@ -153,6 +154,7 @@ class StateOffload:
                 is_at_home=self._rest.is_at_home,
                 adopt=partial(self._adopt, warns=True),
             )
+        self._is_open = True
         self._open(pieces)
         self._members.place()
         if self._overlap is not None:
@@ -278,8 +280,7 @@ class StateOffload:
 
     _has_warned = False
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Return a context whose backwards add to gradients and step nothing, with `when="backward"`.
 
         Example:
@@ -293,15 +294,7 @@ class StateOffload:
             ...     model(torch.randn(2, 64)).sum().backward()
             ...     optimizer.step()
         """
-        steps = self._in_backward
-        if steps is None:
-            yield  # gradients are added up by themselves
-            return
-        steps.num_accumulating += 1
-        try:
-            yield
-        finally:
-            steps.num_accumulating -= 1
+        return nullcontext() if self._in_backward is None else self._in_backward.accumulate()
 
     # Saving and loading
 
@@ -380,7 +373,7 @@ class StateOffload:
             return
         self._hooks.remove()
         fit = True
-        if self._slots is not None and self._members.pieces:
+        if self._is_open:
             self._settle()
             if self._in_backward is not None:
                 self._in_backward.end()

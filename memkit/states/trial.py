@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.device import default_generator
+from memkit.states.pieces import may_leave
 from memkit.states.shells import (
     Changes,
     changes_of_group,
@@ -232,7 +233,7 @@ class _Trial:
                 [
                     KeptState(str(name), value.numel() / max(1, parameter.numel()), value.dtype)
                     for name, value in entries.items()
-                    if isinstance(value, Tensor) and value.dim() and value.numel()
+                    if may_leave(value)
                 ]
             )
         return found

@@ -12,6 +12,7 @@ import memkit
 from memkit.device import CpuDevice, Device, ReferenceDevice
 from memkit.errors import BudgetInfeasible, HostMemoryError, StateOffloadError
 from tests.states.cases import DAdapting, GlobalNorm, ScheduleFree, batch, make_net, offload, train
+from tests.weights.wrapped import Int8
 
 
 def _unchanged(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
@@ -68,7 +69,11 @@ def test_a_trial_leaves_no_trace() -> None:
         ({"device_budget": -1}, ValueError, "device_budget is a number of bytes, 0 or more; found -1"),
         ({"device_budget": 1.5}, TypeError, "device_budget is a number of bytes"),
         ({"device_budget": "600B"}, BudgetInfeasible, "at least 1.00 KiB, the smallest piece"),
-        ({"host_budget": 4096}, HostMemoryError, "of host memory is needed"),
+        (
+            {"host_budget": 4096},
+            HostMemoryError,
+            "needs a host_budget of at least 2.00 MiB, in whole pages of 2.00 MiB; found 4.00 KiB",
+        ),
         ({"device": "meta"}, ValueError, 'memkit runs on "cpu" and "cuda"'),
     ],
 )
@@ -144,3 +149,39 @@ def test_entered_once() -> None:
     states = offload(torch.optim.AdamW(make_net(ReferenceDevice()).parameters()), ReferenceDevice())
     with states, pytest.raises(ValueError, match="already entered"):
         states.__enter__()
+
+
+class _Full(ReferenceDevice):
+    """Has no room from a chosen allocation on."""
+
+    num_left = 0
+
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise torch.OutOfMemoryError("full")
+        return super().allocate(num_bytes)
+
+
+@pytest.mark.parametrize("num_left", range(4))
+def test_no_room_on_the_device_changes_nothing(num_left: int) -> None:
+    device = _Full()
+    device.num_left = num_left
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, device, range(1))
+    before = _unchanged(optimizer)
+
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        memkit.StateOffload(optimizer, device=device)
+
+    assert _unchanged(optimizer) == before
+    train(model, optimizer, device, range(1, 2))
+
+
+def test_parameters_that_wrap_others_are_refused() -> None:
+    parameter = torch.nn.Parameter(Int8.quantized(torch.randn(4, 4)), requires_grad=False)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+
+    with pytest.raises(ValueError, match="needs plain parameters; found a Int8, which wraps others"):
+        offload(optimizer, ReferenceDevice())

@@ -127,3 +127,21 @@ def test_an_error_of_the_class_on_the_host_says_what_is_lost(device: Device) -> 
             optimizer.step()
         optimizer.load_state_dict({"state": saved, "param_groups": groups})
         optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler(device: Device, fused: bool) -> None:
+    if device.torch_device.type != "cpu":
+        pytest.skip("the plain steps differ from the host's in last bits")
+    nets = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused) for net in nets]
+    with offload(optimizers[1], device, update="host"):
+        for net, own in zip(nets, optimizers, strict=True):
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            for step in range(5):
+                loss = net(torch.full((2, 24), 0.1 * step)).square().mean()
+                scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+                scaler.step(own)
+                scaler.update()
+                own.zero_grad()
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
