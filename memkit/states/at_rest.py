@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from memkit.device.base import Device
+from memkit.plan import Update
 from memkit.states.host_memory import HostStates
-from memkit.states.pieces import MASTER, Layout, Piece, StateRecord, may_leave, pack
+from memkit.states.packing import copy_state, may_leave, moved_state, pack
+from memkit.states.pieces import MASTER, Layout, Piece, StateRecord
 from memkit.states.trial import KeptState
+
+_HOST = torch.device("cpu")
 
 
 class StatesAtRest:
@@ -34,6 +38,7 @@ class StatesAtRest:
         if piece.plan.is_resident:
             return True
         state, layout = self._optimizer.state, piece.layout
+        is_on_host = piece.plan.update is Update.HOST
         for index, record in enumerate(piece.records):
             entries = state.get(record.parameter)
             if layout is None:
@@ -49,7 +54,7 @@ class StatesAtRest:
             for name, value in entries.items():
                 if value is host.get(name, self):
                     num_known += 1
-                elif name in host or may_leave(value):
+                elif name in host or may_leave(value) or (is_on_host and _is_elsewhere(value)):
                     return False
             if num_known != len(host):
                 return False
@@ -65,6 +70,8 @@ class StatesAtRest:
             entries = self._optimizer.state.get(record.parameter) or {}
             if record.has_master and entries:
                 self._make_master(record, entries)
+            if piece.plan.update is Update.HOST:
+                entries.update({name: value.cpu() for name, value in entries.items() if _is_elsewhere(value)})
             rows.append({name: value for name, value in entries.items() if may_leave(value)})
         tensors, num_bytes = pack(rows)
         with torch.inference_mode(False), torch.no_grad():
@@ -72,19 +79,19 @@ class StatesAtRest:
                 for row, mine in zip(rows, piece.layout.host, strict=True):
                     for name, value in row.items():
                         if value is not mine[name]:
-                            mine[name].copy_(value)
+                            copy_state(mine[name], value)
             elif not num_bytes:
                 piece.layout = None
             else:
                 span = self._host.room_for(piece, num_bytes)
                 own = [
-                    {name: value.clone() if value is before.get(name) else value for name, value in row.items()}
+                    {name: moved_state(value, _HOST) if value is before.get(name) else value for name, value in row.items()}
                     for row, before in zip(rows, known, strict=True)
                 ]
                 host = tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors)
                 for mine, values in zip(host, own, strict=True):
                     for name, tensor in mine.items():
-                        tensor.copy_(values[name])
+                        copy_state(tensor, values[name])
                 piece.layout = Layout(span, tensors, host)
         if piece.layout is not None:
             for record, mine in zip(piece.records, piece.layout.host, strict=True):
@@ -99,7 +106,7 @@ class StatesAtRest:
                 self._make_master(record, entries)
             for name, value in entries.items():
                 if may_leave(value):
-                    entries[name] = value.to(record.parameter.device, copy=True)
+                    entries[name] = moved_state(value, record.parameter.device)
 
     def _make_master(self, record: StateRecord, entries: dict[Any, Any]) -> None:
         """Give a parameter that was stepped itself so far a float32 copy, and the states of its precision that of the copy."""
@@ -112,6 +119,13 @@ class StatesAtRest:
             if may_leave(value) and value.dtype == parameter.dtype:
                 entries[name] = value.to(torch.float32)
 
+    def _bring_count(self, record: StateRecord, entries: dict[Any, Any]) -> None:
+        """Have the count of steps be where the optimizer keeps it for a parameter on the device."""
+        group = self._optimizer.param_groups[record.group]
+        step = entries.get("step")
+        if isinstance(step, Tensor) and (group.get("fused") or group.get("capturable")):
+            entries["step"] = step.to(record.parameter.device)
+
     def give_back(self, pieces: Iterable[Piece]) -> bool:
         """Have all states be tensors of their own again, where the parameters are. Return False where there was no room for
         some: these are tensors in host memory then."""
@@ -122,6 +136,8 @@ class StatesAtRest:
                 continue
             for record, host in zip(piece.records, layout.host, strict=True):
                 entries = self._optimizer.state.get(record.parameter)
+                if piece.plan.update is Update.HOST and entries and record.group >= 0:
+                    self._bring_count(record, entries)
                 for name, tensor in host.items():
                     if entries is None or entries.get(name) is not tensor:
                         continue
@@ -129,14 +145,18 @@ class StatesAtRest:
                         entries[name] = _own_copy(tensor, record.parameter.device)
                     except torch.OutOfMemoryError:
                         fit = False
-                        entries[name] = _own_copy(tensor, torch.device("cpu"))
+                        entries[name] = _own_copy(tensor, _HOST)
         return fit
+
+
+def _is_elsewhere(value: object) -> bool:
+    """Tell whether a state is a number that is not in host memory."""
+    return isinstance(value, Tensor) and not value.dim() and value.device.type != "cpu"
 
 
 def _own_copy(tensor: Tensor, torch_device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=torch_device)
-        return made.copy_(tensor)
+        return moved_state(tensor, torch_device)
 
 
 class Loading:
@@ -186,6 +206,8 @@ class Loading:
         if name == "step":
             on_device = group.get("fused") or group.get("capturable")
             return value.to(torch.float32).to(parameter.device, copy=True) if on_device else value.clone()
+        if may_leave(value) and dtype in (None, value.dtype):
+            return value.detach()  # it is copied as it is adopted
         if may_leave(value):
             return value.detach().to(dtype=dtype or value.dtype, device="cpu", copy=value.device.type != "cpu")
         return value.detach().to(parameter.device, copy=True)

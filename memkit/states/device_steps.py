@@ -18,7 +18,8 @@ from memkit.labels import label
 from memkit.plan import aligned
 from memkit.states.host_memory import HostStates
 from memkit.states.one_step import OneStep, Written
-from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, mark_of, may_leave, pack, stand_in_of
+from memkit.states.packing import copy_state, may_leave, moved_state, pack
+from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, mark_of, stand_in_of
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
 
@@ -235,7 +236,9 @@ class DeviceSteps:
             self._note_entries(piece, None, stepped)
             return None
         slot = self._slots.of(piece)
-        copies = [{name: value.clone() for name, value in row.items()} for row in states] if layout is not None else states
+        copies = states
+        if layout is not None:  # they may lie where the others are to
+            copies = [{name: moved_state(value, slot.storage.device) for name, value in row.items()} for row in states]
         if slot.num_bytes < num_bytes:
             self._slots.grow(slot, num_bytes)
         span = self._host.room_for(piece, num_bytes)
@@ -243,7 +246,7 @@ class DeviceSteps:
             host = tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors)
             for row, values in zip(tensors, copies, strict=True):
                 for tensor in row:
-                    tensor.over(slot.storage).copy_(values[tensor.name])
+                    copy_state(tensor.over(slot.storage), values[tensor.name])
         laid_out = Layout(span, tensors, host)
         self._note_entries(piece, laid_out, stepped)
         return laid_out
@@ -265,7 +268,7 @@ class DeviceSteps:
                 if not isinstance(value, Tensor) or not tensor.is_like(value):
                     return False
                 with torch.no_grad():
-                    view.copy_(value)
+                    copy_state(view, value)
                 num_leaving += 1
             if num_leaving != len(entries) and num_leaving != sum(map(may_leave, entries.values())):
                 return False

@@ -15,6 +15,7 @@ from memkit.torch_state import num_users
 from memkit.transfer.arena import Arena
 from memkit.transfer.host_memory import PAGE_BYTES
 from memkit.transfer.spans import Span, rounded
+from memkit.wrappers import parts_of
 
 _BLOCK_BYTES = 256 * 2**20
 
@@ -88,7 +89,9 @@ class HostStates:
     def close(self, pieces: Sequence[Piece]) -> None:
         """Give all memory back. States that somebody still holds (a `state_dict`) keep their bytes."""
         layouts = [piece.layout for piece in pieces if piece.layout is not None]
-        storages = [tensor.untyped_storage() for layout in layouts for host in layout.host for tensor in host.values()]
+        tensors = [tensor for layout in layouts for host in layout.host for tensor in host.values()]
+        storages = [part.untyped_storage() for tensor in tensors for part in parts_of(tensor)]
+        tensors.clear()
         for piece in pieces:
             piece.room = piece.layout = None
             piece.let_go()

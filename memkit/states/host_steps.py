@@ -19,11 +19,14 @@ from memkit.labels import label
 from memkit.plan import aligned
 from memkit.states.host_memory import HostStates
 from memkit.states.one_step import OneStep
-from memkit.states.pieces import MASTER, Layout, Piece, Residency, mark_of, may_leave, pack, stand_in_of, storage_of_part
+from memkit.states.packing import copy_state, may_leave, moved_state, pack, storage_of_part
+from memkit.states.pieces import MASTER, Layout, Piece, Residency, mark_of, stand_in_of
 from memkit.states.slots import StateSlot, StateSlots
 from memkit.storages import tensor_over
 from memkit.transfer.lanes import Lanes, Transfer
 from memkit.transfer.spans import Span
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -213,11 +216,11 @@ class HostSteps:
             else:
                 span = self._host.room_for(piece, num_bytes)
                 with torch.inference_mode(False), torch.no_grad():
-                    values = [{name: value.clone() for name, value in row.items()} for row in rows]
+                    values = [{name: moved_state(value, _HOST) for name, value in row.items()} for row in rows]
                     host = tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors)
                     for row, known in zip(host, values, strict=True):
                         for name, tensor in row.items():
-                            tensor.copy_(known[name])
+                            copy_state(tensor, known[name])
                 layout = Layout(span, tensors, host)
         entered = []
         for record, entries in zip(piece.due, made, strict=True):

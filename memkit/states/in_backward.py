@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from memkit.errors import StateOffloadError
 from memkit.hooks import HookSet
-from memkit.states.device_steps import DeviceSteps
 from memkit.states.one_step import OneStep
 from memkit.states.pieces import Piece, Residency
 from memkit.states.stepped import ConsumedGradient
-from memkit.states.stepping import Stepping
+
+if TYPE_CHECKING:
+    from memkit.states.device_steps import DeviceSteps
+    from memkit.states.stepping import Stepping
 
 _AHEAD = 2
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from memkit.plan import ParameterCosts, StatePlan, aligned
-from memkit.states.pieces import MASTER, Piece, StateRecord, may_leave
+from memkit.states.packing import bytes_of, may_leave
+from memkit.states.pieces import MASTER, Piece, StateRecord
 from memkit.states.stepped import ConsumedGradient
 from memkit.states.trial import KeptState, needs_master, try_out
 
@@ -50,9 +51,9 @@ class Members:
     def _cost(self, record: StateRecord, kept: list[KeptState]) -> ParameterCosts:
         parameter = record.parameter
         entries = self._optimizer.state.get(parameter) or {}
-        sizes = [value.nbytes for value in entries.values() if may_leave(value)]
+        sizes = [bytes_of(value) for value in entries.values() if may_leave(value)]
         if not sizes:
-            sizes = [round(item.per_element * parameter.numel()) * item.dtype.itemsize for item in kept]
+            sizes = [round(item.bytes_per_element * parameter.numel()) for item in kept]
         if record.has_master and MASTER not in entries:
             sizes.append(4 * parameter.numel())
         return ParameterCosts(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memkit.errors import StateOffloadError
-from memkit.states.pieces import StateRecord
 from memkit.states.shells import (
     Changes,
     Group,
@@ -21,6 +20,9 @@ from memkit.states.shells import (
     step_of,
     versions_in,
 )
+
+if TYPE_CHECKING:
+    from memkit.states.pieces import StateRecord
 
 Written = tuple[dict[int, Changes], Changes]
 """What a part of a step has written: to groups, by their numbers, and to the optimizer's attributes."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.device.base import Device, Event
-from memkit.states.one_step import OneStep
-from memkit.states.pieces import Piece
-from memkit.states.stepping import Stepping
+
+if TYPE_CHECKING:
+    from memkit.states.one_step import OneStep
+    from memkit.states.pieces import Piece
+    from memkit.states.stepping import Stepping
 
 
 class ForwardOverlap:

@@ -1,20 +1,19 @@
-"""The states of some parameters, packed side by side: where each tensor lies, in host memory and in a slot on the device."""
+"""The states of some parameters, which move together: where they are, in host memory and in a slot on the device."""
 
 from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils.dlpack
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.plan import StatePiece, aligned
-from memkit.storages import tensor_over
+from memkit.plan import StatePiece
+from memkit.states.packing import Packed
 from memkit.transfer.lanes import Transfer
 from memkit.transfer.spans import Span
 
@@ -38,70 +37,6 @@ class Residency(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """How one state lies in its piece."""
-
-    name: str
-    offset: int
-    num_bytes: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def is_like(self, tensor: object) -> bool:
-        """Tell whether the bytes of a tensor could be these."""
-        return (
-            isinstance(tensor, Tensor)
-            and tensor.dtype == self.dtype
-            and tensor.size() == self.size
-            and tensor.stride() == self.stride
-            and may_leave(tensor)
-        )
-
-    def over(self, storage: torch.UntypedStorage, start: int = 0) -> Tensor:
-        """Return the tensor in a storage in which its piece begins at `start`."""
-        offset = (start + self.offset) // self.dtype.itemsize
-        return tensor_over(storage, self.dtype, offset=offset, size=self.size, stride=self.stride)
-
-    def on_host(self, span: Span) -> Tensor:
-        """Return the tensor in host memory, as one with a storage of its own: what is saved of it is no more than that."""
-        assert span.whole is not None
-        storage = storage_of_part(span.whole[self.offset : self.offset + self.num_bytes])
-        return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.stride)
-
-
-def storage_of_part(host: Tensor) -> torch.UntypedStorage:
-    """Return a storage of just the bytes of a part of host memory, which it holds.
-
-    By a capsule: without one, pinned memory would say that it is a GPU's.
-    """
-    return torch.utils.dlpack.from_dlpack(host.__dlpack__()).untyped_storage()
-
-
-def may_leave(tensor: object) -> bool:
-    """Tell whether a state can be packed: a plain, dense tensor with dimensions. What has none is a number, and stays."""
-    return (
-        isinstance(tensor, Tensor)
-        and type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.dim() > 0
-        and tensor.numel() > 0
-        and not tensor.is_quantized
-        and (tensor.is_contiguous() or _is_dense(tensor))
-    )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether elements lie side by side, each in a place of its own."""
-    expected = 1
-    for step, length in sorted((step, size) for size, step in zip(tensor.size(), tensor.stride(), strict=True) if size != 1):
-        if step != expected:
-            return False
-        expected *= length
-    return True
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
     """Where the states of a piece are, record by record, once there are any.
 
@@ -112,7 +47,7 @@ class Layout:
     """
 
     span: Span
-    tensors: tuple[tuple[PackedTensor, ...], ...]
+    tensors: tuple[tuple[Packed, ...], ...]
     host: tuple[dict[str, Tensor], ...]
 
 
@@ -223,18 +158,6 @@ def stand_in_of(record: StateRecord, master: Tensor) -> nn.Parameter:
     stand_in = nn.Parameter(master, requires_grad=record.parameter.requires_grad)
     vars(stand_in).update(vars(record.parameter))
     return stand_in
-
-
-def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[tuple[tuple[PackedTensor, ...], ...], int]:
-    """Return how the states of some parameters lie side by side, and how many bytes they come to."""
-    rows, offset = [], 0
-    for tensors in states:
-        row = []
-        for name, tensor in tensors.items():
-            row.append(PackedTensor(name, offset, tensor.nbytes, tensor.size(), tensor.stride(), tensor.dtype))
-            offset += aligned(tensor.nbytes)
-        rows.append(tuple(row))
-    return tuple(rows), offset
 
 
 def mark_of(record: StateRecord) -> tuple[weakref.ref[Tensor], int] | None:

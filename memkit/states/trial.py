@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.device import default_generator
-from memkit.states.pieces import may_leave
+from memkit.states.packing import may_leave
 from memkit.states.shells import (
     Changes,
     changes_of_group,
@@ -26,6 +26,7 @@ from memkit.states.shells import (
     step_of,
     versions_in,
 )
+from memkit.wrappers import parts_of
 
 _MOST_GROUPS = 8
 _NUM_STEPS = 3
@@ -37,13 +38,13 @@ class KeptState:
     """One tensor that an optimizer keeps for a parameter of a group.
 
     Attributes:
-        per_element: its elements for each of the parameter's.
-        dtype: of its elements.
+        bytes_per_element: its bytes for each element of the parameter.
+        dtype: of its elements, None if it wraps others.
     """
 
     name: str
-    per_element: float
-    dtype: torch.dtype
+    bytes_per_element: float
+    dtype: torch.dtype | None
 
 
 def refuse_by_kind(optimizer: object, where: str) -> None:
@@ -231,7 +232,11 @@ class _Trial:
             entries = self.state.get(parameter, {})
             found.append(
                 [
-                    KeptState(str(name), value.numel() / max(1, parameter.numel()), value.dtype)
+                    KeptState(
+                        str(name),
+                        sum(part.nbytes for part in parts_of(value)) / max(1, parameter.numel()),
+                        None if torch_private.is_wrapper(value) else value.dtype,
+                    )
                     for name, value in entries.items()
                     if may_leave(value)
                 ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device
+from tests.weights.wrapped import Int8
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -95,6 +96,29 @@ class GlobalNorm(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.sub_(group["lr"] * parameter.grad / norm)
+        return None
+
+
+class EightBit(torch.optim.Optimizer):
+    """Keeps states of one byte per element, tensors that wrap others, as low-bit optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "mean" not in state:
+                    state["mean"] = Int8.quantized(torch.full_like(parameter, 1e-6))
+                    state["step"] = torch.zeros(())
+                mean = state["mean"].dequantize() * 0.9 + parameter.grad
+                parameter.sub_(mean, alpha=group["lr"])
+                state["mean"].copy_(Int8.quantized(mean))
+                state["step"] += 1
         return None
 
 
@@ -197,7 +221,10 @@ def train(
 
 def assert_same(one: Any, other: Any, where: str = "") -> None:
     """Assert that two things made of tensors, numbers, dicts and lists have the same bits."""
-    if isinstance(one, Tensor):
+    if isinstance(one, Int8):
+        assert isinstance(other, Int8), where
+        assert_same(one.inner, other.inner, where)
+    elif isinstance(one, Tensor):
         assert isinstance(other, Tensor), where
         assert one.dtype == other.dtype, where
         assert one.size() == other.size(), where
