@@ -305,3 +305,54 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
         with pytest.raises(StateOffloadError, match='two pieces of one step have written different values to "d"'):
             optimizer.step()
         assert optimizer.param_groups[0]["d"] == before
+
+
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    at=st.integers(1, 60),
+    error=st.sampled_from(ERRORS),
+    has_states=st.booleans(),
+    overlaps=st.booleans(),
+)
+def test_a_fault_within_a_backward_or_beside_a_forward(
+    name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool
+) -> None:
+    device = Faulty()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = (OPTIMIZERS[name](lambda kind: kind, net.parameters()) for net in (plain, model))
+    options: dict[str, Any] = {"overlap_forward": True} if overlaps else {"when": "backward"}
+    with memkit.StateOffload(optimizer, device=device, **options) as states:
+        steps = 2 if has_states else 0
+        train(plain, plain_optimizer, device, range(steps))
+        train(model, optimizer, device, range(steps))
+        states.wait()
+        old = _snapshot(plain, plain_optimizer)
+        _give_gradients(plain, device, 5)
+        plain_optimizer.step()
+        new = _snapshot(plain, plain_optimizer)
+
+        model.zero_grad()
+        loss = model(batch(device, 5)).square().mean()
+        if overlaps:
+            loss.backward()
+        device.num_calls, device.fails_at = 0, {at: error("injected")}
+        try:
+            optimizer.step() if overlaps else loss.backward()
+        except (*ERRORS, StateOffloadError):
+            device.fails_at = {}
+            states.wait()
+            _assert_old_or_new(_snapshot(model, optimizer), old, new)
+            optimizer.step()
+        else:
+            device.fails_at = {}
+            if not overlaps:
+                optimizer.step()
+        states.wait()
+        num_new = _assert_old_or_new(_snapshot(model, optimizer), old, new)
+        assert num_new == sum(not _is_same(one, other) for one, other in zip(old, new, strict=True)) or not overlaps
+        optimizer.zero_grad()
+        train(model, optimizer, device, range(7, 9))
+        states.wait()
+    device.synchronize()
+    assert not device.races
