@@ -131,3 +131,33 @@ def test_distributed_checkpoint(device: Device, full: bool, update: str) -> None
         train(model, optimizer, device, range(2, 4))
         if device.torch_device.type == "cpu" or update == "device":
             assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+@pytest.mark.parametrize("budget", [0, 4096])
+def test_loading_keeps_the_precision_that_the_optimizer_keeps(device: Device, budget: int) -> None:
+    class Precise(torch.optim.Optimizer):
+        """Keeps float32 states of parameters of any precision."""
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1e-2})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        state = self.state[parameter]
+                        mean = state.setdefault("mean", torch.zeros_like(parameter, dtype=torch.float32))
+                        mean.lerp_(parameter.grad.float(), 0.1)
+                        parameter.sub_((group["lr"] * mean).to(parameter.dtype))
+            return None
+
+    nets = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
+    optimizers = [Precise(net.parameters()) for net in nets]
+    train(nets[0], optimizers[0], device, range(3), dtype=torch.bfloat16)
+    nets[1].load_state_dict(nets[0].state_dict())
+    with offload(optimizers[1], device, device_budget=budget):
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        for net, own in zip(nets, optimizers, strict=True):
+            train(net, own, device, range(3, 5), dtype=torch.bfloat16)
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
