@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memkit import integrations as integrations
     from memkit import plan as plan
     from memkit import profile as profile
+    from memkit import states as states
     from memkit import weights as weights
     from memkit.activations import CPUOffload, MemoryBudget, Rematerialize, keep, no_offload, offload, recompute, reset
     from memkit.activations.attach import attach  # there, since `memkit.activations.attach` is a module as well
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from memkit.live import live_values
     from memkit.plan import plan_memory, schedules
     from memkit.profile import profile_memory
+    from memkit.states import StateOffload
     from memkit.transfer import Disk
     from memkit.weights import GradScaler, LayerOffload
 
@@ -36,6 +38,7 @@ __all__ = [
     "LayerOffload",
     "MemoryBudget",
     "Rematerialize",
+    "StateOffload",
     "attach",
     "detach",
     "device",
@@ -51,7 +54,7 @@ __all__ = [
     "stats",
 ]
 
-_ROOMS = ("activations", "device", "errors", "integrations", "plan", "profile", "weights")
+_ROOMS = ("activations", "device", "errors", "integrations", "plan", "profile", "states", "weights")
 _HOMES = {
     "CPUOffload": "memkit.activations",
     "Disk": "memkit.transfer",
@@ -59,6 +62,7 @@ _HOMES = {
     "LayerOffload": "memkit.weights",
     "MemoryBudget": "memkit.activations",
     "Rematerialize": "memkit.activations",
+    "StateOffload": "memkit.states",
     "attach": "memkit.activations",
     "detach": "memkit.attached",
     "keep": "memkit.activations",

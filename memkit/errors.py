@@ -10,6 +10,7 @@
     ├── DiskError                  a disk has no room, fails, or does not take a scratch file
     ├── BudgetInfeasible           no plan keeps to the budget that was asked for
     ├── LayerOffloadError          streamed weights are not where they were left, or cannot be used like this
+    ├── StateOffloadError          a step of streamed optimizer states can't be made exactly
     ├── ReplayMismatchError        an op that was run again has made something else
     ├── MissingTorchNameError      torch is newer than this memkit, and has not what a feature needs of it
     └── RaceError                  two streams touched the same bytes in no order (only `ReferenceDevice` can tell)
@@ -83,6 +84,10 @@ class BudgetInfeasible(MemkitError):  # noqa: N818  # it names a fact, as in lin
 class LayerOffloadError(MemkitError):
     """Raised when weights that `LayerOffload` streams were moved or cast by the caller or another library, or are used in a way
     that can't be kept exact."""
+
+
+class StateOffloadError(MemkitError):
+    """Raised when a step of an optimizer whose states `StateOffload` streams can't be made exactly, or states are lost."""
 
 
 class ReplayMismatchError(MemkitError):

@@ -30,6 +30,7 @@ from memkit.plan.residency import (
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.simulation import Outcome, simulate
 from memkit.plan.spans import find_spans
+from memkit.plan.state_pieces import ParameterCosts, StatePiece, StatePlan, StateRates, Update, aligned, plan_states
 from memkit.plan.step_trace import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
 from memkit.plan.streaming import LayerCosts, StepPrediction, predict_step, slot_size_of, slot_sizes
 from memkit.plan.timeline import Lane, Levels, Timeline
@@ -58,6 +59,7 @@ __all__ = [
     "OpKind",
     "OpWork",
     "Outcome",
+    "ParameterCosts",
     "Plan",
     "PlannedLayer",
     "PlannedSave",
@@ -69,14 +71,19 @@ __all__ = [
     "RegionPlanner",
     "RematPlanner",
     "ResidencyPlan",
+    "StatePiece",
+    "StatePlan",
+    "StateRates",
     "Step",
     "StepPrediction",
     "StepTime",
     "StepTrace",
     "TimedSave",
     "Timeline",
+    "Update",
     "ValueStore",
     "Walk",
+    "aligned",
     "auto_ratio",
     "budget_or_share",
     "call_schedule",
@@ -98,6 +105,7 @@ __all__ = [
     "plan_memory",
     "plan_ratio",
     "plan_resident",
+    "plan_states",
     "plan_streamed_ratio",
     "predict_step",
     "roofline_s",

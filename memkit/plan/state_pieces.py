@@ -1,0 +1,293 @@
+"""Which optimizer states move together, which stay on the device, and where each piece is stepped: from numbers alone."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from memkit.errors import BudgetInfeasible
+from memkit.sizes import format_bytes
+
+PIECE_BYTES = 64 * 2**20
+"""A copy of so many bytes goes at the link's full speed."""
+_LEAST_PIECES = 16
+"""Of a small model so many pieces are made, so that copies and steps overlap."""
+_NUM_SLOTS = 3
+_ALIGNMENT_BYTES = 512
+
+
+class Update(enum.Enum):
+    """Where a piece is stepped."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCosts:
+    """What one parameter of an optimizer takes.
+
+    Attributes:
+        name: what to call it.
+        numel: its elements.
+        parameter_bytes: its bytes.
+        state_bytes: bytes of its states, with the float32 copy if there is one.
+    """
+
+    name: str
+    numel: int
+    parameter_bytes: int
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRates:
+    """How fast states can be updated.
+
+    Attributes:
+        link_bytes_per_s: bytes that go each way at once between device and host.
+        host_numel_per_s: elements that the optimizer steps on the host.
+    """
+
+    link_bytes_per_s: float
+    host_numel_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePiece:
+    """Parameters whose states move together, and are stepped together.
+
+    Attributes:
+        parameters: their numbers, in the order of the optimizer's groups.
+        numel: their elements.
+        parameter_bytes: their bytes.
+        state_bytes: the bytes of their states, each rounded up to 512.
+        is_resident: whether the states stay on the device.
+        update: where they are stepped.
+        slot: which slot they come to; -1 where they need none.
+    """
+
+    parameters: tuple[int, ...]
+    numel: int
+    parameter_bytes: int
+    state_bytes: int
+    is_resident: bool = False
+    update: Update = Update.DEVICE
+    slot: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlan:
+    """Where the states of an optimizer are, and where each piece of them is stepped.
+
+    Attributes:
+        pieces: all states, in the order of the optimizer's groups.
+        slot_bytes: the room on the device for pieces on their way, slot by slot.
+        rates: what the split of `update="both"` was made from; None for the others.
+    """
+
+    pieces: tuple[StatePiece, ...]
+    slot_bytes: tuple[int, ...]
+    rates: StateRates | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing leaves the device."""
+        return all(piece.is_resident for piece in self.pieces)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of states that stay on the device."""
+        return sum(piece.state_bytes for piece in self.pieces if piece.is_resident)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of states in host memory."""
+        return sum(piece.state_bytes for piece in self.pieces if not piece.is_resident)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of the device for pieces on their way."""
+        return sum(self.slot_bytes)
+
+    def explain(self) -> str:
+        """Return in sentences where the states are, what is stepped where, and what moves in a step.
+
+        Example:
+            >>> from memkit.plan import ParameterCosts, plan_states
+            >>> costs = [ParameterCosts(name=str(i), numel=2**20, parameter_bytes=2**22, state_bytes=2**23) for i in range(8)]
+            >>> print(plan_states(costs).explain())
+            64.00 MiB of states in 8 pieces: 64.00 MiB in host memory, 0 bytes stay on the device.
+            On the device 24.00 MiB are for pieces on their way, in 3 slots.
+            8 pieces are stepped on the device, 0 on the host.
+            A step copies 64.00 MiB of states each way.
+        """
+        moving = [piece for piece in self.pieces if not piece.is_resident]
+        on_host = sum(piece.update is Update.HOST for piece in moving)
+        streamed = sum(piece.state_bytes for piece in moving if piece.update is Update.DEVICE)
+        lines = [
+            f"{format_bytes(self.host_bytes + self.resident_bytes)} of states in {_count(len(self.pieces), 'piece')}: "
+            f"{format_bytes(self.host_bytes)} in host memory, {format_bytes(self.resident_bytes)} stay on the device.",
+            f"On the device {format_bytes(self.room_bytes)} are for pieces on their way, "
+            f"in {_count(len(self.slot_bytes), 'slot')}.",
+            f"{_count(len(self.pieces) - on_host, 'piece')} are stepped on the device, {on_host} on the host.",
+            f"A step copies {format_bytes(streamed)} of states each way.",
+        ]
+        if self.rates is not None:
+            lines.append(
+                f"The split is fixed: it was made for {self.rates.link_bytes_per_s / 1e9:.1f} GB/s each way and "
+                f"{self.rates.host_numel_per_s / 1e9:.2f}e9 parameters per second on the host."
+            )
+        return "\n".join(lines)
+
+
+def plan_states(
+    costs: Sequence[ParameterCosts],
+    *,
+    device_budget_bytes: int = 0,
+    update: str = "device",
+    rates: StateRates | None = None,
+    apart: bool = False,
+) -> StatePlan:
+    """Return which parameters make a piece, which pieces stay on the device, and where each is stepped.
+
+    A step goes through all states once, in the same order, so no choice of what stays is better than a fixed one.
+
+    Args:
+        costs: of each parameter, in the order of the optimizer's groups.
+        device_budget_bytes: how many bytes of states may stay on the device.
+        update: "device", "host" or "both".
+        rates: for "both".
+        apart: whether each parameter is a piece of its own.
+
+    Raises:
+        BudgetInfeasible: the budget is above 0, and smaller than the smallest piece.
+    """
+    pieces = [
+        StatePiece(
+            parameters=tuple(members),
+            numel=sum(costs[index].numel for index in members),
+            parameter_bytes=sum(costs[index].parameter_bytes for index in members),
+            state_bytes=sum(costs[index].state_bytes for index in members),
+        )
+        for members in _cut(costs, apart=apart)
+    ]
+    pieces = list(_with_residents(pieces, device_budget_bytes))
+    if update != "device":
+        pieces = list(_with_sides(pieces, rates if update == "both" else None))
+    pieces, slot_bytes = _with_slots(pieces)
+    return StatePlan(pieces=tuple(pieces), slot_bytes=slot_bytes, rates=rates if update == "both" else None)
+
+
+def _cut(costs: Sequence[ParameterCosts], *, apart: bool) -> Iterator[list[int]]:
+    """Yield neighbors whose states come to one piece. A parameter's states are never cut."""
+    most = min(PIECE_BYTES, max(1, sum(cost.state_bytes for cost in costs) // _LEAST_PIECES))
+    members: list[int] = []
+    num_bytes = 0
+    for index, cost in enumerate(costs):
+        if members and (apart or num_bytes + cost.state_bytes > most):
+            yield members
+            members, num_bytes = [], 0
+        members.append(index)
+        num_bytes += cost.state_bytes
+    if members:
+        yield members
+
+
+def _with_residents(pieces: list[StatePiece], budget_bytes: int) -> Iterator[StatePiece]:
+    """Yield the pieces, with as many of them staying as fit, the last ones first: those that come first in a step can then be
+    on their way before it begins."""
+    least = min((piece.state_bytes for piece in pieces if piece.state_bytes), default=0)
+    if 0 < budget_bytes < least:
+        raise BudgetInfeasible(
+            f"device_budget needs at least {format_bytes(least)}, the smallest piece of states, for anything to stay on the "
+            f"device; found {format_bytes(budget_bytes)}. Raise it, or leave it out: then all states leave",
+            least,
+        )
+    staying = set[int]()
+    for index in range(len(pieces) - 1, -1, -1):
+        if pieces[index].state_bytes <= budget_bytes:
+            staying.add(index)
+            budget_bytes -= pieces[index].state_bytes
+    for index, piece in enumerate(pieces):
+        yield replace(piece, is_resident=index in staying)
+
+
+def _with_sides(pieces: list[StatePiece], rates: StateRates | None) -> Iterator[StatePiece]:
+    """Yield the pieces, those that leave being stepped on the host: all, or evenly spread as many as the rates say."""
+    moving = [index for index, piece in enumerate(pieces) if not piece.is_resident]
+    share = 1.0 if rates is None else host_share(pieces, rates)
+    on_host = set[int]()
+    taken = 0.0
+    whole = sum(pieces[index].state_bytes for index in moving)
+    passed = 0
+    for index in moving:
+        passed += pieces[index].state_bytes
+        # taken where that comes closer to the share of what has passed
+        if rates is None or taken + pieces[index].state_bytes / 2 <= share * passed:
+            on_host.add(index)
+            taken += pieces[index].state_bytes
+    if rates is not None and whole and len(moving) > 1:
+        if not on_host:
+            on_host.add(moving[0])
+        elif len(on_host) == len(moving):
+            on_host.discard(moving[-1])
+    for index, piece in enumerate(pieces):
+        yield replace(piece, update=Update.HOST) if index in on_host else piece
+
+
+def host_share(pieces: Iterable[StatePiece], rates: StateRates) -> float:
+    """Return the share of states to be stepped on the host, so that the link and the cores end together.
+
+    With N elements of s bytes of state each, the link takes x N s / L for a share x that streams, and the cores
+    (1 - x) N / R for the rest.
+    """
+    moving = [piece for piece in pieces if not piece.is_resident]
+    numel = sum(piece.numel for piece in moving)
+    if not numel:
+        return 0.0
+    link_s = sum(piece.state_bytes for piece in moving) / rates.link_bytes_per_s
+    host_s = numel / rates.host_numel_per_s
+    return link_s / (link_s + host_s)
+
+
+def _with_slots(pieces: list[StatePiece]) -> tuple[list[StatePiece], tuple[int, ...]]:
+    """Return the pieces with the slots that they come to, and the sizes of these."""
+    sizes: list[int] = []
+    slots: dict[int, int] = {}
+    for update in Update:
+        numbers = [number for number, piece in enumerate(pieces) if piece.update is update and not piece.is_resident]
+        found, own = _turns([_room(pieces[number]) for number in numbers])
+        slots.update(zip(numbers, (slot + len(sizes) for slot in found), strict=True))
+        sizes += own
+    return [replace(piece, slot=slots.get(number, -1)) for number, piece in enumerate(pieces)], tuple(sizes)
+
+
+def _turns(rooms: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return which slot each of some pieces comes to, and the sizes of the slots. Those that are larger than a piece should be
+    share one, the others take turns."""
+    if not rooms:
+        return [], []
+    usual = max((room for room in rooms if room <= 2 * PIECE_BYTES), default=0)
+    has_large = max(rooms) > usual
+    num_usual = min(_NUM_SLOTS - has_large, sum(room <= usual for room in rooms))
+    turns = itertools.cycle(range(has_large, has_large + num_usual))
+    return [next(turns) if room <= usual else 0 for room in rooms], [max(rooms)] * has_large + [usual] * num_usual
+
+
+def _room(piece: StatePiece) -> int:
+    """Return the bytes on the device that a piece needs on its way: of its states, or of parameters and gradients."""
+    if piece.update is Update.DEVICE:
+        return piece.state_bytes
+    return max(1, sum(aligned(piece.parameter_bytes) for _ in range(2)) + 2 * _ALIGNMENT_BYTES * len(piece.parameters))
+
+
+def aligned(num_bytes: int) -> int:
+    """Return bytes rounded up, so that what comes next begins as an allocation of its own would."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,103 @@
+"""What a `StateOffload` is given: where its parameters are, and what is said before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memkit import torch_private
+from memkit.device import CpuDevice, Device, open_device
+from memkit.errors import StateOffloadError, warn_user
+from memkit.states.pieces import StateRecord
+from memkit.states.trial import needs_master
+
+_UPDATES = ("auto", "device", "host", "both")
+
+
+def check_options(*, update: str, master: torch.dtype | None, when: str, overlap_forward: bool) -> None:
+    """Check what is asked for, and whether it goes together.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if update not in _UPDATES:
+        raise ValueError(f"update is one of {', '.join(map(repr, _UPDATES))}; found {update!r}")
+    if master not in (None, torch.float32):
+        raise ValueError(f"master is torch.float32 or None; found {master!r}")
+    if when not in ("step", "backward"):
+        raise ValueError(f"when is 'step' or 'backward'; found {when!r}")
+    if when == "backward" and update in ("host", "both"):
+        raise ValueError(f'when="backward" steps on the device; found update="{update}". Leave that out, or use when="step"')
+    if overlap_forward and (when == "backward" or update in ("host", "both")):
+        raise ValueError(
+            "overlap_forward=True needs a step on the device behind the backward; found "
+            f'update="{update}" and when="{when}". Leave these out'
+        )
+
+
+def device_of(parameters: list[Tensor], asked: str | torch.device | Device | None) -> Device:
+    """Return the device that all parameters are on.
+
+    Raises:
+        ValueError: they are on several, or on another than was asked for.
+    """
+    for parameter in parameters:
+        if torch_private.is_wrapper(parameter):
+            raise ValueError(
+                f"StateOffload needs plain parameters; found a {type(parameter).__name__}, which wraps others. Leave "
+                "these parameters to another optimizer"
+            )
+    places = {parameter.device for parameter in parameters}
+    if len(places) > 1:
+        raise ValueError(
+            f"StateOffload needs all parameters on one device; found {', '.join(sorted(map(str, places)))}. Move the model "
+            "first, or make an optimizer and a StateOffload for each device"
+        )
+    (place,) = places
+    device = open_device(place if asked is None else asked)
+    if device.torch_device != place:
+        raise ValueError(
+            f"StateOffload needs parameters on {device.torch_device}; found them on {place}. Move the model there before the "
+            "optimizer is made"
+        )
+    if isinstance(device, CpuDevice) and asked is None:
+        warn_user(
+            "StateOffload: the parameters are in host memory, and so are the states already: nothing is freed. Move the "
+            "model to a GPU first"
+        )
+    return device
+
+
+def check_master(master: torch.dtype | None, parameters: list[Tensor]) -> None:
+    """Check that copies of higher precision are of use to some parameters.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if master is not None and not any(needs_master(parameter, master) for parameter in parameters):
+        found = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
+        raise ValueError(f"master=torch.float32 is for parameters of lower precision; found {found}. Leave it out")
+
+
+def warn_if_unfused(optimizer: torch.optim.Optimizer) -> None:
+    if any("fused" in group and not group["fused"] for group in optimizer.param_groups):
+        warn_user(
+            f"StateOffload: {type(optimizer).__name__} steps on the host without its fused kernel, which is several times "
+            "slower. Make it with fused=True"
+        )
+
+
+def refuse_sparse(records: Sequence[StateRecord]) -> None:
+    """Raise if a gradient is sparse.
+
+    Raises:
+        StateOffloadError: it is.
+    """
+    for record in records:
+        grad = record.parameter.grad
+        if grad is not None and grad.layout is not torch.strided:
+            raise StateOffloadError(
+                f"StateOffload streams dense states; the gradient of {record.name} is sparse. Use sparse=False"
+            )

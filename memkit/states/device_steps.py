@@ -1,0 +1,293 @@
+"""Stepping pieces on the device: the optimizer's own step over what is in a slot, whole or not at all."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.device.base import Device
+from memkit.interrupts import do_at_once
+from memkit.labels import label
+from memkit.plan import aligned
+from memkit.states.host_memory import HostStates
+from memkit.states.one_step import OneStep, Written
+from memkit.states.packing import copy_state, may_leave, moved_state, pack
+from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, mark_of, stand_in_of
+from memkit.states.slots import StateSlots
+from memkit.storages import tensor_over
+
+Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]
+"""What was stepped: of which parameter, what stood for it, and its states."""
+
+
+class Undo:
+    """Room on the device for the parameters of one piece as they were before its step.
+
+    Args:
+        device: where they are.
+        num_bytes: of the parameters of the largest piece.
+    """
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        with torch.inference_mode(False):
+            self._storage = device.allocate(max(1, num_bytes))
+
+    def keep(self, piece: Piece) -> None:
+        """Note the parameters of a piece that are due."""
+        offset = 0
+        for record in piece.due:
+            parameter = record.parameter
+            if record.undo is None or parameter.size() != record.undo.size() or not may_leave(parameter):
+                with torch.inference_mode(False):
+                    record.undo = self._over(parameter, offset)
+            offset += aligned(parameter.nbytes)
+            record.undo.copy_(parameter)
+
+    def _over(self, parameter: Tensor, offset: int) -> Tensor:
+        if not may_leave(parameter) or offset + parameter.nbytes > self._storage.nbytes():
+            return parameter.detach().clone()
+        start = offset // parameter.dtype.itemsize
+        return tensor_over(self._storage, parameter.dtype, offset=start, size=parameter.size(), stride=parameter.stride())
+
+
+class DeviceSteps:
+    """Steps pieces on the device.
+
+    Args:
+        optimizer: whose step it is.
+        device: where the parameters are.
+        slots: where the pieces come to.
+        host: where they are between steps.
+        undo_bytes: of the parameters of the largest piece.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: Device, slots: StateSlots, host: HostStates, *, undo_bytes: int
+    ) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._slots = slots
+        self._host = host
+        self._undo = Undo(device, undo_bytes)
+
+    def begin(self, piece: Piece) -> None:
+        """Have a piece come to its slot."""
+        if piece.plan.is_resident:
+            return
+        if piece.layout is None:
+            self._slots.claim(piece)
+        else:
+            with label(f"fetch states ({piece.names})"):
+                self._slots.fetch(piece)
+
+    def is_free_for(self, piece: Piece) -> bool:
+        """Tell whether a piece may come to its slot now."""
+        return piece.plan.is_resident or self._slots.is_free_for(piece)
+
+    def step(self, piece: Piece, run: OneStep) -> None:
+        """Step what is due of a piece, and have it go back."""
+        moves = not piece.plan.is_resident
+        if moves and piece.layout is not None:
+            self._slots.await_arrived(piece)
+        self._keep(piece)
+        piece.residency = Residency.STEPPING
+        with label(f"step ({piece.names})"):
+            stepped, written = self._step_due(piece, run)
+            self._round(piece, stepped)
+        layout = None
+        if moves:
+            layout = self._lay_out(piece, stepped)
+        else:
+            self._note_entries(piece, None, stepped)
+        changes = run.leave(written)
+        done = [(record, mark_of(record)) for record in piece.due]
+        steps = [partial(setattr, record, "done", mark) for record, mark in done]
+        steps += [partial(setattr, piece, "layout", layout)] if moves else []
+        steps += [partial(setattr, piece, "residency", Residency.DIRTY), *changes]
+        do_at_once(*steps)
+        self.finish(piece)
+
+    def finish(self, piece: Piece) -> None:
+        """Have what was stepped go to where it stays. Calling it again does what was broken off."""
+        piece.enter(self._optimizer.state)
+        if piece.plan.is_resident or piece.layout is None:
+            if not piece.plan.is_resident:
+                self._slots.release(piece)
+            piece.residency = piece.rest
+            return
+        with label(f"write states back ({piece.names})"):
+            self._slots.write_back(piece)
+
+    def _keep(self, piece: Piece) -> None:
+        """Note what a step that fails must find again."""
+        with torch.no_grad():
+            self._undo.keep(piece)
+            for record in piece.due:
+                entries = self._optimizer.state.get(record.parameter, {})
+                staying = [
+                    value for name, value in entries.items() if isinstance(value, Tensor) and self._stays(piece, name, value)
+                ]
+                known = record.numbers
+                is_known = len(known) == len(staying) and all(map(is_, (one for one, _ in known), staying))
+                if piece.plan.is_resident or not is_known:
+                    record.numbers = [(value, value.clone()) for value in staying]
+                else:
+                    for value, before in known:
+                        before.copy_(value)
+
+    @staticmethod
+    def _stays(piece: Piece, name: object, value: Tensor) -> bool:
+        return piece.plan.is_resident or not may_leave(value)
+
+    def undo(self, piece: Piece) -> None:
+        """A step of a piece was broken off: have its parameters and states be as they were."""
+        with torch.no_grad():
+            for record in piece.due:
+                if record.undo is not None:
+                    record.parameter.copy_(record.undo)
+                for value, before in record.numbers:
+                    value.copy_(before)
+        piece.entered.clear()
+        if not piece.plan.is_resident:
+            self._slots.release(piece)
+        piece.residency = piece.rest
+
+    def drop(self, piece: Piece) -> None:
+        """A step was broken off before the piece was stepped."""
+        if not piece.plan.is_resident and piece.plan.slot >= 0:
+            self._slots.release(piece)
+        piece.residency = piece.rest
+
+    def _step_due(self, piece: Piece, run: OneStep) -> tuple[list[Stepped], Written]:
+        """Run the optimizer's step. Return what was stepped, by which parameter, and its states on the device."""
+        state: dict[Any, Any] = defaultdict(dict)
+        index_of = {id(record): index for index, record in enumerate(piece.records)}
+        keys = []
+        for record in piece.due:
+            index = index_of[id(record)]
+            entries = self._optimizer.state.get(record.parameter)
+            bound = dict(entries) if entries else {}
+            if not piece.plan.is_resident and piece.layout is not None:
+                bound.update(piece.views[index])
+            key: Tensor = record.parameter
+            if record.has_master:
+                key = self._stand_in(piece, index, bound)
+                bound.pop(MASTER, None)
+            if bound:
+                state[key] = bound
+            keys.append(key)
+        written = run.step(piece.due, keys, state)
+        stepped = []
+        for record, key in zip(piece.due, keys, strict=True):
+            entries = dict(state[key]) if key in state else {}
+            if record.has_master:
+                entries[MASTER] = key.data
+            stepped.append((record, key, entries))
+        return stepped, written
+
+    def _stand_in(self, piece: Piece, index: int, entries: Mapping[Any, Any]) -> nn.Parameter:
+        """Return the float32 copy of a parameter, with the gradient of that."""
+        record = piece.records[index]
+        parameter = record.parameter
+        found = piece.stand_ins[index] if piece.layout is not None and not piece.plan.is_resident else None
+        with torch.no_grad():
+            if found is None:
+                known = entries.get(MASTER)
+                found = stand_in_of(record, parameter.detach().to(torch.float32) if known is None else known)
+            if record.is_rounded_at != torch_private.version_of(parameter):  # others have written to it, or may have
+                kept = found.to(parameter.dtype) == parameter
+                found.data.copy_(torch.where(kept, found.data, parameter.to(torch.float32)))
+            assert parameter.grad is not None
+            found.grad = parameter.grad.to(torch.float32)
+        return found
+
+    def _round(self, piece: Piece, stepped: list[Stepped]) -> None:
+        """Have parameters be their float32 copies, rounded."""
+        with torch.no_grad():
+            for record, key, _ in stepped:
+                if record.has_master:
+                    record.parameter.copy_(key)
+                    record.is_rounded_at = torch_private.version_of(record.parameter)
+                    key.grad = None
+
+    def _lay_out(self, piece: Piece, stepped: list[Stepped]) -> Layout | None:
+        """Have all states of a piece lie in its slot. Return how; None if there are none."""
+        made = {id(record): entries for record, _, entries in stepped}
+        layout = piece.layout
+        if layout is not None and self._is_as_laid_out(piece, layout, made):
+            self._note_entries(piece, layout, stepped)
+            return layout
+        states: list[dict[str, Tensor]] = []
+        for index, record in enumerate(piece.records):
+            entries = made.get(id(record))
+            if entries is None:
+                states.append(dict(piece.views[index]) if layout is not None else {})
+            else:
+                states.append({name: value for name, value in entries.items() if may_leave(value)})
+        tensors, num_bytes = pack(states)
+        if not num_bytes:
+            self._note_entries(piece, None, stepped)
+            return None
+        slot = self._slots.of(piece)
+        copies = states
+        if layout is not None:  # they may lie where the others are to
+            copies = [{name: moved_state(value, slot.storage.device) for name, value in row.items()} for row in states]
+        if slot.num_bytes < num_bytes:
+            self._slots.grow(slot, num_bytes)
+        span = self._host.room_for(piece, num_bytes)
+        with torch.inference_mode(False), torch.no_grad():
+            host = tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors)
+            for row, values in zip(tensors, copies, strict=True):
+                for tensor in row:
+                    copy_state(tensor.over(slot.storage), values[tensor.name])
+        laid_out = Layout(span, tensors, host)
+        self._note_entries(piece, laid_out, stepped)
+        return laid_out
+
+    def _is_as_laid_out(self, piece: Piece, layout: Layout, made: Mapping[int, Mapping[Any, Any]]) -> bool:
+        """Tell whether the states lie in the slot as before. What was put in the place of one goes there."""
+        for index, record in enumerate(piece.records):
+            entries = made.get(id(record))
+            if entries is None:
+                continue
+            views = piece.views[index]
+            num_leaving = 0
+            for tensor in layout.tensors[index]:
+                value = entries.get(tensor.name)
+                view = views[tensor.name]
+                if value is view or (tensor.name == MASTER and record.has_master):
+                    num_leaving += 1
+                    continue
+                if not isinstance(value, Tensor) or not tensor.is_like(value):
+                    return False
+                with torch.no_grad():
+                    copy_state(view, value)
+                num_leaving += 1
+            if num_leaving != len(entries) and num_leaving != sum(map(may_leave, entries.values())):
+                return False
+        return True
+
+    def _note_entries(self, piece: Piece, layout: Layout | None, stepped: list[Stepped]) -> None:
+        """Note what is to be put into `optimizer.state`: the same, with tensors in host memory."""
+        index_of = {id(record): index for index, record in enumerate(piece.records)}
+        entered = []
+        for record, _, entries in stepped:
+            if not entries:
+                continue
+            host = layout.host[index_of[id(record)]] if layout is not None else {}
+            made = {name: host.get(name, value) for name, value in entries.items()}
+            entered.append((record.parameter, made))
+        if layout is not piece.layout and layout is not None:
+            known = {id(record) for record, _, _ in stepped}
+            for index, record in enumerate(piece.records):
+                if id(record) not in known and layout.host[index]:
+                    entries = self._optimizer.state[record.parameter]
+                    entered.append((record.parameter, {**entries, **layout.host[index]}))
+        piece.entered = entered

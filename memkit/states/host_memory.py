@@ -1,0 +1,103 @@
+"""Host memory for the states of pieces: set aside at first in few large blocks, and found there again in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from memkit.device.base import Device
+from memkit.errors import HostMemoryError, warn_user
+from memkit.sizes import format_bytes
+from memkit.states.pieces import Piece
+from memkit.storages import byte_view
+from memkit.torch_state import num_users
+from memkit.transfer.arena import Arena
+from memkit.transfer.host_memory import PAGE_BYTES
+from memkit.transfer.spans import Span, rounded
+from memkit.wrappers import parts_of
+
+_BLOCK_BYTES = 256 * 2**20
+
+
+class HostStates:
+    """The host memory of one `StateOffload`.
+
+    Args:
+        device: whose copies use it.
+        limit_bytes: the most to take.
+    """
+
+    def __init__(self, device: Device, *, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self.arena = Arena(device, limit_bytes=limit_bytes, must_pin=False)
+        self._has_warned = False
+
+    def reserve(self, pieces: Sequence[Piece]) -> None:
+        """Set memory aside for pieces, as much as they are planned to take.
+
+        Raises:
+            HostMemoryError: there is not as much.
+        """
+        blocks: list[list[Piece]] = []
+        room = 0
+        for piece in pieces:
+            if piece.plan.state_bytes > room:
+                blocks.append([])
+                room = max(_BLOCK_BYTES, piece.plan.state_bytes)
+            blocks[-1].append(piece)
+            room -= piece.plan.state_bytes
+        sizes = [sum(piece.plan.state_bytes for piece in block) for block in blocks]
+        for block, span in zip(blocks, self.take(sizes), strict=True):
+            start = 0
+            for piece in block:
+                piece.room = span.part(start, start + piece.plan.state_bytes)
+                start += piece.plan.state_bytes
+
+    def take(self, sizes_bytes: Sequence[int]) -> list[Span]:
+        """Return memory of these sizes.
+
+        Raises:
+            HostMemoryError: there is not as much.
+        """
+        if not sizes_bytes:
+            return []
+        needed_bytes = self.arena.held_bytes + sum(rounded(num_bytes, PAGE_BYTES) for num_bytes in sizes_bytes)
+        if self._limit_bytes is not None and needed_bytes > self._limit_bytes:
+            raise HostMemoryError(
+                f"StateOffload needs a host_budget of at least {format_bytes(needed_bytes)}, in whole pages of "
+                f"{format_bytes(PAGE_BYTES)}; found {format_bytes(self._limit_bytes)}. Raise it, or have more states stay "
+                "on the device (device_budget)"
+            )
+        with torch.inference_mode(False):
+            spans = self.arena.take_pinned_as_one(sizes_bytes)
+        if self.arena.refusal is not None and not self._has_warned:
+            self._has_warned = True
+            warn_user(f"StateOffload: {self.arena.refusal}")
+        return spans
+
+    def room_for(self, piece: Piece, num_bytes: int) -> Span:
+        """Return memory for the states of a piece: what was set aside, if it is enough, else more.
+
+        Raises:
+            HostMemoryError: there is not as much.
+        """
+        if piece.room is None or piece.room.num_bytes < num_bytes:
+            (piece.room,) = self.take([num_bytes])
+        return piece.room.part(0, num_bytes)
+
+    def close(self, pieces: Sequence[Piece]) -> None:
+        """Give all memory back. States that somebody still holds (a `state_dict`) keep their bytes."""
+        layouts = [piece.layout for piece in pieces if piece.layout is not None]
+        tensors = [tensor for layout in layouts for host in layout.host for tensor in host.values()]
+        storages = [part.untyped_storage() for tensor in tensors for part in parts_of(tensor)]
+        tensors.clear()
+        for piece in pieces:
+            piece.room = piece.layout = None
+            piece.let_go()
+        layouts.clear()
+        held = [(storage, byte_view(storage).clone()) for storage in storages if num_users(storage) > 1]
+        self.arena.give_all()
+        self.arena.close()
+        for storage, copied in held:  # the arena has given the memory back; the addresses still are whose tensors are there
+            byte_view(storage).copy_(copied)

@@ -1,0 +1,317 @@
+"""Stepping pieces on the host: gradients go there, the optimizer's own step runs over host copies, new parameters come back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.device.base import Device
+from memkit.errors import StateOffloadError
+from memkit.interrupts import do_at_once
+from memkit.labels import label
+from memkit.plan import aligned
+from memkit.states.host_memory import HostStates
+from memkit.states.one_step import OneStep
+from memkit.states.packing import copy_state, may_leave, moved_state, pack, storage_of_part
+from memkit.states.pieces import MASTER, Layout, Piece, Residency, mark_of, stand_in_of
+from memkit.states.slots import StateSlot, StateSlots
+from memkit.storages import tensor_over
+from memkit.transfer.lanes import Lanes, Transfer
+from memkit.transfer.spans import Span
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(slots=True)
+class _Route:
+    """Where parameters and gradients of a piece lie on their way, in the slot and in host memory alike."""
+
+    storage: torch.UntypedStorage
+    grads: list[Tensor]
+    parameters: list[Tensor]
+    host_grads: list[Tensor]
+    host_parameters: list[Tensor]
+    stand_ins: list[nn.Parameter]
+    num_bytes: int
+    back_bytes: int
+
+
+class HostSteps:
+    """Steps pieces on the host.
+
+    The step itself runs in a thread of its own: Ctrl-C comes before it or after, and the caller can go on giving the device
+    work.
+
+    Args:
+        optimizer: whose step it is.
+        device: where the parameters are.
+        lanes: what copies are put on.
+        slots: where parameters and gradients are packed on the device.
+        host: where the states are.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: Device, lanes: Lanes, slots: StateSlots, host: HostStates
+    ) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._lanes = lanes
+        self._slots = slots
+        self._host = host
+        self._rooms: dict[int, Span] = {}
+        self._routes: dict[Piece, _Route] = {}
+        self._out: dict[Piece, Transfer] = {}
+        self._lost = dict[Piece, str]()
+        self._thread: ThreadPoolExecutor | None = None
+        self._running = dict[Piece, Future[None]]()
+        """Steps that the thread is to make."""
+
+    def reserve(self, pieces: list[Piece]) -> None:
+        """Take the host memory that parameters and gradients of pieces come to.
+
+        Raises:
+            HostMemoryError: there is not as much.
+        """
+        numbers = sorted({piece.plan.slot for piece in pieces})
+        spans = self._host.take([self._slots.slots[number].num_bytes for number in numbers])
+        self._rooms = dict(zip(numbers, spans, strict=True))
+
+    def is_free_for(self, piece: Piece) -> bool:
+        """Tell whether parameters and gradients of a piece may be brought to the host now."""
+        return self._slots.is_free_for(piece)
+
+    def begin(self, piece: Piece) -> None:
+        """Have the gradients of a piece, and the parameters, come to host memory."""
+        slot = self._slots.claim(piece)
+        route = self._route(piece, slot)
+        with torch.no_grad():
+            for record, grad, parameter in zip(piece.due, route.grads, route.parameters, strict=True):
+                assert record.parameter.grad is not None
+                grad.copy_(record.parameter.grad)
+                parameter.copy_(record.parameter)
+        self._slots.note_written(slot)
+        slot.freed = self._device.record_event(timed=False)
+        room = self._rooms[piece.plan.slot]
+        span = room.part(0, route.num_bytes)
+        slot.left = self._out[piece] = self._lanes.copy_out(slot.storage, span, after=slot.freed)
+        self._slots.d2h_bytes += route.num_bytes
+
+    def start(self, piece: Piece, run: OneStep) -> None:
+        """Have the thread step what is due of a piece, once its gradients have come."""
+        lost = self._lost.get(piece)
+        if lost is not None:
+            raise StateOffloadError(lost)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="memkit-step")
+        out = self._out[piece]
+        self._running[piece] = self._thread.submit(partial(self._step, piece, run, out, torch.is_grad_enabled()))
+
+    def join(self, piece: Piece) -> None:
+        """Wait for the step of a piece, and have the parameters come back."""
+        with label(f"step on the host ({piece.names})"):
+            running = self._running[piece]
+            self.settle()
+            del self._running[piece]
+            running.result()
+        self.finish(piece)
+
+    def settle(self) -> None:
+        """Wait until nothing runs in the thread any more, also where an interrupt comes meanwhile."""
+        interrupt: BaseException | None = None
+        while not all(running.done() for running in self._running.values()):
+            try:
+                wait(list(self._running.values()))
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _step(self, piece: Piece, run: OneStep, out: Transfer, has_grad: bool) -> None:
+        """Run the optimizer's step over host copies, in the thread. From its end on the piece is stepped."""
+        self._device.synchronize(out.done)
+        route = self._routes[piece]
+        layout = piece.layout
+        index_of = {id(record): index for index, record in enumerate(piece.records)}
+        state: dict[Any, Any] = defaultdict(dict)
+        keys: list[nn.Parameter] = []
+        with torch.no_grad():
+            for number, record in enumerate(piece.due):
+                entries = dict(self._optimizer.state.get(record.parameter) or {})
+                key = route.stand_ins[number]
+                grad = route.host_grads[number]
+                if record.has_master:
+                    copied = route.host_parameters[number]
+                    if layout is not None and MASTER in layout.host[index_of[id(record)]]:
+                        key.data = layout.host[index_of[id(record)]][MASTER]
+                        if record.is_rounded_at != torch_private.version_of(record.parameter):
+                            kept = key.to(copied.dtype) == copied
+                            key.data.copy_(torch.where(kept, key.data, copied.to(torch.float32)))
+                    else:
+                        key.data = copied.to(torch.float32)
+                    grad = grad.to(torch.float32)
+                    entries.pop(MASTER, None)
+                key.grad = grad
+                if entries:
+                    state[key] = entries
+                keys.append(key)
+            numbers = [
+                (value, value.clone())
+                for entries in state.values()
+                for value in entries.values()
+                if isinstance(value, Tensor) and not may_leave(value)
+            ]
+        try:
+            with torch.set_grad_enabled(has_grad):
+                found = run.step(piece.due, keys, state)
+            made = [dict(state[key]) if key in state else {} for key in keys]
+            with torch.no_grad():
+                for number, (record, key) in enumerate(zip(piece.due, keys, strict=True)):
+                    if record.has_master:
+                        made[number][MASTER] = key.data
+                        route.host_parameters[number].copy_(key)
+            laid_out = self._lay_out(piece, made)
+        except BaseException as error:
+            if layout is not None:
+                self._lost[piece] = (
+                    f"the step of {piece.names} on the host has failed within the optimizer ({type(error).__name__}: {error}), "
+                    "and may have written a part of its states: they are lost. Load a checkpoint "
+                    "(optimizer.load_state_dict) and go on"
+                )
+            with torch.no_grad():
+                for value, before in numbers:
+                    value.copy_(before)
+            raise
+        finally:
+            for key in keys:
+                key.grad = None
+        steps = [partial(setattr, record, "done", mark_of(record)) for record in piece.due]
+        steps += [partial(setattr, piece, "layout", laid_out), partial(setattr, piece, "residency", Residency.DIRTY)]
+        do_at_once(*steps, *run.leave(found))
+
+    def _lay_out(self, piece: Piece, made: list[dict[Any, Any]]) -> Layout | None:
+        """Have all states of a piece lie in its host memory, and note what `optimizer.state` is to have."""
+        index_of = {id(record): index for index, record in enumerate(piece.records)}
+        layout = piece.layout
+        rows: list[dict[str, Tensor]] = (
+            [dict(host) for host in layout.host] if layout is not None else [{} for _ in piece.records]
+        )
+        is_as_before = layout is not None
+        for record, entries in zip(piece.due, made, strict=True):
+            index = index_of[id(record)]
+            leaving = {name: value for name, value in entries.items() if may_leave(value)}
+            is_as_before = is_as_before and leaving.keys() == rows[index].keys()
+            is_as_before = is_as_before and all(leaving[name] is rows[index][name] or name == MASTER for name in leaving)
+            rows[index] = leaving
+        if not is_as_before or layout is None:
+            tensors, num_bytes = pack(rows)
+            if not num_bytes:
+                layout = None
+            else:
+                span = self._host.room_for(piece, num_bytes)
+                with torch.inference_mode(False), torch.no_grad():
+                    values = [{name: moved_state(value, _HOST) for name, value in row.items()} for row in rows]
+                    host = tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors)
+                    for row, known in zip(host, values, strict=True):
+                        for name, tensor in row.items():
+                            copy_state(tensor, known[name])
+                layout = Layout(span, tensors, host)
+        entered = []
+        for record, entries in zip(piece.due, made, strict=True):
+            if entries:
+                host_row = layout.host[index_of[id(record)]] if layout is not None else {}
+                entered.append((record.parameter, {name: host_row.get(name, value) for name, value in entries.items()}))
+        piece.entered = entered
+        return layout
+
+    def finish(self, piece: Piece) -> None:
+        """Have parameters be what was stepped. Calling it again does what was broken off."""
+        piece.enter(self._optimizer.state)
+        route, slot = self._routes[piece], self._slots.of(piece)
+        span = self._rooms[piece.plan.slot].part(0, route.back_bytes)
+        after = [slot.freed, *([slot.left.done] if slot.left is not None else [])]
+        slot.arrived = self._lanes.copy_back(span, slot.storage, after=after)
+        self._slots.h2d_bytes += route.back_bytes
+        self._device.wait_event(self._device.current_stream(), slot.arrived.done)
+        self._device.note_read(slot.storage)
+        with torch.no_grad():
+            for record, parameter in zip(piece.due, route.parameters, strict=True):
+                record.parameter.copy_(parameter)
+                record.is_rounded_at = torch_private.version_of(record.parameter)
+        self._slots.release(piece)
+        self._out.pop(piece, None)
+        piece.residency = Residency.HOST
+
+    def drop(self, piece: Piece) -> None:
+        """A step was broken off before the piece was stepped."""
+        self._running.pop(piece, None)
+        self._slots.release(piece)
+        self._out.pop(piece, None)
+        piece.residency = Residency.HOST
+
+    def forget_losses(self) -> None:
+        """All states were loaded."""
+        self._lost.clear()
+
+    def _route(self, piece: Piece, slot: StateSlot) -> _Route:
+        """Return where what is due of a piece lies on its way."""
+        known = self._routes.get(piece)
+        sizes = [record.parameter.size() for record in piece.due]
+        if known is not None and known.storage is slot.storage and [view.size() for view in known.grads] == sizes:
+            return known
+        offset, places = 0, []
+        for kind in ("parameter", "grad"):
+            for record in piece.due:
+                tensor = record.parameter
+                places.append((kind, record, offset))
+                offset += aligned(tensor.nbytes)
+            if kind == "parameter":
+                back_bytes = offset
+        if slot.num_bytes < offset:
+            self._slots.grow(slot, offset)
+            (self._rooms[piece.plan.slot],) = self._host.take([offset])
+        room = self._rooms[piece.plan.slot]
+        assert room.whole is not None
+        found: dict[str, list[Tensor]] = {"parameter": [], "grad": [], "host parameter": [], "host grad": []}
+        with torch.inference_mode(False):
+            own = storage_of_part(room.whole)
+            for kind, record, start in places:
+                tensor = record.parameter
+                dense = may_leave(tensor)
+                stride = tensor.stride() if dense else torch.empty(tensor.size(), device="meta").stride()
+                for where, storage in (("", slot.storage), ("host ", own)):
+                    found[where + kind].append(
+                        tensor_over(
+                            storage, tensor.dtype, offset=start // tensor.dtype.itemsize, size=tensor.size(), stride=stride
+                        )
+                    )
+            stand_ins = [
+                stand_in_of(record, torch.empty(0) if record.has_master else view)
+                for record, view in zip(piece.due, found["host parameter"], strict=True)
+            ]
+        known = self._routes[piece] = _Route(
+            storage=slot.storage,
+            grads=found["grad"],
+            parameters=found["parameter"],
+            host_grads=found["host grad"],
+            host_parameters=found["host parameter"],
+            stand_ins=stand_ins,
+            num_bytes=max(1, offset),
+            back_bytes=max(1, back_bytes),
+        )
+        return known
+
+    def close(self) -> None:
+        """End the thread, and let the memory go."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        self._routes.clear()
+        self._rooms.clear()
+        self._out.clear()

@@ -1,0 +1,138 @@
+"""Which parameters an optimizer has, where it has them, and the pieces that they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from memkit.plan import ParameterCosts, StatePlan, aligned
+from memkit.states.packing import bytes_of, may_leave
+from memkit.states.pieces import MASTER, Piece, StateRecord
+from memkit.states.stepped import ConsumedGradient
+from memkit.states.trial import KeptState, needs_master, try_out
+
+
+class Members:
+    """The parameters of an optimizer, as they are now.
+
+    Args:
+        optimizer: whose they are.
+        master: of which precision copies are stepped; None for none.
+        torch_device: where the parameters are.
+        where: what its user has called, for errors.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, master: torch.dtype | None, torch_device: torch.device, where: str
+    ) -> None:
+        self._optimizer = optimizer
+        self._master = master
+        self._torch_device = torch_device
+        self._where = where
+        self._kept: list[list[KeptState]] = []
+        self._known: list[list[int]] = []
+        self.pieces: list[Piece] = []
+
+    def try_out(self) -> None:
+        """Find out what the optimizer keeps.
+
+        Raises:
+            ValueError: it can't be stepped in pieces.
+        """
+        self._kept = try_out(self._optimizer, where=self._where, torch_device=self._torch_device, master=self._master)
+
+    def costs(self) -> list[ParameterCosts]:
+        """Return what each parameter takes: by the states that it has, or else by those of the trial."""
+        kept = [found for found, group in zip(self._kept, self._optimizer.param_groups, strict=True) for _ in group["params"]]
+        return [self._cost(record, found) for record, found in zip(self.records(), kept, strict=True)]
+
+    def _cost(self, record: StateRecord, kept: list[KeptState]) -> ParameterCosts:
+        parameter = record.parameter
+        entries = self._optimizer.state.get(parameter) or {}
+        sizes = [bytes_of(value) for value in entries.values() if may_leave(value)]
+        if not sizes:
+            sizes = [round(item.bytes_per_element * parameter.numel()) for item in kept]
+        if record.has_master and MASTER not in entries:
+            sizes.append(4 * parameter.numel())
+        return ParameterCosts(
+            name=record.name,
+            numel=parameter.numel(),
+            parameter_bytes=aligned(parameter.nbytes),
+            state_bytes=sum(map(aligned, sizes)),
+        )
+
+    def kept(self) -> dict[int, list[KeptState]]:
+        """Return what the optimizer keeps, by the id of each parameter."""
+        groups = self._optimizer.param_groups
+        return {id(parameter): found for found, group in zip(self._kept, groups, strict=True) for parameter in group["params"]}
+
+    def records(self) -> Iterator[StateRecord]:
+        """Yield a record of each parameter, in the order of the groups."""
+        master = self._master
+        for number, group in enumerate(self._optimizer.param_groups):
+            names = group.get("param_names") or [f"parameter {number}.{index}" for index in range(len(group["params"]))]
+            for name, parameter in zip(names, group["params"], strict=True):
+                yield StateRecord(name, parameter, has_master=master is not None and needs_master(parameter, master))
+
+    def add(self, plan: StatePlan, records: list[StateRecord]) -> list[Piece]:
+        """Return the pieces of a plan, which count among these from now on."""
+        added = [Piece(planned, [records[index] for index in planned.parameters]) for planned in plan.pieces]
+        self.pieces = [*self.pieces, *added]
+        return added
+
+    def have_changed(self) -> bool:
+        """Tell whether the optimizer's groups have other parameters than when `place` was called last."""
+        return [[*map(id, group["params"])] for group in self._optimizer.param_groups] != self._known
+
+    def new_records(self) -> list[StateRecord]:
+        """Return records of parameters that are in no piece."""
+        known = {id(record.parameter) for piece in self.pieces for record in piece.records}
+        return [record for record in self.records() if id(record.parameter) not in known]
+
+    def place(self) -> None:
+        """Note where the optimizer has each parameter."""
+        groups = self._optimizer.param_groups
+        places: dict[int, tuple[int, int]] = {
+            id(parameter): (number, position)
+            for number, group in enumerate(groups)
+            for position, parameter in enumerate(group["params"])
+        }
+        for piece in self.pieces:
+            for record in piece.records:
+                record.group, record.position = places.get(id(record.parameter), (-1, -1))
+        self._known = [[*map(id, group["params"])] for group in groups]
+
+    def find_due(self, *, leaves_done: bool) -> list[Piece]:
+        """Return the pieces in which something is to be stepped, with what that is.
+
+        Args:
+            leaves_done: whether to leave out what a step that was broken off has stepped.
+        """
+        found = []
+        for piece in self.pieces:
+            piece.due = [record for record in piece.records if _is_due(record) and not (leaves_done and record.is_done())]
+            if piece.due:
+                found.append(piece)
+        return found
+
+    def masters(self) -> set[int]:
+        """Return the ids of parameters in whose place copies are stepped."""
+        return {id(record.parameter) for piece in self.pieces for record in piece.records if record.has_master}
+
+
+def _is_due(record: StateRecord) -> bool:
+    """Tell whether a parameter has a gradient to be stepped with."""
+    grad = record.parameter.grad
+    return grad is not None and record.group >= 0 and type(grad) is not ConsumedGradient
+
+
+def are_any_done(pieces: list[Piece]) -> bool:
+    """Tell whether anything was stepped with the gradient that it has now, in a step that was broken off."""
+    return any(record.is_done() for piece in pieces for record in piece.records)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return all parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

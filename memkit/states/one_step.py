@@ -1,0 +1,139 @@
+"""One step of the user's optimizer, made of steps of parts: what they write to groups and attributes is written once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memkit.errors import StateOffloadError
+from memkit.states.shells import (
+    Changes,
+    Group,
+    StateDict,
+    changes_of_group,
+    changes_of_shell,
+    shell_of,
+    step_of,
+    versions_in,
+)
+
+if TYPE_CHECKING:
+    from memkit.states.pieces import StateRecord
+
+Written = tuple[dict[int, Changes], Changes]
+"""What a part of a step has written: to groups, by their numbers, and to the optimizer's attributes."""
+
+
+class OneStep:
+    """A step under way. Each part of it begins with the groups as they were before the step.
+
+    Args:
+        optimizer: whose step it is.
+        copies: whether to step with copies of tensors in groups and attributes (a learning rate, a scale), since the originals
+            may be written to while the device is yet to step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, copies: bool = False) -> None:
+        self._optimizer = optimizer
+        self._groups: list[Group] = optimizer.param_groups
+        self._attributes: dict[str, Any] = {}
+        if copies:
+            self._groups = [{**group, **_copied(group)} for group in optimizer.param_groups]
+            self._attributes = _copied(vars(optimizer))
+        self._step = step_of(optimizer)
+        self._of_groups: dict[int, Changes] = {}
+        self._of_optimizer: Changes | None = None
+
+    def step(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Written:
+        """Step some parameters. Return what that has written to groups and attributes.
+
+        Args:
+            records: what is stepped.
+            keys: what stands for each of them.
+            state: their states, which the step reads and writes.
+
+        Raises:
+            StateOffloadError: the optimizer has written other entries than with another part.
+        """
+        groups = self._groups
+        members: dict[int, list[int]] = {}
+        for index, record in enumerate(records):
+            members.setdefault(record.group, []).append(index)
+        cuts: dict[int, Group] = {}
+        for number, indices in members.items():
+            group = groups[number]
+            cut = cuts[number] = {**group, "params": [keys[index] for index in indices]}
+            if "param_names" in group:
+                cut["param_names"] = [group["param_names"][records[index].position] for index in indices]
+        versions = {number: versions_in(group) for number, group in cuts.items()}
+        shell = shell_of(self._optimizer, list(cuts.values()), state)
+        known = vars(self._optimizer)
+        if self._attributes:
+            known = {**known, **self._attributes}
+            vars(shell).update(self._attributes)
+        self._step(shell)
+        of_optimizer = changes_of_shell(known, shell)
+        self._check(self._of_optimizer, of_optimizer)
+        found = {}
+        for number, cut in cuts.items():
+            found[number] = changes_of_group(groups[number], cut)
+            self._check(self._of_groups.get(number), found[number])
+            before = dict(versions[number])
+            for name, version in versions_in(groups[number]):
+                if before.get(name) != version:
+                    self._refuse(name)
+        return found, of_optimizer
+
+    def _check(self, known: Changes | None, found: Changes) -> None:
+        differing = None if known is None else known.differs_from(found)
+        if differing is not None:
+            self._refuse(differing)
+
+    def _refuse(self, name: str) -> None:
+        raise StateOffloadError(
+            f"StateOffload steps parameters in pieces, and {type(self._optimizer).__name__} keeps state of all of them: two "
+            f'pieces of one step have written different values to "{name}". The piece was not stepped. Use an optimizer '
+            "that steps each parameter by its own gradient"
+        )
+
+    def leave(self, written: Written) -> list[partial[None]]:
+        """Return what notes, once called, that a part was stepped, and what that has written."""
+        of_groups, of_optimizer = written
+        return [partial(self._of_groups.update, of_groups), partial(setattr, self, "_of_optimizer", of_optimizer)]
+
+    def write_changes(self) -> None:
+        """All parts are done: write what they have written to the groups and the attributes of the user's optimizer."""
+        for number, changes in self._of_groups.items():
+            if changes.entries:
+                self._optimizer.param_groups[number].update(changes.entries)
+        if self._of_optimizer is not None:
+            vars(self._optimizer).update(self._of_optimizer.entries)
+
+    def write_of_others(self, hollow: torch.optim.Optimizer) -> None:
+        """Write what a step has written to groups of which nothing was due, in a shell without parameters."""
+        for number, (group, cut) in enumerate(zip(self._optimizer.param_groups, hollow.param_groups, strict=True)):
+            if number not in self._of_groups:
+                group.update(changes_of_group(group, cut).entries)
+        if self._of_optimizer is None:
+            vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow).entries)
+
+
+def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of the tensors among some entries."""
+    return {name: value.clone() for name, value in entries.items() if isinstance(value, Tensor)}
+
+
+def run_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run the closure of a step if there is one. Return the arguments with one that knows what it has returned."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return tuple(args), kwargs
+    with torch.enable_grad():
+        result = closure()
+    if len(args) > 1:
+        return (args[0], lambda: result, *args[2:]), kwargs
+    return tuple(args), {**kwargs, "closure": lambda: result}

@@ -1,0 +1,170 @@
+"""How states lie side by side: plain tensors, and those that wrap others, as 8-bit states do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.plan import aligned
+from memkit.storages import tensor_over
+from memkit.transfer.spans import Span
+from memkit.wrappers import parts_of
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """How one plain tensor lies in its piece."""
+
+    name: str
+    offset: int
+    num_bytes: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def is_like(self, tensor: object) -> bool:
+        """Tell whether the bytes of a tensor could be these."""
+        return (
+            isinstance(tensor, Tensor)
+            and _is_plain(tensor)
+            and tensor.dtype == self.dtype
+            and tensor.size() == self.size
+            and tensor.stride() == self.stride
+        )
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the tensor in a storage that begins with its piece."""
+        return tensor_over(storage, self.dtype, offset=self.offset // self.dtype.itemsize, size=self.size, stride=self.stride)
+
+    def on_host(self, span: Span) -> Tensor:
+        """Return the tensor in host memory, as one with a storage of its own: what is saved of it is no more than that."""
+        assert span.whole is not None
+        storage = storage_of_part(span.whole[self.offset : self.offset + self.num_bytes])
+        return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWrapper:
+    """How a tensor that wraps others lies in its piece: each of those by itself."""
+
+    name: str
+    num_bytes: int
+    kind: type[Any]
+    inner: tuple[PackedTensor | PackedWrapper, ...]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def is_like(self, tensor: object) -> bool:
+        """Tell whether the bytes of a tensor could be these."""
+        if not isinstance(tensor, Tensor) or type(tensor) is not self.kind or tensor.size() != self.size:
+            return False
+        return all(packed.is_like(getattr(tensor, packed.name, None)) for packed in self.inner)
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the tensor in a storage that begins with its piece."""
+        return self._made({packed.name: packed.over(storage) for packed in self.inner})
+
+    def on_host(self, span: Span) -> Tensor:
+        """Return the tensor in host memory, each of its parts with a storage of its own."""
+        return self._made({packed.name: packed.on_host(span) for packed in self.inner})
+
+    def _made(self, inner: Mapping[str, Tensor]) -> Tensor:
+        made: Tensor = self.kind.__tensor_unflatten__(dict(inner), self.context, self.size, self.stride)
+        return made
+
+
+Packed = PackedTensor | PackedWrapper
+
+
+def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[tuple[tuple[Packed, ...], ...], int]:
+    """Return how the states of some parameters lie side by side, and how many bytes they come to."""
+    rows, offset = [], 0
+    for tensors in states:
+        row = []
+        for name, tensor in tensors.items():
+            row.append(_packed(name, tensor, offset))
+            offset += row[-1].num_bytes if isinstance(row[-1], PackedWrapper) else aligned(row[-1].num_bytes)
+        rows.append(tuple(row))
+    return tuple(rows), offset
+
+
+def _packed(name: str, tensor: Tensor, offset: int) -> Packed:
+    if not torch_private.is_wrapper(tensor):
+        return PackedTensor(name, offset, tensor.nbytes, tensor.size(), tensor.stride(), tensor.dtype)
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
+    inner, begin = [], offset
+    for part in names:
+        inner.append(_packed(part, getattr(tensor, part), offset))
+        offset += inner[-1].num_bytes if isinstance(inner[-1], PackedWrapper) else aligned(inner[-1].num_bytes)
+    return PackedWrapper(name, offset - begin, type(tensor), tuple(inner), context, tensor.size(), tensor.stride())
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes that a state takes in a piece."""
+    return sum(aligned(part.nbytes) for part in parts_of(tensor))
+
+
+def copy_state(target: Tensor, source: Tensor) -> None:
+    """Copy a state to one that is packed like it."""
+    for mine, other in zip(parts_of(target), parts_of(source), strict=True):
+        mine.copy_(other)
+
+
+def moved_state(source: Tensor, torch_device: torch.device) -> Tensor:
+    """Return a copy of a state on a device, which shares nothing with it and lies as it does."""
+    if not torch_private.is_wrapper(source):
+        made = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=torch_device)
+        return made.copy_(source.detach())
+    names, context = source.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
+    inner = {name: moved_state(getattr(source, name), torch_device) for name in names}
+    moved: Tensor = type(source).__tensor_unflatten__(inner, context, source.size(), source.stride())  # type: ignore[attr-defined]
+    return moved
+
+
+def storage_of_part(host: Tensor) -> torch.UntypedStorage:
+    """Return a storage of just the bytes of a part of host memory, which it holds.
+
+    By a capsule: without one, pinned memory would say that it is a GPU's.
+    """
+    return torch.utils.dlpack.from_dlpack(host.__dlpack__()).untyped_storage()
+
+
+def may_leave(tensor: object) -> bool:
+    """Tell whether a state can be packed: a plain, dense tensor with dimensions, or one that wraps such. What has none is a
+    number, and stays."""
+    if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+        return False
+    if type(tensor) in (Tensor, nn.Parameter):
+        return _is_plain(tensor)
+    if not torch_private.is_wrapper(tensor):
+        return False
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
+    inner = [getattr(tensor, name) for name in names]
+    return all(isinstance(part, Tensor) for part in inner) and all(map(_is_plain, parts_of(tensor)))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and not tensor.is_quantized
+        and (tensor.is_contiguous() or _is_dense(tensor))
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Tell whether elements lie side by side, each in a place of its own."""
+    expected = 1
+    for step, length in sorted((step, size) for size, step in zip(tensor.size(), tensor.stride(), strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True

@@ -1,0 +1,150 @@
+"""Device memory that pieces of states take turns in, and the copies to and from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from memkit.device.base import Device, Event
+from memkit.plan import StatePlan, Update
+from memkit.states.pieces import Piece, Residency
+from memkit.transfer.lanes import Lanes, Transfer
+
+
+class StateSlot:
+    """A storage on the device that has one piece at a time.
+
+    `piece` is noted before its copy is put on the lane, and forgotten once the copy back is: see [Note: interrupts] in
+    `memkit.interrupts`.
+    """
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        self.storage = device.allocate(num_bytes)
+        self.num_bytes = num_bytes
+        self.piece: Piece | None = None
+        self.freed: Event = device.record_event(timed=False)
+        """Behind the last work on the computing stream that uses the slot."""
+        self.arrived: Transfer | None = None
+        self.left: Transfer | None = None
+
+
+class StateSlots:
+    """The slots of a plan: which piece comes to which, and when it is there.
+
+    Args:
+        device: where they are.
+        lanes: what the copies are put on.
+        plan: says how many, and how large.
+    """
+
+    def __init__(self, device: Device, lanes: Lanes, plan: StatePlan) -> None:
+        self._device = device
+        self._lanes = lanes
+        self._plan = plan
+        with torch.inference_mode(False):
+            self.slots = [StateSlot(device, max(1, num_bytes)) for num_bytes in plan.slot_bytes]
+        self.h2d_bytes = self.d2h_bytes = 0
+        self._num_writes = 0
+
+    def add(self, plan: StatePlan) -> StatePlan:
+        """Have pieces of another plan come to these slots as well: of each side, they take turns in those that are there.
+        Return the plan, with these slots."""
+        used = [piece.slot for piece in self._plan.pieces if piece.slot >= 0]
+        if not used:
+            with torch.inference_mode(False):
+                self.slots += [StateSlot(self._device, max(1, num_bytes)) for num_bytes in plan.slot_bytes]
+            return plan
+        sides = {
+            update: [piece.slot for piece in self._plan.pieces if piece.update is update and piece.slot >= 0]
+            for update in Update
+        }
+        pieces = []
+        for piece in plan.pieces:
+            slots = sides[piece.update] or used
+            pieces.append(replace(piece, slot=slots[piece.slot % len(slots)]) if piece.slot >= 0 else piece)
+        return replace(plan, pieces=tuple(pieces))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device that they take."""
+        return sum(slot.num_bytes for slot in self.slots)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each."""
+        return tuple(slot.num_bytes for slot in self.slots)
+
+    def of(self, piece: Piece) -> StateSlot:
+        return self.slots[piece.plan.slot]
+
+    def is_free_for(self, piece: Piece) -> bool:
+        """Tell whether the slot of a piece is free."""
+        return self.of(piece).piece is None
+
+    def claim(self, piece: Piece) -> StateSlot:
+        """Have a piece come to its slot without bytes: there are no states yet."""
+        slot = self.of(piece)
+        slot.piece = piece
+        self._await_left(slot)
+        return slot
+
+    def fetch(self, piece: Piece) -> None:
+        """Put a copy of a piece to its slot on the lane, behind all that uses the slot."""
+        assert piece.layout is not None
+        slot, span = self.of(piece), piece.layout.span
+        if slot.num_bytes < span.num_bytes:
+            self.grow(slot, span.num_bytes)
+        slot.piece, piece.residency = piece, Residency.IN_FLIGHT
+        after = [slot.freed]
+        after += [transfer.done for transfer in (slot.left, piece.left) if transfer is not None]
+        slot.arrived = self._lanes.copy_back(span, slot.storage, after=after)
+        self.h2d_bytes += span.num_bytes
+
+    def await_arrived(self, piece: Piece) -> StateSlot:
+        """Let the current stream wait until a piece is in its slot."""
+        slot = self.of(piece)
+        assert slot.arrived is not None
+        self._device.wait_event(self._device.current_stream(), slot.arrived.done)
+        self._device.note_read(slot.storage)
+        piece.bind(slot.storage)
+        return slot
+
+    def write_back(self, piece: Piece) -> None:
+        """Put a copy of a piece to host memory on the lane, behind what the current stream has done with it."""
+        assert piece.layout is not None
+        slot, span = self.of(piece), piece.layout.span
+        self.note_written(slot)
+        slot.freed = self._device.record_event(timed=False)
+        slot.left = piece.left = self._lanes.copy_out(slot.storage, span, after=slot.freed)
+        piece.residency, slot.piece = Residency.HOST, None
+        self.d2h_bytes += span.num_bytes
+
+    def note_written(self, slot: StateSlot) -> None:
+        """Work on the current stream has written to a slot."""
+        self._num_writes += 1
+        self._device.note_written(slot.storage, -self._num_writes)
+
+    def release(self, piece: Piece) -> None:
+        """What a slot has of a piece counts for nothing."""
+        slot = self.of(piece)
+        if slot.piece is piece:
+            slot.freed = self._device.record_event(timed=False)
+            slot.piece = None
+
+    def grow(self, slot: StateSlot, num_bytes: int) -> None:
+        """Give a slot that no copy is under way from or to more room."""
+        self._await_left(slot)
+        with torch.inference_mode(False):
+            larger = self._device.allocate(num_bytes)
+        slot.storage, slot.num_bytes, slot.freed = larger, num_bytes, self._device.record_event(timed=False)
+
+    def _await_left(self, slot: StateSlot) -> None:
+        """Let the current stream wait for the last copies from and to a slot, so that it may write there or let it go."""
+        for transfer in (slot.arrived, slot.left):
+            if transfer is not None:
+                self._device.wait_event(self._device.current_stream(), transfer.done)
+
+    def close(self) -> None:
+        """Give all memory back. The host has waited for all copies."""
+        self.slots.clear()

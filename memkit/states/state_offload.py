@@ -1,0 +1,393 @@
+"""`StateOffload`: an optimizer's states in host memory, and its step made piece by piece."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from memkit.device import Device
+from memkit.errors import StateOffloadError, warn_user
+from memkit.hooks import HookSet
+from memkit.plan import ParameterCosts, Update, plan_states
+from memkit.sizes import check_budget_bytes, format_bytes
+from memkit.states.asked import check_master, check_options, device_of, refuse_sparse, warn_if_unfused
+from memkit.states.at_rest import Loading, StatesAtRest, with_host_copies
+from memkit.states.device_steps import DeviceSteps
+from memkit.states.host_memory import HostStates
+from memkit.states.host_steps import HostSteps
+from memkit.states.in_backward import BackwardSteps
+from memkit.states.measured import measure_rates
+from memkit.states.members import Members, are_any_done, parameters_of
+from memkit.states.one_step import OneStep, run_closure
+from memkit.states.overlap import ForwardOverlap
+from memkit.states.pieces import Piece, StateRecord
+from memkit.states.shells import hollow_shell
+from memkit.states.slots import StateSlots
+from memkit.states.stats import StateStats
+from memkit.states.stepping import Stepping
+from memkit.states.trial import refuse_by_kind
+from memkit.transfer.lanes import lanes_of
+
+_WHERE = "StateOffload"
+
+
+class StateOffload:
+    """Keep an optimizer's states in host memory, and step it piece by piece, bit for bit as it would step by itself.
+
+    The optimizer stays the user's own: of any class whose parameters are stepped each by its own gradient. So do the loop, the
+    schedulers, the groups, clipping, accumulation and `torch.amp.GradScaler`. `optimizer.step()` brings the states of some
+    parameters to the device, has the class step these, takes the states back, and goes on with the next, whose states are on
+    their way by then.
+
+    Between steps `optimizer.state` has tensors in host memory; `state_dict()` returns those, and `load_state_dict()` loads
+    them without a way over the device, each of its own precision. It goes on until `close()`, or the end of a `with`.
+
+    Args:
+        optimizer: over parameters that are on the device.
+        device_budget: how many bytes of states may stay on the device, such as "4GiB"; the room for pieces on their way is
+            needed beside.
+        host_budget: the most host memory to use.
+        update: where states are stepped. "device": there, as without memkit. "host": on the host, bit for bit as the class
+            steps CPU copies. "both": some here, some there, in a fixed split that lets the link and the cores end together.
+            "auto" is the fastest that doesn't change the result: "device".
+        master: `torch.float32` has float32 copies of parameters of lower precision stepped in their place, with the gradient
+            as float32; the parameter is the copy, rounded. The copies are in `optimizer.state[parameter]["master"]`.
+        when: "step": all parameters are stepped by `optimizer.step()`. "backward": each is stepped once its gradient is
+            complete, which is then let go; `optimizer.step()` steps what is left, and ends the step. Gradients can't be
+            clipped or scaled, and are accumulated within `accumulate()`.
+        overlap_forward: whether `optimizer.step()` returns before the parameters are stepped. The forward of each module waits
+            for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Whatever else reads
+            parameters (an average of weights, `model.state_dict()`) needs `wait()` first.
+        device: where the parameters are; by default what they say.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument is out of range, or the optimizer can't be stepped piece by piece.
+        BudgetInfeasible: `device_budget` is above 0, and smaller than one piece.
+        HostMemoryError: there is not enough host memory; nothing was moved.
+
+    Example:
+        >>> import torch, memkit
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with memkit.StateOffload(optimizer, device=memkit.device.ReferenceDevice()) as states:
+        ...     model(torch.randn(2, 64)).sum().backward()
+        ...     optimizer.step()
+        >>> states.stats().d2h_bytes
+        33792
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        device_budget: int | str = 0,
+        host_budget: int | str | None = None,
+        update: str = "auto",
+        master: torch.dtype | None = None,
+        when: str = "step",
+        overlap_forward: bool = False,
+        device: str | torch.device | Device | None = None,
+    ) -> None:
+        refuse_by_kind(optimizer, _WHERE)
+        check_options(update=update, master=master, when=when, overlap_forward=overlap_forward)
+        budget_bytes = check_budget_bytes("device_budget", device_budget, may_be_zero=True)
+        limit_bytes = None if host_budget is None else check_budget_bytes("host_budget", host_budget, may_be_zero=True)
+        self.optimizer = optimizer
+        self._master = master
+        parameters = parameters_of(optimizer)
+        self.device = device_of(parameters, device)
+        check_master(master, parameters)
+        if update in ("host", "both"):
+            warn_if_unfused(optimizer)
+        self.update = "device" if update == "auto" else update
+        self.when = when
+        self._members = Members(optimizer, master=master, torch_device=self.device.torch_device, where=_WHERE)
+        self._members.try_out()
+        rates = measure_rates(self.device, optimizer) if update == "both" else None
+        self.plan = plan_states(
+            self._members.costs(),
+            device_budget_bytes=budget_bytes,
+            update=self.update,
+            rates=rates,
+            apart=when == "backward",
+        )
+        self._hooks = HookSet()
+        self._is_closed = self._is_entered = False
+        self._num_steps = 0
+        self._loading: Loading | None = None
+        self._hollow: torch.optim.Optimizer | None = None
+        self._in_backward: BackwardSteps | None = None
+        self._overlap = ForwardOverlap(self.device) if overlap_forward else None
+        self._host = HostStates(self.device, limit_bytes=limit_bytes)
+        self._slots: StateSlots | None = None
+        self._is_open = False
+        """Whether states may have moved."""
+        if not self.plan.is_empty or master is not None:
+            try:
+                self._begin()
+            except BaseException:
+                self.close()
+                raise
+
+    def _begin(self) -> None:
+        """Set memory aside, move the states that there are, and have steps seen."""
+        optimizer, device, lanes = self.optimizer, self.device, lanes_of(self.device)
+        pieces = self._members.add(self.plan, list(self._members.records()))
+        slots = self._slots = StateSlots(device, lanes, self.plan)
+        undo_bytes = max((piece.plan.parameter_bytes for piece in pieces if piece.plan.update is Update.DEVICE), default=0)
+        self._undo_bytes = undo_bytes
+        self._on_device = DeviceSteps(optimizer, device, slots, self._host, undo_bytes=undo_bytes)
+        self._on_host = HostSteps(optimizer, device, lanes, slots, self._host)
+        self._stepping = Stepping(device, self._on_device, self._on_host)
+        self._rest = StatesAtRest(optimizer, device, self._host)
+        if self.when == "backward":
+            self._in_backward = BackwardSteps(
+                optimizer,
+                self._stepping,
+                self._on_device,
+                is_at_home=self._rest.is_at_home,
+                adopt=partial(self._adopt, warns=True),
+            )
+        self._is_open = True
+        self._open(pieces)
+        self._members.place()
+        if self._overlap is not None:
+            self._hooks.ahead_of_all_forwards(self._overlap.before_forward)
+        self._hooks.before_any_step(self._come_last)
+        self._before = optimizer.register_step_pre_hook(self._before_step)
+        self._hooks.add(self._before)
+        self._hooks.add(optimizer.register_step_post_hook(self._after_step))
+        self._hooks.add(optimizer.register_state_dict_pre_hook(self._before_state_dict, prepend=True))
+        self._hooks.add(optimizer.register_state_dict_post_hook(with_host_copies, prepend=True))
+        self._hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
+        self._hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
+
+    # Steps
+
+    def _come_last(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the pieces be stepped behind what other hooks do ahead of a step, such as clipping."""
+        if optimizer is self.optimizer:
+            hooks: Any = self._before
+            hooks.hooks_dict_ref().move_to_end(hooks.id)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Step all pieces. What torch steps then has no parameters."""
+        if optimizer is not self.optimizer:
+            return None  # a shell, by a class that calls the step of the one that it is derived from
+        if torch.compiler.is_compiling() or self.device.is_capturing():
+            raise StateOffloadError(
+                "StateOffload: a step whose states stream can't be compiled or captured into a graph. Step outside of that"
+            )
+        args, kwargs = run_closure(args, kwargs)
+        self._settle()
+        self._follow_groups()
+        stepping, members = self._stepping, self._members
+        is_rest = stepping.unfinished is not None and are_any_done(members.pieces)
+        if self._in_backward is not None and self._in_backward.end():
+            is_rest = True
+        run = (
+            stepping.unfinished
+            if is_rest and stepping.unfinished is not None
+            else OneStep(optimizer, copies=self._overlap is not None)
+        )
+        due = members.find_due(leaves_done=is_rest)
+        for piece in due:
+            refuse_sparse(piece.due)
+            if not self._rest.is_at_home(piece):
+                self._adopt(piece, warns=True)
+        if self._overlap is not None:
+            self._overlap.run(stepping, due, run)
+        else:
+            stepping.run(due, run)
+            self._wait()
+        self._num_steps += 1
+        self._hollow = hollow_shell(optimizer)
+        return (self._hollow, *args[1:]), kwargs
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        run, hollow = self._stepping.unfinished, self._hollow
+        if optimizer is self.optimizer and run is not None and hollow is not None:
+            run.write_of_others(hollow)
+            self._stepping.unfinished = None
+            if self._in_backward is not None:
+                self._in_backward.forget_done()
+
+    def _settle(self) -> None:
+        """Put right what a step has left that was broken off."""
+        if self._stepping.is_broken:
+            self._stepping.mend(self._members.pieces)
+
+    def wait(self) -> None:
+        """Wait for the last step, with `overlap_forward=True`: what the caller reads of parameters and states then is new."""
+        if not self._is_closed:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait until what was stepped is in host memory: whoever reads it there finds it."""
+        if self._overlap is not None:
+            self._overlap.wait()
+        for slot in self._slots.slots if self._slots is not None else ():
+            if slot.left is not None:
+                self.device.synchronize(slot.left.done)
+
+    def _follow_groups(self) -> None:
+        """Take note of parameters that came to the optimizer or left it."""
+        members = self._members
+        if not members.have_changed():
+            return
+        new = members.new_records()
+        if new:
+            members.try_out()
+            device_of([record.parameter for record in new], self.device)
+            costs = {id(key): cost for key, cost in zip(parameters_of(self.optimizer), members.costs(), strict=True)}
+            self._add(new, [costs[id(record.parameter)] for record in new])
+        members.place()
+
+    def _add(self, records: list[StateRecord], costs: list[ParameterCosts]) -> None:
+        """Have more parameters stream, in pieces of their own."""
+        assert self._slots is not None
+        update = "device" if self.update == "both" else self.update
+        plan = self._slots.add(plan_states(costs, update=update, apart=self.when == "backward"))
+        self.plan = replace(self.plan, pieces=(*self.plan.pieces, *plan.pieces), slot_bytes=self._slots.sizes)
+        self._open(self._members.add(plan, records))
+
+    def _open(self, pieces: list[Piece]) -> None:
+        """Set host memory aside for pieces, and move the states there that there are."""
+        self._host.reserve([piece for piece in pieces if not piece.plan.is_resident])
+        self._on_host.reserve([piece for piece in pieces if piece.plan.update is Update.HOST])
+        for piece in pieces:
+            self._adopt(piece)
+        if self._in_backward is not None:
+            self._in_backward.watch(pieces, self._hooks)
+
+    def _adopt(self, piece: Piece, *, warns: bool = False) -> None:
+        """Take over states that others have put into the optimizer."""
+        if self._rest.is_at_home(piece):
+            return
+        if warns and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"StateOffload: states of {piece.names} were put elsewhere than where it keeps them, perhaps by a library that "
+                "moves states to the device. They are taken back to host memory. Make the StateOffload after that"
+            )
+        self._rest.adopt(piece)
+
+    _has_warned = False
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a context whose backwards add to gradients and step nothing, with `when="backward"`.
+
+        Example:
+            >>> import torch, memkit
+            >>> model = torch.nn.Linear(64, 64)
+            >>> optimizer = torch.optim.AdamW(model.parameters())
+            >>> device = memkit.device.ReferenceDevice()
+            >>> with memkit.StateOffload(optimizer, when="backward", device=device) as states:
+            ...     with states.accumulate():
+            ...         model(torch.randn(2, 64)).sum().backward()
+            ...     model(torch.randn(2, 64)).sum().backward()
+            ...     optimizer.step()
+        """
+        return nullcontext() if self._in_backward is None else self._in_backward.accumulate()
+
+    # Saving and loading
+
+    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
+        self._settle()
+        self._wait()
+
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._before_state_dict(self.optimizer)
+        if self._in_backward is not None:
+            self._in_backward.end()
+        self._loading = Loading(state_dict)
+        return Loading.without_states(state_dict)
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        loading, self._loading = self._loading, None
+        assert loading is not None
+        self._follow_groups()
+        loading.finish(optimizer, self._members.kept(), self._members.masters())
+        self._stepping.unfinished = None
+        self._on_host.forget_losses()
+        for piece in self._members.pieces:
+            for record in piece.records:
+                record.is_rounded_at = None
+            if piece.plan.is_resident:
+                self._rest.bring(piece)
+            else:
+                self._adopt(piece)
+
+    # What there is
+
+    def stats(self) -> StateStats:
+        """Return what was moved so far, and what is taken now."""
+        slots = self._slots
+        return StateStats(
+            num_pieces=len(self.plan.pieces),
+            num_resident=sum(piece.is_resident for piece in self.plan.pieces),
+            num_on_host=sum(piece.update is Update.HOST for piece in self.plan.pieces),
+            num_steps=self._num_steps,
+            host_bytes=self._host.arena.held_bytes,
+            room_bytes=0 if slots is None or self._is_closed else slots.num_bytes + self._undo_bytes,
+            resident_bytes=self.plan.resident_bytes,
+            h2d_bytes=0 if slots is None else slots.h2d_bytes,
+            d2h_bytes=0 if slots is None else slots.d2h_bytes,
+        )
+
+    def __repr__(self) -> str:
+        name = type(self.optimizer).__name__
+        if self._is_closed:
+            return f"<StateOffload of {name}: closed>"
+        plan = self.plan
+        return (
+            f"<StateOffload of {name}: {format_bytes(plan.host_bytes)} of states in host memory, "
+            f'{format_bytes(plan.resident_bytes)} on {self.device.torch_device}, update="{self.update}">'
+        )
+
+    def __enter__(self) -> StateOffload:
+        if self._is_closed:
+            raise ValueError("this StateOffload is closed; make a new one")
+        if self._is_entered:
+            raise ValueError("this StateOffload is already entered: one `with` is enough")
+        self._is_entered = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Have the states be tensors of their own again, where the parameters are. The optimizer steps by itself from then on.
+
+        With `master`, states are of the precision of the float32 copies, which stay in the state; to go on without, load the
+        state dict into an optimizer of float32 parameters, or make another `StateOffload`. Where the device has no room for all
+        states, the others stay in host memory, and a warning says so. Calling it again does nothing.
+        """
+        if self._is_closed:
+            return
+        self._hooks.remove()
+        fit = True
+        if self._is_open:
+            self._settle()
+            if self._in_backward is not None:
+                self._in_backward.end()
+            self._wait()
+            self.device.synchronize()
+            fit = self._rest.give_back(self._members.pieces)
+            self._on_host.close()
+        self._is_closed = True
+        self._host.close(self._members.pieces)
+        if self._slots is not None:
+            self._slots.close()
+        self._members.pieces = []
+        if not fit:
+            warn_user(
+                "StateOffload: the device has no room for all states. Those without room are in host memory now: move them, or "
+                "save them, before the optimizer steps by itself"
+            )

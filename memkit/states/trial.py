@@ -1,0 +1,270 @@
+"""Finding out by small steps of an optimizer's class what it keeps, and whether its parameters can be stepped apart.
+
+No list of classes decides that: a step of two small tensors per group, made whole, is compared with one of each by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.device import default_generator
+from memkit.states.packing import may_leave
+from memkit.states.shells import (
+    Changes,
+    changes_of_group,
+    changes_of_shell,
+    hollow_shell,
+    needs_closure,
+    shell_of,
+    step_of,
+    versions_in,
+)
+from memkit.wrappers import parts_of
+
+_MOST_GROUPS = 8
+_NUM_STEPS = 3
+_LARGEST_SIDE = 24
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """One tensor that an optimizer keeps for a parameter of a group.
+
+    Attributes:
+        bytes_per_element: its bytes for each element of the parameter.
+        dtype: of its elements, None if it wraps others.
+    """
+
+    name: str
+    bytes_per_element: float
+    dtype: torch.dtype | None
+
+
+def refuse_by_kind(optimizer: object, where: str) -> None:
+    """Raise if an optimizer is of a kind whose step is no sum of steps of its parameters.
+
+    Raises:
+        TypeError: it is no optimizer of torch's.
+        ValueError: it is of such a kind.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        hint = f". Pass what it wraps: .optimizer, a {type(inner).__name__}" if inner is not None else ""
+        raise TypeError(f"{where} needs a torch.optim.Optimizer; found {type(optimizer).__name__}{hint}")
+    name = type(optimizer).__name__
+    if needs_closure(optimizer):
+        raise ValueError(
+            f"{where} steps parameters in pieces, and {name} needs a closure, which it evaluates several times within a step. "
+            "Use an optimizer whose step works without one"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            f"{where} streams dense states, and {name} steps the rows of sparse gradients alone. Use sparse=False and Adam"
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise ValueError(f"{where} needs a step that autograd does not follow; found differentiable=True. Leave it out")
+
+
+def try_out(
+    optimizer: torch.optim.Optimizer, *, where: str, torch_device: torch.device, master: torch.dtype | None
+) -> list[list[KeptState]]:
+    """Return what an optimizer keeps for parameters of each of its groups.
+
+    Raises:
+        ValueError: a step of each parameter by itself is not bit for bit a step of all, or a step has failed.
+    """
+    groups = [group for group in optimizer.param_groups if group["params"]][:_MOST_GROUPS]
+    if not groups:
+        return [[] for _ in optimizer.param_groups]
+    whole, apart = _Trial(optimizer, groups, torch_device, master), _Trial(optimizer, groups, torch_device, master)
+    name = type(optimizer).__name__
+    generators = [torch.default_generator, default_generator(torch_device)]
+    before = [generator.get_state() for generator in generators]
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for step in range(_NUM_STEPS):
+                _seed(generators, step)
+                whole.step_all()
+                _seed(generators, step)
+                differing = apart.step_each()
+                differing = differing or whole.differs_from(apart)
+                if differing is not None:
+                    raise _NotSeparableError(differing)
+            step_of(optimizer)(hollow_shell(optimizer))
+    except _NotSeparableError as error:
+        raise ValueError(
+            f"{where} steps parameters in pieces, and {name} is not separable: stepped one by one, small tensors gave another "
+            f"{error} than stepped together. Use an optimizer that steps each parameter by its own gradient"
+        ) from None
+    except Exception as error:
+        raise ValueError(
+            f"{where} tried a step of {name} with two small tensors per group, to see what it keeps. It failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+    kept = whole.kept()
+    known = {id(group): found for group, found in zip(groups, kept, strict=True)}
+    return [known.get(id(group), kept[-1]) for group in optimizer.param_groups]
+
+
+def _seed(generators: list[torch.Generator], seed: int) -> None:
+    for generator in generators:
+        generator.manual_seed(seed)
+
+
+class _NotSeparableError(Exception):
+    """Says what differs."""
+
+
+class _Trial:
+    """Small parameters in groups like the optimizer's, and a shell of it that steps them."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: list[dict[str, Any]],
+        torch_device: torch.device,
+        master: torch.dtype | None,
+    ) -> None:
+        self._optimizer = optimizer
+        generator = torch.Generator().manual_seed(0)
+        self.groups = []
+        for group in groups:
+            first = max(group["params"], key=Tensor.numel)
+            size = [min(length, _LARGEST_SIDE) for length in first.size()]
+            dtype = master if master is not None and needs_master(first, master) else first.dtype
+            small = []
+            for _ in range(2):
+                parameter = nn.Parameter(
+                    _values(size, dtype, generator).to(torch_device), requires_grad=dtype.is_floating_point
+                )
+                small.append(parameter)
+            trial: dict[str, Any] = {name: _own(value) for name, value in group.items() if name != "params"}
+            if "param_names" in trial:
+                trial["param_names"] = ["first", "second"]
+            if torch_device.type == "cpu" and trial.get("capturable"):
+                trial["capturable"] = False
+            self.groups.append({**trial, "params": small})
+        self.parameters = [parameter for group in self.groups for parameter in group["params"]]
+        self.generator = generator
+        self.state: dict[Any, Any] = defaultdict(dict)
+        self.attributes: dict[str, Any] = {}
+
+    def _give_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = _values(list(parameter.size()), parameter.dtype, self.generator).to(parameter.device)
+
+    def _shell(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> torch.optim.Optimizer:
+        shell = shell_of(self._optimizer, groups, state)
+        for name, value in vars(shell).items():
+            if name not in ("param_groups", "state") and isinstance(value, dict | list | set):
+                vars(shell)[name] = copy.copy(value)  # what a step adds there is not the user's
+        vars(shell).update(self.attributes)
+        return shell
+
+    def step_all(self) -> None:
+        self._give_gradients()
+        shell = self._shell(self.groups, self.state)
+        step_of(self._optimizer)(shell)
+        self.attributes.update(changes_of_shell(vars(self._optimizer), shell).entries)
+
+    def step_each(self) -> str | None:
+        """Step each parameter by itself. Return what two of them have written differently."""
+        self._give_gradients()
+        found: dict[int, Changes] = {}
+        of_optimizer: Changes | None = None
+        for number, group in enumerate(self.groups):
+            versions = versions_in(group)
+            for parameter in group["params"]:
+                cut = {**group, "params": [parameter]}
+                state: dict[Any, Any] = defaultdict(dict)
+                if parameter in self.state:
+                    state[parameter] = self.state[parameter]
+                shell = self._shell([cut], state)
+                before = {**vars(shell)}
+                step_of(self._optimizer)(shell)
+                others = [key for key in state if key is not parameter]
+                if others:
+                    return f"state ({others[0]!r}, which is of no parameter)"
+                self.state[parameter] = state[parameter]
+                changes = changes_of_group(group, cut)
+                differing = found.setdefault(number, changes).differs_from(changes)
+                changed = {key: value for key, value in vars(shell).items() if before.get(key) is not value}
+                own = Changes({key: value for key, value in changed.items() if key not in ("param_groups", "state")})
+                of_optimizer = of_optimizer or own
+                differing = differing or of_optimizer.differs_from(own)
+                if differing is not None:
+                    return f'"{differing}"'
+            if versions_in(group) != versions:
+                return "entry of its groups, a tensor that is written to in place,"
+        for number, changes in found.items():
+            self.groups[number].update(changes.entries)
+        self.attributes.update(of_optimizer.entries if of_optimizer is not None else {})
+        return None
+
+    def differs_from(self, other: _Trial) -> str | None:
+        for mine, others in zip(self.parameters, other.parameters, strict=True):
+            if not _have_same_bits(mine, others):
+                return "parameter"
+            for name, value in self.state.get(mine, {}).items():
+                if isinstance(value, Tensor) and not _have_same_bits(value, other.state[others].get(name)):
+                    return f'state ("{name}")'
+        for group, others_group in zip(self.groups, other.groups, strict=True):
+            differing = changes_of_group(group, others_group).entries
+            if differing:
+                return f'entry of its groups ("{next(iter(differing))}")'
+        return None
+
+    def kept(self) -> list[list[KeptState]]:
+        found = []
+        for group in self.groups:
+            parameter = group["params"][0]
+            entries = self.state.get(parameter, {})
+            found.append(
+                [
+                    KeptState(
+                        str(name),
+                        sum(part.nbytes for part in parts_of(value)) / max(1, parameter.numel()),
+                        None if torch_private.is_wrapper(value) else value.dtype,
+                    )
+                    for name, value in entries.items()
+                    if may_leave(value)
+                ]
+            )
+        return found
+
+
+def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
+    """Tell whether a parameter is of a lower precision than its copy would be."""
+    return parameter.is_floating_point() and parameter.dtype.itemsize < master.itemsize
+
+
+def _values(size: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    values = torch.randn(size, generator=generator)
+    return values.to(dtype)
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _have_same_bits(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or torch_private.is_wrapper(one):
+        return isinstance(one, Tensor) and isinstance(other, Tensor)
+    if one.dtype != other.dtype or one.size() != other.size():
+        return False
+    return (
+        bool(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)))
+        if one.dim()
+        else bool(torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other))
+    )

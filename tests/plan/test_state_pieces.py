@@ -1,0 +1,91 @@
+"""Which states make a piece, which stay, and where they are stepped: from numbers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memkit.errors import BudgetInfeasible
+from memkit.plan import ParameterCosts, StateRates, Update, plan_states
+from memkit.plan.state_pieces import PIECE_BYTES
+
+
+def _costs(sizes: list[int]) -> list[ParameterCosts]:
+    return [
+        ParameterCosts(name=str(index), numel=size * 128, parameter_bytes=size * 512, state_bytes=size * 1024)
+        for index, size in enumerate(sizes)
+    ]
+
+
+SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
+
+
+@given(SIZES, st.integers(0, 10**7), st.sampled_from(["device", "host", "both"]), st.floats(0.01, 100))
+def test_pieces_cover_all_and_keep_the_budget(sizes: list[int], budget: int, update: str, ratio: float) -> None:
+    costs = _costs(sizes)
+    rates = StateRates(link_bytes_per_s=8e9, host_numel_per_s=ratio * 1e9)
+    least = min((piece.state_bytes for piece in plan_states(costs).pieces if piece.state_bytes), default=0)
+    if 0 < budget < least:
+        with pytest.raises(BudgetInfeasible) as caught:
+            plan_states(costs, device_budget_bytes=budget, update=update, rates=rates)
+        assert caught.value.smallest_bytes == least
+        budget = least
+    plan = plan_states(costs, device_budget_bytes=budget, update=update, rates=rates)
+
+    assert [index for piece in plan.pieces for index in piece.parameters] == list(range(len(sizes)))
+    assert plan.resident_bytes <= budget
+    assert plan.resident_bytes + plan.host_bytes == sum(cost.state_bytes for cost in costs)
+    for piece in plan.pieces:
+        if not piece.is_resident:
+            assert plan.slot_bytes[piece.slot] >= (
+                piece.state_bytes if piece.update is Update.DEVICE else piece.parameter_bytes * 2
+            )
+    sides = {piece.slot: piece.update for piece in plan.pieces if piece.slot >= 0}
+    assert all(piece.slot < 0 or sides[piece.slot] is piece.update for piece in plan.pieces)
+
+
+@given(SIZES, st.integers(1, 10**7))
+def test_more_budget_never_leaves_more_on_the_host(sizes: list[int], budget: int) -> None:
+    costs = _costs(sizes)
+    found = []
+    for bytes_ in (0, budget * 1024, 2 * budget * 1024):
+        try:
+            found.append(plan_states(costs, device_budget_bytes=bytes_).host_bytes)
+        except BudgetInfeasible:
+            found.append(found[-1])
+
+    assert found[0] >= found[1]
+    assert found[0] >= found[2]
+
+
+def test_room_is_for_three_pieces_and_one_large_parameter() -> None:
+    million = 2**20
+    costs = [
+        ParameterCosts(name="embedding", numel=98 * million, parameter_bytes=196 * million, state_bytes=1176 * million),
+        *(
+            ParameterCosts(name=f"{i}", numel=5 * million, parameter_bytes=10 * million, state_bytes=60 * million)
+            for i in range(40)
+        ),
+    ]
+    plan = plan_states(costs)
+
+    assert plan.slot_bytes == (1176 * million, 60 * million, 60 * million)
+    assert all(piece.state_bytes <= PIECE_BYTES for piece in plan.pieces[1:])
+
+
+@pytest.mark.parametrize(
+    ("link", "host", "share"), [(50e9, 4.2e9, 0.5), (12e9, 1e9, 0.5), (36e9, 1e9, 0.25), (12e9, 3e9, 0.75)]
+)
+def test_both_sides_end_together(link: float, host: float, share: float) -> None:
+    costs = [ParameterCosts(name=str(i), numel=100, parameter_bytes=200, state_bytes=1200) for i in range(400)]
+    plan = plan_states(costs, update="both", rates=StateRates(link_bytes_per_s=link, host_numel_per_s=host))
+    on_host = sum(piece.state_bytes for piece in plan.pieces if piece.update is Update.HOST) / plan.host_bytes
+
+    assert on_host == pytest.approx(share, abs=0.07)
+
+
+def test_explains_itself() -> None:
+    text = plan_states(_costs([100] * 4), device_budget_bytes=2**17).explain()
+
+    assert "400.00 KiB of states in 4 pieces: 300.00 KiB in host memory, 100.00 KiB stay on the device." in text

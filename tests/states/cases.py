@@ -1,0 +1,251 @@
+"""Models, optimizers and loops that tests step with and without `StateOffload`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memkit
+from memkit.device import Device
+from tests.weights.wrapped import Int8
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Keeps the count of its steps and a sum of weights in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            k = group["k"]
+            weight = (k + 1) ** 2 * group["lr"]
+            group["weight_sum"] = weight_sum = group["weight_sum"] + weight
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "z" not in state:
+                    state["z"] = parameter.clone()
+                    state["square"] = torch.zeros_like(parameter)
+                state["square"].mul_(0.9).addcmul_(parameter.grad, parameter.grad, value=0.1)
+                state["z"].addcdiv_(parameter.grad, state["square"].sqrt().add_(1e-6), value=-group["lr"])
+                parameter.lerp_(state["z"], weight / weight_sum)
+            group["k"] = k + 1
+        return None
+
+
+class Rebinding(torch.optim.Optimizer):
+    """A user-made one: it puts new tensors in the place of the old, counts in a plain number, and in an attribute."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is None:
+                        continue
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    before = state.get("mean", torch.zeros_like(parameter))
+                    state["mean"] = before * 0.9 + parameter.grad
+                    parameter -= group["lr"] * state["mean"] / (state["count"] + self.num_steps)
+        return None
+
+
+class DAdapting(torch.optim.Optimizer):
+    """Estimates one step size from the gradients of all its parameters."""
+
+    def __init__(self, params: Any, d: float = 1e-3) -> None:
+        super().__init__(params, {"d": d})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            total = 0.0
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    total += float(parameter.grad.norm())
+                    parameter.add_(parameter.grad, alpha=-group["d"])
+            group["d"] += 1e-3 * total
+        return None
+
+
+class GlobalNorm(torch.optim.Optimizer):
+    """Clips by the norm of all gradients within its step, and writes that nowhere."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm() if grads else torch.ones(())
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad / norm)
+        return None
+
+
+class EightBit(torch.optim.Optimizer):
+    """Keeps states of one byte per element, tensors that wrap others, as low-bit optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "mean" not in state:
+                    state["mean"] = Int8.quantized(torch.full_like(parameter, 1e-6))
+                    state["step"] = torch.zeros(())
+                mean = state["mean"].dequantize() * 0.9 + parameter.grad
+                parameter.sub_(mean, alpha=group["lr"])
+                state["mean"].copy_(Int8.quantized(mean))
+                state["step"] += 1
+        return None
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer to test."""
+
+    name: str
+    make: Make
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _variants(kind: Any, fused: bool = False, **options: Any) -> Iterable[Case]:
+    name = kind.__name__
+    for foreach in (False, True):
+        label = "foreach" if foreach else "loop"
+        yield Case(f"{name} {label}", lambda p, foreach=foreach: kind(p, foreach=foreach, **options))
+    if fused:
+        yield Case(f"{name} fused", lambda p: kind(p, fused=True, **options))
+
+
+OPTIMIZERS = [
+    *_variants(torch.optim.Adam, fused=True, lr=1e-2, amsgrad=True),
+    *_variants(torch.optim.AdamW, fused=True, lr=1e-2),
+    *_variants(torch.optim.NAdam, lr=1e-2),
+    *_variants(torch.optim.RAdam, lr=1e-2),
+    *_variants(torch.optim.Adamax, lr=1e-2),
+    *_variants(torch.optim.Adadelta),
+    *_variants(torch.optim.Adagrad, lr=1e-2),
+    *_variants(torch.optim.RMSprop, lr=1e-2, momentum=0.9, centered=True),
+    *_variants(torch.optim.Rprop, lr=1e-2),
+    *_variants(torch.optim.ASGD, lr=1e-2),
+    *_variants(torch.optim.SGD, fused=True, lr=1e-2, momentum=0.9),
+    *_variants(torch.optim.Adafactor, lr=1e-2),
+    Case("Muon", lambda p: torch.optim.Muon(p, lr=1e-2)),
+    Case("AdamW lr tensor", lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False)),
+    Case("schedule free", ScheduleFree),
+    Case("rebinding", Rebinding),
+]
+"""Every dense class of `torch.optim`, in each of its ways, and some that users make."""
+
+
+class Net(nn.Module):
+    """Some layers of different sizes, one that no gradient reaches, and one without elements."""
+
+    def __init__(self, width: int = 24, depth: int = 4, *, only_matrices: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=not only_matrices) for _ in range(depth))
+        self.head = nn.Linear(width, 3, bias=False)
+        self.unused = nn.Linear(width, 2, bias=False)
+        if not only_matrices:
+            self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def make_net(device: Device, case: Case | None = None, dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(1)
+    return Net(only_matrices=case is not None and case.name == "Muon").to(device.torch_device, dtype)
+
+
+def batch(device: Device, number: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(5, 24, generator=generator).to(device.torch_device, dtype)
+
+
+def groups_of(model: Net) -> list[dict[str, Any]]:
+    """Return two groups, the second with another learning rate."""
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-3}]
+
+
+def train(
+    model: Net,
+    optimizer: torch.optim.Optimizer,
+    device: Device,
+    steps: Iterable[int],
+    *,
+    scheduler: Any = None,
+    clip: float | None = None,
+    accumulate: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Train as users do."""
+    for step in steps:
+        for part in range(accumulate):
+            model(batch(device, 10 * step + part, dtype)).float().square().mean().backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+
+
+def assert_same(one: Any, other: Any, where: str = "") -> None:
+    """Assert that two things made of tensors, numbers, dicts and lists have the same bits."""
+    if isinstance(one, Int8):
+        assert isinstance(other, Int8), where
+        assert_same(one.inner, other.inner, where)
+    elif isinstance(one, Tensor):
+        assert isinstance(other, Tensor), where
+        assert one.dtype == other.dtype, where
+        assert one.size() == other.size(), where
+        bits = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+        assert torch.equal(*bits), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key, value in one.items():
+            assert_same(value, other[key], f"{where}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, value in enumerate(one):
+            assert_same(value, other[index], f"{where}[{index}]")
+    else:
+        assert one == other, where
+
+
+def assert_same_training(plain: nn.Module, plain_optimizer: Any, model: nn.Module, optimizer: Any) -> None:
+    assert_same(plain.state_dict(), model.state_dict(), "parameters")
+    assert_same(plain_optimizer.state_dict(), optimizer.state_dict(), "states")
+
+
+def offload(optimizer: torch.optim.Optimizer, device: Device, **options: Any) -> memkit.StateOffload:
+    return memkit.StateOffload(optimizer, device=device, **options)

@@ -1,0 +1,187 @@
+"""What can't be done exactly is refused by name, before anything moves."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import memkit
+from memkit.device import CpuDevice, Device, ReferenceDevice
+from memkit.errors import BudgetInfeasible, HostMemoryError, StateOffloadError
+from tests.states.cases import DAdapting, GlobalNorm, ScheduleFree, batch, make_net, offload, train
+from tests.weights.wrapped import Int8
+
+
+def _unchanged(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    hooks = [len(value) for name, value in vars(optimizer).items() if name.endswith("_hooks")]
+    return hooks, [*map(id, optimizer.state)], [{**group} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (torch.optim.LBFGS, "LBFGS needs a closure, which it evaluates several times within a step"),
+        (torch.optim.SparseAdam, "SparseAdam steps the rows of sparse gradients alone. Use sparse=False and Adam"),
+        (DAdapting, 'DAdapting is not separable: stepped one by one, small tensors gave another "d"'),
+        (GlobalNorm, "GlobalNorm is not separable: stepped one by one, small tensors gave another parameter"),
+        (lambda p: torch.optim.Adam(p, differentiable=True), "found differentiable=True. Leave it out"),
+    ],
+)
+def test_optimizers_that_cannot_be_stepped_in_pieces(make: Any, message: str) -> None:
+    optimizer = make(make_net(ReferenceDevice()).parameters())
+    before, random = _unchanged(optimizer), torch.get_rng_state()
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        offload(optimizer, ReferenceDevice())
+
+    assert _unchanged(optimizer) == before
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_an_optimizer_whose_step_fails() -> None:
+    class Picky(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ArithmeticError("not today")
+
+    with pytest.raises(ValueError, match=r"tried a step of Picky .* It failed: ArithmeticError: not today"):
+        offload(Picky(make_net(ReferenceDevice()).parameters()), ReferenceDevice())
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    optimizer = ScheduleFree(make_net(ReferenceDevice()).parameters())
+    before, random = [{**group} for group in optimizer.param_groups], torch.get_rng_state()
+
+    offload(optimizer, ReferenceDevice()).close()
+
+    assert [{**group} for group in optimizer.param_groups] == before
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"update": "gpu"}, ValueError, "update is one of 'auto', 'device', 'host', 'both'; found 'gpu'"),
+        ({"master": torch.float64}, ValueError, "master is torch.float32 or None; found torch.float64"),
+        ({"device_budget": -1}, ValueError, "device_budget is a number of bytes, 0 or more; found -1"),
+        ({"device_budget": 1.5}, TypeError, "device_budget is a number of bytes"),
+        ({"device_budget": "600B"}, BudgetInfeasible, "at least 1.00 KiB, the smallest piece"),
+        (
+            {"host_budget": 4096},
+            HostMemoryError,
+            "needs a host_budget of at least 2.00 MiB, in whole pages of 2.00 MiB; found 4.00 KiB",
+        ),
+        ({"device": "meta"}, ValueError, 'memkit runs on "cpu" and "cuda"'),
+    ],
+)
+def test_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters())
+    before = _unchanged(optimizer)
+
+    with pytest.raises(error, match=re.escape(message)):
+        memkit.StateOffload(optimizer, **{"device": ReferenceDevice(), **options})
+
+    assert _unchanged(optimizer) == before
+
+
+def test_the_least_budget_works() -> None:
+    optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters())
+    with pytest.raises(BudgetInfeasible) as caught:
+        offload(optimizer, ReferenceDevice(), device_budget="600B")
+
+    states = offload(optimizer, ReferenceDevice(), device_budget=caught.value.smallest_bytes)
+    assert 0 < states.plan.resident_bytes <= caught.value.smallest_bytes
+    states.close()
+
+
+def test_what_wraps_an_optimizer_is_named() -> None:
+    class Wrapper:
+        optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters())
+
+    with pytest.raises(TypeError, match=r"found Wrapper. Pass what it wraps: .optimizer, a AdamW"):
+        memkit.StateOffload(Wrapper(), device=ReferenceDevice())  # type: ignore[arg-type]
+
+
+def test_sparse_gradients(device: Device) -> None:
+    embedding = torch.nn.Embedding(50, 8, sparse=True).to(device.torch_device)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9)
+    with offload(optimizer, device):
+        embedding(torch.tensor([1, 2], device=device.torch_device)).sum().backward()
+        with pytest.raises(StateOffloadError, match=r"the gradient of parameter 0\.0 is sparse"):
+            optimizer.step()
+
+
+def test_capture_and_compilation_are_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device):
+        model(batch(device, 0)).sum().backward()
+        monkeypatch.setattr(type(device), "is_capturing", lambda _: True)
+        with pytest.raises(StateOffloadError, match="can't be compiled or captured into a graph"):
+            optimizer.step()
+        monkeypatch.undo()
+
+
+def test_a_host_step_without_fused_kernel_warns() -> None:
+    optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters())
+
+    with pytest.warns(
+        UserWarning, match=r"AdamW steps on the host without its fused kernel.*Make it with fused=True"
+    ) as caught:
+        memkit.StateOffload(optimizer, device=ReferenceDevice(), update="host").close()
+
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_parameters_in_host_memory_warn() -> None:
+    optimizer = torch.optim.AdamW(make_net(CpuDevice()).parameters())
+
+    with pytest.warns(UserWarning, match="the parameters are in host memory, and so are the states already"):
+        states = memkit.StateOffload(optimizer)
+    train(make_net(CpuDevice()), optimizer, CpuDevice(), range(1))
+    states.close()
+
+
+def test_entered_once() -> None:
+    states = offload(torch.optim.AdamW(make_net(ReferenceDevice()).parameters()), ReferenceDevice())
+    with states, pytest.raises(ValueError, match="already entered"):
+        states.__enter__()
+
+
+class _Full(ReferenceDevice):
+    """Has no room from a chosen allocation on."""
+
+    num_left = 0
+
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise torch.OutOfMemoryError("full")
+        return super().allocate(num_bytes)
+
+
+@pytest.mark.parametrize("num_left", range(4))
+def test_no_room_on_the_device_changes_nothing(num_left: int) -> None:
+    device = _Full()
+    device.num_left = num_left
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, device, range(1))
+    before = _unchanged(optimizer)
+
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        memkit.StateOffload(optimizer, device=device)
+
+    assert _unchanged(optimizer) == before
+    train(model, optimizer, device, range(1, 2))
+
+
+def test_parameters_that_wrap_others_are_refused() -> None:
+    parameter = torch.nn.Parameter(Int8.quantized(torch.randn(4, 4)), requires_grad=False)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+
+    with pytest.raises(ValueError, match="needs plain parameters; found a Int8, which wraps others"):
+        offload(optimizer, ReferenceDevice())

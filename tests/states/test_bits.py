@@ -1,0 +1,180 @@
+"""A step with streamed states is bit for bit the optimizer's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import memkit
+from memkit.device import Device
+from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, groups_of, make_net, offload, train
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+def test_steps_as_the_plain_optimizer(device: Device, case: Case) -> None:
+    plain, model = make_net(device, case), make_net(device, case)
+    plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
+    plain_scheduler = torch.optim.lr_scheduler.StepLR(plain_optimizer, 2, 0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    with offload(optimizer, device) as states:
+        train(plain, plain_optimizer, device, range(6), scheduler=plain_scheduler, clip=0.1, accumulate=2)
+        train(model, optimizer, device, range(6), scheduler=scheduler, clip=0.1, accumulate=2)
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+        if case.name != "GlobalNorm":
+            assert states.stats().h2d_bytes > 0
+
+    train(plain, plain_optimizer, device, range(6, 8), scheduler=plain_scheduler)
+    train(model, optimizer, device, range(6, 8), scheduler=scheduler)
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+def test_states_are_in_host_memory_between_steps(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    with offload(optimizer, device) as states:
+        train(model, optimizer, device, range(2))
+        moved = states.stats()
+        assert moved.d2h_bytes == 2 * moved.h2d_bytes > 0
+        for entries in optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert entries[name].device.type == "cpu"
+                assert entries[name].untyped_storage().nbytes() == entries[name].nbytes
+
+
+@pytest.mark.parametrize("budget", [0, 8192, "1GiB"])
+def test_what_fits_stays(device: Device, budget: int | str) -> None:
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (plain, model))
+
+    with offload(optimizer, device, device_budget=budget) as states:
+        train(plain, plain_optimizer, device, range(4))
+        train(model, optimizer, device, range(4))
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+        assert states.plan.resident_bytes <= (8192 if budget == 8192 else 2**30 * bool(budget))
+        assert (states.plan.host_bytes > 0) == (budget != "1GiB")
+
+
+def test_nothing_to_offload_installs_nothing(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    before = {name: len(value) for name, value in vars(optimizer).items() if name.endswith("_hooks")}
+
+    with offload(optimizer, device) as states:
+        assert states.plan.is_empty
+        assert {name: len(value) for name, value in vars(optimizer).items() if name.endswith("_hooks")} == before
+        assert states.stats().host_bytes == 0
+        train(model, optimizer, device, range(2))
+
+
+def test_schedulers_made_after(device: Device) -> None:
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (plain, model))
+
+    with offload(optimizer, device):
+        for net, own in ((plain, plain_optimizer), (model, optimizer)):
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(own, 1e-2, total_steps=10)
+            train(net, own, device, range(5), scheduler=scheduler)
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+def test_closure_is_run_once(device: Device) -> None:
+    results, models = [], [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in models]
+    states = offload(optimizers[1], device)
+    for net, own in zip(models, optimizers, strict=True):
+        calls = []
+
+        def closure(net=net, own=own, calls=calls) -> torch.Tensor:
+            calls.append(1)
+            own.zero_grad()
+            loss = net(torch.ones(2, 24, device=device.torch_device)).square().mean()
+            loss.backward()
+            return loss
+
+        results.append([own.step(closure) for _ in range(3)])
+        assert len(calls) == 3
+
+    assert_same(results[0], results[1])
+    assert_same_training(models[0], optimizers[0], models[1], optimizers[1])
+    states.close()
+
+
+def test_groups_change(device: Device) -> None:
+    nets, optimizers = [make_net(device), make_net(device)], []
+    for net in nets:
+        optimizers.append(torch.optim.AdamW(net.layers[:2].parameters(), lr=1e-2))
+    with offload(optimizers[1], device):
+        for net, own in zip(nets, optimizers, strict=True):
+            train(net, own, device, range(2))
+            own.add_param_group({"params": [*net.layers[2:].parameters(), *net.head.parameters()], "lr": 1e-3})
+            train(net, own, device, range(2, 4))
+            own.param_groups[0]["betas"] = (0.5, 0.9)
+            net.layers[0].requires_grad_(False)
+            train(net, own, device, range(4, 6))
+            del own.param_groups[1]["params"][1]
+            train(net, own, device, range(6, 8))
+        assert_same(nets[0].state_dict(), nets[1].state_dict())
+
+
+def test_grad_scaler_skips_and_steps(device: Device) -> None:
+    nets = [make_net(device), make_net(device)]
+    for fused in (False, True):
+        optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused) for net in nets]
+        with offload(optimizers[1], device):
+            for net, own in zip(nets, optimizers, strict=True):
+                scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=4.0)
+                for step in range(5):
+                    loss = net(torch.full((2, 24), 0.1 * step, device=device.torch_device)).square().mean()
+                    scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+                    scaler.step(own)
+                    scaler.update()
+                    own.zero_grad()
+            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+def test_hooks_set_later_come_first(device: Device) -> None:
+    nets = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+    with offload(optimizers[1], device):
+        for net, own in zip(nets, optimizers, strict=True):
+
+            def clip(own: torch.optim.Optimizer, *_: object, net=net) -> None:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+
+            own.register_step_pre_hook(clip)
+            train(net, own, device, range(3))
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+def test_states_that_lie_elsewhere_are_adopted(device: Device) -> None:
+    nets = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+    for net, own in zip(nets, optimizers, strict=True):
+        train(net, own, device, range(2))
+    with offload(optimizers[1], device):
+        for net, own in zip(nets, optimizers, strict=True):
+            train(net, own, device, range(2, 4))
+        for entries in optimizers[1].state.values():
+            entries["exp_avg"] = entries["exp_avg"].to(device.torch_device, copy=True)
+        train(nets[0], optimizers[0], device, range(4, 6))
+        with pytest.warns(UserWarning, match="were put elsewhere"):
+            train(nets[1], optimizers[1], device, range(4, 6))
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+def test_repr_and_stats(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    states = memkit.StateOffload(optimizer, device=device)
+    train(model, optimizer, device, range(2))
+
+    assert "StateOffload of AdamW" in repr(states)
+    assert "moved to the device" in str(states.stats())
+    assert states.stats().num_steps == 2
+    states.close()
+    states.close()
+    assert repr(states) == "<StateOffload of AdamW: closed>"
+    with pytest.raises(ValueError, match="is closed"):
+        states.__enter__()

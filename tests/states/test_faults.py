@@ -1,0 +1,358 @@
+"""Whatever breaks a step off, each parameter and its states are as before it or as after it, and the next step goes on."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import memkit
+from memkit.device import ReferenceDevice
+from memkit.errors import StateOffloadError
+from memkit.plan import StateRates
+from memkit.states import state_offload
+from tests.interrupts import count_lines, interrupt, spread
+from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+
+
+class Faulty(ReferenceDevice):
+    """A device whose next calls fail, from a chosen one on as often as asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails_at: dict[int, BaseException] = {}
+        self.num_calls = 0
+
+    def _count(self) -> None:
+        self.num_calls += 1
+        error = self.fails_at.pop(self.num_calls, None)
+        if error is not None:
+            raise error
+
+    def copy(self, *args: Any) -> None:
+        self._count()
+        super().copy(*args)
+
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        self._count()
+        return super().allocate(num_bytes)
+
+    def record_event(self, *args: Any, **options: Any) -> Any:
+        self._count()
+        return super().record_event(*args, **options)
+
+
+def _failing(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return a class like another whose step fails between the parameters of a piece, or behind them."""
+
+    class Failing(kind):  # type: ignore[misc, valid-type]
+        fails_at: dict[int, BaseException] = {}  # noqa: RUF012
+        num_calls = 0
+        is_behind = False
+
+        def step(self, closure: Any = None) -> Any:
+            Failing.num_calls += 1
+            error = Failing.fails_at.pop(Failing.num_calls, None)
+            if error is not None:
+                if Failing.is_behind:
+                    super().step(closure)
+                else:  # half of it
+                    for parameter in self.param_groups[0]["params"][:1]:
+                        with torch.no_grad():
+                            parameter.mul_(2.0)
+                            for value in self.state.get(parameter, {}).values():
+                                if isinstance(value, torch.Tensor):
+                                    value.add_(1.0)
+                raise error
+            return super().step(closure)
+
+    return Failing
+
+
+def _snapshot(model: Net, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    optimizer.state_dict()  # which waits
+    return [
+        (parameter.detach().clone(), copy.deepcopy(dict(optimizer.state.get(parameter) or {})))
+        for parameter in model.parameters()
+    ]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        assert_same(one, other)
+    except AssertionError:
+        return False
+    return True
+
+
+def _assert_old_or_new(found: Any, old: Any, new: Any) -> int:
+    """Return how many are new."""
+    num_new = 0
+    for mine, before, after in zip(found, old, new, strict=True):
+        assert _is_same(mine, before) or _is_same(mine, after)
+        num_new += _is_same(mine, after) and not _is_same(before, after)
+    return num_new
+
+
+def _give_gradients(model: Net, device: ReferenceDevice, step: int) -> None:
+    model.zero_grad()
+    model(batch(device, step)).square().mean().backward()
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda kind, p: kind(torch.optim.AdamW)(p, lr=1e-2, foreach=True),
+    "fused": lambda kind, p: kind(torch.optim.AdamW)(p, lr=1e-2, fused=True),
+    "schedule free": lambda kind, p: kind(ScheduleFree)(p),
+    "rebinding": lambda kind, p: kind(Rebinding)(p),
+}
+ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError]
+
+
+@settings(max_examples=60)
+@given(
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    update=st.sampled_from(["device", "device", "host", "both"]),
+    budget=st.sampled_from([0, 16384]),
+    at=st.integers(1, 60),
+    error=st.sampled_from(ERRORS),
+    has_states=st.booleans(),
+    again=st.integers(0, 40),
+)
+def test_a_fault_of_the_device(
+    name: str, update: str, budget: int, at: int, error: type[BaseException], has_states: bool, again: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_offload, "measure_rates", lambda *_: StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0))
+        device = Faulty()
+        plain, model = make_net(device), make_net(device)
+        plain_optimizer, optimizer = (OPTIMIZERS[name](lambda kind: kind, net.parameters()) for net in (plain, model))
+        with memkit.StateOffload(optimizer, device=device, update=update, device_budget=budget):
+            steps = 2 if has_states else 0
+            train(plain, plain_optimizer, device, range(steps))
+            train(model, optimizer, device, range(steps))
+            old = _snapshot(plain, plain_optimizer)
+            for net in (plain, model):
+                _give_gradients(net, device, 5)
+            plain_optimizer.step()
+            new = _snapshot(plain, plain_optimizer)
+
+            device.num_calls, device.fails_at = 0, {at: error("injected")}
+            if again:
+                device.fails_at[at + again] = error("injected again")
+            has_failed = False
+            try:
+                optimizer.step()
+            except (*ERRORS, StateOffloadError):
+                has_failed = True
+            device.fails_at = {}
+            num_new = _assert_old_or_new(_snapshot(model, optimizer), old, new)
+            if has_failed:
+                optimizer.step()
+            else:
+                assert num_new
+            assert_same(_snapshot(model, optimizer), new)
+            assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
+            train(plain, plain_optimizer, device, range(7, 9))
+            train(model, optimizer, device, range(7, 9))
+            assert_same(plain.state_dict(), model.state_dict())
+        device.synchronize()
+        assert not device.races
+
+
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    budget=st.sampled_from([0, 16384]),
+    at=st.integers(1, 12),
+    error=st.sampled_from(ERRORS),
+    has_states=st.booleans(),
+    is_behind=st.booleans(),
+    goes_on=st.booleans(),
+)
+def test_a_fault_of_the_optimizer(
+    name: str, budget: int, at: int, error: type[BaseException], has_states: bool, is_behind: bool, goes_on: bool
+) -> None:
+    device = ReferenceDevice()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer = OPTIMIZERS[name](lambda kind: kind, plain.parameters())
+    optimizer = OPTIMIZERS[name](_failing, model.parameters())
+    failing: Any = type(optimizer)
+    with memkit.StateOffload(optimizer, device=device, device_budget=budget):
+        steps = 2 if has_states else 0
+        train(plain, plain_optimizer, device, range(steps))
+        train(model, optimizer, device, range(steps))
+        old = _snapshot(plain, plain_optimizer)
+        for net in (plain, model):
+            _give_gradients(net, device, 5)
+        plain_optimizer.step()
+        new = _snapshot(plain, plain_optimizer)
+
+        failing.is_behind, failing.num_calls, failing.fails_at = is_behind, 0, {at: error("injected")}
+        try:
+            optimizer.step()
+        except error:
+            _assert_old_or_new(_snapshot(model, optimizer), old, new)
+            if goes_on:
+                optimizer.step()
+        else:
+            goes_on = True
+        if goes_on:
+            assert_same(_snapshot(model, optimizer), new)
+            assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
+        else:  # other gradients: all are stepped
+            found = _snapshot(model, optimizer)
+            _give_gradients(model, device, 6)
+            optimizer.step()
+            moved = [
+                not _is_same(one[0], other[0])
+                for one, other, parameter in zip(_snapshot(model, optimizer), found, model.parameters(), strict=True)
+                if parameter.grad is not None and parameter.grad.count_nonzero()
+            ]
+            assert all(moved)
+
+
+def test_an_error_says_what_was_stepped() -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = _failing(torch.optim.AdamW)(model.parameters())
+    with memkit.StateOffload(optimizer, device=device):
+        train(model, optimizer, device, range(2))
+        kind: Any = type(optimizer)
+        kind.num_calls, kind.fails_at = 0, {3: ArithmeticError("no")}
+        _give_gradients(model, device, 3)
+
+        with pytest.raises(ArithmeticError) as caught:
+            optimizer.step()
+
+    (note,) = caught.value.__notes__
+    assert "of 9 parameters were stepped; each is as before or as after the step" in note
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_interrupts_at_any_line(update: str) -> None:
+    """Ctrl-C ahead of any line of a step leaves it half done at most, and calling it again does the rest."""
+    device = ReferenceDevice()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in (plain, model))
+    train(plain, plain_optimizer, device, range(2))
+    begin = copy.deepcopy((plain.state_dict(), plain_optimizer.state_dict()))
+    old = _snapshot(plain, plain_optimizer)
+    _give_gradients(plain, device, 5)
+    plain_optimizer.step()
+    new = _snapshot(plain, plain_optimizer)
+    threads = threading.active_count()
+
+    with memkit.StateOffload(optimizer, device=device, update=update):
+
+        def begin_anew() -> None:
+            model.load_state_dict(begin[0])
+            optimizer.load_state_dict(begin[1])
+            _give_gradients(model, device, 5)
+
+        begin_anew()
+        for line in spread(count_lines(optimizer.step, None), 150):
+            begin_anew()
+            place = interrupt(optimizer.step, line, None)
+            _assert_old_or_new(_snapshot(model, optimizer), old, new)
+            if place is not None:
+                optimizer.step()
+            assert_same(_snapshot(model, optimizer), new, str(place))
+    device.synchronize()
+    assert not device.races
+    assert threading.active_count() == threads
+
+
+def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
+    class Late(DAdapting):
+        """Writes to its groups what it has found only after some steps."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["num"] = group.get("num", 0) + 1
+            if self.param_groups[0]["num"] > 4:
+                return super().step(closure)
+            return None
+
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = Late(model.parameters())
+    with memkit.StateOffload(optimizer, device=device, master=None, update="device") as states:
+        assert states.plan.is_empty  # it keeps nothing, so nothing is stepped in pieces
+
+    class LateWithStates(Late):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self.state[parameter].setdefault("kept", torch.zeros_like(parameter))
+            return super().step(closure)
+
+    optimizer = LateWithStates(model.parameters())
+    with memkit.StateOffload(optimizer, device=device):
+        train(model, optimizer, device, range(4))
+        before = optimizer.param_groups[0]["d"]
+        _give_gradients(model, device, 5)
+        with pytest.raises(StateOffloadError, match='two pieces of one step have written different values to "d"'):
+            optimizer.step()
+        assert optimizer.param_groups[0]["d"] == before
+
+
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    at=st.integers(1, 60),
+    error=st.sampled_from(ERRORS),
+    has_states=st.booleans(),
+    overlaps=st.booleans(),
+)
+def test_a_fault_within_a_backward_or_beside_a_forward(
+    name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool
+) -> None:
+    device = Faulty()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = (OPTIMIZERS[name](lambda kind: kind, net.parameters()) for net in (plain, model))
+    options: dict[str, Any] = {"overlap_forward": True} if overlaps else {"when": "backward"}
+    with memkit.StateOffload(optimizer, device=device, **options) as states:
+        steps = 2 if has_states else 0
+        train(plain, plain_optimizer, device, range(steps))
+        train(model, optimizer, device, range(steps))
+        states.wait()
+        old = _snapshot(plain, plain_optimizer)
+        _give_gradients(plain, device, 5)
+        plain_optimizer.step()
+        new = _snapshot(plain, plain_optimizer)
+
+        model.zero_grad()
+        loss = model(batch(device, 5)).square().mean()
+        if overlaps:
+            loss.backward()
+        device.num_calls, device.fails_at = 0, {at: error("injected")}
+        try:
+            optimizer.step() if overlaps else loss.backward()
+        except (*ERRORS, StateOffloadError):
+            device.fails_at = {}
+            states.wait()
+            _assert_old_or_new(_snapshot(model, optimizer), old, new)
+            optimizer.step()
+        else:
+            device.fails_at = {}
+            if not overlaps:
+                optimizer.step()
+        states.wait()
+        num_new = _assert_old_or_new(_snapshot(model, optimizer), old, new)
+        assert num_new == sum(not _is_same(one, other) for one, other in zip(old, new, strict=True)) or not overlaps
+        optimizer.zero_grad()
+        train(model, optimizer, device, range(7, 9))
+        states.wait()
+    device.synchronize()
+    assert not device.races

@@ -1,0 +1,126 @@
+"""`master=torch.float32`: float32 copies are stepped, and the parameters are these, rounded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from memkit.device import Device
+from tests.states.cases import OPTIMIZERS, Case, Net, assert_same, batch, make_net, offload, train
+
+CASES = [case for case in OPTIMIZERS if case.name not in ("Adagrad loop", "Adagrad foreach", "rebinding")]
+"""`Adagrad` makes its states with the optimizer: they are tested by `test_states_made_before`."""
+
+
+class Reference:
+    """A bfloat16 model whose optimizer is the plain one over float32 copies of its parameters."""
+
+    def __init__(self, model: Net, case: Case) -> None:
+        self.model = model
+        self.copies = [nn.Parameter(parameter.detach().float()) for parameter in model.parameters()]
+        self.optimizer = case.make(self.copies)
+
+    def train(self, device: Device, steps: Iterable[int]) -> None:
+        for step in steps:
+            for part in range(2):
+                self.model(batch(device, 10 * step + part, torch.bfloat16)).float().square().mean().backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+            for parameter, copied in zip(self.model.parameters(), self.copies, strict=True):
+                copied.grad = None if parameter.grad is None else parameter.grad.float()
+            self.optimizer.step()
+            with torch.no_grad():
+                for parameter, copied in zip(self.model.parameters(), self.copies, strict=True):
+                    parameter.copy_(copied)
+                    parameter.grad = None
+
+    def state_dict(self) -> dict:
+        found = self.optimizer.state_dict()
+        state = {key: {**entries, "master": self.copies[key].detach()} for key, entries in found["state"].items() if entries}
+        return {**found, "state": state}
+
+
+@pytest.mark.parametrize("budget", [0, 12288])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steps_as_the_plain_optimizer_over_copies(device: Device, case: Case, budget: int) -> None:
+    reference = Reference(make_net(device, case, torch.bfloat16), case)
+    model = make_net(device, case, torch.bfloat16)
+    optimizer = case.make(model.parameters())
+
+    with offload(optimizer, device, master=torch.float32, device_budget=budget):
+        reference.train(device, range(4))
+        train(model, optimizer, device, range(4), clip=0.1, accumulate=2, dtype=torch.bfloat16)
+
+        assert_same(reference.model.state_dict(), model.state_dict(), "parameters")
+        state = optimizer.state_dict()
+        state["state"] = {key: entries for key, entries in state["state"].items() if "master" in entries}
+        assert_same(reference.state_dict(), state, "states")
+
+
+def test_write_back_is_seen_by_autograd(device: Device) -> None:
+    model = make_net(device, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    with offload(optimizer, device, master=torch.float32):
+        loss = model(batch(device, 0, torch.bfloat16)).float().square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_what_others_write_to_a_parameter_counts(device: Device) -> None:
+    model = make_net(device, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
+    with offload(optimizer, device, master=torch.float32):
+        train(model, optimizer, device, range(2), dtype=torch.bfloat16)
+        weight = model.head.weight
+        before = optimizer.state[weight]["master"].clone()
+        with torch.no_grad():
+            weight[0] = 3.0
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+        after = optimizer.state[weight]["master"]
+        assert bool((after[0] == 3.0).all())
+        assert_same(before[1:], after[1:])
+
+
+def test_a_checkpoint_without_copies_is_taken_up(device: Device) -> None:
+    plain = make_net(device, dtype=torch.bfloat16)
+    plain_optimizer = torch.optim.AdamW(plain.parameters())
+    train(plain, plain_optimizer, device, range(2), dtype=torch.bfloat16)
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    with offload(optimizer, device, master=torch.float32):
+        optimizer.load_state_dict(plain_optimizer.state_dict())
+        entries = optimizer.state[model.head.weight]
+        assert_same(entries["master"], model.head.weight.detach().float())
+        assert_same(entries["exp_avg"], plain_optimizer.state[plain.head.weight]["exp_avg"].float())
+        train(model, optimizer, device, range(2, 4), dtype=torch.bfloat16)
+
+
+def test_copies_keep_their_precision_through_a_checkpoint(device: Device) -> None:
+    models = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in models]
+    with offload(optimizers[0], device, master=torch.float32), offload(optimizers[1], device, master=torch.float32):
+        train(models[0], optimizers[0], device, range(3), dtype=torch.bfloat16)
+        models[1].load_state_dict(models[0].state_dict())
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        for net, own in zip(models, optimizers, strict=True):
+            train(net, own, device, range(3, 6), dtype=torch.bfloat16)
+        assert_same(models[0].state_dict(), models[1].state_dict())
+        assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
+        assert optimizers[1].state[models[1].head.weight]["exp_avg"].dtype is torch.float32
+
+
+def test_master_of_float32_is_refused(device: Device) -> None:
+    optimizer = torch.optim.AdamW(make_net(device).parameters())
+
+    with pytest.raises(ValueError, match=r"is for parameters of lower precision; found torch\.float32"):
+        offload(optimizer, device, master=torch.float32)

@@ -1,0 +1,186 @@
+"""`overlap_forward=True`: the next forward runs beside the step, and reads no parameter that is not stepped yet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memkit.device import Device, ReferenceDevice
+from memkit.errors import RaceError
+from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, batch, groups_of, make_net, offload, train
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+def test_steps_as_the_plain_optimizer(device: Device, case: Case, set_to_none: bool) -> None:
+    plain, model = make_net(device, case), make_net(device, case)
+    plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
+    schedulers = [torch.optim.lr_scheduler.StepLR(own, 2, 0.5) for own in (plain_optimizer, optimizer)]
+
+    with offload(optimizer, device, overlap_forward=True, device_budget=8192) as states:
+        train(plain, plain_optimizer, device, range(5), clip=0.1, accumulate=2, scheduler=schedulers[0])
+        for step in range(5):
+            for part in range(2):
+                model(batch(device, 10 * step + part)).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            schedulers[1].step()
+        states.wait()
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+def test_with_float32_copies(device: Device) -> None:
+    models = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in models]
+    with (
+        offload(optimizers[0], device, master=torch.float32),
+        offload(optimizers[1], device, master=torch.float32, overlap_forward=True) as states,
+    ):
+        for net, own in zip(models, optimizers, strict=True):
+            train(net, own, device, range(4), dtype=torch.bfloat16)
+        states.wait()
+        assert_same(models[0].state_dict(), models[1].state_dict())
+        assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
+
+
+class _Net(nn.Module):
+    """Has a module that reads parameters of another one without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.attention(x, x, x)[0])
+
+
+def test_modules_wait_for_their_own_parameters_only() -> None:
+    device = ReferenceDevice()
+    model = nn.Sequential(*[nn.Linear(24, 24) for _ in range(12)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device, overlap_forward=True) as states:
+        assert states._overlap is not None
+        for _ in range(2):
+            model(batch(device, 0)).sum().backward()
+            optimizer.step()
+            numbers = []
+            handles = [
+                layer.register_forward_hook(lambda *_, numbers=numbers: numbers.append(len(states._overlap._stepped)))  # type: ignore[union-attr]
+                for layer in model
+            ]
+            model(batch(device, 0)).sum()
+            for handle in handles:
+                handle.remove()
+            assert numbers == sorted(numbers, reverse=True)
+            assert numbers[0] > numbers[5] > numbers[-1] == 0
+
+
+def test_a_module_that_reads_those_of_another(device: Device) -> None:
+    nets = [_Net().to(device.torch_device), _Net().to(device.torch_device)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+    with offload(optimizers[1], device, overlap_forward=True) as states:
+        for net, own in zip(nets, optimizers, strict=True):
+            for _ in range(3):
+                net(torch.ones(3, 2, 8, device=device.torch_device)).square().mean().backward()
+                own.step()
+        nets[1](torch.ones(3, 2, 8, device=device.torch_device))
+        assert states._overlap is not None
+        assert not states._overlap._stepped
+        for net in nets:
+            net.zero_grad()
+    for parameter in nets[0].parameters():
+        assert parameter.grad is None
+
+
+def test_a_missing_wait_shows() -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device, overlap_forward=True) as states:
+        train(model, optimizer, device, range(2))
+        assert states._overlap is not None
+        states._overlap._pending = {0: next(iter(states._overlap._stepped))}
+        with pytest.raises(RaceError):
+            model(batch(device, 0))
+        states._overlap._pending.clear()
+
+
+def test_gradients_are_held_until_they_were_read(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device, overlap_forward=True) as states:
+        model(batch(device, 0)).square().mean().backward()
+        optimizer.step()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert states._overlap is not None
+        assert sum(map(len, states._overlap._held.values())) == 9
+        states.wait()
+        assert not states._overlap._held
+
+
+@pytest.mark.parametrize("options", [{"update": "host"}, {"update": "both"}, {"when": "backward"}])
+def test_other_steps_are_refused(options: dict[str, str]) -> None:
+    optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters(), fused=True)
+
+    with pytest.raises(ValueError, match="overlap_forward=True needs a step on the device behind the backward"):
+        offload(optimizer, ReferenceDevice(), overlap_forward=True, **options)
+
+
+def test_a_step_that_fails(device: Device) -> None:
+    class Failing(torch.optim.AdamW):
+        fails = 0
+
+        def step(self, closure=None):
+            Failing.fails -= 1
+            if Failing.fails == 0:
+                raise ArithmeticError("no")
+            return super().step(closure)
+
+    nets = [make_net(device), make_net(device)]
+    optimizers = [kind(net.parameters(), lr=1e-2) for kind, net in zip((torch.optim.AdamW, Failing), nets, strict=True)]
+    with offload(optimizers[1], device, overlap_forward=True) as states:
+        for net, own in zip(nets, optimizers, strict=True):
+            train(net, own, device, range(2))
+            net(batch(device, 9)).square().mean().backward()
+        Failing.fails = 4
+        with pytest.raises(ArithmeticError):
+            optimizers[1].step()
+        for own in optimizers:
+            own.step()
+        for net, own in zip(nets, optimizers, strict=True):
+            own.zero_grad()
+            train(net, own, device, range(2, 4))
+        states.wait()
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+def test_what_is_written_behind_the_step_is_not_what_is_stepped_with(device: Device) -> None:
+    """A learning rate that is a tensor, and the scale of a scaler, are written to in place as soon as `step()` has returned."""
+    nets = [make_net(device), make_net(device)]
+    optimizers = [
+        torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-2, device=device.torch_device), fused=True) for net in nets
+    ]
+    seen: list[torch.Tensor] = []
+
+    with offload(optimizers[1], device, overlap_forward=True) as states:
+        for net, own in zip(nets, optimizers, strict=True):
+            scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=8.0, growth_interval=1)
+            for step in range(4):
+                scaler.scale(net(batch(device, step)).square().mean()).backward()
+                scaler.step(own)
+                scaler.update()
+                own.param_groups[0]["lr"].mul_(0.5)
+                own.zero_grad()
+        assert states._overlap is not None
+        assert states._overlap._run is not None
+        seen += [group["lr"] for group in states._overlap._run._groups]
+        assert all(lr is not optimizers[1].param_groups[0]["lr"] for lr in seen)
+        states.wait()
+        assert states._overlap._run is None
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])

@@ -1,0 +1,163 @@
+"""State dicts are torch's own, into and from plain torch, and through its distributed checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict as dcp
+
+from memkit.device import Device
+from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, groups_of, make_net, offload, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+
+
+@pytest.mark.parametrize("case", [case for case in OPTIMIZERS if case.name != "rebinding"], ids=str)  # it counts outside
+@pytest.mark.parametrize("budget", [0, 8192])
+def test_resumes_into_and_from_plain_torch(device: Device, case: Case, budget: int, tmp_path: Path) -> None:
+    plain = make_net(device, case)
+    plain_optimizer = case.make(groups_of(plain))
+    train(plain, plain_optimizer, device, range(3))
+    torch.save(plain_optimizer.state_dict(), tmp_path / "plain.pt")
+
+    model = make_net(device, case)
+    model.load_state_dict(plain.state_dict())
+    optimizer = case.make(groups_of(model))
+    with offload(optimizer, device, device_budget=budget):
+        optimizer.load_state_dict(torch.load(tmp_path / "plain.pt", weights_only=True))
+        train(plain, plain_optimizer, device, range(3, 5))
+        train(model, optimizer, device, range(3, 5))
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+        torch.save(optimizer.state_dict(), tmp_path / "offload.pt")
+
+    again = make_net(device, case)
+    again.load_state_dict(model.state_dict())
+    again_optimizer = case.make(groups_of(again))
+    again_optimizer.load_state_dict(torch.load(tmp_path / "offload.pt", weights_only=True))
+    train(plain, plain_optimizer, device, range(5, 7))
+    train(again, again_optimizer, device, range(5, 7))
+    assert_same_training(plain, plain_optimizer, again, again_optimizer)
+
+
+def test_a_saved_state_has_no_more_than_its_own_bytes(device: Device) -> None:
+    sizes = []
+    for is_offloaded in (False, True):
+        model = make_net(device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        states = offload(optimizer, device) if is_offloaded else None
+        train(model, optimizer, device, range(2))
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        sizes.append(file.tell())
+        if states is not None:
+            states.close()
+
+    assert sizes[1] <= 1.02 * sizes[0]
+
+
+def test_all_of_a_state_dict_is_in_host_memory(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device, device_budget=16384) as states:
+        train(model, optimizer, device, range(2))
+        assert 0 < states.plan.resident_bytes < states.plan.resident_bytes + states.plan.host_bytes
+        for entries in optimizer.state_dict()["state"].values():
+            assert all(value.device.type == "cpu" for value in entries.values() if value.dim())
+
+
+def test_a_state_dict_outlives_what_it_is_of(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    states = offload(optimizer, device)
+    train(model, optimizer, device, range(2))
+    held = optimizer.state_dict()
+    copied = copy.deepcopy(held)
+    states.close()
+
+    assert_same(copied, held)
+
+
+def test_loading_does_not_share_with_what_was_loaded(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, device, range(2))
+    loaded = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(loaded)
+    with offload(optimizer, device):
+        optimizer.load_state_dict(loaded)
+        train(model, optimizer, device, range(2, 4))
+
+    assert_same(kept, loaded)
+
+
+def test_a_failed_load_changes_nothing(device: Device) -> None:
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (plain, model))
+    with offload(optimizer, device):
+        train(plain, plain_optimizer, device, range(2))
+        train(model, optimizer, device, range(2))
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            optimizer.load_state_dict({"state": {}, "param_groups": []})
+        train(plain, plain_optimizer, device, range(2, 4))
+        train(model, optimizer, device, range(2, 4))
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+@pytest.mark.parametrize("full", [False, True])
+def test_distributed_checkpoint(device: Device, full: bool, update: str) -> None:
+    fused = update == "host"
+    options: Any = dcp.StateDictOptions(full_state_dict=full)
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused) for net in (plain, model))
+    for net in (plain, model):  # of which torch would miss the states
+        net.empty.requires_grad_(False)
+        net.unused.requires_grad_(False)
+    with offload(optimizer, device, device_budget=8192, update=update):
+        train(plain, plain_optimizer, device, range(2))
+        found = copy.deepcopy(dcp.get_optimizer_state_dict(plain, plain_optimizer, options=options))
+        model.load_state_dict(plain.state_dict())
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        dcp.set_optimizer_state_dict(model, optimizer, found, options=options)
+        assert_same(before, model.state_dict())
+        own = dcp.get_optimizer_state_dict(model, optimizer, options=options)
+        assert_same(found, own)
+        train(plain, plain_optimizer, device, range(2, 4))
+        train(model, optimizer, device, range(2, 4))
+        if device.torch_device.type == "cpu" or update == "device":
+            assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+@pytest.mark.parametrize("budget", [0, 4096])
+def test_loading_keeps_the_precision_that_the_optimizer_keeps(device: Device, budget: int) -> None:
+    class Precise(torch.optim.Optimizer):
+        """Keeps float32 states of parameters of any precision."""
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1e-2})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        state = self.state[parameter]
+                        mean = state.setdefault("mean", torch.zeros_like(parameter, dtype=torch.float32))
+                        mean.lerp_(parameter.grad.float(), 0.1)
+                        parameter.sub_((group["lr"] * mean).to(parameter.dtype))
+            return None
+
+    nets = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
+    optimizers = [Precise(net.parameters()) for net in nets]
+    train(nets[0], optimizers[0], device, range(3), dtype=torch.bfloat16)
+    nets[1].load_state_dict(nets[0].state_dict())
+    with offload(optimizers[1], device, device_budget=budget):
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        for net, own in zip(nets, optimizers, strict=True):
+            train(net, own, device, range(3, 5), dtype=torch.bfloat16)
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
