@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,13 +143,13 @@ class FunctionNotes(FunctionMode):
             again = [each for each in calls if each is not None and _is_alike(each)]
             may_skip = is_later and len(again) == len(calls) and not any(ops[op].is_writer for op in inside)
             if not inside or not call.is_quiet or not may_skip or not self._are_given(call, noted, again):
-                call = call._replace(is_quiet=False, flags=None, result=-1)
+                call = replace(call, is_quiet=False, flags=None, result=-1)
             elif again:
                 is_recorded = any(each.first <= call.result < each.first + len(each.outs_bytes) for each in again)
-                call = call._replace(calls=tuple(again), inputs=self._marked(noted, again), is_recorded=is_recorded)
+                call = replace(call, calls=tuple(again), inputs=self._marked(noted, again), is_recorded=is_recorded)
             else:
                 flags, result = call.flags if noted.is_whole else None, call.result if asked else -1
-                call = call._replace(flags=flags, result=result, inputs=noted.inputs or () if asked else ())
+                call = replace(call, flags=flags, result=result, inputs=noted.inputs or () if asked else ())
             found.append(call)
         num_spared = sum(len(call.ops) for call in found if call.is_quiet)
         return tuple(found) if _PER_OP * num_spared > len(found) else ()
@@ -164,7 +165,7 @@ class FunctionNotes(FunctionMode):
     def _marked(self, noted: _Noted, calls: Sequence[Call]) -> tuple[Input, ...]:
         read = _read_by(calls)
         roots = self._recording.roots
-        return tuple(each._replace(is_root=each.value in roots, is_read=each.value in read) for each in noted.inputs or ())
+        return tuple(Input(each.value, each.geometry, each.value in roots, each.value in read) for each in noted.inputs or ())
 
 
 def _is_alike(call: Call) -> bool:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
+from dataclasses import dataclass
 from types import FunctionType, MethodDescriptorType, MethodWrapperType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,7 +75,8 @@ class Input(NamedTuple):
     """Whether an op that is recorded reads it."""
 
 
-class FunctionCall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
     """A call of a function that is known ahead."""
 
     func: Any
