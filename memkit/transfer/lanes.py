@@ -13,7 +13,7 @@ import torch
 
 from memkit import torch_private
 from memkit.device.base import Device, Event, Stream
-from memkit.labels import NO_LABEL, label
+from memkit.labels import label
 from memkit.storages import byte_view
 from memkit.transfer.spans import Span
 
@@ -81,26 +81,30 @@ class Lanes:
 
     def is_turn_of(self, prefetcher: Prefetcher, tick: int) -> bool:
         """Tell whether a prefetcher may bring what was left at `tick`: see [Note: one queue for all]."""
-        return all(other.bring_until(tick) for other in tuple(self._prefetchers) if other is not prefetcher)
+        for other in tuple(self._prefetchers):  # noqa: SIM110  # this is asked for each layer and copy
+            if other is not prefetcher and not other.bring_until(tick):
+                return False
+        return True
 
     def copy_out(self, storage: torch.UntypedStorage, span: Span, *, after: Event) -> Transfer:
         """Copy a storage into a span, once `after` is reached and the span's last users are done with it.
 
         The storage may be larger than the span: its first bytes are copied.
         """
-        return self._copy(self.out, storage, span, is_out=True, after=(after, *span.free_events))
+        events = (after, *span.free_events)
+        if torch_private.profiler_is_on():
+            with label("evict"):
+                return self._copy(self.out, storage, span, is_out=True, after=events)
+        return self._copy(self.out, storage, span, is_out=True, after=events)
 
     def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event]) -> Transfer:
         """Copy a span into a storage, or to the start of a larger one, once the events are reached."""
+        if torch_private.profiler_is_on():
+            with label("fetch"):
+                return self._copy(self.back, storage, span, is_out=False, after=after)
         return self._copy(self.back, storage, span, is_out=False, after=after)
 
     def _copy(
-        self, lane: Stream, storage: torch.UntypedStorage, span: Span, *, is_out: bool, after: Iterable[Event]
-    ) -> Transfer:
-        with label("evict" if is_out else "fetch") if torch_private.profiler_is_on() else NO_LABEL:
-            return self._copy_labelled(lane, storage, span, is_out=is_out, after=after)
-
-    def _copy_labelled(
         self, lane: Stream, storage: torch.UntypedStorage, span: Span, *, is_out: bool, after: Iterable[Event]
     ) -> Transfer:
         device = self._device

@@ -24,7 +24,8 @@ from memkit import backwards, torch_private
 from memkit.backwards import BackwardEnd
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
-from memkit.weights.chunks import LayerChunk, StreamedParameter
+from memkit.weights.binding import StreamedParameter
+from memkit.weights.chunks import LayerChunk
 
 _TOKEN = "memkit"
 

@@ -18,7 +18,8 @@ from memkit.owners import are_owners_set_aside
 from memkit.torch_state import dynamo_is_loaded, in_differentiating_transform
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.adoption import adopt, adopt_data
-from memkit.weights.chunks import LayerChunk, StreamedParameter
+from memkit.weights.binding import StreamedParameter
+from memkit.weights.chunks import LayerChunk
 from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import refuse_replicated
 from memkit.weights.streaming import StreamedHandle, Streamer
@@ -241,7 +242,7 @@ class Forwards(NotCopied):
         call.end = partial(self._end_layer, chunk, call, chunk.state(), inner_hooks)
         if module is chunk.module and dynamo_is_loaded():  # what is compiled in it is not cut at what would do nothing now
             inner_hooks.set_aside()
-        chunk.lie_in(slot.storage, use=call)
+        chunk.lie_in(slot.views_of(chunk), self._streamer.device.torch_device, use=call)
         if torch.is_grad_enabled():
             # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
             is_part = module is not chunk.module and torch_private.backward_task() != -1

@@ -22,7 +22,8 @@ from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.labels import label
 from memkit.weights.accumulation import Accumulation
-from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
+from memkit.weights.binding import StreamedParameter, without_modes
+from memkit.weights.chunks import LayerChunk
 from memkit.weights.optimizers import MakeOptimizer, changed_in, entries_of
 from memkit.weights.stepped import SteppedGradient
 from memkit.weights.streaming import Streamer

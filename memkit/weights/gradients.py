@@ -26,7 +26,8 @@ from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
 from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
 from memkit.weights.accumulation import Accumulation, sum_of
-from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
+from memkit.weights.binding import StreamedParameter, without_modes
+from memkit.weights.chunks import LayerChunk
 
 
 class _Buffer:

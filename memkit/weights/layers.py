@@ -18,8 +18,9 @@ from memkit.errors import warn_user
 from memkit.hooks import HookSet, RemovableHandle
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.weights.adoption import adopt, refuse_tied
+from memkit.weights.binding import StreamedParameter, without_modes
 from memkit.weights.choice import MeasuredChoice
-from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
+from memkit.weights.chunks import LayerChunk
 from memkit.weights.claims import claim, is_streamed, refuse_streamed
 from memkit.weights.forwards import Forwards
 from memkit.weights.fused import FusedSteps

@@ -5,16 +5,20 @@ For the order of notes and copies see [Note: interrupts of streaming] in `memkit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 
 import torch
+from torch import Tensor
 
+from memkit import torch_private
 from memkit.device.base import Device, Event, Stream
 from memkit.owners import Owner, disown, own
 from memkit.plan import slot_size_of
-from memkit.storages import storage_key
-from memkit.torch_state import num_users
+from memkit.storages import Geometry, storage_key
+from memkit.transfer.lanes import Lanes, Transfer
+from memkit.weights.binding import without_modes
 from memkit.weights.chunks import LayerChunk
 
 
@@ -30,18 +34,29 @@ class Slot:
         "_freed",
         "_has_unknown",
         "_left",
+        "_views",
         "chunk",
+        "filled",
         "is_dirty",
         "is_overflow",
+        "key",
         "num_bytes",
         "ready",
         "state",
         "storage",
+        "tensors",
     )
 
     def __init__(self, device: Device, num_bytes: int, *, is_overflow: bool = False) -> None:
         self.storage = device.allocate(num_bytes)
+        self.key = storage_key(self.storage)
         self.num_bytes = num_bytes
+        self.tensors: dict[Geometry, Tensor] = {}
+        """Views of the storage, made once. Nobody else is given these: what is given out is counted by the storage."""
+        self._views: dict[LayerChunk, tuple[tuple[Geometry, ...], tuple[Tensor, ...]]] = {}
+        """Of each layer that was here, where its tensors lie, and those of the views that they then are."""
+        self.filled = next(_num_filled)
+        """The larger, the later it was filled."""
         self.is_overflow = is_overflow
         """Whether it was taken because all others were in use: it goes as soon as it is idle."""
         self.chunk: LayerChunk | None = None
@@ -63,35 +78,58 @@ class Slot:
     @property
     def is_idle(self) -> bool:
         """Whether it is not in use."""
-        return not self.is_dirty and (self.chunk is None or not self.chunk.uses) and num_users(self.storage) == 1
+        return not self.is_dirty and (self.chunk is None or not self.chunk.uses) and not self.is_held
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a tensor that is not one of its own lies here."""
+        return torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
 
     def holds(self, chunk: LayerChunk) -> bool:
         """Tell whether it has the bytes of a layer as they are now."""
         return self.chunk is chunk and (self.is_dirty or self.state == chunk.state())
 
+    def view(self, place: Geometry) -> Tensor:
+        """Return a tensor that lies here. It is not to be handed out: an alias of it is."""
+        found = self.tensors.get(place)
+        if found is None:
+            with without_modes():
+                found = self.tensors[place] = place.over(self.storage)
+        return found
+
+    def views_of(self, chunk: LayerChunk) -> tuple[Tensor, ...]:
+        """Return what the parameters of a layer are while they lie here."""
+        places, known = chunk.binding.places, self._views.get(chunk)
+        if known is None or known[0] is not places:
+            known = self._views[chunk] = places, tuple(self.view(place) for place in places)
+        return known[1]
+
     def forget(self) -> None:
         """What it holds is not to be found any more."""
         self.state = None
 
-    def fill(self, chunk: LayerChunk, copy: Callable[[torch.UntypedStorage, Iterable[Event]], Event]) -> None:
-        """Have the bytes of a layer copied here, once all work that uses the slot is done.
-
-        Args:
-            copy: puts the copy into a storage on a lane, behind some events, and returns what is reached when it is done.
-        """
-        after = [freed or self._device.record_event(stream, timed=False) for stream, freed in self._freed.items()]
-        if self._left is not None:
-            after.append(self._left)
+    def fill(self, chunk: LayerChunk, lanes: Lanes) -> Transfer:
+        """Have the bytes of a layer copied here, once all work that uses the slot is done."""
+        after = list[Event]()
+        for stream, freed in self._freed.items():
+            after.append(freed or self._device.record_event(stream, timed=False))
+        for event in (self._left, chunk.written):
+            if event is not None:
+                after.append(event)
+        assert chunk.span is not None
         self.chunk, self._has_unknown = None, True  # until the copy is noted it has neither the one layer nor the other
-        self.ready = copy(self.storage, after)
+        transfer = lanes.copy_back(chunk.span, self.storage, after=after)
+        self.ready = transfer.done
         self._freed = {}
         self.state = chunk.state()
+        self.filled = next(_num_filled)
         self.chunk, self._has_unknown = chunk, False
+        return transfer
 
     def use(self, stream: Stream) -> None:
         """Let work that is put on a stream from now on read the slot."""
-        assert self.ready is not None
         if stream not in self._freed:
+            assert self.ready is not None
             try:
                 self.ready.recorded()
             except Exception:  # the copy has failed, and is not under way any more
@@ -101,10 +139,9 @@ class Slot:
         self._freed[stream] = None
         self._device.note_read(self.storage)
 
-    def await_filled(self) -> None:
-        """Make the host wait until the copy that fills it has read the host copy: whoever is given that may write to it."""
-        if self.ready is not None and not self.ready.is_reached():
-            self._device.synchronize(self.ready)
+    def is_used_by(self, stream: Stream) -> bool:
+        """Tell whether work on a stream has used what is here now."""
+        return stream in self._freed
 
     def release(self, stream: Stream) -> None:
         """A forward of the layer is over, or its backward: all work that uses the slot has been put on a stream, and the
@@ -114,7 +151,7 @@ class Slot:
         tells.
         """
         self._device.note_read(self.storage)
-        is_held = num_users(self.storage) > 1
+        is_held = torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
         self._freed[stream] = None if is_held else self._device.record_event(stream, timed=False)
 
     def claim(self, stream: Stream) -> None:
@@ -172,8 +209,14 @@ class SlotRing:
         self._device = device
         self._owner = owner
         self._slot_bytes = tuple(slot_bytes)
-        self._slots: list[Slot] = []
-        """The one that was filled longest ago comes first."""
+        self.slots: dict[int, Slot] = {}
+        """By what tells their storages apart."""
+        self._latest: dict[LayerChunk, Slot] = {}
+        """Which slot each layer was brought to last. It may have gone from there since."""
+        self._sizes: dict[int, int] = {}
+        """Which size of slots layers of a size take."""
+        self.num_planned = len(self._slot_bytes)
+        """How many there are for good."""
         self.num_overflows = 0
         """How often there was no slot."""
         try:
@@ -184,47 +227,62 @@ class SlotRing:
             raise
 
     def __iter__(self) -> Iterator[Slot]:
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slot_bytes)
+        return iter(self.slots.values())
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the device that they take now."""
-        return sum(slot.num_bytes for slot in self._slots)
+        return sum(slot.num_bytes for slot in self)
 
     def holding(self, chunk: LayerChunk) -> Slot | None:
         """Return the slot that has the bytes of a layer as they are now, or will have them."""
-        return next((slot for slot in self._slots if slot.holds(chunk)), None)
+        slot = self._latest.get(chunk)
+        if slot is None or slot.chunk is not chunk:
+            return None
+        is_current = slot.is_dirty or slot.state == (chunk.num_changes, *map(torch_private.version_of, chunk.binding.counted))
+        return slot if is_current else None
 
     def at(self, storage: torch.UntypedStorage) -> Slot | None:
         """Return the slot that a storage is, None if it is none."""
-        key = storage_key(storage)
-        return next((slot for slot in self._slots if storage_key(slot.storage) == key), None)
+        return self.slots.get(storage_key(storage))
 
-    def find_idle(self, chunk: LayerChunk, rank: Callable[[LayerChunk], float | None]) -> Slot | None:
-        """Return a slot that a layer may take, None if there is none. Among equals that is the one filled longest ago, whose
-        work is done soonest.
+    def find_idle(self, chunk: LayerChunk, ahead: Mapping[int, int], place: int, current: LayerChunk | None) -> Slot | None:
+        """Return a slot that a layer may take, None if there is none: one with nothing that is expected to be used, or else
+        with what is the last to be. Among equals that is the one filled longest ago, whose work is done soonest.
 
         Args:
-            rank: how far away the next use of a layer is that would have to go, None if it must stay.
+            chunk: the layer.
+            ahead: what is expected to be used, by its position, and how soon.
+            place: what is used sooner than this must stay,
+            current: and so must this.
         """
-        size = slot_size_of(chunk.num_bytes, self._slot_bytes)
-        best, best_rank = None, -1.0
-        for slot in self._slots:
-            if slot.num_bytes != size or slot.is_overflow or not slot.is_idle:
+        size = self._sizes.get(chunk.num_bytes)
+        if size is None:
+            size = self._sizes[chunk.num_bytes] = slot_size_of(chunk.num_bytes, self._slot_bytes)
+        best, best_rank, last = None, -1, len(ahead)
+        for slot in self.slots.values():
+            if slot.num_bytes != size or slot.is_overflow or slot.is_dirty:
                 continue
-            is_empty = slot.chunk is None or not slot.holds(slot.chunk)
-            found = float("inf") if is_empty or slot.chunk is None else rank(slot.chunk)
-            if found is not None and found > best_rank:
-                best, best_rank = slot, found
+            there = slot.chunk
+            if (there is not None and there.uses) or torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors):
+                continue
+            if there is None or slot.state is None or not slot.holds(there):
+                rank = last + 1
+            elif there is current:
+                continue
+            else:
+                rank = ahead.get(there.position, last)
+                if rank < place:
+                    continue
+            if rank > best_rank or (rank == best_rank and best is not None and slot.filled < best.filled):
+                best, best_rank = slot, rank
         return best
 
-    def fill(self, slot: Slot, chunk: LayerChunk, copy: Callable[[torch.UntypedStorage, Iterable[Event]], Event]) -> None:
+    def fill(self, slot: Slot, chunk: LayerChunk, lanes: Lanes) -> Transfer:
         """Fill a slot of this ring: see `Slot.fill`."""
-        slot.fill(chunk, copy)
-        self._slots = [*(other for other in self._slots if other is not slot), slot]
+        transfer = slot.fill(chunk, lanes)
+        self._latest[chunk] = slot
+        return transfer
 
     def overflow(self, chunk: LayerChunk) -> Slot:
         """Return one more slot, for a while.
@@ -239,31 +297,37 @@ class SlotRing:
 
     def sweep(self, current: LayerChunk | None) -> None:
         """Give those up that were taken for a while, and that are idle."""
-        for slot in [slot for slot in self._slots if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
-            self._drop(slot)
+        if len(self.slots) > self.num_planned:
+            for slot in [slot for slot in self if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
+                self._drop(slot)
 
     def forget(self) -> None:
         """What the slots hold is not to be found any more: the caller may have written to the host copies unseen."""
-        for slot in self._slots:
+        for slot in self.slots.values():
             slot.forget()
 
     def await_copies(self) -> None:
         """Make the host wait for threads that bring bytes to slots or from there: they hold a slot meanwhile."""
-        for slot in self._slots:
+        for slot in self.slots.values():
             slot.await_copies()
 
     def close(self) -> None:
         """Give all memory back. The host has waited for all work, since a copy that has failed cannot be waited for."""
-        for slot in self._slots:
+        for slot in self.slots.values():
             disown(slot.storage)
-        self._slots.clear()
+        self.slots.clear()
+        self._latest.clear()
 
     def _add(self, slot: Slot) -> None:
-        self._slots.append(slot)  # first: whose storage is owned is known here until it is not owned any more
+        self.slots[slot.key] = slot  # first: whose storage is owned is known here until it is not owned any more
         own(slot.storage, self._owner)
 
     def _drop(self, slot: Slot) -> None:
         slot.chunk = None
         slot.settle(self._device.current_stream())
         disown(slot.storage)
-        self._slots.remove(slot)
+        self._latest = {chunk: latest for chunk, latest in self._latest.items() if latest is not slot}
+        del self.slots[slot.key]
+
+
+_num_filled = count()

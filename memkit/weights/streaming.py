@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from memkit import backwards, torch_private
 from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.kept import KeptHandle, nothing
-from memkit.labels import label
+from memkit.labels import NO_LABEL, label
 from memkit.owners import StreamedWeights
 from memkit.storages import Geometry
 from memkit.torch_state import sharing_counters
@@ -73,10 +72,15 @@ class Streamer:
         self._lanes = lanes_of(device)
         self._lanes.join(self)
         order = range(len(self.chunks))
-        self._orders = {phase: LayerOrder(order[::-1] if phase is Phase.BACKWARD else order) for phase in Phase}
+        self._orders = {
+            phase: LayerOrder(order[::-1] if phase is Phase.BACKWARD else order, turns_back=phase is Phase.FORWARD)
+            for phase in Phase
+        }
         self._current: LayerChunk | None = None
         self._phase = Phase.FORWARD
         self._in_backward: LayerChunk | None = None
+        self._stream = 0
+        """On which stream its backward runs."""
         self._backward = -1
         """The last backward whose end is seen."""
         self._is_closed = False
@@ -135,10 +139,12 @@ class Streamer:
                 )
             phase = self._find_phase()
             if chunk is not self._current or phase is not self._phase:
-                self.rest()
+                if self._in_backward is not None:
+                    self.rest()
                 self._current, self._phase = chunk, phase
                 self._orders[phase].note(chunk.position)
-                self.ring.sweep(chunk)
+                if len(self.ring.slots) > self.ring.num_planned:
+                    self.ring.sweep(chunk)
             slot = self.ring.holding(chunk)
             if slot is None:
                 slot = self._demand(chunk)
@@ -159,8 +165,8 @@ class Streamer:
                 backwards.on_end(lambda _: self.rest())
                 self._backward = torch_private.backward_task()
             slot = self.use(chunk)
-            self._in_backward = chunk
-            chunk.lie_in(slot.storage, use=self)
+            self._in_backward, self._stream = chunk, self.device.stream_number()
+            chunk.lie_in(slot.views_of(chunk), self.device.torch_device, use=self)
 
     def is_in_forward(self, chunk: LayerChunk) -> bool:
         """Tell whether a forward of a layer is going on."""
@@ -183,18 +189,19 @@ class Streamer:
                 chunk.tick = self._lanes.tick()
             chunk.uses.discard(use)
             if not chunk.uses:  # else it runs on
-                slots = [slot for slot in self.ring if slot.chunk is chunk]
+                slots = self.ring.slots.values()
+                for slot in slots:  # who is given the host copy may write to it: what reads it must have come to its end
+                    if slot.chunk is chunk and slot.ready is not None and not slot.ready.is_reached():
+                        self.device.synchronize(slot.ready)
+                chunk.binding.unbind()
                 for slot in slots:
-                    slot.await_filled()
-                chunk.unbind()
-                for slot in slots:
-                    slot.release(self.device.current_stream())
+                    if slot.chunk is chunk:
+                        slot.release(self.device.current_stream())
 
     def _wait(self, slot: Slot, chunk: LayerChunk) -> None:
         """Have the current stream wait for what is in a slot, and note how long that takes."""
         stream = self.device.current_stream()
-        assert slot.ready is not None
-        if slot.ready.is_reached():
+        if slot.is_used_by(stream) or slot.ready is None or slot.ready.is_reached():
             slot.use(stream)
             return
         start = self.device.record_event(stream)
@@ -203,15 +210,11 @@ class Streamer:
 
     def _demand(self, chunk: LayerChunk) -> Slot:
         """Fetch a layer that is needed now."""
-        upcoming = self._upcoming()
-
-        def rank(other: LayerChunk) -> float:
-            return upcoming.index(other) if other in upcoming else len(upcoming)
-
-        slot = self.ring.find_idle(chunk, rank)
+        ahead = self._orders[self._phase].ahead(chunk.position)
+        slot = self.ring.find_idle(chunk, ahead, 0, None)
         if slot is None:
             self.ring.await_copies()
-            slot = self.ring.find_idle(chunk, rank) or self.ring.overflow(chunk)
+            slot = self.ring.find_idle(chunk, ahead, 0, None) or self.ring.overflow(chunk)
         self.num_demand_fetches += 1
         self._fetch(chunk, slot)
         return slot
@@ -242,47 +245,30 @@ class Streamer:
         Returns:
             Whether there was a slot for all of it.
         """
-        upcoming = self._upcoming()
-        for place, chunk in enumerate(upcoming if until is not None else upcoming[: len(self.ring)]):
+        current, ring = self._current, self.ring
+        ahead = self._orders[self._phase].ahead(-1 if current is None else current.position)
+        for position, place in ahead.items():
+            chunk = self.chunks[position]
+            if until is None and place == ring.num_planned:
+                return True
             if until is not None and chunk.tick <= until:
                 return True
-            if self.ring.holding(chunk) is not None:
+            if ring.holding(chunk) is not None:
                 continue
             if until is None and self._phase is Phase.BACKWARD and not self._lanes.is_turn_of(self, chunk.tick):
                 return False
-
-            def rank(other: LayerChunk, place: int = place) -> float | None:
-                if other is self._current or other in upcoming[:place]:
-                    return None
-                return upcoming.index(other) if other in upcoming else len(upcoming)
-
-            slot = self.ring.find_idle(chunk, rank)
+            slot = ring.find_idle(chunk, ahead, place, current)
             if slot is None:
                 return False
             self._fetch(chunk, slot)
         return True
 
-    def _upcoming(self) -> list[LayerChunk]:
-        """Return the layers that are expected next, each once, but for the current one."""
-        order: Iterable[int] = self._orders[self._phase].upcoming()
-        if self._phase is Phase.FORWARD:
-            order = chain(order, reversed(self._orders[Phase.FORWARD].known))
-        found = dict.fromkeys(self.chunks[layer] for layer in order)
-        return [chunk for chunk in found if chunk is not self._current]
-
     def _fetch(self, chunk: LayerChunk, slot: Slot) -> None:
         """Put the copy of a layer to a slot on its lane."""
-
-        def copy(storage: torch.UntypedStorage, after: Iterable[Event]) -> Event:
-            assert chunk.span is not None
-            written = () if chunk.written is None else (chunk.written,)
-            transfer = self._lanes.copy_back(chunk.span, storage, after=(*after, *written))
-            if self.transfers is not None:
-                self.transfers.append(transfer)
-            return transfer.done
-
-        with label(f"fetch ({chunk.name})"):
-            self.ring.fill(slot, chunk, copy)
+        with label(f"fetch ({chunk.name})") if torch_private.profiler_is_on() else NO_LABEL:
+            transfer = self.ring.fill(slot, chunk, self._lanes)
+        if self.transfers is not None:
+            self.transfers.append(transfer)
         self.h2d_bytes += chunk.num_bytes
         self.num_fetches += 1
 
@@ -294,7 +280,7 @@ class Streamer:
             return self._lanes.copy_out(storage, chunk.span, after=after).done
 
         with self.lock:
-            slot = next(slot for slot in self.ring if slot.chunk is chunk and slot.is_dirty)
+            slot = next(slot for slot in self.ring.slots.values() if slot.chunk is chunk and slot.is_dirty)
             chunk.written = slot.write_back(copy)
             return chunk.written
 
@@ -310,8 +296,8 @@ class Streamer:
                         self.write_back(slot.chunk)
                 slot.is_dirty = False
             for chunk in self.chunks:
-                if not chunk.uses and any(self.ring.at(tensor.untyped_storage()) for tensor in chunk.tensors()):
-                    chunk.unbind()
+                if not chunk.uses and any(self.ring.at(tensor.untyped_storage()) for tensor in chunk.binding.tensors):
+                    chunk.binding.unbind()
                 if chunk.span is not None and chunk.span.staging is not None:
                     chunk.span.staging.drain()
             self.device.synchronize()

@@ -222,9 +222,9 @@ def test_interrupt_at_the_end_of_a_backward_leaves_nothing_stale(kind: str) -> N
 
 
 _COPIES = {
-    "frozen": ("fill", "copy", "copy_back", "_copy"),
-    "host": ("fill", "copy", "copy_out", "_copy", "_take", "_copy_out", "_settle_oldest"),
-    "fused": ("fill", "copy", "copy_out", "_copy", "_take", "claim", "note_written", "write_back", "_write_back"),
+    "frozen": ("_fetch", "fill", "copy_back", "_copy"),
+    "host": ("_fetch", "fill", "copy_out", "_copy", "_take", "_copy_out", "_settle_oldest"),
+    "fused": ("_fetch", "fill", "copy", "copy_out", "_copy", "_take", "claim", "note_written", "write_back", "_write_back"),
 }
 
 
