@@ -76,8 +76,10 @@ class Calls(threading.local):
         Args:
             depth: how many frames above this function's the module is called.
         """
-        self.end_interrupted()
-        call = Call(module, sys._getframe(depth + 1))
+        frame = sys._getframe(depth + 1)
+        if self._calls and not _is_below(self._calls[-1].frame, frame):
+            self.end_interrupted()
+        call = Call(module, frame)
         self._calls.append(call)
         return call
 
@@ -99,6 +101,10 @@ class Calls(threading.local):
             claims.thread, claims.calls = threading.get_ident(), self._calls
             return True
 
+    def is_only(self, call: Call) -> bool:
+        """Tell whether a call is within no other."""
+        return self._calls[0] is call
+
     def is_last(self, module: nn.Module) -> bool:
         """Tell whether the innermost call is one of a module."""
         return bool(self._calls) and self._calls[-1].module is module
@@ -109,12 +115,15 @@ class Calls(threading.local):
         Args:
             depth: how many frames above this function's the module is called.
         """
+        if self._calls and self._calls[-1].module is module and self._calls[-1].frame is sys._getframe(depth + 1):
+            self._end_last(Ending.RETURNED)
+            return
         stack = _stack()
         while self._calls:
             last = self._calls[-1]
             is_over = last.frame not in stack  # torch runs hooks after an exception when that has left the call
-            if last.module is module and (is_over or last.frame is sys._getframe(depth + 1)):
-                self._end_last(Ending.RAISED if is_over else Ending.RETURNED)
+            if last.module is module and is_over:
+                self._end_last(Ending.RAISED)
                 return
             if not is_over:
                 return
@@ -131,7 +140,9 @@ class Calls(threading.local):
         try:
             if call.end_here is not None:
                 call.end_here()
-            _end(call, ending)
+            if call.end is not None:
+                call.end(ending)
+                call.end = None
         except Exception:
             self._calls.remove(call)
             raise
@@ -142,6 +153,15 @@ def _end(call: Call, ending: Ending) -> None:
     if call.end is not None:
         call.end(ending)
         call.end = None
+
+
+def _is_below(called: FrameType | None, frame: FrameType | None) -> bool:
+    """Tell whether a frame is another one, or among those that have called that."""
+    while frame is not None:
+        if frame is called:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stack() -> set[FrameType]:

@@ -267,8 +267,9 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         """What `__exit__` needs: looked up before anything is on."""
 
     def __enter__(self) -> SavedTensorHooks:
-        end_left()
-        self.outer, self._was_taken_off = innermost_pair(), []
+        if _stacked.hooks:
+            end_left()
+        self.outer, self._was_taken_off = torch_private.top_saved_tensor_hooks(True), []
         try:
             _stacked.hooks.append(self)
             self._hooks.__enter__()
@@ -284,12 +285,14 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         """Take the hooks off. Calling it again does nothing, or what an interrupt has kept from being done."""
         if self not in _stacked.hooks:
             return
-        above = []
-        while (pair := innermost_pair()) is not None and pair[0] is not self.pack:
+        above, top = [], torch_private.top_saved_tensor_hooks
+        while (pair := top(True)) is not None and pair[0] is not self.pack:
             above.append(pair)
             self._pop()
-        if pair is not None:
-            _take_off(self._pop, self._was_taken_off)  # above it are those that were set after an interrupt has left it there
+        if pair is not None:  # no interrupt comes between taking them off and noting that
+            do_at_once(
+                partial(self._pop), partial(self._was_taken_off.append, True)
+            )  # above it are those that were set after an interrupt has left it there
         elif not self._was_taken_off:
             del above[:1]  # after an interrupt another context's exit has taken it off, and left this one instead
         if above and not self.hands_on:
@@ -297,11 +300,6 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         for pair in reversed(above):
             self._push(*pair)
         _stacked.hooks.remove(self)  # last: until then, who interrupts this leaves it to `end_left`
-
-
-def _take_off(pop: Callable[[], None], was_taken_off: list[bool]) -> None:
-    """Take off the innermost hooks and note that: no interrupt comes between the two."""
-    do_at_once(partial(pop), partial(was_taken_off.append, True))
 
 
 def end_left() -> None:

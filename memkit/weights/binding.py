@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter, is_
 
 import torch
@@ -13,7 +13,7 @@ from memkit import torch_private
 from memkit.storages import Geometry, storage_key, tensor_over
 from memkit.wrappers import has_plain_parts, parts_of, set_reported_device, wrappers_in
 
-_HOST = torch.device("cpu")
+HOST = torch.device("cpu")
 
 
 class StreamedTensor:
@@ -96,7 +96,7 @@ class StreamedParameter:
         for part in self.parts:
             part.tensor.data = part.host_copy
         for wrapper in self.wrappers:
-            set_reported_device(wrapper, _HOST)
+            set_reported_device(wrapper, HOST)
 
     def replace(self, parameter: nn.Parameter) -> None:
         """Let another parameter of the same kind be the one that streams."""
@@ -157,7 +157,18 @@ class Binding:
         parameters: those of the chunk. Where one is replaced, or its host copy comes to lie another way, `renew` is due.
     """
 
-    __slots__ = ("_expected", "_holders", "_keys", "counted", "host_copies", "parameters", "places", "tensors", "wrappers")
+    __slots__ = (
+        "_expected",
+        "_holders",
+        "_keys",
+        "counted",
+        "host_copies",
+        "known",
+        "parameters",
+        "places",
+        "tensors",
+        "wrappers",
+    )
 
     def __init__(self, parameters: Sequence[StreamedParameter]) -> None:
         self.parameters = tuple(parameters)
@@ -169,6 +180,8 @@ class Binding:
         """Take note of what the parameters are now, and of their host copies."""
         parts = [part for streamed in self.parameters for part in streamed.parts]
         self.tensors = tuple(part.tensor for part in parts)
+        self.known = frozenset(map(id, self.tensors))
+        """Which tensors these are, by their ids."""
         self.host_copies = tuple(part.host_copy for part in parts)
         self.wrappers = tuple(wrapper for streamed in self.parameters for wrapper in streamed.wrappers)
         self.counted = (*self.wrappers, *self.tensors)
@@ -209,24 +222,20 @@ class Binding:
         return not any(map(_requires_grad, self._expected[0]))
 
     def lie_as(self, views: Sequence[Tensor], device: torch.device) -> None:
-        """Let the parameters be the views."""
-        if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled():
-            with without_modes():
-                self._lie_as(views, device)
-        else:
-            self._lie_as(views, device)
-
-    def _lie_as(self, views: Sequence[Tensor], device: torch.device) -> None:
-        for tensor, view in zip(self.tensors, views, strict=True):
-            tensor.data = view
-        for wrapper in self.wrappers:
-            set_reported_device(wrapper, device)
+        """Let the parameters be the views, which are on a device; those that are made of others say so."""
+        is_seen = torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled()
+        with without_modes() if is_seen else _NO_CONTEXT:
+            for tensor, view in zip(self.tensors, views, strict=True):
+                tensor.data = view
+            for wrapper in self.wrappers:
+                set_reported_device(wrapper, device)
 
     def unbind(self) -> None:
         """Let the parameters be the host copies again."""
-        self.lie_as(self.host_copies, _HOST)
+        self.lie_as(self.host_copies, HOST)
 
 
+_NO_CONTEXT = nullcontext()
 _dtype_of = attrgetter("dtype")
 _requires_grad = attrgetter("requires_grad")
 

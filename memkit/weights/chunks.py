@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memkit import torch_private
 from memkit.device.base import Event
@@ -15,6 +16,9 @@ from memkit.torch_state import num_users
 from memkit.transfer.spans import Span
 from memkit.weights.binding import Binding, StreamedParameter, StreamedTensor, distinct, without_modes
 from memkit.wrappers import set_reported_device, wrappers_in
+
+if TYPE_CHECKING:
+    from memkit.weights.slots import Slot
 
 _HOST = torch.device("cpu")
 
@@ -144,12 +148,12 @@ class LayerChunk:
         self.is_on_host = False
         self._restored = {}
 
-    def lie_in(self, views: Sequence[Tensor], device: torch.device, *, use: object) -> None:
-        """Let the parameters be these views of a slot, if they lie in none yet, until all who use them there have left."""
+    def lie_in(self, slot: Slot, device: torch.device, *, use: object) -> None:
+        """Let the parameters lie in a slot, if they lie in none yet, until all who use them there have left."""
         is_first = not self.uses
         self.uses.add(use)
         if is_first:
-            self.binding.lie_as(views, device)
+            self.binding.lie_as(slot.views_of(self), device)
 
     def write_back(self) -> None:
         """Copy what the parameters are to the host copy."""

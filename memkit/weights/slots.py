@@ -87,7 +87,9 @@ class Slot:
 
     def holds(self, chunk: LayerChunk) -> bool:
         """Tell whether it has the bytes of a layer as they are now."""
-        return self.chunk is chunk and (self.is_dirty or self.state == chunk.state())
+        return self.chunk is chunk and (
+            self.is_dirty or self.state == (chunk.num_changes, *map(torch_private.version_of, chunk.binding.counted))
+        )
 
     def view(self, place: Geometry) -> Tensor:
         """Return a tensor that lies here. It is not to be handed out: an alias of it is."""
@@ -138,10 +140,6 @@ class Slot:
             self._device.wait_event(stream, self.ready)
         self._freed[stream] = None
         self._device.note_read(self.storage)
-
-    def is_used_by(self, stream: Stream) -> bool:
-        """Tell whether work on a stream has used what is here now."""
-        return stream in self._freed
 
     def release(self, stream: Stream) -> None:
         """A forward of the layer is over, or its backward: all work that uses the slot has been put on a stream, and the

@@ -23,12 +23,13 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.device.base import Device, Event
+from memkit.device.base import Device, Event, Stream
 from memkit.errors import LayerOffloadError
 from memkit.kept import KeptHandle, nothing
 from memkit.labels import NO_LABEL, label
@@ -36,10 +37,14 @@ from memkit.owners import StreamedWeights
 from memkit.storages import Geometry
 from memkit.torch_state import sharing_counters
 from memkit.transfer.lanes import Transfer, lanes_of
+from memkit.weights.binding import HOST
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.order import LayerOrder, Phase
 from memkit.weights.slots import Slot, SlotRing
 from memkit.weights.stats import Stalls
+
+_MOST_VIEWS = 1024
+"""So many views of a slot are kept for the next time."""
 
 
 class Streamer:
@@ -137,7 +142,8 @@ class Streamer:
                 raise LayerOffloadError(
                     f'the weights of "{chunk.name}" do not stream any more: its LayerOffload is closed. Run the backward before'
                 )
-            phase = self._find_phase()
+            is_backward = self._phase is Phase.BACKWARD and torch_private.backward_task() != -1
+            phase = Phase.BACKWARD if is_backward else self._find_phase()
             if chunk is not self._current or phase is not self._phase:
                 if self._in_backward is not None:
                     self.rest()
@@ -148,9 +154,32 @@ class Streamer:
             slot = self.ring.holding(chunk)
             if slot is None:
                 slot = self._demand(chunk)
-            self._wait(slot, chunk)
+            stream = self.device.current_stream()
+            if slot.ready is None or slot.ready.is_reached():
+                slot.use(stream)
+            else:
+                self._wait(slot, chunk, stream)
             self._prefetch()
             return slot
+
+    def bring(self, chunk: LayerChunk, place: Any) -> Tensor:
+        """Return a tensor that lies so in the slot of a layer, for work that is put on the current stream from now on.
+
+        Args:
+            chunk: the layer.
+            place: a `Geometry`, or what is equal to one.
+
+        Raises:
+            LayerOffloadError, torch.OutOfMemoryError: as for `use`.
+        """
+        with self.lock:
+            if chunk is self._in_backward and not torch_private.num_dispatch_modes():  # whose slot it waits for already
+                slot = self.ring.holding(chunk) if self._stream == self.device.stream_number() else None
+                view = None if slot is None else slot.tensors.get(place)
+                if slot is not None and (view is not None or len(slot.tensors) < _MOST_VIEWS):
+                    self.device.note_read(slot.storage)
+                    return (slot.view(Geometry(*place)) if view is None else view).data
+            return Geometry(*place).over(self.use(chunk).storage)
 
     def begin_backward(self, chunk: LayerChunk) -> None:
         """The backward of a layer begins: until that of another does, its parameters lie in the slot.
@@ -166,7 +195,7 @@ class Streamer:
                 self._backward = torch_private.backward_task()
             slot = self.use(chunk)
             self._in_backward, self._stream = chunk, self.device.stream_number()
-            chunk.lie_in(slot.views_of(chunk), self.device.torch_device, use=self)
+            chunk.lie_in(slot, self.device.torch_device, use=self)
 
     def is_in_forward(self, chunk: LayerChunk) -> bool:
         """Tell whether a forward of a layer is going on."""
@@ -193,17 +222,13 @@ class Streamer:
                 for slot in slots:  # who is given the host copy may write to it: what reads it must have come to its end
                     if slot.chunk is chunk and slot.ready is not None and not slot.ready.is_reached():
                         self.device.synchronize(slot.ready)
-                chunk.binding.unbind()
+                chunk.binding.lie_as(chunk.binding.host_copies, HOST)
                 for slot in slots:
                     if slot.chunk is chunk:
                         slot.release(self.device.current_stream())
 
-    def _wait(self, slot: Slot, chunk: LayerChunk) -> None:
-        """Have the current stream wait for what is in a slot, and note how long that takes."""
-        stream = self.device.current_stream()
-        if slot.is_used_by(stream) or slot.ready is None or slot.ready.is_reached():
-            slot.use(stream)
-            return
+    def _wait(self, slot: Slot, chunk: LayerChunk, stream: Stream) -> None:
+        """Have a stream wait for what is in a slot, and note how long that takes."""
         start = self.device.record_event(stream)
         slot.use(stream)
         self.stalls.add(chunk.position, start, self.device.record_event(stream))

@@ -188,7 +188,7 @@ def test_recomputation_while_a_forward_in_another_thread_is_going_on(device: Dev
     """As the engine's own threads do for CUDA, whose forwards are none of those that the user began."""
     case = Case(device)
     with case.offload, Waiting(case), monkeypatch.context() as patched:
-        patched.setattr(forwards, "torch_private", SimpleNamespace(backward_task=lambda: 7))
+        patched.setattr(forwards, "torch_private", SimpleNamespace(backward_task=lambda: 7, functorch_stack=lambda: None))
         case.model.layers[3](case.batches[0])
 
 
