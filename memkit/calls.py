@@ -29,6 +29,8 @@ class Call:
     module: nn.Module
     frame: FrameType | None
     """Where it is called from: once that is off the stack, the call is over."""
+    is_outermost: bool
+    """Whether it is within no other."""
     end: Callable[[Ending], None] | None = None
     """What to do then; None where it did not come to begin. After an interrupt it is done again."""
     end_here: Callable[[], None] | None = None
@@ -76,10 +78,13 @@ class Calls(threading.local):
         Args:
             depth: how many frames above this function's the module is called.
         """
-        frame = sys._getframe(depth + 1)
-        if self._calls and not _is_below(self._calls[-1].frame, frame):
+        frame = caller = sys._getframe(depth + 1)
+        last = self._calls[-1].frame if self._calls else None
+        while caller is not last and caller.f_back is not None:
+            caller = caller.f_back
+        if last is not None and caller is not last:
             self.end_interrupted()
-        call = Call(module, frame)
+        call = Call(module, frame, not self._calls)
         self._calls.append(call)
         return call
 
@@ -101,10 +106,6 @@ class Calls(threading.local):
             claims.thread, claims.calls = threading.get_ident(), self._calls
             return True
 
-    def is_only(self, call: Call) -> bool:
-        """Tell whether a call is within no other."""
-        return self._calls[0] is call
-
     def is_last(self, module: nn.Module) -> bool:
         """Tell whether the innermost call is one of a module."""
         return bool(self._calls) and self._calls[-1].module is module
@@ -116,7 +117,17 @@ class Calls(threading.local):
             depth: how many frames above this function's the module is called.
         """
         if self._calls and self._calls[-1].module is module and self._calls[-1].frame is sys._getframe(depth + 1):
-            self._end_last(Ending.RETURNED)
+            call = self._calls[-1]
+            try:  # as `_end_last` does
+                if call.end_here is not None:
+                    call.end_here()
+                if call.end is not None:
+                    call.end(Ending.RETURNED)
+                    call.end = None
+            except Exception:
+                self._calls.remove(call)
+                raise
+            self._calls.remove(call)
             return
         stack = _stack()
         while self._calls:
@@ -140,9 +151,7 @@ class Calls(threading.local):
         try:
             if call.end_here is not None:
                 call.end_here()
-            if call.end is not None:
-                call.end(ending)
-                call.end = None
+            _end(call, ending)
         except Exception:
             self._calls.remove(call)
             raise
@@ -153,15 +162,6 @@ def _end(call: Call, ending: Ending) -> None:
     if call.end is not None:
         call.end(ending)
         call.end = None
-
-
-def _is_below(called: FrameType | None, frame: FrameType | None) -> bool:
-    """Tell whether a frame is another one, or among those that have called that."""
-    while frame is not None:
-        if frame is called:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _stack() -> set[FrameType]:

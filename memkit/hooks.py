@@ -72,7 +72,8 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._aside: list[tuple[dict[int, Any], int, Any]] = []  # hooks, by the dict that had them, and their ids there
+        self._aside: list[tuple[Any, int, Any, bool]] = []
+        """Hooks that are set aside: the dict that had them, their ids there, and whether they come behind the forward."""
 
     def __enter__(self) -> HookSet:
         return self
@@ -119,18 +120,18 @@ class HookSet:
         """Leave out of calls what `around_forward`, and nothing else, has set, until `put_back`: torch then sees no hook there,
         and Dynamo neither breaks a graph because of one nor guards it."""
         handles: list[Any] = list(self._handles)
-        for handle in handles:
-            hooks = handle.hooks_dict_ref()
-            if handle.id in hooks:
-                self._aside.append((hooks, handle.id, hooks[handle.id]))  # ahead: an interrupt loses none
-                del hooks[handle.id]
+        for place, handle in enumerate(handles):
+            hooks, number = handle.hooks_dict_ref(), handle.id
+            if number in hooks:
+                self._aside.append((hooks, number, hooks[number], place % 2 == 1))  # ahead: an interrupt loses none
+                del hooks[number]
 
     def put_back(self) -> None:
         """Have what was set aside called again, outside of all other hooks. Calling it again does nothing."""
         if self._aside:
-            for hooks, number, hook in self._aside:
+            for hooks, number, hook, is_after in self._aside:
                 hooks[number] = hook
-            self.put_outside()
+                hooks.move_to_end(number, last=is_after)  # as `put_outside` does
             self._aside = []
 
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from memkit import torch_private
 from memkit.device.base import Device, Event, Stream
-from memkit.labels import label
+from memkit.labels import NO_LABEL, label
 from memkit.storages import byte_view
 from memkit.transfer.spans import Span
 
@@ -69,57 +69,49 @@ class Lanes:
         self.out_by_turns = self.out, device.new_stream("D2H, by turns")
         self.tick: Callable[[], int] = itertools.count(1).__next__
         """Returns when in the forward something was used last: more than anything before."""
-        self._prefetchers = weakref.WeakSet[Prefetcher]()
+        self.prefetchers = weakref.WeakSet[Prefetcher]()
 
     def join(self, prefetcher: Prefetcher) -> None:
         """Have a prefetcher be asked from now on, for as long as it lives, what it is still to bring."""
-        self._prefetchers.add(prefetcher)
+        self.prefetchers.add(prefetcher)
 
     def are_shared(self, prefetcher: Prefetcher) -> bool:
         """Tell whether others may bring anything by these."""
-        return any(other is not prefetcher and other.is_active for other in tuple(self._prefetchers))
+        return any(other is not prefetcher and other.is_active for other in tuple(self.prefetchers))
 
     def is_turn_of(self, prefetcher: Prefetcher, tick: int) -> bool:
         """Tell whether a prefetcher may bring what was left at `tick`: see [Note: one queue for all]."""
-        for other in tuple(self._prefetchers):  # noqa: SIM110  # this is asked for each layer and copy
-            if other is not prefetcher and not other.bring_until(tick):
-                return False
-        return True
+        return all(other.bring_until(tick) for other in tuple(self.prefetchers) if other is not prefetcher)
 
     def copy_out(self, storage: torch.UntypedStorage, span: Span, *, after: Event) -> Transfer:
         """Copy a storage into a span, once `after` is reached and the span's last users are done with it.
 
         The storage may be larger than the span: its first bytes are copied.
         """
-        events = (after, *span.free_events)
-        if torch_private.profiler_is_on():
-            with label("evict"):
-                return self._copy(self.out, storage, span, is_out=True, after=events)
-        return self._copy(self.out, storage, span, is_out=True, after=events)
+        return self.copy(self.out, storage, span, is_out=True, after=(after, *span.free_events))
 
     def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event]) -> Transfer:
         """Copy a span into a storage, or to the start of a larger one, once the events are reached."""
-        if torch_private.profiler_is_on():
-            with label("fetch"):
-                return self._copy(self.back, storage, span, is_out=False, after=after)
-        return self._copy(self.back, storage, span, is_out=False, after=after)
+        return self.copy(self.back, storage, span, is_out=False, after=after)
 
-    def _copy(
+    def copy(
         self, lane: Stream, storage: torch.UntypedStorage, span: Span, *, is_out: bool, after: Iterable[Event]
     ) -> Transfer:
+        """Put a copy on one of the lanes, to the host or back: what the two others do, in one call."""
         device = self._device
-        if span.staging is not None:
-            return Transfer(span.num_bytes, *span.staging.copy(lane, storage, span.pieces, is_out=is_out, after=after))
-        for event in after:
-            device.wait_event(lane, event)
-        started = device.record_event(lane)
-        on_device, offset = byte_view(storage), 0
-        for piece in span.pieces:
-            part = on_device.narrow(0, offset, piece.numel())
-            offset += piece.numel()
-            destination, source = (piece, part) if is_out else (part, piece)
-            device.copy(destination, source, lane)
-        return Transfer(span.num_bytes, started, device.record_event(lane))
+        with label("evict" if is_out else "fetch") if torch_private.profiler_is_on() else NO_LABEL:
+            if span.staging is not None:
+                return Transfer(span.num_bytes, *span.staging.copy(lane, storage, span.pieces, is_out=is_out, after=after))
+            for event in after:
+                device.wait_event(lane, event)
+            started = device.record_event(lane)
+            on_device, offset = byte_view(storage), 0
+            for piece in span.pieces:
+                part = on_device.narrow(0, offset, piece.numel())
+                offset += piece.numel()
+                destination, source = (piece, part) if is_out else (part, piece)
+                device.copy(destination, source, lane)
+            return Transfer(span.num_bytes, started, device.record_event(lane))
 
 
 _lanes: dict[Device, Lanes] = {}

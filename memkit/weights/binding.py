@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter, is_
 
 import torch
@@ -166,7 +167,9 @@ class Binding:
         "known",
         "parameters",
         "places",
+        "requires_grad",
         "tensors",
+        "versions",
         "wrappers",
     )
 
@@ -186,6 +189,10 @@ class Binding:
         self.wrappers = tuple(wrapper for streamed in self.parameters for wrapper in streamed.wrappers)
         self.counted = (*self.wrappers, *self.tensors)
         """What counts the writes to the bytes."""
+        self.versions: Callable[[], Iterator[int]] = partial(map, torch_private.version_of, self.counted)
+        """What they come to now."""
+        self.requires_grad: Callable[[], Iterator[bool]] = partial(map, _requires_grad, self.tensors)
+        """Whether each tensor requires grad."""
         places = tuple(part.place for part in parts)
         if places != self.places:
             self.places = places
@@ -198,10 +205,6 @@ class Binding:
             tuple(part.size for part in parts),
             tuple(part.stride for part in parts),
         )
-
-    def state(self) -> tuple[int, ...]:
-        """Return what changes with every write to the parameters that a version counter sees."""
-        return tuple(map(torch_private.version_of, self.counted))
 
     def is_unchanged(self) -> bool:
         """Tell whether the modules have the parameters, and each is its host copy, where that was made. It may be so also where
@@ -216,10 +219,6 @@ class Binding:
             and tuple(map(Tensor.stride, tensors)) == strides
             and tuple(map(_dtype_of, tensors)) == dtypes
         )
-
-    def are_frozen(self) -> bool:
-        """Tell whether no parameter requires grad."""
-        return not any(map(_requires_grad, self._expected[0]))
 
     def lie_as(self, views: Sequence[Tensor], device: torch.device) -> None:
         """Let the parameters be the views, which are on a device; those that are made of others say so."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,9 +15,6 @@ from memkit.torch_state import num_users
 from memkit.transfer.spans import Span
 from memkit.weights.binding import Binding, StreamedParameter, StreamedTensor, distinct, without_modes
 from memkit.wrappers import set_reported_device, wrappers_in
-
-if TYPE_CHECKING:
-    from memkit.weights.slots import Slot
 
 _HOST = torch.device("cpu")
 
@@ -148,13 +144,6 @@ class LayerChunk:
         self.is_on_host = False
         self._restored = {}
 
-    def lie_in(self, slot: Slot, device: torch.device, *, use: object) -> None:
-        """Let the parameters lie in a slot, if they lie in none yet, until all who use them there have left."""
-        is_first = not self.uses
-        self.uses.add(use)
-        if is_first:
-            self.binding.lie_as(slot.views_of(self), device)
-
     def write_back(self) -> None:
         """Copy what the parameters are to the host copy."""
         with without_modes():
@@ -164,4 +153,4 @@ class LayerChunk:
 
     def state(self) -> tuple[int, ...]:
         """Return what changes with every write to the host copy that can be seen."""
-        return (self.num_changes, *map(torch_private.version_of, self.binding.counted))
+        return (self.num_changes, *self.binding.versions())

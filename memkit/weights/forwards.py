@@ -46,6 +46,8 @@ class Forwards(NotCopied):
         self._outer_hooks, self._hooks, self._timing_hooks = HookSet(), HookSet(), HookSet()
         self._timing: StepTiming | None = None
         self._streamer: Streamer
+        self._saved_hooks: WeightHooks
+        """For what is saved where there are no other hooks."""
         self._gradients: Accumulation | None = None
 
     def watch(self, streamer: Streamer, gradients: Accumulation | None) -> None:
@@ -57,8 +59,9 @@ class Forwards(NotCopied):
         chunks = streamer.chunks
         if not len(self._outer_hooks):  # they stay: one of these modules may be running
             self._watch_outer({id(inner) for chunk in chunks for inner in chunk.module.modules()})
+        self._saved_hooks = WeightHooks(streamer)
         for chunk in chunks:
-            layer = _Layer(chunk, HookSet(), WeightHooks(streamer))
+            layer = _Layer(chunk, HookSet())
             before, after = partial(self._enter, layer), partial(self._after_layer, chunk)
             self._hooks.around_forward(chunk.module, before=before, after=after)
             holding = {id(module) for item in chunk.parameters for module, _ in item.places}
@@ -157,14 +160,14 @@ class Forwards(NotCopied):
         if not self._streamer.is_continued_by(first):
             if first is None:  # what stays on the device may run first, and fail by what all were cast to
                 for chunk in self._streamer.chunks:
-                    self._adopt(chunk)
+                    if not chunk.uses and not chunk.binding.is_unchanged():
+                        self._adopt(chunk)
             self._before_pass()
             self._streamer.begin_pass()
 
     def _adopt(self, chunk: LayerChunk) -> None:
-        if not chunk.uses and not chunk.binding.is_unchanged():
-            for adopted in adopt(chunk):
-                self._note_adopted(adopted)
+        for adopted in adopt(chunk):
+            self._note_adopted(adopted)
 
     def _refuse_transforms(self) -> None:
         """Raise within those of torch.func's transforms that wrap each tensor that they see: also what is set as `data`.
@@ -197,7 +200,7 @@ class Forwards(NotCopied):
         chunk, gradients, streamer = layer.chunk, self._gradients, self._streamer
         is_backward = torch_private.backward_task() != -1
         call = self._calls.begin(module, depth=depth)
-        if not is_backward and not self._calls.claim(self._claims):
+        if call.is_outermost and not is_backward and not self._calls.claim(self._claims):
             self._refuse_thread()
         if torch_private.functorch_stack() is not None:
             self._refuse_transforms()
@@ -205,7 +208,7 @@ class Forwards(NotCopied):
             self._adopt(chunk)
         if streamer.device.is_capturing():
             self._refuse_capture(chunk)
-        if not is_backward and self._calls.is_only(call):
+        if call.is_outermost and not is_backward:
             self._begin_pass(chunk)
             streamer = self._streamer
         if not chunk.is_on_host:
@@ -215,7 +218,7 @@ class Forwards(NotCopied):
             gradients.watch(chunk)
             if is_backward:
                 gradients.note_recompute()
-        elif not chunk.binding.are_frozen():
+        elif any(chunk.binding.requires_grad()):
             raise LayerOffloadError(
                 f'parameters of "{chunk.name}" require grad, which stream as frozen ones. Use train="host", or set this '
                 "before LayerOffload is made: what requires grad then stays on the device"
@@ -225,15 +228,18 @@ class Forwards(NotCopied):
         slot = streamer.use(chunk)
         if self._timing is not None:
             self._timing.go()
-        call.end = partial(self._end_layer, layer, call, chunk.state())
+        call.end = partial(self._end_layer, layer, call, (chunk.num_changes, *chunk.binding.versions()))
         if module is chunk.module:  # they would do nothing now, and cut what is compiled in the layer
             layer.inner_hooks.set_aside()
-        chunk.lie_in(slot, streamer.device.torch_device, use=call)
+        slot.lend(chunk, use=call)
         if torch.is_grad_enabled():
-            hooks = WeightHooks(streamer) if layer.hooks.is_on else layer.hooks
-            call.end_here = hooks.end
-            # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
-            hooks.begin(hands_on_weights=is_backward and module is not chunk.module)
+            outer, hooks = torch_private.top_saved_tensor_hooks(True), self._saved_hooks
+            if outer is not None:
+                # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
+                is_part = is_backward and module is not chunk.module
+                hooks = WeightHooks(streamer, outer, hands_on_weights=is_part)
+            call.end_here = hooks.__exit__
+            hooks.__enter__()
 
     def _after_layer(self, chunk: LayerChunk, module: nn.Module, _: Any, output: Any) -> None:
         self._calls.end(module, depth=2)
@@ -269,7 +275,7 @@ class Forwards(NotCopied):
             chunk.write_back()
             self._streamer.forget()
         self._streamer.leave(chunk, use=call)
-        if not chunk.uses and ending is not Ending.LEFT and chunk.state() != state:
+        if not chunk.uses and ending is not Ending.LEFT and (chunk.num_changes, *chunk.binding.versions()) != state:
             self._streamer.forget()
             if ending is Ending.RAISED:
                 return
@@ -286,8 +292,6 @@ class _Layer:
     chunk: LayerChunk
     inner_hooks: HookSet
     """Those on modules inside of it. While it runs they are set aside."""
-    hooks: WeightHooks
-    """For what its forward saves."""
 
 
 def _do_nothing(*_: object) -> None:

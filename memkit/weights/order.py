@@ -61,18 +61,17 @@ class LayerOrder:
         self._ahead.clear()
         self._known = order
 
-    def note(self, layer: int) -> None:
-        """A layer is used that was not the last one used."""
+    def note(self, layer: int) -> Mapping[int, int]:
+        """A layer is used that was not the last one used; return what `ahead` does."""
         if len(self._noted) < _MOST_NOTED:
             self._noted.append(layer)
         known, following = self._known, self._place + 1
         if following < len(known) and known[following] == layer:
             self._place = following
-            return
-        for place in (*range(self._place + 1, len(known)), *range(min(self._place + 1, len(known)))):
-            if known[place] == layer:
-                self._place = place
-                return
+        else:
+            places = (*range(following, len(known)), *range(min(following, len(known))))
+            self._place = next((place for place in places if known[place] == layer), self._place)
+        return self._ahead.get((self._place, layer)) or self.ahead(layer)
 
     def ahead(self, current: int) -> Mapping[int, int]:
         """Return the layers that are expected next, in order, each with how many others come before it.

@@ -31,7 +31,6 @@ class Slot:
 
     __slots__ = (
         "_device",
-        "_freed",
         "_has_unknown",
         "_left",
         "_views",
@@ -45,6 +44,7 @@ class Slot:
         "state",
         "storage",
         "tensors",
+        "users",
     )
 
     def __init__(self, device: Device, num_bytes: int, *, is_overflow: bool = False) -> None:
@@ -72,7 +72,7 @@ class Slot:
         """Whether a copy from or to it may be under way that no event is known of: an interrupt came in between."""
         self._device = device
         stream = device.current_stream()
-        self._freed: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}
+        self.users: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}
         """The streams that have used it since it was filled: behind which event they no longer do, None if they may still."""
 
     @property
@@ -87,9 +87,7 @@ class Slot:
 
     def holds(self, chunk: LayerChunk) -> bool:
         """Tell whether it has the bytes of a layer as they are now."""
-        return self.chunk is chunk and (
-            self.is_dirty or self.state == (chunk.num_changes, *map(torch_private.version_of, chunk.binding.counted))
-        )
+        return self.chunk is chunk and (self.is_dirty or self.state == (chunk.num_changes, *chunk.binding.versions()))
 
     def view(self, place: Geometry) -> Tensor:
         """Return a tensor that lies here. It is not to be handed out: an alias of it is."""
@@ -99,12 +97,15 @@ class Slot:
                 found = self.tensors[place] = place.over(self.storage)
         return found
 
-    def views_of(self, chunk: LayerChunk) -> tuple[Tensor, ...]:
-        """Return what the parameters of a layer are while they lie here."""
-        places, known = chunk.binding.places, self._views.get(chunk)
-        if known is None or known[0] is not places:
-            known = self._views[chunk] = places, tuple(self.view(place) for place in places)
-        return known[1]
+    def lend(self, chunk: LayerChunk, *, use: object) -> None:
+        """Let the parameters of a layer that is here lie here, if they do not yet, until all who use them have left."""
+        is_first = not chunk.uses
+        chunk.uses.add(use)
+        if is_first:
+            places, known = chunk.binding.places, self._views.get(chunk)
+            if known is None or known[0] is not places:
+                known = self._views[chunk] = places, tuple(self.view(place) for place in places)
+            chunk.binding.lie_as(known[1], self._device.torch_device)
 
     def forget(self) -> None:
         """What it holds is not to be found any more."""
@@ -113,33 +114,30 @@ class Slot:
     def fill(self, chunk: LayerChunk, lanes: Lanes) -> Transfer:
         """Have the bytes of a layer copied here, once all work that uses the slot is done."""
         after = list[Event]()
-        for stream, freed in self._freed.items():
+        for stream, freed in self.users.items():
             after.append(freed or self._device.record_event(stream, timed=False))
         for event in (self._left, chunk.written):
             if event is not None:
                 after.append(event)
         assert chunk.span is not None
         self.chunk, self._has_unknown = None, True  # until the copy is noted it has neither the one layer nor the other
-        transfer = lanes.copy_back(chunk.span, self.storage, after=after)
+        transfer = lanes.copy(lanes.back, self.storage, chunk.span, is_out=False, after=after)
         self.ready = transfer.done
-        self._freed = {}
-        self.state = chunk.state()
+        self.users = {}
+        self.state = (chunk.num_changes, *chunk.binding.versions())
         self.filled = next(_num_filled)
         self.chunk, self._has_unknown = chunk, False
         return transfer
 
-    def use(self, stream: Stream) -> None:
-        """Let work that is put on a stream from now on read the slot."""
-        if stream not in self._freed:
-            assert self.ready is not None
-            try:
-                self.ready.recorded()
-            except Exception:  # the copy has failed, and is not under way any more
-                self.chunk = self.state = self.ready = None
-                raise
-            self._device.wait_event(stream, self.ready)
-        self._freed[stream] = None
-        self._device.note_read(self.storage)
+    def await_filled(self, stream: Stream) -> None:
+        """Let work that is put on a stream from now on come behind what fills the slot."""
+        assert self.ready is not None
+        try:
+            self.ready.recorded()
+        except Exception:  # the copy has failed, and is not under way any more
+            self.chunk = self.state = self.ready = None
+            raise
+        self._device.wait_event(stream, self.ready)
 
     def release(self, stream: Stream) -> None:
         """A forward of the layer is over, or its backward: all work that uses the slot has been put on a stream, and the
@@ -150,7 +148,7 @@ class Slot:
         """
         self._device.note_read(self.storage)
         is_held = torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
-        self._freed[stream] = None if is_held else self._device.record_event(stream, timed=False)
+        self.users[stream] = None if is_held else self._device.record_event(stream, timed=False)
 
     def claim(self, stream: Stream) -> None:
         """Let work that is put on a stream from now on write to the slot."""
@@ -189,7 +187,7 @@ class Slot:
             self._device.wait_event(stream, self.ready)
         if self._left is not None:
             self._device.wait_event(stream, self._left)
-        for other, freed in self._freed.items():
+        for other, freed in self.users.items():
             if other != stream:
                 self._device.wait_event(stream, freed or self._device.record_event(other, timed=False))
 
@@ -209,7 +207,7 @@ class SlotRing:
         self._slot_bytes = tuple(slot_bytes)
         self.slots: dict[int, Slot] = {}
         """By what tells their storages apart."""
-        self._latest: dict[LayerChunk, Slot] = {}
+        self.latest: dict[LayerChunk, Slot] = {}
         """Which slot each layer was brought to last. It may have gone from there since."""
         self._sizes: dict[int, int] = {}
         """Which size of slots layers of a size take."""
@@ -234,11 +232,8 @@ class SlotRing:
 
     def holding(self, chunk: LayerChunk) -> Slot | None:
         """Return the slot that has the bytes of a layer as they are now, or will have them."""
-        slot = self._latest.get(chunk)
-        if slot is None or slot.chunk is not chunk:
-            return None
-        is_current = slot.is_dirty or slot.state == (chunk.num_changes, *map(torch_private.version_of, chunk.binding.counted))
-        return slot if is_current else None
+        slot = self.latest.get(chunk)
+        return slot if slot is not None and slot.holds(chunk) else None
 
     def at(self, storage: torch.UntypedStorage) -> Slot | None:
         """Return the slot that a storage is, None if it is none."""
@@ -264,7 +259,7 @@ class SlotRing:
             there = slot.chunk
             if (there is not None and there.uses) or torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors):
                 continue
-            if there is None or slot.state is None or not slot.holds(there):
+            if there is None or slot.state != (there.num_changes, *there.binding.versions()):
                 rank = last + 1
             elif there is current:
                 continue
@@ -275,12 +270,6 @@ class SlotRing:
             if rank > best_rank or (rank == best_rank and best is not None and slot.filled < best.filled):
                 best, best_rank = slot, rank
         return best
-
-    def fill(self, slot: Slot, chunk: LayerChunk, lanes: Lanes) -> Transfer:
-        """Fill a slot of this ring: see `Slot.fill`."""
-        transfer = slot.fill(chunk, lanes)
-        self._latest[chunk] = slot
-        return transfer
 
     def overflow(self, chunk: LayerChunk) -> Slot:
         """Return one more slot, for a while.
@@ -314,7 +303,7 @@ class SlotRing:
         for slot in self.slots.values():
             disown(slot.storage)
         self.slots.clear()
-        self._latest.clear()
+        self.latest.clear()
 
     def _add(self, slot: Slot) -> None:
         self.slots[slot.key] = slot  # first: whose storage is owned is known here until it is not owned any more
@@ -324,7 +313,7 @@ class SlotRing:
         slot.chunk = None
         slot.settle(self._device.current_stream())
         disown(slot.storage)
-        self._latest = {chunk: latest for chunk, latest in self._latest.items() if latest is not slot}
+        self.latest = {chunk: latest for chunk, latest in self.latest.items() if latest is not slot}
         del self.slots[slot.key]
 
 

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +41,6 @@ from memkit.weights.chunks import LayerChunk
 from memkit.weights.order import LayerOrder, Phase
 from memkit.weights.slots import Slot, SlotRing
 from memkit.weights.stats import Stalls
-
-_MOST_VIEWS = 1024
-"""So many views of a slot are kept for the next time."""
 
 
 class Streamer:
@@ -83,9 +79,11 @@ class Streamer:
         }
         self._current: LayerChunk | None = None
         self._phase = Phase.FORWARD
+        self._ahead: Mapping[int, int] = {}
+        """What is expected next, and how soon: see `LayerOrder.ahead`."""
         self._in_backward: LayerChunk | None = None
-        self._stream = 0
-        """On which stream its backward runs."""
+        self.lying: tuple[LayerChunk, Slot, int] | None = None
+        """The layer whose backward is going on, the slot that it lies in, and the stream that has waited for that."""
         self._backward = -1
         """The last backward whose end is seen."""
         self._is_closed = False
@@ -116,17 +114,14 @@ class Streamer:
             for phase in (Phase.FORWARD, Phase.SAMPLING):
                 self._orders[phase].begin()
             self._phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
+            self._ahead = self._orders[self._phase].ahead(-1)
             self._prefetch()
 
-    def _find_phase(self) -> Phase:
-        """Return which way the layers are gone through, by autograd's state; a backward expects them in reverse."""
-        if torch_private.backward_task() == -1:
-            return Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
-        if self._phase is not Phase.BACKWARD:  # reentrant checkpoints have their forwards without grad mode
-            layer_order = self._orders[Phase.BACKWARD]
-            layer_order.begin()
-            layer_order.expect(self._orders[self._phase].noted[::-1])
-        return Phase.BACKWARD
+    def _turn_back(self) -> None:
+        """A backward begins, which expects the layers in reverse."""
+        layer_order = self._orders[Phase.BACKWARD]
+        layer_order.begin()
+        layer_order.expect(self._orders[self._phase].noted[::-1])
 
     # Using layers
 
@@ -142,44 +137,29 @@ class Streamer:
                 raise LayerOffloadError(
                     f'the weights of "{chunk.name}" do not stream any more: its LayerOffload is closed. Run the backward before'
                 )
-            is_backward = self._phase is Phase.BACKWARD and torch_private.backward_task() != -1
-            phase = Phase.BACKWARD if is_backward else self._find_phase()
+            if torch_private.backward_task() == -1:
+                phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
+            else:
+                phase = Phase.BACKWARD
+                if self._phase is not phase:
+                    self._turn_back()
             if chunk is not self._current or phase is not self._phase:
                 if self._in_backward is not None:
                     self.rest()
                 self._current, self._phase = chunk, phase
-                self._orders[phase].note(chunk.position)
+                self._ahead = self._orders[phase].note(chunk.position)
                 if len(self.ring.slots) > self.ring.num_planned:
                     self.ring.sweep(chunk)
-            slot = self.ring.holding(chunk)
-            if slot is None:
-                slot = self._demand(chunk)
+            slot = self.ring.latest.get(chunk)
+            if slot is None or slot.state != (chunk.num_changes, *chunk.binding.versions()) or slot.chunk is not chunk:
+                slot = self.ring.holding(chunk) or self._demand(chunk)
             stream = self.device.current_stream()
-            if slot.ready is None or slot.ready.is_reached():
-                slot.use(stream)
-            else:
+            if stream not in slot.users:
                 self._wait(slot, chunk, stream)
+            slot.users[stream] = None
+            self.device.note_read(slot.storage)
             self._prefetch()
             return slot
-
-    def bring(self, chunk: LayerChunk, place: Any) -> Tensor:
-        """Return a tensor that lies so in the slot of a layer, for work that is put on the current stream from now on.
-
-        Args:
-            chunk: the layer.
-            place: a `Geometry`, or what is equal to one.
-
-        Raises:
-            LayerOffloadError, torch.OutOfMemoryError: as for `use`.
-        """
-        with self.lock:
-            if chunk is self._in_backward and not torch_private.num_dispatch_modes():  # whose slot it waits for already
-                slot = self.ring.holding(chunk) if self._stream == self.device.stream_number() else None
-                view = None if slot is None else slot.tensors.get(place)
-                if slot is not None and (view is not None or len(slot.tensors) < _MOST_VIEWS):
-                    self.device.note_read(slot.storage)
-                    return (slot.view(Geometry(*place)) if view is None else view).data
-            return Geometry(*place).over(self.use(chunk).storage)
 
     def begin_backward(self, chunk: LayerChunk) -> None:
         """The backward of a layer begins: until that of another does, its parameters lie in the slot.
@@ -194,8 +174,9 @@ class Streamer:
                 backwards.on_end(lambda _: self.rest())
                 self._backward = torch_private.backward_task()
             slot = self.use(chunk)
-            self._in_backward, self._stream = chunk, self.device.stream_number()
-            chunk.lie_in(slot, self.device.torch_device, use=self)
+            self._in_backward = chunk
+            slot.lend(chunk, use=self)
+            self.lying = chunk, slot, self.device.stream_number()
 
     def is_in_forward(self, chunk: LayerChunk) -> bool:
         """Tell whether a forward of a layer is going on."""
@@ -204,7 +185,7 @@ class Streamer:
     def rest(self) -> None:
         """No backward of a layer is going on."""
         with torch_private.without_python_dispatch(), self.lock:
-            chunk = self._in_backward
+            chunk, self.lying = self._in_backward, None
             if chunk is not None:
                 if chunk.uses == {self} and self.ring.holding(chunk) is None:  # the parameters were written to
                     chunk.write_back()
@@ -218,28 +199,30 @@ class Streamer:
                 chunk.tick = self._lanes.tick()
             chunk.uses.discard(use)
             if not chunk.uses:  # else it runs on
-                slots = self.ring.slots.values()
+                slots, stream = self.ring.slots.values(), self.device.current_stream()
                 for slot in slots:  # who is given the host copy may write to it: what reads it must have come to its end
                     if slot.chunk is chunk and slot.ready is not None and not slot.ready.is_reached():
                         self.device.synchronize(slot.ready)
                 chunk.binding.lie_as(chunk.binding.host_copies, HOST)
                 for slot in slots:
                     if slot.chunk is chunk:
-                        slot.release(self.device.current_stream())
+                        slot.release(stream)
 
     def _wait(self, slot: Slot, chunk: LayerChunk, stream: Stream) -> None:
         """Have a stream wait for what is in a slot, and note how long that takes."""
+        if slot.ready is None or slot.ready.is_reached():
+            slot.await_filled(stream)
+            return
         start = self.device.record_event(stream)
-        slot.use(stream)
+        slot.await_filled(stream)
         self.stalls.add(chunk.position, start, self.device.record_event(stream))
 
     def _demand(self, chunk: LayerChunk) -> Slot:
         """Fetch a layer that is needed now."""
-        ahead = self._orders[self._phase].ahead(chunk.position)
-        slot = self.ring.find_idle(chunk, ahead, 0, None)
+        slot = self.ring.find_idle(chunk, self._ahead, 0, None)
         if slot is None:
             self.ring.await_copies()
-            slot = self.ring.find_idle(chunk, ahead, 0, None) or self.ring.overflow(chunk)
+            slot = self.ring.find_idle(chunk, self._ahead, 0, None) or self.ring.overflow(chunk)
         self.num_demand_fetches += 1
         self._fetch(chunk, slot)
         return slot
@@ -270,17 +253,20 @@ class Streamer:
         Returns:
             Whether there was a slot for all of it.
         """
-        current, ring = self._current, self.ring
-        ahead = self._orders[self._phase].ahead(-1 if current is None else current.position)
+        current, ring, ahead = self._current, self.ring, self._ahead
+        most = len(ahead)
+        if until is None:  # as there are slots; unless some were taken for a while, one is that of the current layer
+            most = ring.num_planned - (current is not None and len(ring.slots) == ring.num_planned)
         for position, place in ahead.items():
             chunk = self.chunks[position]
-            if until is None and place == ring.num_planned:
+            if place == most or (until is not None and chunk.tick <= until):
                 return True
-            if until is not None and chunk.tick <= until:
-                return True
-            if ring.holding(chunk) is not None:
-                continue
-            if until is None and self._phase is Phase.BACKWARD and not self._lanes.is_turn_of(self, chunk.tick):
+            there = ring.latest.get(chunk)
+            if there is not None and there.chunk is chunk:
+                if there.is_dirty or there.state == (chunk.num_changes, *chunk.binding.versions()):
+                    continue
+            is_alone = until is not None or self._phase is not Phase.BACKWARD or len(self._lanes.prefetchers) == 1
+            if not is_alone and not self._lanes.is_turn_of(self, chunk.tick):
                 return False
             slot = ring.find_idle(chunk, ahead, place, current)
             if slot is None:
@@ -291,7 +277,8 @@ class Streamer:
     def _fetch(self, chunk: LayerChunk, slot: Slot) -> None:
         """Put the copy of a layer to a slot on its lane."""
         with label(f"fetch ({chunk.name})") if torch_private.profiler_is_on() else NO_LABEL:
-            transfer = self.ring.fill(slot, chunk, self._lanes)
+            transfer = slot.fill(chunk, self._lanes)
+        self.ring.latest[chunk] = slot
         if self.transfers is not None:
             self.transfers.append(transfer)
         self.h2d_bytes += chunk.num_bytes

@@ -152,6 +152,7 @@ class Case:
                 self.follow()
                 self.assert_weights_are_whole_at_rest(place)
             self.assert_next_step_is_exact(place)
+        self.follow()
         self.offload.close()
         self.assert_nothing_is_left()
 
@@ -222,9 +223,9 @@ def test_interrupt_at_the_end_of_a_backward_leaves_nothing_stale(kind: str) -> N
 
 
 _COPIES = {
-    "frozen": ("_fetch", "fill", "copy_back", "_copy"),
-    "host": ("_fetch", "fill", "copy_out", "_copy", "_take", "_copy_out", "_settle_oldest"),
-    "fused": ("_fetch", "fill", "copy", "copy_out", "_copy", "_take", "claim", "note_written", "write_back", "_write_back"),
+    "frozen": ("_fetch", "fill", "copy"),
+    "host": ("_fetch", "fill", "copy_out", "copy", "_take", "_copy_out", "_settle_oldest"),
+    "fused": ("_fetch", "fill", "copy", "copy_out", "_take", "claim", "note_written", "write_back", "_write_back"),
 }
 
 
