@@ -147,21 +147,19 @@ class HookSet:
         self._handles.append(node.register_prehook(pre_hook))
 
     def around_accumulation(
-        self, parameter: Tensor, *, before: Callable[[], None], after: Callable[[], None], steps: bool
+        self, parameter: Tensor, *, before: Callable[[Tensor], None], after: Callable[[Tensor], None], steps: bool
     ) -> None:
-        """Call `before()` ahead of each gradient that the engine adds to `parameter.grad`, and `after()` behind it.
+        """Call `before(grad)` ahead of each gradient that the engine adds to `parameter.grad`, `after(parameter)` behind it.
 
         `before` is also called for gradients that `torch.autograd.grad` returns.
 
         Args:
             steps: whether `after` writes to parameters, as an optimizer does.
         """
-
-        def pre_hook(_: Tensor) -> None:
-            before()
-
-        self._handles.append(parameter.register_hook(pre_hook))
-        self._handles.append(parameter.register_post_accumulate_grad_hook(_AfterAccumulation(after, steps)))
+        self._handles.append(parameter.register_hook(before))
+        behind = _AfterAccumulation(after)
+        behind.steps = steps
+        self._handles.append(parameter.register_post_accumulate_grad_hook(behind))
 
     def before_step(self, optimizer: torch.optim.Optimizer, hook: Callable[[], None]) -> None:
         """Call `hook()` ahead of each step of an optimizer."""
@@ -200,17 +198,10 @@ class HookSet:
             self._handles.pop()
 
 
-class _AfterAccumulation:
-    """Called when a gradient was accumulated."""
+class _AfterAccumulation(partial[None]):
+    """Called when a gradient was accumulated: without a frame of its own."""
 
-    __slots__ = ("_hook", "steps")
-
-    def __init__(self, hook: Callable[[], None], steps: bool) -> None:
-        self._hook = hook
-        self.steps = steps
-
-    def __call__(self, _: Tensor) -> None:
-        self._hook()
+    steps = False
 
 
 def may_step_in_backward(parameter: Tensor) -> bool:

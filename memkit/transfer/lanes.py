@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from memkit import torch_private
 from memkit.device.base import Device, Event, Stream
@@ -94,21 +95,46 @@ class Lanes:
         """Copy a span into a storage, or to the start of a larger one, once the events are reached."""
         return self.copy(self.back, storage, span, is_out=False, after=after)
 
+    def copy_each_out(self, pairs: Iterable[tuple[torch.UntypedStorage, Span]], *, after: Event) -> Event:
+        """Copy storages into spans that are pinned, each as large as its storage; return what is reached when all are there.
+
+        They start once `after` is reached and the spans' last users are done with them, and nothing comes in between.
+        """
+        device, lane = self._device, self.out
+        with label("evict") if torch_private.profiler_is_on() else NO_LABEL:
+            device.wait_event(lane, after)
+            for storage, span in pairs:
+                for event in span.free_events:
+                    device.wait_event(lane, event)
+                for piece, part in zip(span.pieces, byte_view(storage).split(list(map(len, span.pieces))), strict=True):
+                    device.copy(piece, part, lane)
+            return device.record_event(lane)
+
     def copy(
-        self, lane: Stream, storage: torch.UntypedStorage, span: Span, *, is_out: bool, after: Iterable[Event]
+        self,
+        lane: Stream,
+        storage: torch.UntypedStorage,
+        span: Span,
+        *,
+        is_out: bool,
+        after: Iterable[Event],
+        parts: Sequence[Tensor] | None = None,
     ) -> Transfer:
-        """Put a copy on one of the lanes, to the host or back: what the two others do, in one call."""
+        """Put a copy on one of the lanes, to the host or back: what the two others do, in one call.
+
+        Args:
+            parts: the bytes of the storage that are copied, cut as the span's pieces are, where that was done ahead.
+        """
         device = self._device
         with label("evict" if is_out else "fetch") if torch_private.profiler_is_on() else NO_LABEL:
             if span.staging is not None:
                 return Transfer(span.num_bytes, *span.staging.copy(lane, storage, span.pieces, is_out=is_out, after=after))
+            if parts is None:
+                parts = byte_view(storage).narrow(0, 0, span.num_bytes).split(list(map(len, span.pieces)))
             for event in after:
                 device.wait_event(lane, event)
             started = device.record_event(lane)
-            on_device, offset = byte_view(storage), 0
-            for piece in span.pieces:
-                part = on_device.narrow(0, offset, piece.numel())
-                offset += piece.numel()
+            for piece, part in zip(span.pieces, parts, strict=True):
                 destination, source = (piece, part) if is_out else (part, piece)
                 device.copy(destination, source, lane)
             return Transfer(span.num_bytes, started, device.record_event(lane))

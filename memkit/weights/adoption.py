@@ -134,4 +134,4 @@ def _take_over(streamed: StreamedParameter) -> None:
             part.adopt_layout(source)
             distinct(part.host_copy).copy_(distinct(source))
             part.tensor.data = part.host_copy
-    streamed.stride = streamed.parameter.stride()
+    streamed.note_stride()

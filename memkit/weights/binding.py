@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import repeat
 from operator import attrgetter, is_
 
 import torch
@@ -72,7 +74,7 @@ class StreamedTensor:
 class StreamedParameter:
     """One parameter that streams: its plain tensors, and the wrappers around them, which say where those are."""
 
-    __slots__ = ("device", "dtype", "name", "parameter", "parts", "places", "size", "stride", "wrappers")
+    __slots__ = ("device", "dtype", "gradient_stride", "name", "parameter", "parts", "places", "size", "stride", "wrappers")
 
     def __init__(self, name: str, parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
         self.name = name
@@ -81,9 +83,16 @@ class StreamedParameter:
         """The modules that hold it, and under which name."""
         self.parts = [StreamedTensor(part) for part in parts_of(parameter)]
         self.wrappers = wrappers_in(parameter)
-        self.size, self.stride, self.dtype = parameter.size(), parameter.stride(), parameter.dtype
+        self.size, self.dtype = parameter.size(), parameter.dtype
+        self.note_stride()
         self.device = parameter.device
         """Where it was found."""
+
+    def note_stride(self) -> None:
+        """Take note of how the elements of the parameter lie now."""
+        self.stride = self.parameter.stride()
+        self.gradient_stride = self.stride if _is_dense(self.size, self.stride) else _contiguous(self.size)
+        """How those of a gradient lie: as the parameter's, which `AccumulateGrad` sees to."""
 
     def bind(self, storage: torch.UntypedStorage) -> None:
         """Let the parameter lie in a slot. Only to be called in `without_modes()`."""
@@ -104,11 +113,6 @@ class StreamedParameter:
         self.parameter, self.wrappers = parameter, wrappers_in(parameter)
         for part, tensor in zip(self.parts, parts_of(parameter), strict=True):
             part.tensor = tensor
-
-    @property
-    def gradient_stride(self) -> tuple[int, ...]:
-        """How the elements of a gradient lie: as the parameter's, which `AccumulateGrad` sees to."""
-        return self.stride if _is_dense(self.size, self.stride) else _contiguous(self.size)
 
     def over_gradient(self, storage: torch.UntypedStorage) -> Tensor:
         """Return a gradient of the parameter that fills a storage."""
@@ -168,6 +172,7 @@ class Binding:
         "parameters",
         "places",
         "requires_grad",
+        "set_data",
         "tensors",
         "versions",
         "wrappers",
@@ -193,6 +198,8 @@ class Binding:
         """What they come to now."""
         self.requires_grad: Callable[[], Iterator[bool]] = partial(map, _requires_grad, self.tensors)
         """Whether each tensor requires grad."""
+        self.set_data: Callable[[Sequence[Tensor]], Iterator[None]] = partial(map, setattr, self.tensors, repeat("data"))
+        """Sets what each tensor is, as it is gone through: what `lie_as` does where nothing else is to be seen to."""
         places = tuple(part.place for part in parts)
         if places != self.places:
             self.places = places
@@ -224,8 +231,7 @@ class Binding:
         """Let the parameters be the views, which are on a device; those that are made of others say so."""
         is_seen = torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled()
         with without_modes() if is_seen else _NO_CONTEXT:
-            for tensor, view in zip(self.tensors, views, strict=True):
-                tensor.data = view
+            deque(self.set_data(views), maxlen=0)
             for wrapper in self.wrappers:
                 set_reported_device(wrapper, device)
 

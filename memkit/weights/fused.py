@@ -116,12 +116,12 @@ class FusedSteps(NotCopied, Accumulation):
     def _step_by_itself(self, parameter: nn.Parameter) -> None:
         """Step a parameter that does not stream."""
 
-        def before() -> None:
+        def before(_: Tensor) -> None:
             self._enter_backward()
             _refuse(parameter.grad, "a parameter")
             self._due[id(parameter)] = parameter
 
-        def after() -> None:
+        def after(_: Tensor) -> None:
             if parameter.grad is None:  # an interrupt has had these hooks be set twice
                 return
             try:

@@ -5,6 +5,7 @@ For the order of notes and copies see [Note: interrupts of streaming] in `memkit
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -18,6 +19,7 @@ from memkit.owners import Owner, disown, own
 from memkit.plan import slot_size_of
 from memkit.storages import Geometry, storage_key
 from memkit.transfer.lanes import Lanes, Transfer
+from memkit.transfer.spans import Span
 from memkit.weights.binding import without_modes
 from memkit.weights.chunks import LayerChunk
 
@@ -33,6 +35,7 @@ class Slot:
         "_device",
         "_has_unknown",
         "_left",
+        "_parts",
         "_views",
         "chunk",
         "filled",
@@ -55,6 +58,8 @@ class Slot:
         """Views of the storage, made once. Nobody else is given these: what is given out is counted by the storage."""
         self._views: dict[LayerChunk, tuple[tuple[Geometry, ...], tuple[Tensor, ...]]] = {}
         """Of each layer that was here, where its tensors lie, and those of the views that they then are."""
+        self._parts: dict[LayerChunk, tuple[Span, tuple[Tensor, ...]]] = {}
+        """Of each layer that was here, what it is copied from, and what to."""
         self.filled = next(_num_filled)
         """The larger, the later it was filled."""
         self.is_overflow = is_overflow
@@ -105,7 +110,18 @@ class Slot:
             places, known = chunk.binding.places, self._views.get(chunk)
             if known is None or known[0] is not places:
                 known = self._views[chunk] = places, tuple(self.view(place) for place in places)
-            chunk.binding.lie_as(known[1], self._device.torch_device)
+            if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled() or chunk.binding.wrappers:
+                chunk.binding.lie_as(known[1], self._device.torch_device)
+            else:
+                deque(chunk.binding.set_data(known[1]), maxlen=0)
+
+    def _cut_as(self, span: Span) -> tuple[Tensor, ...]:
+        """Return the bytes that a span is copied to, cut as its pieces are."""
+        parts, start = list[Tensor](), 0
+        for piece in span.pieces:
+            parts.append(self.view(Geometry(piece.size(), (1,), start, torch.uint8, False, False)))
+            start += len(piece)
+        return tuple(parts)
 
     def forget(self) -> None:
         """What it holds is not to be found any more."""
@@ -119,9 +135,12 @@ class Slot:
         for event in (self._left, chunk.written):
             if event is not None:
                 after.append(event)
-        assert chunk.span is not None
+        span, known = chunk.span, self._parts.get(chunk)
+        assert span is not None
+        if known is None or known[0] is not span:
+            known = self._parts[chunk] = span, self._cut_as(span)
         self.chunk, self._has_unknown = None, True  # until the copy is noted it has neither the one layer nor the other
-        transfer = lanes.copy(lanes.back, self.storage, chunk.span, is_out=False, after=after)
+        transfer = lanes.copy(lanes.back, self.storage, span, is_out=False, after=after, parts=known[1])
         self.ready = transfer.done
         self.users = {}
         self.state = (chunk.num_changes, *chunk.binding.versions())
@@ -129,26 +148,9 @@ class Slot:
         self.chunk, self._has_unknown = chunk, False
         return transfer
 
-    def await_filled(self, stream: Stream) -> None:
-        """Let work that is put on a stream from now on come behind what fills the slot."""
-        assert self.ready is not None
-        try:
-            self.ready.recorded()
-        except Exception:  # the copy has failed, and is not under way any more
-            self.chunk = self.state = self.ready = None
-            raise
-        self._device.wait_event(stream, self.ready)
-
-    def release(self, stream: Stream) -> None:
-        """A forward of the layer is over, or its backward: all work that uses the slot has been put on a stream, and the
-        layer's tensors do not lie here any more.
-
-        Unless the graph or the caller holds a tensor that does: they may put work on it until they let go, which nothing
-        tells.
-        """
-        self._device.note_read(self.storage)
-        is_held = torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
-        self.users[stream] = None if is_held else self._device.record_event(stream, timed=False)
+    def fail(self) -> None:
+        """The copy that was to fill it has failed: it holds nothing."""
+        self.chunk = self.state = self.ready = None
 
     def claim(self, stream: Stream) -> None:
         """Let work that is put on a stream from now on write to the slot."""

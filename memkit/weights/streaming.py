@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -36,7 +37,6 @@ from memkit.owners import StreamedWeights
 from memkit.storages import Geometry
 from memkit.torch_state import sharing_counters
 from memkit.transfer.lanes import Transfer, lanes_of
-from memkit.weights.binding import HOST
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.order import LayerOrder, Phase
 from memkit.weights.slots import Slot, SlotRing
@@ -111,6 +111,7 @@ class Streamer:
             self.rest()
             self.ring.forget()
             self._current = None
+            self.stalls.tidy()
             for phase in (Phase.FORWARD, Phase.SAMPLING):
                 self._orders[phase].begin()
             self._phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
@@ -185,9 +186,10 @@ class Streamer:
     def rest(self) -> None:
         """No backward of a layer is going on."""
         with torch_private.without_python_dispatch(), self.lock:
-            chunk, self.lying = self._in_backward, None
+            chunk, lying, self.lying = self._in_backward, self.lying, None
             if chunk is not None:
-                if chunk.uses == {self} and self.ring.holding(chunk) is None:  # the parameters were written to
+                is_there = lying is not None and lying[1].state == (chunk.num_changes, *chunk.binding.versions())
+                if not is_there and chunk.uses == {self} and self.ring.holding(chunk) is None:  # the parameters were written to
                     chunk.write_back()
                 self.leave(chunk, use=self)
                 self._in_backward = None
@@ -203,19 +205,28 @@ class Streamer:
                 for slot in slots:  # who is given the host copy may write to it: what reads it must have come to its end
                     if slot.chunk is chunk and slot.ready is not None and not slot.ready.is_reached():
                         self.device.synchronize(slot.ready)
-                chunk.binding.lie_as(chunk.binding.host_copies, HOST)
+                binding = chunk.binding
+                if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled() or binding.wrappers:
+                    binding.unbind()
+                else:
+                    deque(binding.set_data(binding.host_copies), maxlen=0)
                 for slot in slots:
-                    if slot.chunk is chunk:
-                        slot.release(stream)
+                    if slot.chunk is chunk:  # what is held may be used until it is let go, which nothing tells
+                        self.device.note_read(slot.storage)
+                        is_held = torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors)
+                        slot.users[stream] = None if is_held else self.device.record_event(stream, timed=False)
 
     def _wait(self, slot: Slot, chunk: LayerChunk, stream: Stream) -> None:
         """Have a stream wait for what is in a slot, and note how long that takes."""
-        if slot.ready is None or slot.ready.is_reached():
-            slot.await_filled(stream)
-            return
-        start = self.device.record_event(stream)
-        slot.await_filled(stream)
-        self.stalls.add(chunk.position, start, self.device.record_event(stream))
+        assert slot.ready is not None
+        start = None if slot.ready.is_reached() else self.device.record_event(stream)
+        try:
+            self.device.wait_event(stream, slot.ready.recorded())
+        except Exception:  # the copy has failed, and is not under way any more
+            slot.fail()
+            raise
+        if start is not None:
+            self.stalls.pending.append((chunk.position, start, self.device.record_event(stream)))
 
     def _demand(self, chunk: LayerChunk) -> Slot:
         """Fetch a layer that is needed now."""
@@ -262,9 +273,9 @@ class Streamer:
             if place == most or (until is not None and chunk.tick <= until):
                 return True
             there = ring.latest.get(chunk)
-            if there is not None and there.chunk is chunk:
-                if there.is_dirty or there.state == (chunk.num_changes, *chunk.binding.versions()):
-                    continue
+            state = (chunk.num_changes, *chunk.binding.versions())
+            if there is not None and there.chunk is chunk and (there.state == state or there.is_dirty):
+                continue
             is_alone = until is not None or self._phase is not Phase.BACKWARD or len(self._lanes.prefetchers) == 1
             if not is_alone and not self._lanes.is_turn_of(self, chunk.tick):
                 return False

@@ -224,7 +224,7 @@ def test_interrupt_at_the_end_of_a_backward_leaves_nothing_stale(kind: str) -> N
 
 _COPIES = {
     "frozen": ("_fetch", "fill", "copy"),
-    "host": ("_fetch", "fill", "copy_out", "copy", "_take", "_copy_out", "_settle_oldest"),
+    "host": ("_fetch", "fill", "copy_each_out", "copy", "_take", "_send_with_layer", "_send", "_settle_oldest", "lend"),
     "fused": ("_fetch", "fill", "copy", "copy_out", "_take", "claim", "note_written", "write_back", "_write_back"),
 }
 
