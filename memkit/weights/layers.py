@@ -166,14 +166,11 @@ class LayerOffload(NotCopied):
                 self._gradients.begin(self._chunks)
                 self._hooks.before_any_step(partial(refuse_unscaled, is_streamed))
             self._host.warn_of_refusal()
-            note_attached(self, is_on=LayerOffload._is_over, take_off=LayerOffload.close)
+            note_attached(self, is_on=lambda offload, module: offload.model is module, take_off=LayerOffload.close)
             self._begin(optimizer)
         except BaseException:
             self.close()
             raise
-
-    def _is_over(self, module: nn.Module) -> bool:
-        return self.model is module
 
     def _streaming(self) -> list[LayerChunk]:
         """Return what streams by the plan, in its order."""

@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ from memkit.hooks import HookPair, SavedTensorHooks
 from memkit.kept import FlattenedHandle, ForwardedHandle, KeptHandle, modified_error, nothing
 from memkit.storages import Geometry
 from memkit.torch_state import has_own_dispatch
-from memkit.weights.streaming import StreamedHandle, Streamer
 from memkit.wrappers import parts_of
+
+if TYPE_CHECKING:
+    from memkit.weights.streaming import Streamer
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
@@ -103,7 +105,7 @@ class _Saves:
                 if not is_plain:
                     return FlattenedHandle(tensor, self._pack_any)
                 with torch_private.without_python_dispatch():  # it is no part of the forward
-                    return StreamedHandle(self._streamer, tensor)
+                    return self._streamer.handle_of(tensor)
             tensor = tensor.detach()  # the parameter itself leaves the slot before this is used
         if self._outer is not None:
             return ForwardedHandle(tensor, *self._outer, is_checked=False)

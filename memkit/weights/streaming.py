@@ -335,7 +335,11 @@ class Streamer:
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what gives a tensor again whose bytes are in a slot now: see `memkit.owners.Owner`."""
         with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
-            return StreamedHandle(self, tensor).unpack
+            return self.handle_of(tensor).unpack
+
+    def handle_of(self, tensor: Tensor) -> StreamedHandle:
+        """Return what stands for a tensor that lies in a slot, and holds none of its bytes."""
+        return StreamedHandle(self, tensor)
 
     def streamed(self) -> StreamedWeights:
         """Return what streams: see `memkit.owners.Owner`."""
