@@ -36,6 +36,12 @@ class _SavedWeight(tuple[Any, ...]):
     __slots__ = ()
 
 
+class _HandedOn(tuple[Any, ...]):
+    """What the hooks outside have made of a tensor, behind what unpacks it."""
+
+    __slots__ = ()
+
+
 class _Saves:
     """Takes what autograd saves in the forwards of streamed layers, and gives it back.
 
@@ -53,14 +59,17 @@ class _Saves:
 
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves."""
-        if type(tensor) not in _PLAIN_TYPES or self._outer is not None or tensor.layout is not _STRIDED:
+        if type(tensor) not in _PLAIN_TYPES or tensor.layout is not _STRIDED:
             return self._pack_any(tensor)
-        slot = self._slots.get(torch_private.storage_address(tensor.untyped_storage()))
+        slot, outer = self._slots.get(torch_private.storage_address(tensor.untyped_storage())), self._outer
         if slot is None:
-            return tensor.detach(), torch_private.version_of(tensor)
+            if outer is None:
+                return tensor.detach(), torch_private.version_of(tensor)
+            return _HandedOn((outer[1], outer[0](tensor)))
         chunk, base = slot.chunk, torch_private.base_of(tensor)
         parameter = tensor if base is None else base
-        if chunk is None or id(parameter) not in chunk.binding.known or self._streamer.handles is not None:
+        is_handed_on = outer is not None and self._hands_on_weights
+        if is_handed_on or chunk is None or id(parameter) not in chunk.binding.known or self._streamer.handles is not None:
             return self._pack_any(tensor)
         version = torch_private.version_of(parameter) + chunk.num_changes
         place = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
@@ -78,6 +87,8 @@ class _Saves:
             if torch_private.version_of(alias) != version:
                 raise modified_error(alias, version)
             return alias
+        if kind is _HandedOn:
+            return packed[0](packed[1])
         if kind is not _SavedWeight:
             return packed.unpack()
         chunk, parameter, version, place = packed
