@@ -169,9 +169,10 @@ class Accumulation(ABC):
 
     def _before(self, streamed: StreamedParameter, _: Tensor) -> None:
         """The engine has a gradient of a parameter, and is about to add it to `grad`."""
-        task, grad = torch_private.backward_task(), streamed.parameter.grad
+        task = torch_private.backward_task()
         if task not in self._tasks:
             self._enter_backward()
+        grad = streamed.parameter.grad
         if grad is not None:
             self._set_aside(streamed, grad)
             streamed.parameter.grad = None
