@@ -88,7 +88,7 @@ class Calls(threading.local):
         self._calls.append(call)
         return call
 
-    def drop(self, call: Call) -> None:
+    def cancel(self, call: Call) -> None:
         """A call goes on, and its end will not be told."""
         self._calls.remove(call)
 

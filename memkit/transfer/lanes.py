@@ -68,7 +68,7 @@ class Lanes:
         self.out = device.new_stream("D2H")
         self.back = device.new_stream("H2D")
         self.out_by_turns = self.out, device.new_stream("D2H, by turns")
-        self.tick: Callable[[], int] = itertools.count(1).__next__
+        self.next_use: Callable[[], int] = itertools.count(1).__next__
         """Returns when in the forward something was used last: more than anything before."""
         self.prefetchers = weakref.WeakSet[Prefetcher]()
 

@@ -97,7 +97,7 @@ class Accumulation(ABC):
         """No backward runs any more. What an interrupt has kept from being done here is done with `has_failed`."""
 
     @abstractmethod
-    def _drop(self) -> None:
+    def _reset(self) -> None:
         """A backward has failed, some time ago, and `_finish` has not come to its end: what is left of it is not to be used."""
 
     def watch_recomputes(self, model: nn.Module) -> None:  # noqa: B027  # not all want to know
@@ -216,13 +216,13 @@ class Accumulation(ABC):
             if known.due == task:
                 streamed.parameter.grad, known.due = None, -1
 
-    def drop_interrupted(self) -> None:
+    def reset_interrupted(self) -> None:
         """Drop what is left of backwards that were interrupted, and again when they ended. No forward runs, nor a backward in
         this thread."""
         if self._tasks and all(end.is_over for end in self._tasks.values()):
             for task in self._tasks:
                 self._forget_parts(task)
-            self._drop()
+            self._reset()
             self._tasks.clear()
 
     def _take_left(self, task: int) -> None:

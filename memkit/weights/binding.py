@@ -19,7 +19,7 @@ from memkit.wrappers import has_plain_parts, parts_of, set_reported_device, wrap
 HOST = torch.device("cpu")
 
 
-class StreamedTensor:
+class BoundTensor:
     """A plain tensor that streams: a parameter, or one of those that a parameter wraps.
 
     While its layer runs, `tensor.data` lies in a slot; at all other times it is `host_copy`, in host memory.
@@ -81,7 +81,7 @@ class StreamedParameter:
         self.parameter = parameter
         self.places = tuple(places)
         """The modules that hold it, and under which name."""
-        self.parts = [StreamedTensor(part) for part in parts_of(parameter)]
+        self.parts = [BoundTensor(part) for part in parts_of(parameter)]
         self.wrappers = wrappers_in(parameter)
         self.size, self.dtype = parameter.size(), parameter.dtype
         self.note_stride()
@@ -199,7 +199,7 @@ class Binding:
         self.requires_grad: Callable[[], Iterator[bool]] = partial(map, _requires_grad, self.tensors)
         """Whether each tensor requires grad."""
         self.set_data: Callable[[Sequence[Tensor]], Iterator[None]] = partial(map, setattr, self.tensors, repeat("data"))
-        """Sets what each tensor is, as it is gone through: what `lie_as` does where nothing else is to be seen to."""
+        """Sets what each tensor is, as it is gone through: what `point_at` does where nothing else is to be seen to."""
         places = tuple(part.place for part in parts)
         if places != self.places:
             self.places = places
@@ -227,7 +227,7 @@ class Binding:
             and tuple(map(_dtype_of, tensors)) == dtypes
         )
 
-    def lie_as(self, views: Sequence[Tensor], device: torch.device) -> None:
+    def point_at(self, views: Sequence[Tensor], device: torch.device) -> None:
         """Let the parameters be the views, which are on a device; those that are made of others say so."""
         is_seen = torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled()
         with without_modes() if is_seen else _NO_CONTEXT:
@@ -237,7 +237,7 @@ class Binding:
 
     def unbind(self) -> None:
         """Let the parameters be the host copies again."""
-        self.lie_as(self.host_copies, HOST)
+        self.point_at(self.host_copies, HOST)
 
 
 _NO_CONTEXT = nullcontext()

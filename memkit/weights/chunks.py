@@ -13,7 +13,7 @@ from memkit.plan.chunks import Region, lay_out
 from memkit.storages import Geometry, byte_view, overlapping, storage_key
 from memkit.torch_state import num_users
 from memkit.transfer.spans import Span
-from memkit.weights.binding import Binding, StreamedParameter, StreamedTensor, distinct, without_modes
+from memkit.weights.binding import Binding, BoundTensor, StreamedParameter, distinct, without_modes
 from memkit.wrappers import set_reported_device, wrappers_in
 
 _HOST = torch.device("cpu")
@@ -41,7 +41,7 @@ class LayerChunk:
         """How often bytes were put into the host copy that no version counter knows of."""
         self.written: Event | None = None
         """Behind the last write to the host copy."""
-        self.tick = 0
+        self.use_order = 0
         """When in the forward it has run last: see [Note: one queue for all] in `memkit.transfer.lanes`."""
         self.uses = set[object]()
         """Who has the parameters lie in a slot, or is about to: the calls of the layer that are going on, and its backward."""
@@ -59,12 +59,12 @@ class LayerChunk:
                     full = ".".join(part for part in (name, prefix, key) if part)
                     named.setdefault(id(parameter), (full, parameter))
         self.binding = Binding([StreamedParameter(*named[key], places[key]) for key in named])
-        parts: dict[int, list[StreamedTensor]] = {id(part.tensor): [] for part in self._parts()}
+        parts: dict[int, list[BoundTensor]] = {id(part.tensor): [] for part in self._parts()}
         for part in self._parts():
             parts[id(part.tensor)].append(part)
         groups = list(overlapping([same[0].tensor for same in parts.values()]))
         layout = lay_out([[(low, high) for _, low, high in group] for group in groups])
-        self._regions: list[tuple[Region, list[StreamedTensor]]] = []
+        self._regions: list[tuple[Region, list[BoundTensor]]] = []
         """The ranges of bytes that belong together, and what lies in each."""
         for group, region in zip(groups, layout.regions, strict=True):
             lying = []
@@ -80,7 +80,7 @@ class LayerChunk:
         """What streams of the layer."""
         return self.binding.parameters
 
-    def _parts(self) -> Iterator[StreamedTensor]:
+    def _parts(self) -> Iterator[BoundTensor]:
         return (part for streamed in self.parameters for part in streamed.parts)
 
     def move_to_host(self) -> None:

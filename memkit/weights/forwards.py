@@ -90,11 +90,11 @@ class Forwards(NotCopied):
 
         def before(name: str, *_: Any) -> None:
             if not are_owners_set_aside():
-                timing.arrive(name)
+                timing.begin_layer(name)
 
         def after(name: str, _: nn.Module, __: Any, output: Any) -> None:
             if not are_owners_set_aside():
-                backwards.before(output, lambda _: timing.arrive(name))
+                backwards.before(output, lambda _: timing.begin_layer(name))
 
         for name, module in resident.items():
             self._timing_hooks.around_forward(module, before=partial(before, name), after=partial(after, name))
@@ -156,7 +156,7 @@ class Forwards(NotCopied):
             return
         if self._gradients is not None:
             refuse_replicated(self._streamer.chunks)
-            self._gradients.drop_interrupted()
+            self._gradients.reset_interrupted()
         if not self._streamer.is_continued_by(first):
             if first is None:  # what stays on the device may run first, and fail by what all were cast to
                 for chunk in self._streamer.chunks:
@@ -185,7 +185,7 @@ class Forwards(NotCopied):
     def _after_outer(self, module: nn.Module, *_: Any) -> None:
         self._calls.end(module, depth=2)
         if self._timing is not None and not len(self._calls):
-            self._timing.pause()
+            self._timing.end_layer()
 
     # Layers
 
@@ -212,7 +212,7 @@ class Forwards(NotCopied):
             self._begin_pass(chunk)
             streamer = self._streamer
         if not chunk.is_on_host:
-            self._calls.drop(call)  # it has come to stay on the device just now
+            self._calls.cancel(call)  # it has come to stay on the device just now
             return
         if gradients is not None:
             gradients.watch(chunk)
@@ -224,10 +224,10 @@ class Forwards(NotCopied):
                 "before LayerOffload is made: what requires grad then stays on the device"
             )
         if self._timing is not None:
-            self._timing.arrive(chunk.name)
+            self._timing.begin_layer(chunk.name)
         slot = streamer.use(chunk)
         if self._timing is not None:
-            self._timing.go()
+            self._timing.note_ready()
         call.end = partial(self._end_layer, layer, call, (chunk.num_changes, *chunk.binding.versions()))
         if module is chunk.module:  # they would do nothing now, and cut what is compiled in the layer
             layer.inner_hooks.set_aside()
@@ -248,12 +248,12 @@ class Forwards(NotCopied):
 
     def _begin_backward(self, chunk: LayerChunk, _: object) -> None:
         if self._timing is not None:
-            self._timing.arrive(chunk.name)
+            self._timing.begin_layer(chunk.name)
         if chunk.is_on_host and not chunk.uses and not chunk.binding.is_unchanged():
             adopt_data(chunk)
         self._streamer.begin_backward(chunk)
         if self._timing is not None:
-            self._timing.go()
+            self._timing.note_ready()
 
     def _before_inner(self, layer: _Layer, module: nn.Module, given: Any) -> None:
         """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
@@ -273,10 +273,10 @@ class Forwards(NotCopied):
             self._timing.fail()
         if ending is Ending.LEFT and chunk.uses <= {call}:  # since then the slot was what the caller may have written to
             chunk.write_back()
-            self._streamer.forget()
+            self._streamer.invalidate()
         self._streamer.leave(chunk, use=call)
         if not chunk.uses and ending is not Ending.LEFT and (chunk.num_changes, *chunk.binding.versions()) != state:
-            self._streamer.forget()
+            self._streamer.invalidate()
             if ending is Ending.RAISED:
                 return
             raise LayerOffloadError(

@@ -250,7 +250,7 @@ class FusedSteps(NotCopied, Accumulation):
     def _finish(self, has_failed: bool) -> None:
         """Have the host copies be what was stepped, each parameter whole or not at all, and let its gradient go."""
         if has_failed:
-            self._drop()
+            self._reset()
             return
         self._write_back_waiting()
         for event in self._written:  # who reads a host copy then finds what was written
@@ -262,13 +262,13 @@ class FusedSteps(NotCopied, Accumulation):
         self._stepped.clear()
         self._due.clear()
 
-    def _drop(self) -> None:
+    def _reset(self) -> None:
         """A backward has failed: have each parameter be stepped whole or not at all."""
         self._regroup()
         for parameter in list(self._due.values()):
             self._consume(parameter)
         self.streamer.rest()
-        self.streamer.settle()
+        self.streamer.flush()
         self._forget_consumed()
         self._waiting.clear()
         self._written.clear()

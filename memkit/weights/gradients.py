@@ -190,7 +190,7 @@ class HostGradients(Accumulation):
                 streamed.parameter.grad = found
                 gradient.total = gradient.kept = None
 
-    def _drop(self) -> None:
+    def _reset(self) -> None:
         self._lose()
         self._give_lost()
         for gradient in self._gradients.values():
@@ -278,7 +278,7 @@ class HostGradients(Accumulation):
     def _make_room(self, num_bytes: int) -> None:
         """Have what copies read, and what waits for its copy, take no more of the device than it may."""
         while self._in_flight and self._in_flight_bytes + num_bytes > self._window_bytes:
-            self._settle_oldest()  # may raise, and then nothing writes to the span
+            self._await_oldest()  # may raise, and then nothing writes to the span
 
     def _send(self) -> None:
         """Send what waits."""
@@ -308,7 +308,7 @@ class HostGradients(Accumulation):
         self.d2h_bytes += span.num_bytes
         return flight.done
 
-    def _settle_oldest(self) -> None:
+    def _await_oldest(self) -> None:
         oldest = self._in_flight[0]
         if oldest.done is None:
             self._arena.drain()
@@ -324,7 +324,7 @@ class HostGradients(Accumulation):
         if self._last is not None:
             self._device.synchronize(self._last)
         while self._in_flight:
-            self._settle_oldest()
+            self._await_oldest()
         self._last, self._in_flight_bytes = None, 0
         for addition in self._additions:
             addition.result()

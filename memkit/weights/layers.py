@@ -218,7 +218,7 @@ class LayerOffload(NotCopied):
         self._host.warn_of_refusal()
         if self._streams.is_closed:  # by an interrupt while layers came to stay on the device
             self._stream_anew()
-        self._let_go()
+        self._release_leaving()
         times = self._choice.begin_pass(self._streams)
         if times is None:
             return
@@ -256,7 +256,7 @@ class LayerOffload(NotCopied):
                 self.plan, self._leaving = before, []
                 self._stream_anew()
                 raise
-            self._let_go()
+            self._release_leaving()
         self._choice.note_chosen(before, self.plan, times)
 
     def _stream_anew(self) -> None:
@@ -272,7 +272,7 @@ class LayerOffload(NotCopied):
             self._gradients.streamer = streamer
         self._streamer = streamer  # last: as long as it is the closed one, the next forward does this again
 
-    def _let_go(self) -> None:
+    def _release_leaving(self) -> None:
         """Give back what layers had that stay on the device from now on, but for host copies that are held."""
         if not self._leaving:
             return
@@ -339,7 +339,7 @@ class LayerOffload(NotCopied):
         self._hooks.remove()
         self._choice.timing = None
         if self._gradients is not None:
-            self._gradients.drop_interrupted()
+            self._gradients.reset_interrupted()
         self._arena.drain()
         if self._streamer is not None:
             self._streamer.close()

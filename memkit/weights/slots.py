@@ -111,7 +111,7 @@ class Slot:
             if known is None or known[0] is not places:
                 known = self._views[chunk] = places, tuple(self.view(place) for place in places)
             if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled() or chunk.binding.wrappers:
-                chunk.binding.lie_as(known[1], self._device.torch_device)
+                chunk.binding.point_at(known[1], self._device.torch_device)
             else:
                 deque(chunk.binding.set_data(known[1]), maxlen=0)
 
@@ -123,7 +123,7 @@ class Slot:
             start += len(piece)
         return tuple(parts)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """What it holds is not to be found any more."""
         self.state = None
 
@@ -181,7 +181,7 @@ class Slot:
                 with suppress(Exception):  # who needs the bytes is told
                     event.recorded()
 
-    def settle(self, stream: Stream) -> None:
+    def await_users(self, stream: Stream) -> None:
         """Let a stream wait for all that uses the slot, so that its memory can go back to it."""
         if self._has_unknown:
             self._device.synchronize()
@@ -288,12 +288,12 @@ class SlotRing:
         """Give those up that were taken for a while, and that are idle."""
         if len(self.slots) > self.num_planned:
             for slot in [slot for slot in self if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
-                self._drop(slot)
+                self._release(slot)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """What the slots hold is not to be found any more: the caller may have written to the host copies unseen."""
         for slot in self.slots.values():
-            slot.forget()
+            slot.invalidate()
 
     def await_copies(self) -> None:
         """Make the host wait for threads that bring bytes to slots or from there: they hold a slot meanwhile."""
@@ -311,9 +311,9 @@ class SlotRing:
         self.slots[slot.key] = slot  # first: whose storage is owned is known here until it is not owned any more
         own(slot.storage, self._owner)
 
-    def _drop(self, slot: Slot) -> None:
+    def _release(self, slot: Slot) -> None:
         slot.chunk = None
-        slot.settle(self._device.current_stream())
+        slot.await_users(self._device.current_stream())
         disown(slot.storage)
         self.latest = {chunk: latest for chunk, latest in self.latest.items() if latest is not slot}
         del self.slots[slot.key]

@@ -109,7 +109,7 @@ class Streamer:
         """A forward begins that is no part of another, nor of a backward."""
         with torch_private.without_python_dispatch(), self.lock:
             self.rest()
-            self.ring.forget()
+            self.ring.invalidate()
             self._current = None
             self.stalls.tidy()
             for phase in (Phase.FORWARD, Phase.SAMPLING):
@@ -198,7 +198,7 @@ class Streamer:
         """A forward of a layer is over, or its backward: its work is on the current stream."""
         with torch_private.without_python_dispatch(), self.lock:
             if torch_private.backward_task() == -1:
-                chunk.tick = self._lanes.tick()
+                chunk.use_order = self._lanes.next_use()
             chunk.uses.discard(use)
             if not chunk.uses:  # else it runs on
                 slots, stream = self.ring.slots.values(), self.device.current_stream()
@@ -242,15 +242,15 @@ class Streamer:
     def is_active(self) -> bool:
         return True
 
-    def bring_until(self, tick: int) -> bool:
-        """Fetch the layers that are needed sooner than what was left at `tick`: see `memkit.transfer.lanes.Prefetcher`."""
+    def bring_until(self, use_order: int) -> bool:
+        """Fetch the layers that are needed sooner than what was used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         is_free = False
         try:
             is_free = self.lock.acquire(blocking=False)
             if not is_free:
                 return True  # another thread is at it, and perhaps waits for the one that asks
             with torch_private.without_python_dispatch():
-                return self._is_closed or self._phase is not Phase.BACKWARD or self._prefetch(until=tick)
+                return self._is_closed or self._phase is not Phase.BACKWARD or self._prefetch(until=use_order)
         finally:
             if is_free:
                 self.lock.release()
@@ -259,7 +259,7 @@ class Streamer:
         """Fetch what is expected next. Nothing is fetched past what is needed sooner.
 
         Args:
-            until: fetch what is needed sooner than what was left at that tick, and no more.
+            until: fetch what is needed sooner than what was used then, and no more.
 
         Returns:
             Whether there was a slot for all of it.
@@ -270,14 +270,14 @@ class Streamer:
             most = ring.num_planned - (current is not None and len(ring.slots) == ring.num_planned)
         for position, place in ahead.items():
             chunk = self.chunks[position]
-            if place == most or (until is not None and chunk.tick <= until):
+            if place == most or (until is not None and chunk.use_order <= until):
                 return True
             there = ring.latest.get(chunk)
             state = (chunk.num_changes, *chunk.binding.versions())
             if there is not None and there.chunk is chunk and (there.state == state or there.is_dirty):
                 continue
             is_alone = until is not None or self._phase is not Phase.BACKWARD or len(self._lanes.prefetchers) == 1
-            if not is_alone and not self._lanes.is_turn_of(self, chunk.tick):
+            if not is_alone and not self._lanes.is_turn_of(self, chunk.use_order):
                 return False
             slot = ring.find_idle(chunk, ahead, place, current)
             if slot is None:
@@ -307,7 +307,7 @@ class Streamer:
             chunk.written = slot.write_back(copy)
             return chunk.written
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Have the host copies be what is in slots that were written to; the host waits for all copies.
 
         Also for those that are not noted, since an interrupt came ahead of that.
@@ -325,10 +325,10 @@ class Streamer:
                     chunk.span.staging.drain()
             self.device.synchronize()
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """The caller may have written to the host copies unseen."""
         with self.lock:
-            self.ring.forget()
+            self.ring.invalidate()
 
     # Lending
 

@@ -352,7 +352,7 @@ def test_what_is_needed_sooner_goes_first(
     fetch_layer, fetch_record = Streamer._fetch, Ledger.fetch
 
     def note_layer(self: Streamer, chunk: LayerChunk, slot: Slot) -> None:
-        ticks.append((chunk.tick, True))
+        ticks.append((chunk.use_order, True))
         fetch_layer(self, chunk, slot)
 
     def note_record(self: Ledger, record: Record) -> None:

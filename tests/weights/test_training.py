@@ -488,7 +488,7 @@ def test_memory_that_a_gradient_is_on_its_way_to_is_not_given_back(device: Devic
 
         with monkeypatch.context() as patch:
             patch.setattr(gradients, "_window_bytes", 0)
-            patch.setattr(gradients, "_settle_oldest", fail)
+            patch.setattr(gradients, "_await_oldest", fail)
             patch.setattr(gradients, "_add", lambda *_: added.append(True))
             patch.setattr(type(gradients._lanes), "copy_out", send)
             patch.setattr(type(offload._arena), "give", check)
