@@ -4,11 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 ALIGNMENT_BYTES = 512
 """As the caching allocator aligns: the kernel that is chosen may depend on it."""
 HEADER_BYTES = 512
 """Where the first tensor of a chunk begins: compilers treat offset 0 as a case of its own."""
+
+
+class Residency(Enum):
+    """Where the bytes of a chunk are."""
+
+    HOST = "host"
+    """In host memory, and nowhere else."""
+    IN_FLIGHT = "in flight"
+    """In host memory; a copy to the device is under way, or about to be."""
+    DEVICE = "device"
+    """On the device and in host memory, alike, unless the caller has written to host memory since."""
+    DIRTY = "dirty"
+    """On the device; what is in host memory is older, or about to be."""
+    DISK = "disk"
+    """In a file, and nowhere else."""
+
+    def may_become(self, following: Residency) -> bool:
+        """Tell whether bytes that are here may be there next.
+
+        Example:
+            >>> Residency.DEVICE.may_become(Residency.DIRTY), Residency.DIRTY.may_become(Residency.HOST)
+            (True, False)
+        """
+        return following in _FOLLOWING[self]
+
+
+_FOLLOWING = {
+    Residency.HOST: (Residency.HOST, Residency.IN_FLIGHT, Residency.DISK),
+    Residency.IN_FLIGHT: (Residency.IN_FLIGHT, Residency.DEVICE, Residency.HOST),
+    Residency.DEVICE: (Residency.IN_FLIGHT, Residency.DEVICE, Residency.DIRTY, Residency.HOST),
+    Residency.DIRTY: (Residency.DIRTY, Residency.DEVICE),
+    Residency.DISK: (Residency.DISK, Residency.HOST),
+}
+"""What is dirty is written back before anything else becomes of it; what is on disk is read to host memory first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

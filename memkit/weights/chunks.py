@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from memkit import torch_private
 from memkit.device.base import Event
-from memkit.plan.chunks import Region, lay_out
+from memkit.plan.chunks import Region, Residency, lay_out
 from memkit.storages import Geometry, byte_view, overlapping, storage_key
 from memkit.torch_state import num_users
 from memkit.transfer.spans import Span
 from memkit.weights.binding import Binding, BoundTensor, StreamedParameter, distinct, without_modes
 from memkit.wrappers import set_reported_device, wrappers_in
+
+if TYPE_CHECKING:
+    from memkit.weights.slots import Slot
 
 _HOST = torch.device("cpu")
 
@@ -43,6 +47,9 @@ class LayerChunk:
         """Behind the last write to the host copy."""
         self.use_order = 0
         """When in the forward it has run last: see [Note: one queue for all] in `memkit.transfer.lanes`."""
+        self.residency = Residency.HOST
+        self.slot: Slot | None = None
+        """Where the bytes are, or will be, if they are in flight, on the device or dirty."""
         self.uses = set[object]()
         """Who has the parameters lie in a slot, or is about to: the calls of the layer that are going on, and its backward."""
         self._restored: dict[int, torch.UntypedStorage] = {}
@@ -82,6 +89,16 @@ class LayerChunk:
 
     def _parts(self) -> Iterator[BoundTensor]:
         return (part for streamed in self.parameters for part in streamed.parts)
+
+    def become(self, residency: Residency) -> None:
+        """Its bytes are there from now on."""
+        assert self.residency.may_become(residency), f"{self.name}: from {self.residency} to {residency}"
+        self.residency = residency
+
+    def evict(self) -> None:
+        """Its bytes are in host memory from now on, and in no slot."""
+        self.become(Residency.HOST)
+        self.slot = None
 
     def move_to_host(self) -> None:
         """Copy the parameters to the host copy, in `span`, and let them be that."""

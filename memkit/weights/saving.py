@@ -11,6 +11,7 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.hooks import HookPair, SavedTensorHooks
 from memkit.kept import FlattenedHandle, ForwardedHandle, KeptHandle, modified_error, nothing
+from memkit.plan.chunks import Residency
 from memkit.storages import Geometry
 from memkit.torch_state import has_own_dispatch
 from memkit.wrappers import parts_of
@@ -100,7 +101,7 @@ class _Saves:
             lying = streamer.lying
             if lying is not None and lying[0] is chunk and not torch_private.num_dispatch_modes():
                 _, slot, stream = lying
-                is_current = slot.is_dirty or slot.state == (chunk.num_changes, *chunk.binding.versions())
+                is_current = chunk.residency is Residency.DIRTY or slot.state == (chunk.num_changes, *chunk.binding.versions())
                 if is_current and stream == streamer.device.stream_number():
                     view = slot.tensors.get(place)
                     if view is not None or len(slot.tensors) < _MOST_VIEWS:

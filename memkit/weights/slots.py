@@ -17,6 +17,7 @@ from memkit import torch_private
 from memkit.device.base import Device, Event, Stream
 from memkit.owners import Owner, disown, own
 from memkit.plan import slot_size_of
+from memkit.plan.chunks import Residency
 from memkit.storages import Geometry, storage_key
 from memkit.transfer.lanes import Lanes, Transfer
 from memkit.transfer.spans import Span
@@ -39,7 +40,6 @@ class Slot:
         "_views",
         "chunk",
         "filled",
-        "is_dirty",
         "is_overflow",
         "key",
         "num_bytes",
@@ -69,8 +69,6 @@ class Slot:
         self.state: object = None
         """What the chunk's `state()` was when its bytes were copied."""
         self.ready: Event | None = None
-        self.is_dirty = False
-        """Whether it has weights that the host copy has not yet, or is about to: until they are copied, it is the truth."""
         self._left: Event | None = None
         """Behind the last write to the host copy."""
         self._has_unknown = False
@@ -86,13 +84,20 @@ class Slot:
         return not self.is_dirty and (self.chunk is None or not self.chunk.uses) and not self.is_held
 
     @property
+    def is_dirty(self) -> bool:
+        """Whether it has weights that the host copy has not yet, or is about to: until they are copied, it is the truth."""
+        chunk = self.chunk
+        return chunk is not None and chunk.slot is self and chunk.residency is Residency.DIRTY
+
+    @property
     def is_held(self) -> bool:
         """Whether a tensor that is not one of its own lies here."""
         return torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
 
     def holds(self, chunk: LayerChunk) -> bool:
         """Tell whether it has the bytes of a layer as they are now."""
-        return self.chunk is chunk and (self.is_dirty or self.state == (chunk.num_changes, *chunk.binding.versions()))
+        state = chunk.num_changes, *chunk.binding.versions()
+        return self.chunk is chunk and chunk.slot is self and (self.state == state or chunk.residency is Residency.DIRTY)
 
     def view(self, place: Geometry) -> Tensor:
         """Return a tensor that lies here. It is not to be handed out: an alias of it is."""
@@ -128,7 +133,14 @@ class Slot:
         self.state = None
 
     def fill(self, chunk: LayerChunk, lanes: Lanes) -> Transfer:
-        """Have the bytes of a layer copied here, once all work that uses the slot is done."""
+        """Have the bytes of a layer copied here, once all work that uses the slot is done.
+
+        Those of the layer that was here are in host memory alone then.
+        """
+        there = self.chunk
+        if there is not None and there.slot is self:  # it is evicted: said here, since this is done for each copy
+            assert there.residency is not Residency.DIRTY, there.name
+            there.slot, there.residency = None, Residency.HOST
         after = list[Event]()
         for stream, freed in self.users.items():
             after.append(freed or self._device.record_event(stream, timed=False))
@@ -139,24 +151,35 @@ class Slot:
         assert span is not None
         if known is None or known[0] is not span:
             known = self._parts[chunk] = span, self._cut_as(span)
+        assert chunk.residency in _FETCHED, chunk.residency
+        chunk.residency = Residency.IN_FLIGHT
         self.chunk, self._has_unknown = None, True  # until the copy is noted it has neither the one layer nor the other
         transfer = lanes.copy(lanes.back, self.storage, span, is_out=False, after=after, parts=known[1])
         self.ready = transfer.done
         self.users = {}
         self.state = (chunk.num_changes, *chunk.binding.versions())
         self.filled = next(_num_filled)
-        self.chunk, self._has_unknown = chunk, False
+        self.chunk, self._has_unknown, chunk.slot = chunk, False, self
         return transfer
 
     def fail(self) -> None:
         """The copy that was to fill it has failed: it holds nothing."""
+        if self.chunk is not None and self.chunk.slot is self:
+            self.chunk.evict()
         self.chunk = self.state = self.ready = None
+
+    def leave(self) -> None:
+        """The slot goes: no layer that was here is to hold it."""
+        for chunk in self._parts:
+            if chunk.slot is self:
+                chunk.slot, chunk.residency = None, Residency.HOST
 
     def claim(self, stream: Stream) -> None:
         """Let work that is put on a stream from now on write to the slot."""
         if self._left is not None:
             self._device.wait_event(stream, self._left)
-        self.is_dirty = True
+        assert self.chunk is not None
+        self.chunk.become(Residency.DIRTY)
 
     def note_written(self, chunk: LayerChunk) -> None:
         """Work on the current stream has written to the weights here: the slot has them as they are now."""
@@ -169,9 +192,11 @@ class Slot:
         Args:
             copy: puts the copy on a lane, behind an event.
         """
+        assert self.chunk is not None
         after, self._has_unknown = self._device.record_event(timed=False), True
         self._left = copy(self.storage, after)
-        self.is_dirty = self._has_unknown = False
+        self.chunk.become(Residency.DEVICE)
+        self._has_unknown = False
         return self._left
 
     def await_copies(self) -> None:
@@ -209,8 +234,6 @@ class SlotRing:
         self._slot_bytes = tuple(slot_bytes)
         self.slots: dict[int, Slot] = {}
         """By what tells their storages apart."""
-        self.latest: dict[LayerChunk, Slot] = {}
-        """Which slot each layer was brought to last. It may have gone from there since."""
         self._sizes: dict[int, int] = {}
         """Which size of slots layers of a size take."""
         self.num_planned = len(self._slot_bytes)
@@ -234,7 +257,7 @@ class SlotRing:
 
     def holding(self, chunk: LayerChunk) -> Slot | None:
         """Return the slot that has the bytes of a layer as they are now, or will have them."""
-        slot = self.latest.get(chunk)
+        slot = chunk.slot
         return slot if slot is not None and slot.holds(chunk) else None
 
     def at(self, storage: torch.UntypedStorage) -> Slot | None:
@@ -256,12 +279,14 @@ class SlotRing:
             size = self._sizes[chunk.num_bytes] = slot_size_of(chunk.num_bytes, self._slot_bytes)
         best, best_rank, last = None, -1, len(ahead)
         for slot in self.slots.values():
-            if slot.num_bytes != size or slot.is_overflow or slot.is_dirty:
-                continue
             there = slot.chunk
+            if slot.num_bytes != size or slot.is_overflow:
+                continue
+            if there is not None and there.slot is slot and there.residency is Residency.DIRTY:
+                continue
             if (there is not None and there.uses) or torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors):
                 continue
-            if there is None or slot.state != (there.num_changes, *there.binding.versions()):
+            if there is None or there.slot is not slot or slot.state != (there.num_changes, *there.binding.versions()):
                 rank = last + 1
             elif there is current:
                 continue
@@ -303,20 +328,22 @@ class SlotRing:
     def close(self) -> None:
         """Give all memory back. The host has waited for all work, since a copy that has failed cannot be waited for."""
         for slot in self.slots.values():
+            slot.leave()
             disown(slot.storage)
         self.slots.clear()
-        self.latest.clear()
 
     def _add(self, slot: Slot) -> None:
         self.slots[slot.key] = slot  # first: whose storage is owned is known here until it is not owned any more
         own(slot.storage, self._owner)
 
     def _release(self, slot: Slot) -> None:
+        slot.leave()
         slot.chunk = None
         slot.await_users(self._device.current_stream())
         disown(slot.storage)
-        self.latest = {chunk: latest for chunk, latest in self.latest.items() if latest is not slot}
         del self.slots[slot.key]
 
 
 _num_filled = count()
+_FETCHED = (Residency.HOST, Residency.IN_FLIGHT, Residency.DEVICE)
+"""Where bytes may be that are fetched: on the device too, where the caller has written to host memory since."""

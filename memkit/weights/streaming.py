@@ -34,6 +34,7 @@ from memkit.errors import LayerOffloadError
 from memkit.kept import KeptHandle, nothing
 from memkit.labels import NO_LABEL, label
 from memkit.owners import StreamedWeights
+from memkit.plan.chunks import Residency
 from memkit.storages import Geometry
 from memkit.torch_state import sharing_counters
 from memkit.transfer.lanes import Transfer, lanes_of
@@ -151,7 +152,7 @@ class Streamer:
                 self._ahead = self._orders[phase].note(chunk.position)
                 if len(self.ring.slots) > self.ring.num_planned:
                     self.ring.sweep(chunk)
-            slot = self.ring.latest.get(chunk)
+            slot = chunk.slot
             if slot is None or slot.state != (chunk.num_changes, *chunk.binding.versions()) or slot.chunk is not chunk:
                 slot = self.ring.holding(chunk) or self._demand(chunk)
             stream = self.device.current_stream()
@@ -225,6 +226,8 @@ class Streamer:
         except Exception:  # the copy has failed, and is not under way any more
             slot.fail()
             raise
+        if chunk.residency is Residency.IN_FLIGHT:
+            chunk.residency = Residency.DEVICE
         if start is not None:
             self.stalls.pending.append((chunk.position, start, self.device.record_event(stream)))
 
@@ -272,9 +275,9 @@ class Streamer:
             chunk = self.chunks[position]
             if place == most or (until is not None and chunk.use_order <= until):
                 return True
-            there = ring.latest.get(chunk)
+            there = chunk.slot
             state = (chunk.num_changes, *chunk.binding.versions())
-            if there is not None and there.chunk is chunk and (there.state == state or there.is_dirty):
+            if there is not None and there.chunk is chunk and (there.state == state or chunk.residency is Residency.DIRTY):
                 continue
             is_alone = until is not None or self._phase is not Phase.BACKWARD or len(self._lanes.prefetchers) == 1
             if not is_alone and not self._lanes.is_turn_of(self, chunk.use_order):
@@ -289,7 +292,6 @@ class Streamer:
         """Put the copy of a layer to a slot on its lane."""
         with label(f"fetch ({chunk.name})") if torch_private.profiler_is_on() else NO_LABEL:
             transfer = slot.fill(chunk, self._lanes)
-        self.ring.latest[chunk] = slot
         if self.transfers is not None:
             self.transfers.append(transfer)
         self.h2d_bytes += chunk.num_bytes
@@ -317,7 +319,7 @@ class Streamer:
                 if slot.is_dirty and slot.chunk is not None:
                     with suppress(Exception):  # a copy that fails: what is in the slot is lost, and the step is told
                         self.write_back(slot.chunk)
-                slot.is_dirty = False
+                    slot.chunk.become(Residency.DEVICE)
             for chunk in self.chunks:
                 if not chunk.uses and any(self.ring.at(tensor.untyped_storage()) for tensor in chunk.binding.tensors):
                     chunk.binding.unbind()
