@@ -78,12 +78,13 @@ class Calls(threading.local):
         Args:
             depth: how many frames above this function's the module is called.
         """
-        frame = caller = sys._getframe(depth + 1)
-        last = self._calls[-1].frame if self._calls else None
-        while caller is not last and caller.f_back is not None:
-            caller = caller.f_back
-        if last is not None and caller is not last:
-            self.end_interrupted()
+        frame = sys._getframe(depth + 1)
+        if self._calls:
+            last, caller = self._calls[-1].frame, frame
+            while caller is not last and caller.f_back is not None:  # it is not far away
+                caller = caller.f_back
+            if caller is not last:
+                self.end_interrupted()
         call = Call(module, frame, not self._calls)
         self._calls.append(call)
         return call

@@ -281,10 +281,9 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         while (pair := top(True)) is not None and pair[0] is not self.pack:
             above.append(pair)
             self._pop()
-        if pair is not None:  # no interrupt comes between taking them off and noting that
-            do_at_once(
-                partial(self._pop), partial(self._was_taken_off.append, True)
-            )  # above it are those that were set after an interrupt has left it there
+        if pair is not None:  # above it are those that were set after an interrupt has left it there
+            steps = partial(self._pop), partial(self._was_taken_off.append, True)
+            do_at_once(*steps)  # no interrupt comes between the two
         elif not self._was_taken_off:
             del above[:1]  # after an interrupt another context's exit has taken it off, and left this one instead
         if above and not self.hands_on:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.device.base import Device, Event
+from memkit.device.base import Device, Event, Stream
 from memkit.errors import LayerOffloadError
 from memkit.storages import byte_view
 from memkit.transfer.arena import Arena
@@ -33,9 +33,11 @@ from memkit.weights.gradient_buffers import GradientBuffer, HostGradient
 class _Flight:
     """Gradients that copies read, or are about to: their storages, which are held until then."""
 
-    __slots__ = ("done", "num_bytes", "storages")
+    __slots__ = ("done", "num_bytes", "storages", "stream")
 
-    def __init__(self, *storages: torch.UntypedStorage) -> None:
+    def __init__(self, stream: Stream, *storages: torch.UntypedStorage) -> None:
+        self.stream = stream
+        """Where they were made, and go back to."""
         self.storages = storages
         self.num_bytes = sum(map(torch.UntypedStorage.nbytes, storages))
         self.done: Event | None = None
@@ -77,6 +79,8 @@ class HostGradients(Accumulation):
         self._waiting_bytes = 0
         self._layer: LayerChunk | None = None
         """Which layer that is."""
+        self._stream, self._stream_number = device.current_stream(), device.stream_number()
+        """Where its gradients are made."""
         self._layers = {item: chunk for chunk in chunks for item in chunk.parameters}
         self._window_bytes = 2 * max((chunk.num_bytes for chunk in chunks), default=0)
         self._last: Event | None = None
@@ -265,9 +269,10 @@ class HostGradients(Accumulation):
     def _send_with_layer(self, streamed: StreamedParameter, storage: torch.UntypedStorage, span: Span) -> None:
         """Send a gradient to the host together with the others of its layer."""
         layer = self._layers.get(streamed)
-        if layer is not self._layer or span.staging is not None:
+        number = self._device.stream_number()
+        if layer is not self._layer or number != self._stream_number or span.staging is not None:
             self._send()
-            self._layer = layer
+            self._layer, self._stream_number, self._stream = layer, number, self._device.current_stream()
         self._waiting_bytes += span.num_bytes
         if self._in_flight_bytes + self._waiting_bytes > self._window_bytes:
             self._make_room(self._waiting_bytes)
@@ -284,11 +289,11 @@ class HostGradients(Accumulation):
         """Send what waits."""
         if not self._waiting:
             return
-        flight = _Flight(*dict(self._waiting))
+        flight = _Flight(self._stream, *dict(self._waiting))
         self._make_room(flight.num_bytes)
         self._in_flight.append(flight)
         self._in_flight_bytes += flight.num_bytes
-        after = self._device.record_event(timed=False)
+        after = self._device.record_event(self._stream, timed=False)
         if self._waiting[0][1].staging is None:
             flight.done = self._last = self._lanes.copy_each_out(self._waiting, after=after)
         else:
@@ -301,7 +306,7 @@ class HostGradients(Accumulation):
     def _copy_out(self, streamed: StreamedParameter, made: Tensor, span: Span) -> Event:
         device, storage = self._device, self._packed(streamed, made)
         self._make_room(span.num_bytes)
-        flight = _Flight(storage)
+        flight = _Flight(device.current_stream(), storage)
         self._in_flight.append(flight)
         self._in_flight_bytes += flight.num_bytes
         flight.done = self._last = self._lanes.copy_out(storage, span, after=device.record_event(timed=False)).done
@@ -314,7 +319,7 @@ class HostGradients(Accumulation):
             self._arena.drain()
             self._device.synchronize()
         else:
-            self._device.wait_event(self._device.current_stream(), oldest.done)  # where this raises, `_finish` meets it again
+            self._device.wait_event(oldest.stream, oldest.done)  # where this raises, `_finish` meets it again
         self._in_flight.popleft()
         self._in_flight_bytes -= oldest.num_bytes
 
