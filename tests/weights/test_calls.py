@@ -11,6 +11,7 @@ from types import FrameType
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import ReferenceDevice
@@ -32,6 +33,13 @@ class _Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class _Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
 
 
 def _model(train: str) -> nn.Sequential:
@@ -78,6 +86,19 @@ def test_streamed_layer_costs_the_host_few_calls(train: str, most: int) -> None:
         num_calls = _num_calls(lambda: _step(model))
 
         assert offload.stats().num_fetches - before > NUM_LAYERS
+    assert num_calls <= most * NUM_LAYERS
+
+
+@pytest.mark.parametrize(("train", "most"), [("frozen", 110), ("host", 200)])
+def test_checkpointed_layer_costs_the_host_few_calls(train: str, most: int) -> None:
+    """Its forward runs twice, and what it saves goes through the hooks of the checkpoint."""
+    model, device = _model(train), ReferenceDevice()
+    model[1] = _Checkpointed(*model[1])  # type: ignore[misc]
+    with memkit.LayerOffload(model, list(model[1]), num_resident=0, train=train, device=device):
+        for _ in range(4):
+            _step(model)
+        num_calls = _num_calls(lambda: _step(model))
+
     assert num_calls <= most * NUM_LAYERS
 
 
