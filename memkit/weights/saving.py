@@ -27,7 +27,7 @@ _MOST_VIEWS = 1024
 """So many views of a slot are kept for the next time."""
 
 
-class _SavedWeight(tuple[Any, ...]):
+class SavedWeight(tuple[Any, ...]):
     """A plain parameter that lies in a slot, or a view of one, as autograd saves it: its layer, the parameter, what its version
     counter and the layer's changes came to, and how it lies in the slot. It holds none of the bytes.
 
@@ -74,7 +74,7 @@ class _Saves:
             return self._pack_any(tensor)
         version = torch_private.version_of(parameter) + chunk.num_changes
         place = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-        return _SavedWeight((chunk, parameter, version, place))
+        return SavedWeight((chunk, parameter, version, place))
 
     def unpack(self, packed: Any) -> Any:
         """Return a tensor that was saved.
@@ -90,7 +90,7 @@ class _Saves:
             return alias
         if kind is _HandedOn:
             return packed[0](packed[1])
-        if kind is not _SavedWeight:
+        if kind is not SavedWeight:
             return packed.unpack()
         chunk, parameter, version, place = packed
         version_now, streamer = torch_private.version_of(parameter) + chunk.num_changes, self._streamer
