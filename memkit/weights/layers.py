@@ -232,9 +232,9 @@ class LayerOffload(NotCopied):
             with without_modes():
                 self._choose(times)
         except Exception:
-            self._choice.is_open, self._choice.timing = False, None
+            self._choice.is_open, self._choice.timing, self._streams.handles = False, None, None
             raise
-        self._choice.is_open = False
+        self._choice.is_open, self._streams.handles = False, None
         self._begin_timing().begin_pass()
 
     def _choose(self, times: StepTimes) -> None:

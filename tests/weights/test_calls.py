@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import ReferenceDevice
+from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio
+from memkit.weights import choice
 from tests.weights.cases import WIDTH, Result, assert_same, results
 
 PACKAGE = str(Path(memkit.__file__).parent)
@@ -87,6 +90,25 @@ def test_streamed_layer_costs_the_host_few_calls(train: str, most: int) -> None:
 
         assert offload.stats().num_fetches - before > NUM_LAYERS
     assert num_calls <= most * NUM_LAYERS
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_layer_costs_as_few_once_the_share_was_found(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all go on streaming. Until then, graphs that are alive are known by what they hold."""
+    model, device = _model("frozen"), ReferenceDevice()
+
+    def choose(candidates: Any, times: Any, plan: ResidencyPlan, **options: Any) -> ResidencyPlan:
+        costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
+        return plan_streamed_ratio(costs, ratio, num_slots=options["num_slots"])
+
+    monkeypatch.setattr(choice, "plan_measured", choose)
+    with memkit.LayerOffload(model, offload_ratio="auto", train="frozen", device=device) as offload:
+        for _ in range(6):
+            _step(model)
+        num_calls, num_streamed = _num_calls(lambda: _step(model)), len(offload.plan.streamed)
+
+        assert num_streamed == ratio * NUM_LAYERS
+    assert num_calls <= 65 * num_streamed
 
 
 @pytest.mark.parametrize(("train", "most"), [("frozen", 110), ("host", 200)])
