@@ -57,23 +57,20 @@ def on_end(hook: Callable[[bool], None]) -> BackwardEnd:
 _IS_OUTPUT = "memkit.output"
 
 
-def before(outputs: object, hook: Callable[[], None]) -> None:
-    """Call `hook()` each time the autograd engine has a gradient of one of the tensors in `outputs`, a tensor or tensors in
-    tuples, lists, dictionaries and whatever else `torch.utils._pytree` knows. The graph keeps the hook.
+def before(outputs: object, hook: Callable[[object], None]) -> None:
+    """Call `hook(gradients)` each time the autograd engine has a gradient of one of the tensors in `outputs`, a tensor or
+    tensors in tuples, lists, dictionaries and whatever else `torch.utils._pytree` knows. The graph keeps the hook.
 
     What has come through from an earlier call, and was among its outputs, is left to that one.
     """
-
-    def pre_hook(_: tuple[Tensor, ...]) -> None:
-        hook()
-
     tensors = (outputs,) if isinstance(outputs, Tensor) else torch_private.tree_leaves(outputs)
-    nodes = (tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor))
-    for node in dict.fromkeys(node for node in nodes if node is not None):
-        metadata: Any = node.metadata  # torch says that it is a method
-        if _IS_OUTPUT not in metadata:
-            metadata[_IS_OUTPUT] = True
-            node.register_prehook(pre_hook)
+    for tensor in tensors:
+        node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+        if node is not None:
+            metadata: Any = node.metadata  # torch says that it is a method
+            if _IS_OUTPUT not in metadata:
+                metadata[_IS_OUTPUT] = True
+                node.register_prehook(hook)
 
 
 def gradient_node(parameter: Tensor) -> Any:

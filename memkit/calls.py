@@ -29,6 +29,8 @@ class Call:
     module: nn.Module
     frame: FrameType | None
     """Where it is called from: once that is off the stack, the call is over."""
+    is_outermost: bool
+    """Whether it is within no other."""
     end: Callable[[Ending], None] | None = None
     """What to do then; None where it did not come to begin. After an interrupt it is done again."""
     end_here: Callable[[], None] | None = None
@@ -76,12 +78,18 @@ class Calls(threading.local):
         Args:
             depth: how many frames above this function's the module is called.
         """
-        self.end_interrupted()
-        call = Call(module, sys._getframe(depth + 1))
+        frame = sys._getframe(depth + 1)
+        if self._calls:
+            last, caller = self._calls[-1].frame, frame
+            while caller is not last and caller.f_back is not None:  # it is not far away
+                caller = caller.f_back
+            if caller is not last:
+                self.end_interrupted()
+        call = Call(module, frame, not self._calls)
         self._calls.append(call)
         return call
 
-    def drop(self, call: Call) -> None:
+    def cancel(self, call: Call) -> None:
         """A call goes on, and its end will not be told."""
         self._calls.remove(call)
 
@@ -109,12 +117,25 @@ class Calls(threading.local):
         Args:
             depth: how many frames above this function's the module is called.
         """
+        if self._calls and self._calls[-1].module is module and self._calls[-1].frame is sys._getframe(depth + 1):
+            call = self._calls[-1]
+            try:  # as `_end_last` does
+                if call.end_here is not None:
+                    call.end_here()
+                if call.end is not None:
+                    call.end(Ending.RETURNED)
+                    call.end = None
+            except Exception:
+                self._calls.remove(call)
+                raise
+            self._calls.remove(call)
+            return
         stack = _stack()
         while self._calls:
             last = self._calls[-1]
             is_over = last.frame not in stack  # torch runs hooks after an exception when that has left the call
-            if last.module is module and (is_over or last.frame is sys._getframe(depth + 1)):
-                self._end_last(Ending.RAISED if is_over else Ending.RETURNED)
+            if last.module is module and is_over:
+                self._end_last(Ending.RAISED)
                 return
             if not is_over:
                 return

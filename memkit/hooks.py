@@ -72,7 +72,8 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._aside: list[tuple[dict[int, Any], int, Any]] = []  # hooks, by the dict that had them, and their ids there
+        self._aside: list[tuple[Any, int, Any, bool]] = []
+        """Hooks that are set aside: the dict that had them, their ids there, and whether they come behind the forward."""
 
     def __enter__(self) -> HookSet:
         return self
@@ -119,18 +120,18 @@ class HookSet:
         """Leave out of calls what `around_forward`, and nothing else, has set, until `put_back`: torch then sees no hook there,
         and Dynamo neither breaks a graph because of one nor guards it."""
         handles: list[Any] = list(self._handles)
-        for handle in handles:
-            hooks = handle.hooks_dict_ref()
-            if handle.id in hooks:
-                self._aside.append((hooks, handle.id, hooks[handle.id]))  # ahead: an interrupt loses none
-                del hooks[handle.id]
+        for place, handle in enumerate(handles):
+            hooks, number = handle.hooks_dict_ref(), handle.id
+            if number in hooks:
+                self._aside.append((hooks, number, hooks[number], place % 2 == 1))  # ahead: an interrupt loses none
+                del hooks[number]
 
     def put_back(self) -> None:
         """Have what was set aside called again, outside of all other hooks. Calling it again does nothing."""
         if self._aside:
-            for hooks, number, hook in self._aside:
+            for hooks, number, hook, is_after in self._aside:
                 hooks[number] = hook
-            self.put_outside()
+                hooks.move_to_end(number, last=is_after)  # as `put_outside` does
             self._aside = []
 
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
@@ -146,21 +147,19 @@ class HookSet:
         self._handles.append(node.register_prehook(pre_hook))
 
     def around_accumulation(
-        self, parameter: Tensor, *, before: Callable[[], None], after: Callable[[], None], steps: bool
+        self, parameter: Tensor, *, before: Callable[[Tensor], None], after: Callable[[Tensor], None], steps: bool
     ) -> None:
-        """Call `before()` ahead of each gradient that the engine adds to `parameter.grad`, and `after()` behind it.
+        """Call `before(grad)` ahead of each gradient that the engine adds to `parameter.grad`, `after(parameter)` behind it.
 
         `before` is also called for gradients that `torch.autograd.grad` returns.
 
         Args:
             steps: whether `after` writes to parameters, as an optimizer does.
         """
-
-        def pre_hook(_: Tensor) -> None:
-            before()
-
-        self._handles.append(parameter.register_hook(pre_hook))
-        self._handles.append(parameter.register_post_accumulate_grad_hook(_AfterAccumulation(after, steps)))
+        self._handles.append(parameter.register_hook(before))
+        behind = _AfterAccumulation(after)
+        behind.steps = steps
+        self._handles.append(parameter.register_post_accumulate_grad_hook(behind))
 
     def before_step(self, optimizer: torch.optim.Optimizer, hook: Callable[[], None]) -> None:
         """Call `hook()` ahead of each step of an optimizer."""
@@ -199,17 +198,10 @@ class HookSet:
             self._handles.pop()
 
 
-class _AfterAccumulation:
-    """Called when a gradient was accumulated."""
+class _AfterAccumulation(partial[None]):
+    """Called when a gradient was accumulated: without a frame of its own."""
 
-    __slots__ = ("_hook", "steps")
-
-    def __init__(self, hook: Callable[[], None], steps: bool) -> None:
-        self._hook = hook
-        self.steps = steps
-
-    def __call__(self, _: Tensor) -> None:
-        self._hook()
+    steps = False
 
 
 def may_step_in_backward(parameter: Tensor) -> bool:
@@ -267,8 +259,9 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         """What `__exit__` needs: looked up before anything is on."""
 
     def __enter__(self) -> SavedTensorHooks:
-        end_left()
-        self.outer, self._was_taken_off = innermost_pair(), []
+        if _stacked.hooks:
+            end_left()
+        self.outer, self._was_taken_off = torch_private.top_saved_tensor_hooks(True), []
         try:
             _stacked.hooks.append(self)
             self._hooks.__enter__()
@@ -284,12 +277,13 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         """Take the hooks off. Calling it again does nothing, or what an interrupt has kept from being done."""
         if self not in _stacked.hooks:
             return
-        above = []
-        while (pair := innermost_pair()) is not None and pair[0] is not self.pack:
+        above, top = [], torch_private.top_saved_tensor_hooks
+        while (pair := top(True)) is not None and pair[0] is not self.pack:
             above.append(pair)
             self._pop()
-        if pair is not None:
-            _take_off(self._pop, self._was_taken_off)  # above it are those that were set after an interrupt has left it there
+        if pair is not None:  # above it are those that were set after an interrupt has left it there
+            steps = partial(self._pop), partial(self._was_taken_off.append, True)
+            do_at_once(*steps)  # no interrupt comes between the two
         elif not self._was_taken_off:
             del above[:1]  # after an interrupt another context's exit has taken it off, and left this one instead
         if above and not self.hands_on:
@@ -297,11 +291,6 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         for pair in reversed(above):
             self._push(*pair)
         _stacked.hooks.remove(self)  # last: until then, who interrupts this leaves it to `end_left`
-
-
-def _take_off(pop: Callable[[], None], was_taken_off: list[bool]) -> None:
-    """Take off the innermost hooks and note that: no interrupt comes between the two."""
-    do_at_once(partial(pop), partial(was_taken_off.append, True))
 
 
 def end_left() -> None:

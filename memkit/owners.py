@@ -97,19 +97,20 @@ class _Aside(threading.local):
         self.is_set = False
 
 
-_aside = _Aside()
+aside = _Aside()
+"""Whether a thread runs such a model: what is asked often looks here. Others call `are_owners_set_aside`."""
 
 
 @contextmanager
 def owners_set_aside() -> Iterator[None]:
     """Return a context in which the weights that stream do not, in this thread: others stand in for them, without data."""
-    before, _aside.is_set = _aside.is_set, True
+    before, aside.is_set = aside.is_set, True
     try:
         yield
     finally:
-        _aside.is_set = before
+        aside.is_set = before
 
 
 def are_owners_set_aside() -> bool:
     """Tell whether this thread runs a model whose parameters are stand-ins without data."""
-    return _aside.is_set
+    return aside.is_set

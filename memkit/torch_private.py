@@ -230,7 +230,7 @@ NAMES: dict[str, PrivateName] = {
     "post_accumulate_hooks": _field("torch.Tensor._post_accumulate_grad_hooks", "whether a backward steps", _PROFILE),
     # Tensors and storages
     "version_of": _field("torch.Tensor._version", "how often a tensor was written to", *_ALL),
-    "base_of": _field("torch.Tensor._base", "what a tensor is a view of", _OFFLOAD, _REMAT),
+    "base_of": _field("torch.Tensor._base", "what a tensor is a view of", *_CONTEXTS),
     "is_zero_tensor": _of("torch.Tensor._is_zerotensor", "to tell zeros without bytes", _OFFLOAD, _REMAT),
     "storage_address": _field("torch.UntypedStorage._cdata", "to tell storages apart", *_ALL),
     "raw_stream": _of("torch._C._cuda_getCurrentRawStream", "the current CUDA stream, without an object for it"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from memkit import torch_private
 from memkit.device.base import Device, Event, Stream
@@ -67,55 +68,76 @@ class Lanes:
         self.out = device.new_stream("D2H")
         self.back = device.new_stream("H2D")
         self.out_by_turns = self.out, device.new_stream("D2H, by turns")
-        self.tick: Callable[[], int] = itertools.count(1).__next__
+        self.next_use: Callable[[], int] = itertools.count(1).__next__
         """Returns when in the forward something was used last: more than anything before."""
-        self._prefetchers = weakref.WeakSet[Prefetcher]()
+        self.prefetchers = weakref.WeakSet[Prefetcher]()
 
     def join(self, prefetcher: Prefetcher) -> None:
         """Have a prefetcher be asked from now on, for as long as it lives, what it is still to bring."""
-        self._prefetchers.add(prefetcher)
+        self.prefetchers.add(prefetcher)
 
     def are_shared(self, prefetcher: Prefetcher) -> bool:
         """Tell whether others may bring anything by these."""
-        return any(other is not prefetcher and other.is_active for other in tuple(self._prefetchers))
+        return any(other is not prefetcher and other.is_active for other in tuple(self.prefetchers))
 
     def is_turn_of(self, prefetcher: Prefetcher, tick: int) -> bool:
         """Tell whether a prefetcher may bring what was left at `tick`: see [Note: one queue for all]."""
-        return all(other.bring_until(tick) for other in tuple(self._prefetchers) if other is not prefetcher)
+        return all(other.bring_until(tick) for other in tuple(self.prefetchers) if other is not prefetcher)
 
     def copy_out(self, storage: torch.UntypedStorage, span: Span, *, after: Event) -> Transfer:
         """Copy a storage into a span, once `after` is reached and the span's last users are done with it.
 
         The storage may be larger than the span: its first bytes are copied.
         """
-        return self._copy(self.out, storage, span, is_out=True, after=(after, *span.free_events))
+        return self.copy(self.out, storage, span, is_out=True, after=(after, *span.free_events))
 
     def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event]) -> Transfer:
         """Copy a span into a storage, or to the start of a larger one, once the events are reached."""
-        return self._copy(self.back, storage, span, is_out=False, after=after)
+        return self.copy(self.back, storage, span, is_out=False, after=after)
 
-    def _copy(
-        self, lane: Stream, storage: torch.UntypedStorage, span: Span, *, is_out: bool, after: Iterable[Event]
-    ) -> Transfer:
-        with label("evict" if is_out else "fetch") if torch_private.profiler_is_on() else NO_LABEL:
-            return self._copy_labelled(lane, storage, span, is_out=is_out, after=after)
+    def copy_each_out(self, pairs: Iterable[tuple[torch.UntypedStorage, Span]], *, after: Event) -> Event:
+        """Copy storages into spans that are pinned, each as large as its storage; return what is reached when all are there.
 
-    def _copy_labelled(
-        self, lane: Stream, storage: torch.UntypedStorage, span: Span, *, is_out: bool, after: Iterable[Event]
+        They start once `after` is reached and the spans' last users are done with them, and nothing comes in between.
+        """
+        device, lane = self._device, self.out
+        with label("evict") if torch_private.profiler_is_on() else NO_LABEL:
+            device.wait_event(lane, after)
+            for storage, span in pairs:
+                for event in span.free_events:
+                    device.wait_event(lane, event)
+                for piece, part in zip(span.pieces, byte_view(storage).split(list(map(len, span.pieces))), strict=True):
+                    device.copy(piece, part, lane)
+            return device.record_event(lane)
+
+    def copy(
+        self,
+        lane: Stream,
+        storage: torch.UntypedStorage,
+        span: Span,
+        *,
+        is_out: bool,
+        after: Iterable[Event],
+        parts: Sequence[Tensor] | None = None,
     ) -> Transfer:
+        """Put a copy on one of the lanes, to the host or back: what the two others do, in one call.
+
+        Args:
+            parts: the bytes of the storage that are copied, cut as the span's pieces are, where that was done ahead.
+        """
         device = self._device
-        if span.staging is not None:
-            return Transfer(span.num_bytes, *span.staging.copy(lane, storage, span.pieces, is_out=is_out, after=after))
-        for event in after:
-            device.wait_event(lane, event)
-        started = device.record_event(lane)
-        on_device, offset = byte_view(storage), 0
-        for piece in span.pieces:
-            part = on_device.narrow(0, offset, piece.numel())
-            offset += piece.numel()
-            destination, source = (piece, part) if is_out else (part, piece)
-            device.copy(destination, source, lane)
-        return Transfer(span.num_bytes, started, device.record_event(lane))
+        with label("evict" if is_out else "fetch") if torch_private.profiler_is_on() else NO_LABEL:
+            if span.staging is not None:
+                return Transfer(span.num_bytes, *span.staging.copy(lane, storage, span.pieces, is_out=is_out, after=after))
+            if parts is None:
+                parts = byte_view(storage).narrow(0, 0, span.num_bytes).split(list(map(len, span.pieces)))
+            for event in after:
+                device.wait_event(lane, event)
+            started = device.record_event(lane)
+            for piece, part in zip(span.pieces, parts, strict=True):
+                destination, source = (piece, part) if is_out else (part, piece)
+                device.copy(destination, source, lane)
+            return Transfer(span.num_bytes, started, device.record_event(lane))
 
 
 _lanes: dict[Device, Lanes] = {}

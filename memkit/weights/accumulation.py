@@ -13,30 +13,32 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from memkit import backwards, torch_private
 from memkit.backwards import BackwardEnd
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
-from memkit.weights.chunks import LayerChunk, StreamedParameter
+from memkit.weights.binding import StreamedParameter
+from memkit.weights.chunks import LayerChunk
 
 _TOKEN = "memkit"
 
 
 class _Token:
-    """Stands for one node that brings gradients: it lives as long as the node."""
+    """Stands for one node that brings gradients: it lives as long as that, and is called when it is about to bring some."""
 
-    __slots__ = ("__weakref__", "task")
+    task = -1
+    """The last backward in which the node has brought some."""
 
-    def __init__(self) -> None:
-        self.task = -1
-        """The last backward in which the node has brought some."""
+    def __call__(self, _: Any) -> None:
+        self.task = torch_private.backward_task()
 
 
 class _Sum:
@@ -58,7 +60,10 @@ class _Sum:
 
     def is_complete(self, task: int) -> bool:
         """See [Note: when a gradient is complete]."""
-        return all(token.task == task for token in self.tokens)
+        for token in self.tokens:  # noqa: SIM110  # a generator would be one more frame, for each gradient
+            if token.task != task:
+                return False
+        return True
 
 
 class Accumulation(ABC):
@@ -92,7 +97,7 @@ class Accumulation(ABC):
         """No backward runs any more. What an interrupt has kept from being done here is done with `has_failed`."""
 
     @abstractmethod
-    def _drop(self) -> None:
+    def _reset(self) -> None:
         """A backward has failed, some time ago, and `_finish` has not come to its end: what is left of it is not to be used."""
 
     def watch_recomputes(self, model: nn.Module) -> None:  # noqa: B027  # not all want to know
@@ -103,7 +108,7 @@ class Accumulation(ABC):
 
     def watch(self, chunk: LayerChunk) -> None:
         """See the gradients of a layer, of those of its parameters that require one now."""
-        for streamed in chunk.parameters:
+        for streamed in chunk.binding.parameters:
             parameter, known = streamed.parameter, self._sums.get(streamed)
             if parameter.requires_grad and (known is None or known.parameter is not parameter or not known.is_watched):
                 if known is None:
@@ -111,7 +116,7 @@ class Accumulation(ABC):
                 else:
                     known.hooks.remove()
                 made = self._sums[streamed] = _Sum(parameter)
-                before, after = _bound(self._before, streamed), _bound(self._after, streamed)
+                before, after = partial(self._before, streamed), partial(self._after, streamed)
                 made.hooks.around_accumulation(parameter, before=before, after=after, steps=self._steps)
                 made.is_watched = True
 
@@ -141,15 +146,16 @@ class Accumulation(ABC):
 
     def note_forward(self, chunk: LayerChunk) -> None:
         """A layer's forward is over, and its parameters are bound to a slot still: note the nodes that it may have made."""
-        for streamed in chunk.parameters:
-            known = self._sums.get(streamed)
-            if known is None or not streamed.parameter.requires_grad:
+        has_modes = torch_private.num_dispatch_modes() > 0 or not torch.is_grad_enabled()
+        for streamed in chunk.binding.parameters:
+            known, parameter = self._sums.get(streamed), streamed.parameter
+            if known is None or not parameter.requires_grad:
                 continue
-            node = backwards.gradient_node(streamed.parameter)
+            node: Any = backwards.gradient_node(parameter) if has_modes else get_gradient_edge(parameter).node
             if _TOKEN not in node.metadata:
                 token = _Token()
                 known.tokens.add(token)
-                node.register_prehook(_Firing(token))
+                node.register_prehook(token)
                 node.metadata[_TOKEN] = token
 
     # In a backward
@@ -161,15 +167,18 @@ class Accumulation(ABC):
             self._tasks[task] = backwards.on_end(partial(self._end_backward, task))
         return task
 
-    def _before(self, streamed: StreamedParameter) -> None:
+    def _before(self, streamed: StreamedParameter, _: Tensor) -> None:
         """The engine has a gradient of a parameter, and is about to add it to `grad`."""
-        task, grad = self._enter_backward(), streamed.parameter.grad
+        task = torch_private.backward_task()
+        if task not in self._tasks:
+            self._enter_backward()
+        grad = streamed.parameter.grad
         if grad is not None:
             self._set_aside(streamed, grad)
             streamed.parameter.grad = None
         self._sums[streamed].due = task
 
-    def _after(self, streamed: StreamedParameter) -> None:
+    def _after(self, streamed: StreamedParameter, _: Tensor) -> None:
         """The engine has put a gradient, or a part of one, to `grad`."""
         task, known, made = torch_private.backward_task(), self._sums[streamed], streamed.parameter.grad
         streamed.parameter.grad = None
@@ -207,13 +216,13 @@ class Accumulation(ABC):
             if known.due == task:
                 streamed.parameter.grad, known.due = None, -1
 
-    def drop_interrupted(self) -> None:
+    def reset_interrupted(self) -> None:
         """Drop what is left of backwards that were interrupted, and again when they ended. No forward runs, nor a backward in
         this thread."""
         if self._tasks and all(end.is_over for end in self._tasks.values()):
             for task in self._tasks:
                 self._forget_parts(task)
-            self._drop()
+            self._reset()
             self._tasks.clear()
 
     def _take_left(self, task: int) -> None:
@@ -227,19 +236,3 @@ class Accumulation(ABC):
 def sum_of(one: Tensor, other: Tensor) -> Tensor:
     """Return the sum of two parts of a gradient, as the engine adds them: torch adds no dense one to a sparse one."""
     return other + one if one.layout is not torch.strided and other.layout is torch.strided else one + other
-
-
-def _bound(method: Callable[[StreamedParameter], None], streamed: StreamedParameter) -> Callable[[], None]:
-    return lambda: method(streamed)
-
-
-class _Firing:
-    """Called when a node is about to bring its gradient."""
-
-    __slots__ = ("_token",)
-
-    def __init__(self, token: _Token) -> None:
-        self._token = token
-
-    def __call__(self, _: Any) -> None:
-        self._token.task = torch_private.backward_task()

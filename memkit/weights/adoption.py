@@ -10,7 +10,8 @@ from torch import nn
 from memkit import torch_private
 from memkit.errors import LayerOffloadError
 from memkit.torch_state import num_users
-from memkit.weights.chunks import LayerChunk, StreamedParameter, distinct, without_modes
+from memkit.weights.binding import StreamedParameter, distinct, without_modes
+from memkit.weights.chunks import LayerChunk
 from memkit.wrappers import wrappers_in
 
 _ADVICE = "Call offload.close() first, change the model, and make a new LayerOffload."
@@ -22,6 +23,8 @@ def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
     Raises:
         LayerOffloadError: a parameter was moved, or is of another kind now.
     """
+    if chunk.binding.is_unchanged():
+        return []
     adopted = [streamed for streamed in chunk.parameters if _is_replaced(streamed)]
     for streamed in adopted:
         module, key = streamed.places[0]
@@ -32,6 +35,7 @@ def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
                 torch_private.parameters_of(inner)[inner_key] = found
         left = [weakref.ref(part.tensor) for part in streamed.parts if part.is_at_host_copy(part.tensor)]
         streamed.replace(found)
+        chunk.binding.renew()
         del old
         now = {id(part.tensor) for part in streamed.parts}
         for is_kept in left:
@@ -42,6 +46,7 @@ def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
     for streamed in adopted:
         chunk.num_changes += 1
         _take_over(streamed)
+    chunk.binding.renew()  # also where there was nothing: an interrupt may have kept an earlier call from it
     return adopted
 
 
@@ -67,11 +72,14 @@ def adopt_data(chunk: LayerChunk) -> None:
     Raises:
         LayerOffloadError: a parameter was moved, or is of another kind now.
     """
+    if chunk.binding.is_unchanged():
+        return
     for streamed in chunk.parameters:
         module, key = streamed.places[0]
         if _is_replaced(streamed) and torch_private.parameters_of(module)[key] is streamed.parameter:
             chunk.num_changes += 1
             _take_over(streamed)
+    chunk.binding.renew()
 
 
 def _is_replaced(streamed: StreamedParameter) -> bool:
@@ -126,4 +134,4 @@ def _take_over(streamed: StreamedParameter) -> None:
             part.adopt_layout(source)
             distinct(part.host_copy).copy_(distinct(source))
             part.tensor.data = part.host_copy
-    streamed.stride = streamed.parameter.stride()
+    streamed.note_stride()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from memkit.weights.chunks import LayerChunk, StreamedParameter
+    from memkit.weights.binding import StreamedParameter
+    from memkit.weights.chunks import LayerChunk
     from memkit.weights.host_copies import HostCopies
 
 _streaming_by: weakref.WeakValueDictionary[int, HostCopies] = weakref.WeakValueDictionary()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,14 +15,15 @@ from memkit.attached import NotCopied
 from memkit.calls import Call, Calls, Claims, Ending
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
-from memkit.owners import are_owners_set_aside
-from memkit.torch_state import dynamo_is_loaded, in_differentiating_transform
+from memkit.owners import are_owners_set_aside, aside
+from memkit.torch_state import in_differentiating_transform
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.adoption import adopt, adopt_data
-from memkit.weights.chunks import LayerChunk, StreamedParameter
+from memkit.weights.binding import StreamedParameter
+from memkit.weights.chunks import LayerChunk
 from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import refuse_replicated
-from memkit.weights.streaming import StreamedHandle, Streamer
+from memkit.weights.streaming import Streamer
 from memkit.weights.timing import StepTiming
 
 
@@ -42,31 +44,32 @@ class Forwards(NotCopied):
         self._note_adopted = note_adopted
         self._calls, self._claims = Calls(), Claims()
         self._outer_hooks, self._hooks, self._timing_hooks = HookSet(), HookSet(), HookSet()
-        self._inner_hooks: dict[str, HookSet] = {}
-        """Those on modules inside of a layer, by its name."""
         self._timing: StepTiming | None = None
         self._streamer: Streamer
+        self._saved_hooks: WeightHooks
+        """For what is saved where there are no other hooks."""
         self._gradients: Accumulation | None = None
 
     def watch(self, streamer: Streamer, gradients: Accumulation | None) -> None:
         """See the forwards of the layers that stream from now on, and of no others."""
         self._hooks.remove()
-        self._streamer, self._gradients, self._inner_hooks = streamer, gradients, {}
+        self._streamer, self._gradients = streamer, gradients
         if gradients is not None:
             gradients.watch_recomputes(self._model)
         chunks = streamer.chunks
         if not len(self._outer_hooks):  # they stay: one of these modules may be running
             self._watch_outer({id(inner) for chunk in chunks for inner in chunk.module.modules()})
+        self._saved_hooks = WeightHooks(streamer)
         for chunk in chunks:
-            before, after = partial(self._before_layer, chunk), partial(self._after_layer, chunk)
+            layer = _Layer(chunk, HookSet())
+            before, after = partial(self._enter, layer), partial(self._after_layer, chunk)
             self._hooks.around_forward(chunk.module, before=before, after=after)
             holding = {id(module) for item in chunk.parameters for module, _ in item.places}
-            inner_hooks = self._inner_hooks[chunk.name] = HookSet()
-            self._hooks.add(inner_hooks)
+            self._hooks.add(layer.inner_hooks)
             for module in chunk.module.modules():
                 if module is not chunk.module and any(id(inner) in holding for inner in module.modules()):
-                    before, after = partial(self._before_inner, chunk), partial(self._after_inner, chunk)
-                    inner_hooks.around_forward(module, before=before, after=after)
+                    before = partial(self._before_inner, layer)
+                    layer.inner_hooks.around_forward(module, before=before, after=self._after_inner)
 
     def _watch_outer(self, within: set[int]) -> None:
         for module in self._model.modules():
@@ -87,11 +90,11 @@ class Forwards(NotCopied):
 
         def before(name: str, *_: Any) -> None:
             if not are_owners_set_aside():
-                timing.arrive(name)
+                timing.begin_layer(name)
 
         def after(name: str, _: nn.Module, __: Any, output: Any) -> None:
             if not are_owners_set_aside():
-                backwards.before(output, partial(timing.arrive, name))
+                backwards.before(output, lambda _: timing.begin_layer(name))
 
         for name, module in resident.items():
             self._timing_hooks.around_forward(module, before=partial(before, name), after=partial(after, name))
@@ -120,51 +123,51 @@ class Forwards(NotCopied):
     def _before_outer(self, module: nn.Module, _: Any) -> None:
         if not are_owners_set_aside():
             self._calls.begin(module, depth=2)
-            self._refuse_threads()
+            if torch_private.backward_task() == -1 and not self._calls.claim(self._claims):
+                self._refuse_thread()
             self._refuse_transforms()
+            if self._streamer.chunks and self._streamer.device.is_capturing():
+                self._refuse_capture(None)
             self._begin_pass(None)
 
-    def _refuse_threads(self) -> None:
-        """Raise where a forward begins while one in another thread is going on. Recomputations are let through: the engine has
-        threads of its own.
+    def _refuse_thread(self) -> NoReturn:
+        """A forward has begun while one in another thread is going on. Recomputations are let through: the engine has threads
+        of its own."""
+        raise LayerOffloadError(
+            f"a forward of {type(self._model).__name__} began in one thread while one in another was going on: the layers "
+            "stream through slots that they share. Have one thread at a time run the model (a lock), or give each a model "
+            "of its own"
+        )
 
-        Raises:
-            LayerOffloadError: that is so.
-        """
-        if torch_private.backward_task() == -1 and not self._calls.claim(self._claims):
-            raise LayerOffloadError(
-                f"a forward of {type(self._model).__name__} began in one thread while one in another was going on: the layers "
-                "stream through slots that they share. Have one thread at a time run the model (a lock), or give each a model "
-                "of its own"
-            )
+    def _refuse_capture(self, first: LayerChunk | None) -> NoReturn:
+        name = type(self._model).__name__ if first is None else f'"{first.name}"'
+        raise LayerOffloadError(
+            f"a forward of {name} is being captured into a CUDA graph, and has weights that stream: a replay would read "
+            "whatever the slots hold then. Capture layers that stay on the device, or none"
+        )
 
     def _begin_pass(self, first: LayerChunk | None) -> None:
         """A forward begins; see whether it is one of its own.
 
         Raises:
-            LayerOffloadError: it is being captured into a CUDA graph, or DistributedDataParallel would reduce its gradients.
+            LayerOffloadError: DistributedDataParallel would reduce its gradients.
         """
-        if self._streamer.chunks and self._streamer.device.is_capturing():
-            name = type(self._model).__name__ if first is None else f'"{first.name}"'
-            raise LayerOffloadError(
-                f"a forward of {name} is being captured into a CUDA graph, and has weights that stream: a replay would read "
-                "whatever the slots hold then. Capture layers that stay on the device, or none"
-            )
+        if len(self._calls) > 1 or torch_private.backward_task() != -1:
+            return
         if self._gradients is not None:
             refuse_replicated(self._streamer.chunks)
-            if len(self._calls) == 1 and torch_private.backward_task() == -1:
-                self._gradients.drop_interrupted()
-        if len(self._calls) == 1 and torch_private.backward_task() == -1 and not self._streamer.is_continued_by(first):
+            self._gradients.reset_interrupted()
+        if not self._streamer.is_continued_by(first):
             if first is None:  # what stays on the device may run first, and fail by what all were cast to
                 for chunk in self._streamer.chunks:
-                    self._adopt(chunk)
+                    if not chunk.uses and not chunk.binding.is_unchanged():
+                        self._adopt(chunk)
             self._before_pass()
             self._streamer.begin_pass()
 
     def _adopt(self, chunk: LayerChunk) -> None:
-        if not chunk.uses:
-            for adopted in adopt(chunk):
-                self._note_adopted(adopted)
+        for adopted in adopt(chunk):
+            self._note_adopted(adopted)
 
     def _refuse_transforms(self) -> None:
         """Raise within those of torch.func's transforms that wrap each tensor that they see: also what is set as `data`.
@@ -182,92 +185,113 @@ class Forwards(NotCopied):
     def _after_outer(self, module: nn.Module, *_: Any) -> None:
         self._calls.end(module, depth=2)
         if self._timing is not None and not len(self._calls):
-            self._timing.pause()
+            self._timing.end_layer()
 
     # Layers
 
-    def _before_layer(self, chunk: LayerChunk, module: nn.Module, _: Any) -> None:
-        if not are_owners_set_aside():
-            self._enter(chunk, module)
+    def _enter(self, layer: _Layer, module: nn.Module, _: Any, depth: int = 2) -> None:
+        """A forward begins that uses the weights of a layer.
 
-    def _after_layer(self, chunk: LayerChunk, module: nn.Module, _: Any, output: Any) -> None:
-        self._calls.end(module, depth=2)
-        if not are_owners_set_aside():
-            backwards.before(output, partial(self._begin_backward, chunk))
-
-    def _begin_backward(self, chunk: LayerChunk) -> None:
-        if self._timing is not None:
-            self._timing.arrive(chunk.name)
-        if chunk.is_on_host and not chunk.uses:
-            adopt_data(chunk)
-        self._streamer.begin_backward(chunk)
-        if self._timing is not None:
-            self._timing.go()
-
-    def _before_inner(self, chunk: LayerChunk, module: nn.Module, _: Any) -> None:
-        """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
-        if not self._streamer.is_in_forward(chunk) and not are_owners_set_aside():
-            self._enter(chunk, module)
-
-    def _after_inner(self, chunk: LayerChunk, module: nn.Module, *_: Any) -> None:
-        if self._calls.is_last(module):
-            self._calls.end(module, depth=2)
-
-    def _enter(self, chunk: LayerChunk, module: nn.Module) -> None:
-        """A forward begins that uses the weights of a layer."""
-        call = self._calls.begin(module, depth=3)
-        self._refuse_threads()
-        self._refuse_transforms()
-        self._adopt(chunk)
-        self._begin_pass(chunk)
-        if not chunk.is_on_host:
-            self._calls.drop(call)  # it has come to stay on the device just now
+        Args:
+            depth: how many frames above this function's the module is called.
+        """
+        if aside.is_set:
             return
-        if self._gradients is not None:
-            self._gradients.watch(chunk)
-            if torch_private.backward_task() != -1:
-                self._gradients.note_recompute()
-        elif any(item.parameter.requires_grad for item in chunk.parameters):
+        chunk, gradients, streamer = layer.chunk, self._gradients, self._streamer
+        is_backward = torch_private.backward_task() != -1
+        call = self._calls.begin(module, depth=depth)
+        if call.is_outermost and not is_backward and not self._calls.claim(self._claims):
+            self._refuse_thread()
+        if torch_private.functorch_stack() is not None:
+            self._refuse_transforms()
+        if not chunk.uses and not chunk.binding.is_unchanged():
+            self._adopt(chunk)
+        if streamer.device.is_capturing():
+            self._refuse_capture(chunk)
+        if call.is_outermost and not is_backward:
+            self._begin_pass(chunk)
+            streamer = self._streamer
+        if not chunk.is_on_host:
+            self._calls.cancel(call)  # it has come to stay on the device just now
+            return
+        if gradients is not None:
+            gradients.watch(chunk)
+            if is_backward:
+                gradients.note_recompute()
+        elif any(chunk.binding.requires_grad()):
             raise LayerOffloadError(
                 f'parameters of "{chunk.name}" require grad, which stream as frozen ones. Use train="host", or set this '
                 "before LayerOffload is made: what requires grad then stays on the device"
             )
         if self._timing is not None:
-            self._timing.arrive(chunk.name)
-        slot = self._streamer.use(chunk)
+            self._timing.begin_layer(chunk.name)
+        slot = streamer.use(chunk)
         if self._timing is not None:
-            self._timing.go()
-        inner_hooks = self._inner_hooks[chunk.name]
-        call.end = partial(self._end_layer, chunk, call, chunk.state(), inner_hooks)
-        if module is chunk.module and dynamo_is_loaded():  # what is compiled in it is not cut at what would do nothing now
-            inner_hooks.set_aside()
-        chunk.lie_in(slot.storage, use=call)
+            self._timing.note_ready()
+        call.end = partial(self._end_layer, layer, call, (chunk.num_changes, *chunk.binding.versions()))
+        if module is chunk.module:  # they would do nothing now, and cut what is compiled in the layer
+            layer.inner_hooks.set_aside()
+        slot.lend(chunk, use=call)
         if torch.is_grad_enabled():
-            # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
-            is_part = module is not chunk.module and torch_private.backward_task() != -1
-            streamer = self._streamer
-            hooks = WeightHooks(streamer.ring.at, partial(StreamedHandle, streamer), hands_on_weights=is_part)
-            call.end_here = hooks.end
-            hooks.begin()
+            outer, hooks = torch_private.top_saved_tensor_hooks(True), self._saved_hooks
+            if outer is not None:
+                # A checkpoint inside of the layer has its own hooks on top: it must be given as much the second time.
+                is_part = is_backward and module is not chunk.module
+                hooks = WeightHooks(streamer, outer, hands_on_weights=is_part)
+            call.end_here = hooks.__exit__
+            hooks.__enter__()
 
-    def _end_layer(self, chunk: LayerChunk, call: Call, state: object, inner_hooks: HookSet, ending: Ending) -> None:
-        inner_hooks.put_back()
+    def _after_layer(self, chunk: LayerChunk, module: nn.Module, _: Any, output: Any) -> None:
+        self._calls.end(module, depth=2)
+        if not aside.is_set:
+            backwards.before(output, partial(self._begin_backward, chunk))
+
+    def _begin_backward(self, chunk: LayerChunk, _: object) -> None:
+        if self._timing is not None:
+            self._timing.begin_layer(chunk.name)
+        if chunk.is_on_host and not chunk.uses and not chunk.binding.is_unchanged():
+            adopt_data(chunk)
+        self._streamer.begin_backward(chunk)
+        if self._timing is not None:
+            self._timing.note_ready()
+
+    def _before_inner(self, layer: _Layer, module: nn.Module, given: Any) -> None:
+        """A module inside of a layer is called, by a checkpoint in the layer's forward or by itself."""
+        if not self._streamer.is_in_forward(layer.chunk):
+            self._enter(layer, module, given, depth=3)
+
+    def _after_inner(self, module: nn.Module, *_: Any) -> None:
+        if self._calls.is_last(module):
+            self._calls.end(module, depth=2)
+
+    def _end_layer(self, layer: _Layer, call: Call, state: object, ending: Ending) -> None:
+        layer.inner_hooks.put_back()
+        chunk = layer.chunk
         if self._gradients is not None and torch.is_grad_enabled():
             self._gradients.note_forward(chunk)
         if self._timing is not None and ending is not Ending.RETURNED and torch_private.backward_task() == -1:
             self._timing.fail()
         if ending is Ending.LEFT and chunk.uses <= {call}:  # since then the slot was what the caller may have written to
             chunk.write_back()
-            self._streamer.forget()
+            self._streamer.invalidate()
         self._streamer.leave(chunk, use=call)
-        if not chunk.uses and ending is not Ending.LEFT and chunk.state() != state:
-            self._streamer.forget()
+        if not chunk.uses and ending is not Ending.LEFT and (chunk.num_changes, *chunk.binding.versions()) != state:
+            self._streamer.invalidate()
             if ending is Ending.RAISED:
                 return
             raise LayerOffloadError(
                 f'the forward of "{chunk.name}" has written to its own weights, which stream: that is lost. Have this layer '
                 "stay on the device: name the others by layers="
             )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """What is known of a layer from one forward to the next."""
+
+    chunk: LayerChunk
+    inner_hooks: HookSet
+    """Those on modules inside of it. While it runs they are set aside."""
 
 
 def _do_nothing(*_: object) -> None:

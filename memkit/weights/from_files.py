@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from memkit.storages import Geometry, storage_key
+from memkit.weights.binding import copy_into
 from memkit.weights.checkpoint import Checkpoint
-from memkit.weights.chunks import copy_into
 from memkit.weights.remaking import remade
 
 Path = str | os.PathLike[str]

@@ -22,7 +22,8 @@ from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.labels import label
 from memkit.weights.accumulation import Accumulation
-from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
+from memkit.weights.binding import StreamedParameter, without_modes
+from memkit.weights.chunks import LayerChunk
 from memkit.weights.optimizers import MakeOptimizer, changed_in, entries_of
 from memkit.weights.stepped import SteppedGradient
 from memkit.weights.streaming import Streamer
@@ -115,12 +116,12 @@ class FusedSteps(NotCopied, Accumulation):
     def _step_by_itself(self, parameter: nn.Parameter) -> None:
         """Step a parameter that does not stream."""
 
-        def before() -> None:
+        def before(_: Tensor) -> None:
             self._enter_backward()
             _refuse(parameter.grad, "a parameter")
             self._due[id(parameter)] = parameter
 
-        def after() -> None:
+        def after(_: Tensor) -> None:
             if parameter.grad is None:  # an interrupt has had these hooks be set twice
                 return
             try:
@@ -249,7 +250,7 @@ class FusedSteps(NotCopied, Accumulation):
     def _finish(self, has_failed: bool) -> None:
         """Have the host copies be what was stepped, each parameter whole or not at all, and let its gradient go."""
         if has_failed:
-            self._drop()
+            self._reset()
             return
         self._write_back_waiting()
         for event in self._written:  # who reads a host copy then finds what was written
@@ -261,13 +262,13 @@ class FusedSteps(NotCopied, Accumulation):
         self._stepped.clear()
         self._due.clear()
 
-    def _drop(self) -> None:
+    def _reset(self) -> None:
         """A backward has failed: have each parameter be stepped whole or not at all."""
         self._regroup()
         for parameter in list(self._due.values()):
             self._consume(parameter)
         self.streamer.rest()
-        self.streamer.settle()
+        self.streamer.flush()
         self._forget_consumed()
         self._waiting.clear()
         self._written.clear()

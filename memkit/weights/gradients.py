@@ -18,67 +18,30 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.device.base import Device, Event
+from memkit.device.base import Device, Event, Stream
 from memkit.errors import LayerOffloadError
 from memkit.storages import byte_view
-from memkit.torch_state import num_users
 from memkit.transfer.arena import Arena
 from memkit.transfer.lanes import lanes_of
 from memkit.transfer.spans import ALIGNMENT_BYTES, Span, rounded
 from memkit.weights.accumulation import Accumulation, sum_of
-from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
-
-
-class _Buffer:
-    """Pinned host memory for one gradient: `span`, which is `taken` of the arena, or a part of that."""
-
-    __slots__ = ("span", "storage", "taken")
-
-    def __init__(self, span: Span, taken: Span) -> None:
-        self.span, self.taken = span, taken
-        self.storage = self._over_span()
-
-    def _over_span(self) -> torch.UntypedStorage:
-        assert self.span.whole is not None
-        return torch.frombuffer(self.span.whole.numpy(), dtype=torch.uint8).untyped_storage()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no gradient that lies here is held."""
-        return num_users(self.storage) == 1
-
-    def renew(self) -> None:
-        """Lie here again, if the gradient was moved to other memory in place (`Tensor.share_memory_`): its holders have
-        that."""
-        assert self.span.whole is not None
-        if self.storage.data_ptr() != self.span.whole.data_ptr():
-            self.storage = self._over_span()
+from memkit.weights.binding import StreamedParameter, without_modes
+from memkit.weights.chunks import LayerChunk
+from memkit.weights.gradient_buffers import GradientBuffer, HostGradient
 
 
 class _Flight:
-    """A gradient that a copy reads, or is about to."""
+    """Gradients that copies read, or are about to: their storages, which are held until then."""
 
-    __slots__ = ("done", "num_bytes", "storage")
+    __slots__ = ("done", "num_bytes", "storages", "stream")
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = storage
-        self.num_bytes = storage.nbytes()
+    def __init__(self, stream: Stream, *storages: torch.UntypedStorage) -> None:
+        self.stream = stream
+        """Where they were made, and go back to."""
+        self.storages = storages
+        self.num_bytes = sum(map(torch.UntypedStorage.nbytes, storages))
         self.done: Event | None = None
         """None until it is known: an interrupt may come in between."""
-
-
-class _Gradient:
-    """The gradient of one parameter, in host memory."""
-
-    __slots__ = ("buffers", "kept", "num_bytes", "total")
-
-    def __init__(self, buffer: _Buffer) -> None:
-        self.num_bytes = buffer.span.num_bytes
-        self.buffers = [buffer]
-        self.kept: Tensor | None = None
-        """What was in `grad` before."""
-        self.total: Tensor | None = None
-        """All that was brought, or is on its way."""
 
 
 class HostGradients(Accumulation):
@@ -107,10 +70,18 @@ class HostGradients(Accumulation):
         self._device = device
         self._arena = arena
         self._lanes = lanes_of(device)
-        self._gradients: dict[StreamedParameter, _Gradient] = {}
+        self._gradients: dict[StreamedParameter, HostGradient] = {}
         self._in_flight: deque[_Flight] = deque()
         """What copies still read, oldest first: it goes back to the stream when that has waited for them."""
         self._in_flight_bytes = 0
+        self._waiting: list[tuple[torch.UntypedStorage, Span]] = []
+        """Of the layer whose gradients are being made, those that are yet to be sent, and where to: all of a layer together."""
+        self._waiting_bytes = 0
+        self._layer: LayerChunk | None = None
+        """Which layer that is."""
+        self._stream, self._stream_number = device.current_stream(), device.stream_number()
+        """Where its gradients are made."""
+        self._layers = {item: chunk for chunk in chunks for item in chunk.parameters}
         self._window_bytes = 2 * max((chunk.num_bytes for chunk in chunks), default=0)
         self._last: Event | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="memkit-grad")
@@ -120,7 +91,7 @@ class HostGradients(Accumulation):
         """What was taken of the arena, and is given back in the end."""
         self._may_have_lost = False
         """Whether an interrupt may have kept us from hearing of what was taken."""
-        self._kept: list[_Buffer] = []
+        self._kept: list[GradientBuffer] = []
         """With gradients that the caller holds, of layers that do not stream any more."""
         trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
         self._take_memory([parameters for parameters in trained if parameters])
@@ -131,7 +102,7 @@ class HostGradients(Accumulation):
         spans = self._take_pinned([found[-1] for found in ends])
         for group, starts, span in zip(groups, ends, spans, strict=True):
             for item, start in zip(group, starts, strict=False):
-                self._gradients[item] = _Gradient(_Buffer(span.part(start, start + _gradient_bytes(item)), span))
+                self._gradients[item] = HostGradient(GradientBuffer(span.part(start, start + _gradient_bytes(item)), span))
 
     def _take_pinned(self, sizes_bytes: Sequence[int]) -> list[Span]:
         try:
@@ -205,8 +176,9 @@ class HostGradients(Accumulation):
         self._arena.drain()
         self._device.synchronize()
         self._last = None
+        self._waiting.clear()
         self._in_flight.clear()
-        self._in_flight_bytes = 0
+        self._in_flight_bytes = self._waiting_bytes = 0
         for addition in self._additions:
             with suppress(Exception):
                 addition.result()
@@ -222,7 +194,7 @@ class HostGradients(Accumulation):
                 streamed.parameter.grad = found
                 gradient.total = gradient.kept = None
 
-    def _drop(self) -> None:
+    def _reset(self) -> None:
         self._lose()
         self._give_lost()
         for gradient in self._gradients.values():
@@ -251,14 +223,16 @@ class HostGradients(Accumulation):
             return
         if gradient.total is None:
             for buffer in gradient.buffers:
-                buffer.renew()
-            idle = next((buffer for buffer in gradient.buffers if buffer.is_idle), None)
-            if idle is None:  # the caller keeps the gradient of an earlier step
+                total = buffer.lend(streamed)
+                if total is not None:
+                    break
+            else:  # the caller keeps the gradients of earlier steps
                 (span,) = self._take_pinned([gradient.num_bytes])
-                idle = _Buffer(span, span)
-                gradient.buffers.append(idle)
-            self._copy_out(streamed, made, idle.span)
-            gradient.total = streamed.over_gradient(idle.storage)
+                buffer = GradientBuffer(span, span)
+                gradient.buffers.append(buffer)
+                total = buffer.lend(streamed)
+            self._send_with_layer(streamed, self._packed(streamed, made), buffer.span)
+            gradient.total = total
             return
         span = self._arena.take(gradient.num_bytes)
         try:
@@ -280,40 +254,82 @@ class HostGradients(Accumulation):
         finally:
             self._arena.give(span)
 
-    def _copy_out(self, streamed: StreamedParameter, made: Tensor, span: Span) -> Event:
-        device, stream = self._device, self._device.current_stream()
-        made = made.resolve_conj().resolve_neg()  # else the bytes are not yet what the elements are
+    def _packed(self, streamed: StreamedParameter, made: Tensor) -> torch.UntypedStorage:
+        """Return a storage that a gradient fills, as it is to lie in host memory."""
+        if made.is_conj() or made.is_neg():
+            made = made.resolve_conj().resolve_neg()  # else the bytes are not yet what the elements are
         storage = made.untyped_storage()
-        if storage.nbytes() != span.num_bytes or made.stride() != streamed.gradient_stride:
-            packed = streamed.over_gradient(device.allocate(span.num_bytes))
+        if storage.nbytes() != self._gradients[streamed].num_bytes or made.stride() != streamed.gradient_stride:
+            packed = streamed.over_gradient(self._device.allocate(self._gradients[streamed].num_bytes))
             packed.copy_(made)
             storage = packed.untyped_storage()
-        device.note_written(storage, torch_private.version_of(made))
-        while self._in_flight and self._in_flight_bytes + span.num_bytes > self._window_bytes:
-            self._settle_oldest()  # may raise, and then nothing writes to the span
-        flight = _Flight(storage)
+        self._device.note_written(storage, torch_private.version_of(made))
+        return storage
+
+    def _send_with_layer(self, streamed: StreamedParameter, storage: torch.UntypedStorage, span: Span) -> None:
+        """Send a gradient to the host together with the others of its layer."""
+        layer = self._layers.get(streamed)
+        number = self._device.stream_number()
+        if layer is not self._layer or number != self._stream_number or span.staging is not None:
+            self._send()
+            self._layer, self._stream_number, self._stream = layer, number, self._device.current_stream()
+        self._waiting_bytes += span.num_bytes
+        if self._in_flight_bytes + self._waiting_bytes > self._window_bytes:
+            self._make_room(self._waiting_bytes)
+        self._waiting.append((storage, span))
+        if layer is None or span.staging is not None or len(self._waiting) >= sum(layer.binding.requires_grad()):
+            self._send()
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Have what copies read, and what waits for its copy, take no more of the device than it may."""
+        while self._in_flight and self._in_flight_bytes + num_bytes > self._window_bytes:
+            self._await_oldest()  # may raise, and then nothing writes to the span
+
+    def _send(self) -> None:
+        """Send what waits."""
+        if not self._waiting:
+            return
+        flight = _Flight(self._stream, *dict(self._waiting))
+        self._make_room(flight.num_bytes)
         self._in_flight.append(flight)
         self._in_flight_bytes += flight.num_bytes
-        flight.done = self._last = self._lanes.copy_out(storage, span, after=device.record_event(stream, timed=False)).done
+        after = self._device.record_event(self._stream, timed=False)
+        if self._waiting[0][1].staging is None:
+            flight.done = self._last = self._lanes.copy_each_out(self._waiting, after=after)
+        else:
+            ((storage, span),) = self._waiting  # each by itself, since a thread of its own sees to them
+            flight.done = self._last = self._lanes.copy_out(storage, span, after=after).done
+        self.d2h_bytes += flight.num_bytes
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def _copy_out(self, streamed: StreamedParameter, made: Tensor, span: Span) -> Event:
+        device, storage = self._device, self._packed(streamed, made)
+        self._make_room(span.num_bytes)
+        flight = _Flight(device.current_stream(), storage)
+        self._in_flight.append(flight)
+        self._in_flight_bytes += flight.num_bytes
+        flight.done = self._last = self._lanes.copy_out(storage, span, after=device.record_event(timed=False)).done
         self.d2h_bytes += span.num_bytes
         return flight.done
 
-    def _settle_oldest(self) -> None:
+    def _await_oldest(self) -> None:
         oldest = self._in_flight[0]
         if oldest.done is None:
             self._arena.drain()
             self._device.synchronize()
         else:
-            self._device.wait_event(self._device.current_stream(), oldest.done)  # where this raises, `_finish` meets it again
+            self._device.wait_event(oldest.stream, oldest.done)  # where this raises, `_finish` meets it again
         self._in_flight.popleft()
         self._in_flight_bytes -= oldest.num_bytes
 
     def _await(self) -> None:
-        """Make the host wait until all that was sent has come."""
+        """Make the host wait until all that was made has come."""
+        self._send()
         if self._last is not None:
             self._device.synchronize(self._last)
         while self._in_flight:
-            self._settle_oldest()
+            self._await_oldest()
         self._last, self._in_flight_bytes = None, 0
         for addition in self._additions:
             addition.result()

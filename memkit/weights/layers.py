@@ -18,8 +18,9 @@ from memkit.errors import warn_user
 from memkit.hooks import HookSet, RemovableHandle
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.weights.adoption import adopt, refuse_tied
+from memkit.weights.binding import StreamedParameter, without_modes
 from memkit.weights.choice import MeasuredChoice
-from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
+from memkit.weights.chunks import LayerChunk
 from memkit.weights.claims import claim, is_streamed, refuse_streamed
 from memkit.weights.forwards import Forwards
 from memkit.weights.from_files import FileWeights, Path
@@ -163,15 +164,12 @@ class LayerOffload(NotCopied):
                 self._gradients.begin(self._chunks)
                 self._hooks.before_any_step(partial(refuse_unscaled, is_streamed))
             self._host.warn_of_refusal()
-            note_attached(self, is_on=LayerOffload._is_over, take_off=LayerOffload.close)
+            note_attached(self, is_on=lambda offload, module: offload.model is module, take_off=LayerOffload.close)
             self._begin(optimizer, files)
         except BaseException:
             self.close()
             files.undo()
             raise
-
-    def _is_over(self, module: nn.Module) -> bool:
-        return self.model is module
 
     def _streaming(self) -> list[LayerChunk]:
         """Return what streams by the plan, in its order."""
@@ -220,7 +218,7 @@ class LayerOffload(NotCopied):
         self._host.warn_of_refusal()
         if self._streams.is_closed:  # by an interrupt while layers came to stay on the device
             self._stream_anew()
-        self._let_go()
+        self._release_leaving()
         times = self._choice.begin_pass(self._streams)
         if times is None:
             return
@@ -234,9 +232,9 @@ class LayerOffload(NotCopied):
             with without_modes():
                 self._choose(times)
         except Exception:
-            self._choice.is_open, self._choice.timing = False, None
+            self._choice.is_open, self._choice.timing, self._streams.handles = False, None, None
             raise
-        self._choice.is_open = False
+        self._choice.is_open, self._streams.handles = False, None
         self._begin_timing().begin_pass()
 
     def _choose(self, times: StepTimes) -> None:
@@ -258,7 +256,7 @@ class LayerOffload(NotCopied):
                 self.plan, self._leaving = before, []
                 self._stream_anew()
                 raise
-            self._let_go()
+            self._release_leaving()
         self._choice.note_chosen(before, self.plan, times)
 
     def _stream_anew(self) -> None:
@@ -274,7 +272,7 @@ class LayerOffload(NotCopied):
             self._gradients.streamer = streamer
         self._streamer = streamer  # last: as long as it is the closed one, the next forward does this again
 
-    def _let_go(self) -> None:
+    def _release_leaving(self) -> None:
         """Give back what layers had that stay on the device from now on, but for host copies that are held."""
         if not self._leaving:
             return
@@ -341,7 +339,7 @@ class LayerOffload(NotCopied):
         self._hooks.remove()
         self._choice.timing = None
         if self._gradients is not None:
-            self._gradients.drop_interrupted()
+            self._gradients.reset_interrupted()
         self._arena.drain()
         if self._streamer is not None:
             self._streamer.close()

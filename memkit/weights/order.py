@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 _MOST_NOTED = 4096
+_MOST_KNOWN_AHEAD = 512
 
 
 class Phase(Enum):
@@ -24,12 +25,16 @@ class LayerOrder:
 
     Args:
         guess: what to expect the first time.
+        turns_back: whether what is used in this phase is used again afterwards, in reverse.
     """
 
-    def __init__(self, guess: Sequence[int]) -> None:
+    def __init__(self, guess: Sequence[int], *, turns_back: bool) -> None:
         self._known = list(guess)
+        self._turns_back = turns_back
         self._noted: list[int] = []
         self._place = -1
+        self._ahead: dict[tuple[int, int], dict[int, int]] = {}
+        """What `ahead` has returned, by the place in the order and by what was used there."""
 
     @property
     def known(self) -> Sequence[int]:
@@ -43,28 +48,48 @@ class LayerOrder:
 
     def begin(self) -> None:
         """A pass begins: expect what the last one has done."""
-        if self._noted:
-            self._known = self._noted
+        if self._noted and self._noted != self._known:
+            self._know(self._noted)
         self._noted, self._place = [], -1
 
     def expect(self, order: Sequence[int]) -> None:
         """Expect another order, unless the one that is known is one of the same layers."""
         if sorted(self._known) != sorted(order):
-            self._known = list(order)
+            self._know(list(order))
 
-    def note(self, layer: int) -> None:
-        """A layer is used that was not the last one used."""
+    def _know(self, order: list[int]) -> None:
+        self._ahead.clear()
+        self._known = order
+
+    def note(self, layer: int) -> Mapping[int, int]:
+        """A layer is used that was not the last one used; return what `ahead` does."""
         if len(self._noted) < _MOST_NOTED:
             self._noted.append(layer)
-        known = self._known
-        for place in (*range(self._place + 1, len(known)), *range(min(self._place + 1, len(known)))):
-            if known[place] == layer:
-                self._place = place
-                return
+        known, following = self._known, self._place + 1
+        if following < len(known) and known[following] == layer:
+            self._place = following
+        else:
+            places = (*range(following, len(known)), *range(min(following, len(known))))
+            self._place = next((place for place in places if known[place] == layer), self._place)
+        return self._ahead.get((self._place, layer)) or self.ahead(layer)
 
-    def upcoming(self) -> Sequence[int]:
-        """Return what is expected next, in order."""
-        return self._known[self._place + 1 :]
+    def ahead(self, current: int) -> Mapping[int, int]:
+        """Return the layers that are expected next, in order, each with how many others come before it.
+
+        Args:
+            current: the layer that is in use, which is left out; -1 if there is none.
+        """
+        key = self._place, current
+        found = self._ahead.get(key)
+        if found is None:
+            upcoming = self._known[self._place + 1 :]
+            if self._turns_back:
+                upcoming += reversed(self._known)
+            layers = [layer for layer in dict.fromkeys(upcoming) if layer != current]
+            if len(self._ahead) >= _MOST_KNOWN_AHEAD:
+                self._ahead.clear()
+            found = self._ahead[key] = {layer: place for place, layer in enumerate(layers)}
+        return found
 
     def is_next(self, layer: int) -> bool:
         """Tell whether a layer is what is expected next."""

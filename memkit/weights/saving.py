@@ -1,71 +1,136 @@
-"""What autograd is given to save while a streamed layer runs: handles for what lies in a slot, the rest as others want it."""
+"""What autograd is given to save while a streamed layer runs: what stands for bytes that lie in a slot, the rest as others want
+it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
-from memkit.hooks import SavedTensorHooks
-from memkit.kept import FlattenedHandle, ForwardedHandle, KeptHandle
+from memkit.hooks import HookPair, SavedTensorHooks
+from memkit.kept import FlattenedHandle, ForwardedHandle, KeptHandle, modified_error, nothing
+from memkit.plan.chunks import Residency
+from memkit.storages import Geometry
 from memkit.torch_state import has_own_dispatch
 from memkit.wrappers import parts_of
 
+if TYPE_CHECKING:
+    from memkit.weights.streaming import Streamer
+
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 
 
-class WeightHooks:
-    """The saved-tensor hooks of one forward of a streamed layer, over those that were on top: another context's of memkit, a
-    user's, those of a checkpoint.
+_MOST_VIEWS = 1024
+"""So many views of a slot are kept for the next time."""
+
+
+class SavedWeight(tuple[Any, ...]):
+    """A plain parameter that lies in a slot, or a view of one, as autograd saves it: its layer, the parameter, what its version
+    counter and the layer's changes came to, and how it lies in the slot. It holds none of the bytes.
+
+    It is made, and taken apart, without a call of a Python function.
+    """
+
+    __slots__ = ()
+
+
+class _HandedOn(tuple[Any, ...]):
+    """What the hooks outside have made of a tensor, behind what unpacks it."""
+
+    __slots__ = ()
+
+
+class _Saves:
+    """Takes what autograd saves in the forwards of streamed layers, and gives it back.
 
     Args:
-        slot_at: returns the slot that a storage is, None if it is none.
-        handle_of: returns what stands for a tensor that lies in a slot, and holds none of its bytes.
+        streamer: who streams the layers.
+        outer: the hooks that were on top before: another context's of memkit, a user's, those of a checkpoint.
         hands_on_weights: whether those, if there are any, are given the weights as well, which hold the slot then.
     """
 
-    def __init__(
-        self,
-        slot_at: Callable[[torch.UntypedStorage], object],
-        handle_of: Callable[[Tensor], KeptHandle],
-        *,
-        hands_on_weights: bool,
-    ) -> None:
-        self._slot_at = slot_at
-        self._handle_of = handle_of
+    def __init__(self, streamer: Streamer, outer: HookPair | None, *, hands_on_weights: bool) -> None:
+        self._streamer = streamer
+        self._slots = streamer.ring.slots
+        self._outer = outer
         self._hands_on_weights = hands_on_weights
-        self._hooks = SavedTensorHooks(partial(WeightHooks.pack, self), _unpack, owner=self, hands_on=True)
 
-    def begin(self) -> None:
-        self._hooks.__enter__()
-
-    def end(self) -> None:
-        """Let those that were on top before be so again. Calling it again does nothing."""
-        if hasattr(self, "_hooks"):
-            self._hooks.__exit__()
-            del self._hooks  # it holds this object
-
-    def pack(self, tensor: Tensor) -> KeptHandle:
+    def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves."""
+        if type(tensor) not in _PLAIN_TYPES or tensor.layout is not _STRIDED:
+            return self._pack_any(tensor)
+        slot, outer = self._slots.get(torch_private.storage_address(tensor.untyped_storage())), self._outer
+        if slot is None:
+            if outer is None:
+                return tensor.detach(), torch_private.version_of(tensor)
+            return _HandedOn((outer[1], outer[0](tensor)))
+        chunk, base = slot.chunk, torch_private.base_of(tensor)
+        parameter = tensor if base is None else base
+        is_handed_on = outer is not None and self._hands_on_weights
+        if is_handed_on or chunk is None or id(parameter) not in chunk.binding.known or self._streamer.handles is not None:
+            return self._pack_any(tensor)
+        version = torch_private.version_of(parameter) + chunk.num_changes
+        place = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        return SavedWeight((chunk, parameter, version, place))
+
+    def unpack(self, packed: Any) -> Any:
+        """Return a tensor that was saved.
+
+        Raises:
+            RuntimeError: it was written to since.
+        """
+        kind = type(packed)
+        if kind is tuple:
+            alias, version = packed
+            if torch_private.version_of(alias) != version:
+                raise modified_error(alias, version)
+            return alias
+        if kind is _HandedOn:
+            return packed[0](packed[1])
+        if kind is not SavedWeight:
+            return packed.unpack()
+        chunk, parameter, version, place = packed
+        version_now, streamer = torch_private.version_of(parameter) + chunk.num_changes, self._streamer
+        if version_now != version:
+            alias = nothing(place[3], streamer.device.torch_device)
+            raise modified_error(alias, version, lambda: place[0], version_now)
+        with streamer.lock:
+            lying = streamer.lying
+            if lying is not None and lying[0] is chunk and not torch_private.num_dispatch_modes():
+                _, slot, stream = lying
+                is_current = chunk.residency is Residency.DIRTY or slot.state == (chunk.num_changes, *chunk.binding.versions())
+                if is_current and stream == streamer.device.stream_number():
+                    view = slot.tensors.get(place)
+                    if view is not None or len(slot.tensors) < _MOST_VIEWS:
+                        streamer.device.note_read(slot.storage)
+                        return (slot.view(Geometry(*place)) if view is None else view).data
+            return Geometry(*place).over(streamer.use(chunk).storage)
+
+    def _pack_any(self, tensor: Tensor) -> KeptHandle:
         is_plain = type(tensor) in _PLAIN_TYPES or not has_own_dispatch(tensor)
         parts = [tensor] if is_plain else parts_of(tensor) if torch_private.is_wrapper(tensor) else []
         if any(map(self._is_in_slot, parts)):
-            if self._hooks.outer is None or not self._hands_on_weights:
+            if self._outer is None or not self._hands_on_weights:
                 if not is_plain:
-                    return FlattenedHandle(tensor, self.pack)
+                    return FlattenedHandle(tensor, self._pack_any)
                 with torch_private.without_python_dispatch():  # it is no part of the forward
-                    return self._handle_of(tensor)
+                    return self._streamer.handle_of(tensor)
             tensor = tensor.detach()  # the parameter itself leaves the slot before this is used
-        if self._hooks.outer is not None:
-            return ForwardedHandle(tensor, *self._hooks.outer, is_checked=False)
+        if self._outer is not None:
+            return ForwardedHandle(tensor, *self._outer, is_checked=False)
         return KeptHandle(tensor)
 
     def _is_in_slot(self, tensor: Tensor) -> bool:
-        return tensor.layout is torch.strided and self._slot_at(tensor.untyped_storage()) is not None
+        return tensor.layout is _STRIDED and self._streamer.ring.at(tensor.untyped_storage()) is not None
 
 
-def _unpack(packed: KeptHandle) -> Tensor:
-    return packed.unpack()
+class WeightHooks(SavedTensorHooks):
+    """The saved-tensor hooks of a forward of a streamed layer, over those that are on top: see `_Saves`, whose arguments these
+    are."""
+
+    def __init__(self, streamer: Streamer, outer: HookPair | None = None, *, hands_on_weights: bool = False) -> None:
+        saves = _Saves(streamer, outer, hands_on_weights=hands_on_weights)
+        super().__init__(saves.pack, saves.unpack, owner=saves, hands_on=True)

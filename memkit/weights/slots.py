@@ -5,16 +5,23 @@ For the order of notes and copies see [Note: interrupts of streaming] in `memkit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 
 import torch
+from torch import Tensor
 
+from memkit import torch_private
 from memkit.device.base import Device, Event, Stream
 from memkit.owners import Owner, disown, own
 from memkit.plan import slot_size_of
-from memkit.storages import storage_key
-from memkit.torch_state import num_users
+from memkit.plan.chunks import Residency
+from memkit.storages import Geometry, storage_key
+from memkit.transfer.lanes import Lanes, Transfer
+from memkit.transfer.spans import Span
+from memkit.weights.binding import without_modes
 from memkit.weights.chunks import LayerChunk
 
 
@@ -27,21 +34,34 @@ class Slot:
 
     __slots__ = (
         "_device",
-        "_freed",
         "_has_unknown",
         "_left",
+        "_parts",
+        "_views",
         "chunk",
-        "is_dirty",
+        "filled",
         "is_overflow",
+        "key",
         "num_bytes",
         "ready",
         "state",
         "storage",
+        "tensors",
+        "users",
     )
 
     def __init__(self, device: Device, num_bytes: int, *, is_overflow: bool = False) -> None:
         self.storage = device.allocate(num_bytes)
+        self.key = storage_key(self.storage)
         self.num_bytes = num_bytes
+        self.tensors: dict[Geometry, Tensor] = {}
+        """Views of the storage, made once. Nobody else is given these: what is given out is counted by the storage."""
+        self._views: dict[LayerChunk, tuple[tuple[Geometry, ...], tuple[Tensor, ...]]] = {}
+        """Of each layer that was here, where its tensors lie, and those of the views that they then are."""
+        self._parts: dict[LayerChunk, tuple[Span, tuple[Tensor, ...]]] = {}
+        """Of each layer that was here, what it is copied from, and what to."""
+        self.filled = next(_num_filled)
+        """The larger, the later it was filled."""
         self.is_overflow = is_overflow
         """Whether it was taken because all others were in use: it goes as soon as it is idle."""
         self.chunk: LayerChunk | None = None
@@ -49,79 +69,117 @@ class Slot:
         self.state: object = None
         """What the chunk's `state()` was when its bytes were copied."""
         self.ready: Event | None = None
-        self.is_dirty = False
-        """Whether it has weights that the host copy has not yet, or is about to: until they are copied, it is the truth."""
         self._left: Event | None = None
         """Behind the last write to the host copy."""
         self._has_unknown = False
         """Whether a copy from or to it may be under way that no event is known of: an interrupt came in between."""
         self._device = device
         stream = device.current_stream()
-        self._freed: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}
+        self.users: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}
         """The streams that have used it since it was filled: behind which event they no longer do, None if they may still."""
 
     @property
     def is_idle(self) -> bool:
         """Whether it is not in use."""
-        return not self.is_dirty and (self.chunk is None or not self.chunk.uses) and num_users(self.storage) == 1
+        return not self.is_dirty and (self.chunk is None or not self.chunk.uses) and not self.is_held
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether it has weights that the host copy has not yet, or is about to: until they are copied, it is the truth."""
+        chunk = self.chunk
+        return chunk is not None and chunk.slot is self and chunk.residency is Residency.DIRTY
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a tensor that is not one of its own lies here."""
+        return torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
 
     def holds(self, chunk: LayerChunk) -> bool:
         """Tell whether it has the bytes of a layer as they are now."""
-        return self.chunk is chunk and (self.is_dirty or self.state == chunk.state())
+        state = chunk.num_changes, *chunk.binding.versions()
+        return self.chunk is chunk and chunk.slot is self and (self.state == state or chunk.residency is Residency.DIRTY)
 
-    def forget(self) -> None:
+    def view(self, place: Geometry) -> Tensor:
+        """Return a tensor that lies here. It is not to be handed out: an alias of it is."""
+        found = self.tensors.get(place)
+        if found is None:
+            with without_modes():
+                found = self.tensors[place] = place.over(self.storage)
+        return found
+
+    def lend(self, chunk: LayerChunk, *, use: object) -> None:
+        """Let the parameters of a layer that is here lie here, if they do not yet, until all who use them have left."""
+        is_first = not chunk.uses
+        chunk.uses.add(use)
+        if is_first:
+            places, known = chunk.binding.places, self._views.get(chunk)
+            if known is None or known[0] is not places:
+                known = self._views[chunk] = places, tuple(self.view(place) for place in places)
+            if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled() or chunk.binding.wrappers:
+                chunk.binding.point_at(known[1], self._device.torch_device)
+            else:
+                deque(chunk.binding.set_data(known[1]), maxlen=0)
+
+    def _cut_as(self, span: Span) -> tuple[Tensor, ...]:
+        """Return the bytes that a span is copied to, cut as its pieces are."""
+        parts, start = list[Tensor](), 0
+        for piece in span.pieces:
+            parts.append(self.view(Geometry(piece.size(), (1,), start, torch.uint8, False, False)))
+            start += len(piece)
+        return tuple(parts)
+
+    def invalidate(self) -> None:
         """What it holds is not to be found any more."""
         self.state = None
 
-    def fill(self, chunk: LayerChunk, copy: Callable[[torch.UntypedStorage, Iterable[Event]], Event]) -> None:
+    def fill(self, chunk: LayerChunk, lanes: Lanes) -> Transfer:
         """Have the bytes of a layer copied here, once all work that uses the slot is done.
 
-        Args:
-            copy: puts the copy into a storage on a lane, behind some events, and returns what is reached when it is done.
+        Those of the layer that was here are in host memory alone then.
         """
-        after = [freed or self._device.record_event(stream, timed=False) for stream, freed in self._freed.items()]
-        if self._left is not None:
-            after.append(self._left)
+        there = self.chunk
+        if there is not None and there.slot is self:  # it is evicted: said here, since this is done for each copy
+            assert there.residency is not Residency.DIRTY, there.name
+            there.slot, there.residency = None, Residency.HOST
+        after = list[Event]()
+        for stream, freed in self.users.items():
+            after.append(freed or self._device.record_event(stream, timed=False))
+        for event in (self._left, chunk.written):
+            if event is not None:
+                after.append(event)
+        span, known = chunk.span, self._parts.get(chunk)
+        assert span is not None
+        if known is None or known[0] is not span:
+            known = self._parts[chunk] = span, self._cut_as(span)
+        assert chunk.residency in _FETCHED, chunk.residency
+        chunk.residency = Residency.IN_FLIGHT
         self.chunk, self._has_unknown = None, True  # until the copy is noted it has neither the one layer nor the other
-        self.ready = copy(self.storage, after)
-        self._freed = {}
-        self.state = chunk.state()
-        self.chunk, self._has_unknown = chunk, False
+        transfer = lanes.copy(lanes.back, self.storage, span, is_out=False, after=after, parts=known[1])
+        self.ready = transfer.done
+        self.users = {}
+        self.state = (chunk.num_changes, *chunk.binding.versions())
+        self.filled = next(_num_filled)
+        self.chunk, self._has_unknown, chunk.slot = chunk, False, self
+        return transfer
 
-    def use(self, stream: Stream) -> None:
-        """Let work that is put on a stream from now on read the slot."""
-        assert self.ready is not None
-        if stream not in self._freed:
-            try:
-                self.ready.recorded()
-            except Exception:  # the copy has failed, and is not under way any more
-                self.chunk = self.state = self.ready = None
-                raise
-            self._device.wait_event(stream, self.ready)
-        self._freed[stream] = None
-        self._device.note_read(self.storage)
+    def fail(self) -> None:
+        """The copy that was to fill it has failed: it holds nothing."""
+        if self.chunk is not None and self.chunk.slot is self:
+            self.chunk.evict()
+        self.chunk = self.state = self.ready = None
 
-    def await_filled(self) -> None:
-        """Make the host wait until the copy that fills it has read the host copy: whoever is given that may write to it."""
-        if self.ready is not None and not self.ready.is_reached():
-            self._device.synchronize(self.ready)
-
-    def release(self, stream: Stream) -> None:
-        """A forward of the layer is over, or its backward: all work that uses the slot has been put on a stream, and the
-        layer's tensors do not lie here any more.
-
-        Unless the graph or the caller holds a tensor that does: they may put work on it until they let go, which nothing
-        tells.
-        """
-        self._device.note_read(self.storage)
-        is_held = num_users(self.storage) > 1
-        self._freed[stream] = None if is_held else self._device.record_event(stream, timed=False)
+    def leave(self) -> None:
+        """The slot goes: no layer that was here is to hold it."""
+        for chunk in self._parts:
+            if chunk.slot is self:
+                chunk.slot, chunk.residency = None, Residency.HOST
 
     def claim(self, stream: Stream) -> None:
         """Let work that is put on a stream from now on write to the slot."""
         if self._left is not None:
             self._device.wait_event(stream, self._left)
-        self.is_dirty = True
+        assert self.chunk is not None
+        self.chunk.become(Residency.DIRTY)
 
     def note_written(self, chunk: LayerChunk) -> None:
         """Work on the current stream has written to the weights here: the slot has them as they are now."""
@@ -134,9 +192,11 @@ class Slot:
         Args:
             copy: puts the copy on a lane, behind an event.
         """
+        assert self.chunk is not None
         after, self._has_unknown = self._device.record_event(timed=False), True
         self._left = copy(self.storage, after)
-        self.is_dirty = self._has_unknown = False
+        self.chunk.become(Residency.DEVICE)
+        self._has_unknown = False
         return self._left
 
     def await_copies(self) -> None:
@@ -146,7 +206,7 @@ class Slot:
                 with suppress(Exception):  # who needs the bytes is told
                     event.recorded()
 
-    def settle(self, stream: Stream) -> None:
+    def await_users(self, stream: Stream) -> None:
         """Let a stream wait for all that uses the slot, so that its memory can go back to it."""
         if self._has_unknown:
             self._device.synchronize()
@@ -154,7 +214,7 @@ class Slot:
             self._device.wait_event(stream, self.ready)
         if self._left is not None:
             self._device.wait_event(stream, self._left)
-        for other, freed in self._freed.items():
+        for other, freed in self.users.items():
             if other != stream:
                 self._device.wait_event(stream, freed or self._device.record_event(other, timed=False))
 
@@ -172,8 +232,12 @@ class SlotRing:
         self._device = device
         self._owner = owner
         self._slot_bytes = tuple(slot_bytes)
-        self._slots: list[Slot] = []
-        """The one that was filled longest ago comes first."""
+        self.slots: dict[int, Slot] = {}
+        """By what tells their storages apart."""
+        self._sizes: dict[int, int] = {}
+        """Which size of slots layers of a size take."""
+        self.num_planned = len(self._slot_bytes)
+        """How many there are for good."""
         self.num_overflows = 0
         """How often there was no slot."""
         try:
@@ -184,47 +248,55 @@ class SlotRing:
             raise
 
     def __iter__(self) -> Iterator[Slot]:
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slot_bytes)
+        return iter(self.slots.values())
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the device that they take now."""
-        return sum(slot.num_bytes for slot in self._slots)
+        return sum(slot.num_bytes for slot in self)
 
     def holding(self, chunk: LayerChunk) -> Slot | None:
         """Return the slot that has the bytes of a layer as they are now, or will have them."""
-        return next((slot for slot in self._slots if slot.holds(chunk)), None)
+        slot = chunk.slot
+        return slot if slot is not None and slot.holds(chunk) else None
 
     def at(self, storage: torch.UntypedStorage) -> Slot | None:
         """Return the slot that a storage is, None if it is none."""
-        key = storage_key(storage)
-        return next((slot for slot in self._slots if storage_key(slot.storage) == key), None)
+        return self.slots.get(storage_key(storage))
 
-    def find_idle(self, chunk: LayerChunk, rank: Callable[[LayerChunk], float | None]) -> Slot | None:
-        """Return a slot that a layer may take, None if there is none. Among equals that is the one filled longest ago, whose
-        work is done soonest.
+    def find_idle(self, chunk: LayerChunk, ahead: Mapping[int, int], place: int, current: LayerChunk | None) -> Slot | None:
+        """Return a slot that a layer may take, None if there is none: one with nothing that is expected to be used, or else
+        with what is the last to be. Among equals that is the one filled longest ago, whose work is done soonest.
 
         Args:
-            rank: how far away the next use of a layer is that would have to go, None if it must stay.
+            chunk: the layer.
+            ahead: what is expected to be used, by its position, and how soon.
+            place: what is used sooner than this must stay,
+            current: and so must this.
         """
-        size = slot_size_of(chunk.num_bytes, self._slot_bytes)
-        best, best_rank = None, -1.0
-        for slot in self._slots:
-            if slot.num_bytes != size or slot.is_overflow or not slot.is_idle:
+        size = self._sizes.get(chunk.num_bytes)
+        if size is None:
+            size = self._sizes[chunk.num_bytes] = slot_size_of(chunk.num_bytes, self._slot_bytes)
+        best, best_rank, last = None, -1, len(ahead)
+        for slot in self.slots.values():
+            there = slot.chunk
+            if slot.num_bytes != size or slot.is_overflow:
                 continue
-            is_empty = slot.chunk is None or not slot.holds(slot.chunk)
-            found = float("inf") if is_empty or slot.chunk is None else rank(slot.chunk)
-            if found is not None and found > best_rank:
-                best, best_rank = slot, found
+            if there is not None and there.slot is slot and there.residency is Residency.DIRTY:
+                continue
+            if (there is not None and there.uses) or torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors):
+                continue
+            if there is None or there.slot is not slot or slot.state != (there.num_changes, *there.binding.versions()):
+                rank = last + 1
+            elif there is current:
+                continue
+            else:
+                rank = ahead.get(there.position, last)
+                if rank < place:
+                    continue
+            if rank > best_rank or (rank == best_rank and best is not None and slot.filled < best.filled):
+                best, best_rank = slot, rank
         return best
-
-    def fill(self, slot: Slot, chunk: LayerChunk, copy: Callable[[torch.UntypedStorage, Iterable[Event]], Event]) -> None:
-        """Fill a slot of this ring: see `Slot.fill`."""
-        slot.fill(chunk, copy)
-        self._slots = [*(other for other in self._slots if other is not slot), slot]
 
     def overflow(self, chunk: LayerChunk) -> Slot:
         """Return one more slot, for a while.
@@ -239,31 +311,39 @@ class SlotRing:
 
     def sweep(self, current: LayerChunk | None) -> None:
         """Give those up that were taken for a while, and that are idle."""
-        for slot in [slot for slot in self._slots if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
-            self._drop(slot)
+        if len(self.slots) > self.num_planned:
+            for slot in [slot for slot in self if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
+                self._release(slot)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """What the slots hold is not to be found any more: the caller may have written to the host copies unseen."""
-        for slot in self._slots:
-            slot.forget()
+        for slot in self.slots.values():
+            slot.invalidate()
 
     def await_copies(self) -> None:
         """Make the host wait for threads that bring bytes to slots or from there: they hold a slot meanwhile."""
-        for slot in self._slots:
+        for slot in self.slots.values():
             slot.await_copies()
 
     def close(self) -> None:
         """Give all memory back. The host has waited for all work, since a copy that has failed cannot be waited for."""
-        for slot in self._slots:
+        for slot in self.slots.values():
+            slot.leave()
             disown(slot.storage)
-        self._slots.clear()
+        self.slots.clear()
 
     def _add(self, slot: Slot) -> None:
-        self._slots.append(slot)  # first: whose storage is owned is known here until it is not owned any more
+        self.slots[slot.key] = slot  # first: whose storage is owned is known here until it is not owned any more
         own(slot.storage, self._owner)
 
-    def _drop(self, slot: Slot) -> None:
+    def _release(self, slot: Slot) -> None:
+        slot.leave()
         slot.chunk = None
-        slot.settle(self._device.current_stream())
+        slot.await_users(self._device.current_stream())
         disown(slot.storage)
-        self._slots.remove(slot)
+        del self.slots[slot.key]
+
+
+_num_filled = count()
+_FETCHED = (Residency.HOST, Residency.IN_FLIGHT, Residency.DEVICE)
+"""Where bytes may be that are fetched: on the device too, where the caller has written to host memory since."""

@@ -18,23 +18,23 @@ class Stalls:
 
     def __init__(self, seconds: Iterable[float]) -> None:
         self._seconds = list(seconds)
-        self._pending: list[tuple[int, Event, Event]] = []
+        self.pending: list[tuple[int, Event, Event]] = []
+        """Between which two events a stream has waited for a layer, by its position."""
 
-    def add(self, layer: int, start: Event, end: Event) -> None:
-        """Note that a stream has waited for a layer between two events."""
-        self._pending.append((layer, start, end))
-        if len(self._pending) > _MOST_PENDING:
+    def tidy(self) -> None:
+        """Read what is known by now, if there is much of it."""
+        if len(self.pending) > _MOST_PENDING:
             self.seconds()
 
     def seconds(self) -> tuple[float, ...]:
         """Return the seconds of each layer so far."""
         waiting = []
-        for layer, start, end in self._pending:
+        for layer, start, end in self.pending:
             if end.is_reached():
                 self._seconds[layer] += start.elapsed_s(end)
             else:
                 waiting.append((layer, start, end))
-        self._pending = waiting
+        self.pending = waiting
         return tuple(self._seconds)
 
 

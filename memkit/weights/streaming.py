@@ -21,19 +21,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from memkit import backwards, torch_private
-from memkit.device.base import Device, Event
+from memkit.device.base import Device, Event, Stream
 from memkit.errors import LayerOffloadError
 from memkit.kept import KeptHandle, nothing
-from memkit.labels import label
+from memkit.labels import NO_LABEL, label
 from memkit.owners import StreamedWeights
+from memkit.plan.chunks import Residency
 from memkit.storages import Geometry
 from memkit.torch_state import sharing_counters
 from memkit.transfer.lanes import Transfer, lanes_of
@@ -73,10 +74,17 @@ class Streamer:
         self._lanes = lanes_of(device)
         self._lanes.join(self)
         order = range(len(self.chunks))
-        self._orders = {phase: LayerOrder(order[::-1] if phase is Phase.BACKWARD else order) for phase in Phase}
+        self._orders = {
+            phase: LayerOrder(order[::-1] if phase is Phase.BACKWARD else order, turns_back=phase is Phase.FORWARD)
+            for phase in Phase
+        }
         self._current: LayerChunk | None = None
         self._phase = Phase.FORWARD
+        self._ahead: Mapping[int, int] = {}
+        """What is expected next, and how soon: see `LayerOrder.ahead`."""
         self._in_backward: LayerChunk | None = None
+        self.lying: tuple[LayerChunk, Slot, int] | None = None
+        """The layer whose backward is going on, the slot that it lies in, and the stream that has waited for that."""
         self._backward = -1
         """The last backward whose end is seen."""
         self._is_closed = False
@@ -102,22 +110,20 @@ class Streamer:
         """A forward begins that is no part of another, nor of a backward."""
         with torch_private.without_python_dispatch(), self.lock:
             self.rest()
-            self.ring.forget()
+            self.ring.invalidate()
             self._current = None
+            self.stalls.tidy()
             for phase in (Phase.FORWARD, Phase.SAMPLING):
                 self._orders[phase].begin()
             self._phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
+            self._ahead = self._orders[self._phase].ahead(-1)
             self._prefetch()
 
-    def _find_phase(self) -> Phase:
-        """Return which way the layers are gone through, by autograd's state; a backward expects them in reverse."""
-        if torch_private.backward_task() == -1:
-            return Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
-        if self._phase is not Phase.BACKWARD:  # reentrant checkpoints have their forwards without grad mode
-            layer_order = self._orders[Phase.BACKWARD]
-            layer_order.begin()
-            layer_order.expect(self._orders[self._phase].noted[::-1])
-        return Phase.BACKWARD
+    def _turn_back(self) -> None:
+        """A backward begins, which expects the layers in reverse."""
+        layer_order = self._orders[Phase.BACKWARD]
+        layer_order.begin()
+        layer_order.expect(self._orders[self._phase].noted[::-1])
 
     # Using layers
 
@@ -133,16 +139,27 @@ class Streamer:
                 raise LayerOffloadError(
                     f'the weights of "{chunk.name}" do not stream any more: its LayerOffload is closed. Run the backward before'
                 )
-            phase = self._find_phase()
+            if torch_private.backward_task() == -1:
+                phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.SAMPLING
+            else:
+                phase = Phase.BACKWARD
+                if self._phase is not phase:
+                    self._turn_back()
             if chunk is not self._current or phase is not self._phase:
-                self.rest()
+                if self._in_backward is not None:
+                    self.rest()
                 self._current, self._phase = chunk, phase
-                self._orders[phase].note(chunk.position)
-                self.ring.sweep(chunk)
-            slot = self.ring.holding(chunk)
-            if slot is None:
-                slot = self._demand(chunk)
-            self._wait(slot, chunk)
+                self._ahead = self._orders[phase].note(chunk.position)
+                if len(self.ring.slots) > self.ring.num_planned:
+                    self.ring.sweep(chunk)
+            slot = chunk.slot
+            if slot is None or slot.state != (chunk.num_changes, *chunk.binding.versions()) or slot.chunk is not chunk:
+                slot = self.ring.holding(chunk) or self._demand(chunk)
+            stream = self.device.current_stream()
+            if stream not in slot.users:
+                self._wait(slot, chunk, stream)
+            slot.users[stream] = None
+            self.device.note_read(slot.storage)
             self._prefetch()
             return slot
 
@@ -160,7 +177,8 @@ class Streamer:
                 self._backward = torch_private.backward_task()
             slot = self.use(chunk)
             self._in_backward = chunk
-            chunk.lie_in(slot.storage, use=self)
+            slot.lend(chunk, use=self)
+            self.lying = chunk, slot, self.device.stream_number()
 
     def is_in_forward(self, chunk: LayerChunk) -> bool:
         """Tell whether a forward of a layer is going on."""
@@ -169,9 +187,10 @@ class Streamer:
     def rest(self) -> None:
         """No backward of a layer is going on."""
         with torch_private.without_python_dispatch(), self.lock:
-            chunk = self._in_backward
+            chunk, lying, self.lying = self._in_backward, self.lying, None
             if chunk is not None:
-                if chunk.uses == {self} and self.ring.holding(chunk) is None:  # the parameters were written to
+                is_there = lying is not None and lying[1].state == (chunk.num_changes, *chunk.binding.versions())
+                if not is_there and chunk.uses == {self} and self.ring.holding(chunk) is None:  # the parameters were written to
                     chunk.write_back()
                 self.leave(chunk, use=self)
                 self._in_backward = None
@@ -180,38 +199,44 @@ class Streamer:
         """A forward of a layer is over, or its backward: its work is on the current stream."""
         with torch_private.without_python_dispatch(), self.lock:
             if torch_private.backward_task() == -1:
-                chunk.tick = self._lanes.tick()
+                chunk.use_order = self._lanes.next_use()
             chunk.uses.discard(use)
             if not chunk.uses:  # else it runs on
-                slots = [slot for slot in self.ring if slot.chunk is chunk]
+                slots, stream = self.ring.slots.values(), self.device.current_stream()
+                for slot in slots:  # who is given the host copy may write to it: what reads it must have come to its end
+                    if slot.chunk is chunk and slot.ready is not None and not slot.ready.is_reached():
+                        self.device.synchronize(slot.ready)
+                binding = chunk.binding
+                if torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled() or binding.wrappers:
+                    binding.unbind()
+                else:
+                    deque(binding.set_data(binding.host_copies), maxlen=0)
                 for slot in slots:
-                    slot.await_filled()
-                chunk.unbind()
-                for slot in slots:
-                    slot.release(self.device.current_stream())
+                    if slot.chunk is chunk:  # what is held may be used until it is let go, which nothing tells
+                        self.device.note_read(slot.storage)
+                        is_held = torch_private.num_storage_users(slot.key) > 1 + len(slot.tensors)
+                        slot.users[stream] = None if is_held else self.device.record_event(stream, timed=False)
 
-    def _wait(self, slot: Slot, chunk: LayerChunk) -> None:
-        """Have the current stream wait for what is in a slot, and note how long that takes."""
-        stream = self.device.current_stream()
+    def _wait(self, slot: Slot, chunk: LayerChunk, stream: Stream) -> None:
+        """Have a stream wait for what is in a slot, and note how long that takes."""
         assert slot.ready is not None
-        if slot.ready.is_reached():
-            slot.use(stream)
-            return
-        start = self.device.record_event(stream)
-        slot.use(stream)
-        self.stalls.add(chunk.position, start, self.device.record_event(stream))
+        start = None if slot.ready.is_reached() else self.device.record_event(stream)
+        try:
+            self.device.wait_event(stream, slot.ready.recorded())
+        except Exception:  # the copy has failed, and is not under way any more
+            slot.fail()
+            raise
+        if chunk.residency is Residency.IN_FLIGHT:
+            chunk.residency = Residency.DEVICE
+        if start is not None:
+            self.stalls.pending.append((chunk.position, start, self.device.record_event(stream)))
 
     def _demand(self, chunk: LayerChunk) -> Slot:
         """Fetch a layer that is needed now."""
-        upcoming = self._upcoming()
-
-        def rank(other: LayerChunk) -> float:
-            return upcoming.index(other) if other in upcoming else len(upcoming)
-
-        slot = self.ring.find_idle(chunk, rank)
+        slot = self.ring.find_idle(chunk, self._ahead, 0, None)
         if slot is None:
             self.ring.await_copies()
-            slot = self.ring.find_idle(chunk, rank) or self.ring.overflow(chunk)
+            slot = self.ring.find_idle(chunk, self._ahead, 0, None) or self.ring.overflow(chunk)
         self.num_demand_fetches += 1
         self._fetch(chunk, slot)
         return slot
@@ -220,15 +245,15 @@ class Streamer:
     def is_active(self) -> bool:
         return True
 
-    def bring_until(self, tick: int) -> bool:
-        """Fetch the layers that are needed sooner than what was left at `tick`: see `memkit.transfer.lanes.Prefetcher`."""
+    def bring_until(self, use_order: int) -> bool:
+        """Fetch the layers that are needed sooner than what was used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         is_free = False
         try:
             is_free = self.lock.acquire(blocking=False)
             if not is_free:
                 return True  # another thread is at it, and perhaps waits for the one that asks
             with torch_private.without_python_dispatch():
-                return self._is_closed or self._phase is not Phase.BACKWARD or self._prefetch(until=tick)
+                return self._is_closed or self._phase is not Phase.BACKWARD or self._prefetch(until=use_order)
         finally:
             if is_free:
                 self.lock.release()
@@ -237,52 +262,38 @@ class Streamer:
         """Fetch what is expected next. Nothing is fetched past what is needed sooner.
 
         Args:
-            until: fetch what is needed sooner than what was left at that tick, and no more.
+            until: fetch what is needed sooner than what was used then, and no more.
 
         Returns:
             Whether there was a slot for all of it.
         """
-        upcoming = self._upcoming()
-        for place, chunk in enumerate(upcoming if until is not None else upcoming[: len(self.ring)]):
-            if until is not None and chunk.tick <= until:
+        current, ring, ahead = self._current, self.ring, self._ahead
+        most = len(ahead)
+        if until is None:  # as there are slots; unless some were taken for a while, one is that of the current layer
+            most = ring.num_planned - (current is not None and len(ring.slots) == ring.num_planned)
+        for position, place in ahead.items():
+            chunk = self.chunks[position]
+            if place == most or (until is not None and chunk.use_order <= until):
                 return True
-            if self.ring.holding(chunk) is not None:
+            there = chunk.slot
+            state = (chunk.num_changes, *chunk.binding.versions())
+            if there is not None and there.chunk is chunk and (there.state == state or chunk.residency is Residency.DIRTY):
                 continue
-            if until is None and self._phase is Phase.BACKWARD and not self._lanes.is_turn_of(self, chunk.tick):
+            is_alone = until is not None or self._phase is not Phase.BACKWARD or len(self._lanes.prefetchers) == 1
+            if not is_alone and not self._lanes.is_turn_of(self, chunk.use_order):
                 return False
-
-            def rank(other: LayerChunk, place: int = place) -> float | None:
-                if other is self._current or other in upcoming[:place]:
-                    return None
-                return upcoming.index(other) if other in upcoming else len(upcoming)
-
-            slot = self.ring.find_idle(chunk, rank)
+            slot = ring.find_idle(chunk, ahead, place, current)
             if slot is None:
                 return False
             self._fetch(chunk, slot)
         return True
 
-    def _upcoming(self) -> list[LayerChunk]:
-        """Return the layers that are expected next, each once, but for the current one."""
-        order: Iterable[int] = self._orders[self._phase].upcoming()
-        if self._phase is Phase.FORWARD:
-            order = chain(order, reversed(self._orders[Phase.FORWARD].known))
-        found = dict.fromkeys(self.chunks[layer] for layer in order)
-        return [chunk for chunk in found if chunk is not self._current]
-
     def _fetch(self, chunk: LayerChunk, slot: Slot) -> None:
         """Put the copy of a layer to a slot on its lane."""
-
-        def copy(storage: torch.UntypedStorage, after: Iterable[Event]) -> Event:
-            assert chunk.span is not None
-            written = () if chunk.written is None else (chunk.written,)
-            transfer = self._lanes.copy_back(chunk.span, storage, after=(*after, *written))
-            if self.transfers is not None:
-                self.transfers.append(transfer)
-            return transfer.done
-
-        with label(f"fetch ({chunk.name})"):
-            self.ring.fill(slot, chunk, copy)
+        with label(f"fetch ({chunk.name})") if torch_private.profiler_is_on() else NO_LABEL:
+            transfer = slot.fill(chunk, self._lanes)
+        if self.transfers is not None:
+            self.transfers.append(transfer)
         self.h2d_bytes += chunk.num_bytes
         self.num_fetches += 1
 
@@ -294,11 +305,11 @@ class Streamer:
             return self._lanes.copy_out(storage, chunk.span, after=after).done
 
         with self.lock:
-            slot = next(slot for slot in self.ring if slot.chunk is chunk and slot.is_dirty)
+            slot = next(slot for slot in self.ring.slots.values() if slot.chunk is chunk and slot.is_dirty)
             chunk.written = slot.write_back(copy)
             return chunk.written
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Have the host copies be what is in slots that were written to; the host waits for all copies.
 
         Also for those that are not noted, since an interrupt came ahead of that.
@@ -308,25 +319,29 @@ class Streamer:
                 if slot.is_dirty and slot.chunk is not None:
                     with suppress(Exception):  # a copy that fails: what is in the slot is lost, and the step is told
                         self.write_back(slot.chunk)
-                slot.is_dirty = False
+                    slot.chunk.become(Residency.DEVICE)
             for chunk in self.chunks:
-                if not chunk.uses and any(self.ring.at(tensor.untyped_storage()) for tensor in chunk.tensors()):
-                    chunk.unbind()
+                if not chunk.uses and any(self.ring.at(tensor.untyped_storage()) for tensor in chunk.binding.tensors):
+                    chunk.binding.unbind()
                 if chunk.span is not None and chunk.span.staging is not None:
                     chunk.span.staging.drain()
             self.device.synchronize()
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """The caller may have written to the host copies unseen."""
         with self.lock:
-            self.ring.forget()
+            self.ring.invalidate()
 
     # Lending
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what gives a tensor again whose bytes are in a slot now: see `memkit.owners.Owner`."""
         with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
-            return StreamedHandle(self, tensor).unpack
+            return self.handle_of(tensor).unpack
+
+    def handle_of(self, tensor: Tensor) -> StreamedHandle:
+        """Return what stands for a tensor that lies in a slot, and holds none of its bytes."""
+        return StreamedHandle(self, tensor)
 
     def streamed(self) -> StreamedWeights:
         """Return what streams: see `memkit.owners.Owner`."""

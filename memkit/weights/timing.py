@@ -83,7 +83,7 @@ class StepTiming:
             self._num_unfit_left[self._has_grad] -= 1
             is_timed = self._num_unfit_left[self._has_grad] < 0
         if is_timed:
-            self.pause()
+            self.end_layer()
             self._is_timed = True
             self._log_transfers(None)
             return True
@@ -99,8 +99,8 @@ class StepTiming:
                 counter.reset_peak()
         return False
 
-    def arrive(self, name: str) -> None:
-        """The current stream has come to a layer, and is about to wait for its weights, unless it has them (see `go`)."""
+    def begin_layer(self, name: str) -> None:
+        """The current stream has come to a layer, and is about to wait for its weights, if there are any to wait for."""
         if not self._is_timing or self._is_timed:
             return
         task = torch_private.backward_task()
@@ -110,15 +110,15 @@ class StepTiming:
             return
         self._points.append(_Point(name, is_backward, self._device.record_event()))
         if is_backward and task != self._backward:
-            backwards.on_end(lambda has_failed: self.fail() if has_failed else self.pause())
+            backwards.on_end(lambda has_failed: self.fail() if has_failed else self.end_layer())
             self._backward = task
 
-    def go(self) -> None:
+    def note_ready(self) -> None:
         """The weights of the layer are there."""
         if self._points and self._points[-1].after is self._points[-1].before:
             self._points[-1].after = self._device.record_event()
 
-    def pause(self) -> None:
+    def end_layer(self) -> None:
         """No layer is computing any more."""
         if self._points and self._points[-1].name is not None and not self._is_timed:
             self._points.append(_Point(None, self._points[-1].is_backward, self._device.record_event()))

@@ -314,7 +314,7 @@ def test_steps_of_an_attached_model_after_an_interrupt_are_exact(count: int) -> 
 
 
 @pytest.mark.parametrize("count", MANY_LINES)
-@pytest.mark.parametrize("function", ["leave", "fetch", "_release", "hand_out", "close", "_copy"])
+@pytest.mark.parametrize("function", ["leave", "fetch", "_release", "hand_out", "close", "copy"])
 def test_what_a_copy_touches_is_held_before_the_copy_is_issued(function: str, count: int) -> None:
     loop = Loop(FEATURES["offload all"])
 
@@ -448,7 +448,7 @@ def test_generator_is_left_as_it_is_where_an_op_that_draws_is_run_again() -> Non
         assert torch.equal(torch.get_rng_state(), states[0]), place
 
 
-EDGES = ["enter_with", "claim", "_begin", "begin", "__enter__", "__exit__", "exit", "leave", "end_block", "end", "_take_off"]
+EDGES = ["enter_with", "claim", "_begin", "begin", "__enter__", "__exit__", "exit", "leave", "end_block", "end", "end_left"]
 
 
 @pytest.mark.parametrize("count", MANY_LINES)

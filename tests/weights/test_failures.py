@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memkit
+from memkit import torch_private
 from memkit.device import Device
 from memkit.hooks import innermost_pack, stacked_owners
 from memkit.owners import owner_of
@@ -187,8 +188,9 @@ def test_forward_that_failed_in_another_thread_locks_nobody_out(lives: bool, err
 def test_recomputation_while_a_forward_in_another_thread_is_going_on(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the engine's own threads do for CUDA, whose forwards are none of those that the user began."""
     case = Case(device)
+    names = {name: getattr(torch_private, name) for name in ("functorch_stack", "top_saved_tensor_hooks")}
     with case.offload, Waiting(case), monkeypatch.context() as patched:
-        patched.setattr(forwards, "torch_private", SimpleNamespace(backward_task=lambda: 7))
+        patched.setattr(forwards, "torch_private", SimpleNamespace(**names, backward_task=lambda: 7))
         case.model.layers[3](case.batches[0])
 
 

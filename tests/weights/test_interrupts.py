@@ -152,6 +152,7 @@ class Case:
                 self.follow()
                 self.assert_weights_are_whole_at_rest(place)
             self.assert_next_step_is_exact(place)
+        self.follow()
         self.offload.close()
         self.assert_nothing_is_left()
 
@@ -222,9 +223,9 @@ def test_interrupt_at_the_end_of_a_backward_leaves_nothing_stale(kind: str) -> N
 
 
 _COPIES = {
-    "frozen": ("fill", "copy", "copy_back", "_copy"),
-    "host": ("fill", "copy", "copy_out", "_copy", "_take", "_copy_out", "_settle_oldest"),
-    "fused": ("fill", "copy", "copy_out", "_copy", "_take", "claim", "note_written", "write_back", "_write_back"),
+    "frozen": ("_fetch", "fill", "copy"),
+    "host": ("_fetch", "fill", "copy_each_out", "copy", "_take", "_send_with_layer", "_send", "_await_oldest", "lend"),
+    "fused": ("_fetch", "fill", "copy", "copy_out", "_take", "claim", "note_written", "write_back", "_write_back"),
 }
 
 
@@ -336,7 +337,7 @@ def test_interrupt_of_what_a_failed_backward_ends_with_is_mended_by_the_next_for
             case.step()
 
     case.model._run, is_failing = fails_in_the_middle, True
-    last = ("_drop", "settle") if kind == "fused" else ("_put_back",)
+    last = ("_reset", "flush") if kind == "fused" else ("_put_back",)
     case.step_plain()
     lines = _lines_in(step, "_tell", "_end_backward", "_forget_parts", "_finish", *last)
     for line in lines:
@@ -495,7 +496,7 @@ def test_interrupt_while_layers_come_to_stay_on_the_device(monkeypatch: pytest.M
         case.step_plain()
 
     begin()
-    lines = _lines_in(case.step, "_before_pass", "_choose", "_stream_anew", "_let_go")
+    lines = _lines_in(case.step, "_before_pass", "_choose", "_stream_anew", "_release_leaving")
     assert len(case.offload.plan.streamed) == 1
     for line in lines:
         begin()

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
@@ -23,9 +24,11 @@ from memkit.device import Device, ReferenceDevice
 from memkit.owners import owner_of
 from memkit.plan import copies
 from memkit.weights.chunks import LayerChunk
+from memkit.weights.saving import SavedWeight
 from memkit.weights.slots import Slot
-from memkit.weights.streaming import StreamedHandle, Streamer
+from memkit.weights.streaming import Streamer
 from tests.weights.cases import RUNS, WIDTH, Block, Result, Stack, assert_same, compare, inputs, only_lora, results, run_step
+from tests.weights.wrapped import BLOCKS
 
 pytestmark = pytest.mark.full
 
@@ -291,13 +294,30 @@ def test_compiled(compiled: str) -> None:
     torch._dynamo.reset()
 
 
-def test_handles_hold_no_bytes(device: Device) -> None:
+def test_what_stands_for_weights_holds_no_bytes(device: Device) -> None:
     model = only_lora(Stack()).to(device.torch_device)
+    known = set(map(id, model.parameters()))
     with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
         loss = model(inputs(device)[0]).sum()
-        handles = [found for found in gc.get_objects() if type(found) is StreamedHandle]
-        assert handles
-        assert all(handle.alias.untyped_storage().nbytes() == 0 for handle in handles)
+        found = [saved for saved in gc.get_objects() if type(saved) is SavedWeight and id(saved[1]) in known]
+        assert len(found) > 6
+        for saved in found:
+            assert [id(part) for part in saved if isinstance(part, Tensor)] == [id(saved[1])]
+            assert owner_of(saved[1].untyped_storage()) is None
+        loss.backward()
+
+        assert offload.stats().num_overflows == 0
+
+
+def test_handles_hold_no_bytes(device: Device) -> None:
+    """What stands for parts of a quantized weight."""
+    model = only_lora(Stack(block=BLOCKS["int8"])).to(device.torch_device)
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
+        streamer = offload._streams
+        streamer.handles = weakref.WeakSet()
+        loss = model(inputs(device)[0]).sum()
+        assert len(streamer.handles) > 6
+        assert all(handle.alias.untyped_storage().nbytes() == 0 for handle in streamer.handles)
         loss.backward()
 
         assert offload.stats().num_overflows == 0
@@ -352,7 +372,7 @@ def test_what_is_needed_sooner_goes_first(
     fetch_layer, fetch_record = Streamer._fetch, Ledger.fetch
 
     def note_layer(self: Streamer, chunk: LayerChunk, slot: Slot) -> None:
-        ticks.append((chunk.tick, True))
+        ticks.append((chunk.use_order, True))
         fetch_layer(self, chunk, slot)
 
     def note_record(self: Ledger, record: Record) -> None:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit.device import Device
-from tests.weights.cases import RUNS, WIDTH, Stack, assert_same, compare, in_order, inputs, only_lora, reused, run_step
+from memkit.device import Device, ReferenceDevice
+from memkit.weights.binding import StreamedParameter
+from memkit.weights.gradients import HostGradients
+from tests.weights.cases import RUNS, WIDTH, Stack, assert_same, compare, in_order, inputs, only_lora, results, reused, run_step
 
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -488,7 +490,7 @@ def test_memory_that_a_gradient_is_on_its_way_to_is_not_given_back(device: Devic
 
         with monkeypatch.context() as patch:
             patch.setattr(gradients, "_window_bytes", 0)
-            patch.setattr(gradients, "_settle_oldest", fail)
+            patch.setattr(gradients, "_await_oldest", fail)
             patch.setattr(gradients, "_add", lambda *_: added.append(True))
             patch.setattr(type(gradients._lanes), "copy_out", send)
             patch.setattr(type(offload._arena), "give", check)
@@ -511,3 +513,29 @@ def test_gradients_of_another_dtype_are_refused(dtype: torch.dtype, device: Devi
         weight.grad_dtype = torch.float32
         model.zero_grad()
         model(inputs(device)[0]).square().sum().backward()
+
+
+def test_gradients_of_a_layer_that_are_made_on_several_streams_are_sent_behind_all_of_them() -> None:
+    device = ReferenceDevice()
+    plain, model, offload = _host_model(device)
+    (batch,) = inputs(device, 1)
+    streams, take = [device.new_stream(name) for name in ("one", "other")], HostGradients._take
+
+    def take_elsewhere(gradients: HostGradients, streamed: StreamedParameter, made: Tensor) -> None:
+        main = device.current_stream()
+        with device.on_stream(streams[len(taken) % 2]):
+            device.wait_event(device.current_stream(), device.record_event(main))
+            taken.append(streamed)
+            take(gradients, streamed, made.clone())
+
+    taken: list[StreamedParameter] = []
+    with offload, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(HostGradients, "_take", take_elsewhere)
+        for _ in range(2):
+            for one in (model, plain):
+                one.zero_grad()
+                one(batch).square().mean().backward()
+            assert_same(results(model, []), results(plain, []))
+    assert taken
+    device.synchronize()
+    assert not device.races

@@ -155,7 +155,7 @@ class ScheduledSaves:
         forward.counters[value] = (weakref.ref(tensor if base is None else base), version)
         self._addresses[address] = value
         if forward.ticks is not None:
-            forward.ticks[value] = forward.window.lanes.tick()
+            forward.ticks[value] = forward.window.lanes.next_use()
         if not save.is_written:
             forward.nodes[value] = torch_private.node_number()
         forward.held[value] = storage

@@ -125,7 +125,7 @@ class OffloadWindow:
             return None
         handle = ledger.open(tensor, storage, self, node, forward, len(share.follower.keys) - 1)
         record = handle.record
-        forward.note_record(record, contents, root, self.lanes.tick())
+        forward.note_record(record, contents, root, self.lanes.next_use())
         counts.unique_bytes += record.num_bytes
         if action is Action.KEEP:
             counts.kept_bytes += record.num_bytes
@@ -144,7 +144,7 @@ class OffloadWindow:
             contents, root, _ = forward.look_up(storage, tensor)
             forward.share.action(tensor, storage, Action.OFFLOAD)
             self.ledger.adopt(record, forward, len(forward.share.follower.keys) - 1)
-            forward.note_record(record, contents, root, self.lanes.tick())
+            forward.note_record(record, contents, root, self.lanes.next_use())
 
     @mended
     def change(self, record: Record, storage: torch.UntypedStorage, action: Action) -> None:

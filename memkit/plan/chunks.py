@@ -1,0 +1,94 @@
+"""Where tensors lie in a chunk: bytes that move together. Plain numbers; no tensor is touched here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+ALIGNMENT_BYTES = 512
+"""As the caching allocator aligns: the kernel that is chosen may depend on it."""
+HEADER_BYTES = 512
+"""Where the first tensor of a chunk begins: compilers treat offset 0 as a case of its own."""
+
+
+class Residency(Enum):
+    """Where the bytes of a chunk are."""
+
+    HOST = "host"
+    """In host memory, and nowhere else."""
+    IN_FLIGHT = "in flight"
+    """In host memory; a copy to the device is under way, or about to be."""
+    DEVICE = "device"
+    """On the device and in host memory, alike, unless the caller has written to host memory since."""
+    DIRTY = "dirty"
+    """On the device; what is in host memory is older, or about to be."""
+    DISK = "disk"
+    """In a file, and nowhere else."""
+
+    def may_become(self, following: Residency) -> bool:
+        """Tell whether bytes that are here may be there next.
+
+        Example:
+            >>> Residency.DEVICE.may_become(Residency.DIRTY), Residency.DIRTY.may_become(Residency.HOST)
+            (True, False)
+        """
+        return following in _FOLLOWING[self]
+
+
+_FOLLOWING = {
+    Residency.HOST: (Residency.HOST, Residency.IN_FLIGHT, Residency.DISK),
+    Residency.IN_FLIGHT: (Residency.IN_FLIGHT, Residency.DEVICE, Residency.HOST),
+    Residency.DEVICE: (Residency.IN_FLIGHT, Residency.DEVICE, Residency.DIRTY, Residency.HOST),
+    Residency.DIRTY: (Residency.DIRTY, Residency.DEVICE),
+    Residency.DISK: (Residency.DISK, Residency.HOST),
+}
+"""What is dirty is written back before anything else becomes of it; what is on disk is read to host memory first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Bytes of a chunk that belong together: those of one tensor, or of several that have bytes in common."""
+
+    start: int
+    """The first byte in the chunk."""
+    stop: int
+    """The first byte behind it."""
+    offsets: tuple[int, ...]
+    """Where each of the tensors begins in the chunk, in bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkLayout:
+    """How a chunk is made up: its regions side by side, each aligned, behind a header."""
+
+    regions: tuple[Region, ...]
+    num_bytes: int
+    """Of the whole chunk, the header and the room between regions included."""
+
+
+def lay_out(groups: Sequence[Sequence[tuple[int, int]]]) -> ChunkLayout:
+    """Return where tensors lie in a chunk.
+
+    Args:
+        groups: for each region, where each of its tensors begins and ends, in bytes: in whatever storage it lies now, which
+            tensors of one region share. What they have in common there they have in common in the chunk.
+
+    Example:
+        >>> layout = lay_out([[(0, 400)], [(1024, 1096), (1032, 1096)]])
+        >>> [(region.start, region.stop, region.offsets) for region in layout.regions]
+        [(512, 912, (512,)), (1024, 1096, (1024, 1032))]
+        >>> layout.num_bytes
+        1536
+    """
+    regions, end = [], HEADER_BYTES
+    for group in groups:
+        low, high = min(begin for begin, _ in group), max(stop for _, stop in group)
+        stop = end + high - low
+        regions.append(Region(start=end, stop=stop, offsets=tuple(end + begin - low for begin, _ in group)))
+        end = -(-stop // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return ChunkLayout(regions=tuple(regions), num_bytes=end)

@@ -1,0 +1,283 @@
+"""What binds parameters to the bytes of a chunk: which plain tensors they are, and how each lies in it and in the host copy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
+
+import torch
+from torch import Tensor, nn
+
+from memkit import torch_private
+from memkit.storages import Geometry, storage_key, tensor_over
+from memkit.wrappers import has_plain_parts, parts_of, set_reported_device, wrappers_in
+
+HOST = torch.device("cpu")
+
+
+class BoundTensor:
+    """A plain tensor that streams: a parameter, or one of those that a parameter wraps.
+
+    While its layer runs, `tensor.data` lies in a slot; at all other times it is `host_copy`, in host memory.
+    """
+
+    __slots__ = ("address", "dtype", "host_copy", "offset", "size", "stride", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.offset = 0
+        """Where its first element lies in the chunk, in bytes."""
+        self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
+        self.host_copy: Tensor = tensor.data
+        self.address = 0
+        """Where the host copy was made: elsewhere are the bytes of a storage that was moved in place."""
+
+    def over(self, storage: torch.UntypedStorage, *, start: int = 0) -> Tensor:
+        """Return the tensor as it lies in a storage whose first byte is that of the chunk at `start`."""
+        offset = (self.offset - start) // self.dtype.itemsize
+        return tensor_over(storage, self.dtype, offset=offset, size=self.size, stride=self.stride)
+
+    @property
+    def place(self) -> Geometry:
+        """How it lies in the chunk."""
+        return Geometry(self.size, self.stride, self.offset // self.dtype.itemsize, self.dtype, False, False)
+
+    def adopt_layout(self, source: Tensor) -> None:
+        """Let the elements of the host copy lie in the order of those of another tensor, if they can."""
+        is_alone = self.host_copy.untyped_storage().nbytes() == source.nbytes
+        if is_alone and _is_dense(self.size, self.stride) and _is_dense(source.size(), source.stride()):
+            self.stride = source.stride()
+            self.host_copy = tensor_over(
+                self.host_copy.untyped_storage(), self.dtype, offset=0, size=self.size, stride=self.stride
+            )
+
+    def is_at_host_copy(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies in the host copy's storage."""
+        return storage_key(tensor.untyped_storage()) == storage_key(self.host_copy.untyped_storage())
+
+    def is_as_host_copy(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is just what the host copy is."""
+        host_copy = self.host_copy
+        return (
+            tensor.dtype == self.dtype
+            and bool(tensor.storage_offset() == host_copy.storage_offset())
+            and tensor.size() == self.size
+            and tensor.stride() == self.stride
+            and self.is_at_host_copy(tensor)
+        )
+
+
+class StreamedParameter:
+    """One parameter that streams: its plain tensors, and the wrappers around them, which say where those are."""
+
+    __slots__ = ("device", "dtype", "gradient_stride", "name", "parameter", "parts", "places", "size", "stride", "wrappers")
+
+    def __init__(self, name: str, parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.places = tuple(places)
+        """The modules that hold it, and under which name."""
+        self.parts = [BoundTensor(part) for part in parts_of(parameter)]
+        self.wrappers = wrappers_in(parameter)
+        self.size, self.dtype = parameter.size(), parameter.dtype
+        self.note_stride()
+        self.device = torch.device("cpu") if parameter.is_meta else parameter.device
+        """Where it was found; the host if it had no data."""
+
+    def note_stride(self) -> None:
+        """Take note of how the elements of the parameter lie now."""
+        self.stride = self.parameter.stride()
+        self.gradient_stride = self.stride if _is_dense(self.size, self.stride) else _contiguous(self.size)
+        """How those of a gradient lie: as the parameter's, which `AccumulateGrad` sees to."""
+
+    def bind(self, storage: torch.UntypedStorage) -> None:
+        """Let the parameter lie in a slot. Only to be called in `without_modes()`."""
+        for part in self.parts:
+            part.tensor.data = part.over(storage)
+        for wrapper in self.wrappers:
+            set_reported_device(wrapper, storage.device)
+
+    def unbind(self) -> None:
+        """Let the parameter be the host copy. Only to be called in `without_modes()`."""
+        for part in self.parts:
+            part.tensor.data = part.host_copy
+        for wrapper in self.wrappers:
+            set_reported_device(wrapper, HOST)
+
+    def replace(self, parameter: nn.Parameter) -> None:
+        """Let another parameter of the same kind be the one that streams."""
+        self.parameter, self.wrappers = parameter, wrappers_in(parameter)
+        for part, tensor in zip(self.parts, parts_of(parameter), strict=True):
+            part.tensor = tensor
+
+    def over_gradient(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return a gradient of the parameter that fills a storage."""
+        return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.gradient_stride)
+
+    def is_at_host_copy(self, parameter: nn.Parameter) -> bool:
+        """Tell whether a parameter is the one that streams, and made of the host copies."""
+        if parameter is not self.parameter:
+            return False
+        if not self.wrappers:  # asked of all parameters ahead of each pass
+            return self.parts[0].is_as_host_copy(parameter)
+        tensors = parts_of(parameter)
+        if len(tensors) != len(self.parts):
+            return False
+        pairs = zip(self.parts, tensors, strict=True)
+        return all(part.tensor is tensor and part.is_as_host_copy(tensor) for part, tensor in pairs)
+
+    def is_of_kind(self, parameter: nn.Parameter) -> bool:
+        """Tell whether a parameter could be the host copy."""
+        tensors = parts_of(parameter)
+        return (
+            has_plain_parts(parameter)
+            and (not self.wrappers or type(parameter) is type(self.parameter))
+            and (parameter.dtype, parameter.size(), len(tensors)) == (self.dtype, self.size, len(self.parts))
+            and all(
+                (tensor.dtype, tensor.size(), tensor.device.type) == (part.dtype, part.size, "cpu")
+                for part, tensor in zip(self.parts, tensors, strict=True)
+            )
+        )
+
+    def current_parameters(self) -> list[nn.Parameter]:
+        """Return the parameter, and what the caller has put in its place since."""
+        found = (torch_private.parameters_of(module).get(key) for module, key in self.places)
+        now = (parameter for parameter in found if isinstance(parameter, nn.Parameter) and has_plain_parts(parameter))
+        return list({id(parameter): parameter for parameter in (self.parameter, *now)}.values())
+
+    def current_tensors(self) -> list[Tensor]:
+        """Return the plain tensors that these are made of, and those that it was made of."""
+        now = (tensor for parameter in self.current_parameters() for tensor in parts_of(parameter))
+        return list({id(tensor): tensor for tensor in (*(part.tensor for part in self.parts), *now)}.values())
+
+
+class Binding:
+    """All parameters of a chunk, as arrays that are made once: a step goes through them without a call for each.
+
+    Args:
+        parameters: those of the chunk. Where one is replaced, or its host copy comes to lie another way, `renew` is due.
+    """
+
+    __slots__ = (
+        "_expected",
+        "_holders",
+        "_keys",
+        "counted",
+        "host_copies",
+        "known",
+        "parameters",
+        "places",
+        "requires_grad",
+        "set_data",
+        "tensors",
+        "versions",
+        "wrappers",
+    )
+
+    def __init__(self, parameters: Sequence[StreamedParameter]) -> None:
+        self.parameters = tuple(parameters)
+        self.places: tuple[Geometry, ...] = ()
+        """How each tensor lies in the chunk. As long as that stays so, this is the same object."""
+        self.renew()
+
+    def renew(self) -> None:
+        """Take note of what the parameters are now, and of their host copies."""
+        parts = [part for streamed in self.parameters for part in streamed.parts]
+        self.tensors = tuple(part.tensor for part in parts)
+        self.known = frozenset(map(id, self.tensors))
+        """Which tensors these are, by their ids."""
+        self.host_copies = tuple(part.host_copy for part in parts)
+        self.wrappers = tuple(wrapper for streamed in self.parameters for wrapper in streamed.wrappers)
+        self.counted = (*self.wrappers, *self.tensors)
+        """What counts the writes to the bytes."""
+        self.versions: Callable[[], Iterator[int]] = partial(map, torch_private.version_of, self.counted)
+        """What they come to now."""
+        self.requires_grad: Callable[[], Iterator[bool]] = partial(map, _requires_grad, self.tensors)
+        """Whether each tensor requires grad."""
+        self.set_data: Callable[[Sequence[Tensor]], Iterator[None]] = partial(map, setattr, self.tensors, repeat("data"))
+        """Sets what each tensor is, as it is gone through: what `point_at` does where nothing else is to be seen to."""
+        places = tuple(part.place for part in parts)
+        if places != self.places:
+            self.places = places
+        self._holders = tuple(streamed.places[0][0] for streamed in self.parameters)
+        self._keys = tuple(streamed.places[0][1] for streamed in self.parameters)
+        self._expected = (
+            tuple(streamed.parameter for streamed in self.parameters),
+            tuple(part.address for part in parts),
+            tuple(part.dtype for part in parts),
+            tuple(part.size for part in parts),
+            tuple(part.stride for part in parts),
+        )
+
+    def is_unchanged(self) -> bool:
+        """Tell whether the modules have the parameters, and each is its host copy, where that was made. It may be so also where
+        this says no: what wraps other tensors is not looked into."""
+        parameters, addresses, dtypes, sizes, strides = self._expected
+        tensors = self.tensors
+        return (
+            not self.wrappers
+            and all(map(is_, map(dict.get, map(torch_private.parameters_of, self._holders), self._keys), parameters))
+            and tuple(map(Tensor.data_ptr, tensors)) == addresses
+            and tuple(map(Tensor.size, tensors)) == sizes
+            and tuple(map(Tensor.stride, tensors)) == strides
+            and tuple(map(_dtype_of, tensors)) == dtypes
+        )
+
+    def point_at(self, views: Sequence[Tensor], device: torch.device) -> None:
+        """Let the parameters be the views, which are on a device; those that are made of others say so."""
+        is_seen = torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled()
+        with without_modes() if is_seen else _NO_CONTEXT:
+            deque(self.set_data(views), maxlen=0)
+            for wrapper in self.wrappers:
+                set_reported_device(wrapper, device)
+
+    def unbind(self) -> None:
+        """Let the parameters be the host copies again."""
+        self.point_at(self.host_copies, HOST)
+
+
+_NO_CONTEXT = nullcontext()
+_dtype_of = attrgetter("dtype")
+_requires_grad = attrgetter("requires_grad")
+
+
+def _is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether elements lie side by side, each in a place of its own."""
+    expected = 1
+    for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(size):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def copy_into(tensor: Tensor, host_copy: Tensor) -> None:
+    """Copy what a tensor is to a host copy of it."""
+    distinct(host_copy).copy_(distinct(tensor.data))
+
+
+def distinct(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor that was expanded, each once."""
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Return a context in which `data` is set as it is meant: no mode sees it, and inference mode does not mark it."""
+    with torch_private.without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,209 @@
+"""How many calls of Python functions of memkit a streamed layer takes in a steady step: each is time of the host."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memkit
+from memkit.device import ReferenceDevice
+from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio
+from memkit.weights import choice
+from tests.weights.cases import WIDTH, Result, assert_same, results
+
+PACKAGE = str(Path(memkit.__file__).parent)
+DEVICE = str(Path(PACKAGE) / "device")
+NUM_LAYERS = 12
+
+
+class _Layer(nn.Module):
+    """Six parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 24)
+        self.down = nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class _Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def _model(train: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[_Layer() for _ in range(NUM_LAYERS)])
+    if train == "frozen":
+        layers.requires_grad_(False)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), layers, nn.Linear(WIDTH, 4))
+
+
+def _step(model: nn.Module, *, deviate: Callable[[nn.Module], object] | None = None) -> Result:
+    if deviate is not None:
+        deviate(model)
+    output = model(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH))
+    output.square().mean().backward()
+    found = results(model, [output])
+    model.zero_grad()
+    return found
+
+
+def _num_calls(step: Callable[[], object]) -> int:
+    num_calls = 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal num_calls
+        filename = frame.f_code.co_filename
+        num_calls += event == "call" and filename.startswith(PACKAGE) and not filename.startswith(DEVICE)
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+@pytest.mark.parametrize(("train", "most"), [("frozen", 60), ("host", 150)])
+def test_streamed_layer_costs_the_host_few_calls(train: str, most: int) -> None:
+    model, device = _model(train), ReferenceDevice()
+    with memkit.LayerOffload(model, num_resident=0, train=train, device=device) as offload:
+        for _ in range(4):
+            _step(model)
+        before = offload.stats().num_fetches
+        num_calls = _num_calls(lambda: _step(model))
+
+        assert offload.stats().num_fetches - before > NUM_LAYERS
+    assert num_calls <= most * NUM_LAYERS
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_layer_costs_as_few_once_the_share_was_found(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all go on streaming. Until then, graphs that are alive are known by what they hold."""
+    model, device = _model("frozen"), ReferenceDevice()
+
+    def choose(candidates: Any, times: Any, plan: ResidencyPlan, **options: Any) -> ResidencyPlan:
+        costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
+        return plan_streamed_ratio(costs, ratio, num_slots=options["num_slots"])
+
+    monkeypatch.setattr(choice, "plan_measured", choose)
+    with memkit.LayerOffload(model, offload_ratio="auto", train="frozen", device=device) as offload:
+        for _ in range(6):
+            _step(model)
+        num_calls, num_streamed = _num_calls(lambda: _step(model)), len(offload.plan.streamed)
+
+        assert num_streamed == ratio * NUM_LAYERS
+    assert num_calls <= 65 * num_streamed
+
+
+@pytest.mark.parametrize(("train", "most"), [("frozen", 110), ("host", 200)])
+def test_checkpointed_layer_costs_the_host_few_calls(train: str, most: int) -> None:
+    """Its forward runs twice, and what it saves goes through the hooks of the checkpoint."""
+    model, device = _model(train), ReferenceDevice()
+    model[1] = _Checkpointed(*model[1])  # type: ignore[misc]
+    with memkit.LayerOffload(model, list(model[1]), num_resident=0, train=train, device=device):
+        for _ in range(4):
+            _step(model)
+        num_calls = _num_calls(lambda: _step(model))
+
+    assert num_calls <= most * NUM_LAYERS
+
+
+def _reversed(model: nn.Module) -> None:
+    model[1] = nn.Sequential(*reversed(model[1]))  # type: ignore[index,arg-type]
+
+
+def _hooked(model: nn.Module) -> None:
+    model[1][5].up.register_forward_hook(lambda *given: given[-1].tanh())  # type: ignore[index,union-attr]
+
+
+def _scaled(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+
+
+def _replaced(model: nn.Module) -> None:
+    state = {name: tensor.detach().clone() * 0.5 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def _saving_more(model: nn.Module) -> None:
+    model[1][3].norm.weight.requires_grad_(False)  # type: ignore[index,union-attr]
+
+
+@pytest.mark.parametrize("deviate", [_reversed, _hooked, _scaled, _replaced, _saving_more])
+@pytest.mark.parametrize("train", ["frozen", "host"])
+def test_step_unlike_those_before_is_exact(train: str, deviate: Callable[[nn.Module], object]) -> None:
+    model, device = _model(train), ReferenceDevice()
+    plain = copy.deepcopy(model)
+    with memkit.LayerOffload(model, num_resident=0, train=train, device=device):
+        for number in range(6):
+            changed = deviate if number == 3 else None
+            assert_same(_step(model, deviate=changed), _step(plain, deviate=changed))
+    device.synchronize()
+    assert not device.races
+
+
+@pytest.mark.parametrize("train", ["frozen", "host"])
+def test_step_within_the_hooks_of_the_user_is_exact(train: str) -> None:
+    """Once some steps were without."""
+    model, device, packed = _model(train), ReferenceDevice(), list[Tensor]()
+    plain = copy.deepcopy(model)
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor.clone()
+
+    with memkit.LayerOffload(model, num_resident=0, train=train, device=device):
+        for number in range(5):
+            if number == 3:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    found = _step(model)
+            else:
+                found = _step(model)
+            assert_same(found, _step(plain))
+    assert packed
+
+
+def test_weights_that_the_caller_keeps_of_a_graph_stay_as_they_were() -> None:
+    """What autograd is given of a slot is an alias, so that whoever holds it holds the slot."""
+    model, device = _model("frozen"), ReferenceDevice()
+    plain = copy.deepcopy(model)
+    kept: list[Tensor] = []
+
+    class Keeping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(weight)
+            return x + weight.sum()
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            kept.extend(ctx.saved_tensors)  # type: ignore[attr-defined]
+            return grad, None
+
+    for one in (model, plain):
+        for layer in one[1]:  # type: ignore[union-attr]
+            layer.register_forward_hook(lambda module, _, output: Keeping.apply(output, module.up.weight))
+    with memkit.LayerOffload(model, num_resident=0, train="frozen", device=device):
+        for _ in range(3):
+            assert_same(_step(model), _step(plain))
+        expected = [layer.up.weight for layer in reversed(plain[1])]  # type: ignore[union-attr,call-overload]
+        of_model = [tensor for number, tensor in enumerate(kept) if number // NUM_LAYERS % 2 == 0]
+        for number, tensor in enumerate(of_model):
+            assert torch.equal(tensor, expected[number % NUM_LAYERS])
