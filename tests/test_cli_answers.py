@@ -171,7 +171,10 @@ def test_shown_reports_fit_the_terminal(capsys: pytest.CaptureFixture[str], widt
         assert_fits(out, width)
 
 
-def test_machine_fits_the_terminal(capsys: pytest.CaptureFixture[str], width: int) -> None:
+def test_machine_fits_the_terminal(capsys: pytest.CaptureFixture[str], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memkit.bench.host._UPDATE_THREADS", (1,))
+    monkeypatch.setattr("memkit.bench.host._BOTH_S", 0.05)
+
     status, out, _ = run_command(capsys, "bench", "machine", "--device", "cpu")
 
     assert status == 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memkit.bench import host
 from memkit.bench.host import REHEARSAL, HostUpdates, _Block, update_threads
 from memkit.bench.machine import measure_machine, spec_text
 from memkit.device import CudaDevice, ReferenceDevice
@@ -16,6 +17,16 @@ from memkit.errors import ReportFormatError
 from memkit.plan.gpu import GpuSpec
 from memkit.plan.gpus import GPUS
 from tests.bench.cases import assert_fails, run_command
+
+
+_THREADS = host._UPDATE_THREADS
+
+
+@pytest.fixture(autouse=True)
+def _little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests run side by side: threads that wait for a core take seconds for what takes none."""
+    monkeypatch.setattr(host, "_UPDATE_THREADS", (1,))
+    monkeypatch.setattr(host, "_BOTH_S", 0.05)
 
 
 def test_rehearsal_writes_a_spec(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -114,8 +125,10 @@ def test_updates_are_those_of_adamw(casts: bool) -> None:
     assert torch.equal(block.weight, plain.detach().bfloat16()) == casts
 
 
-def test_number_of_threads_is_left_as_it_was() -> None:
+def test_number_of_threads_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "update_threads", lambda: [2])
     before = torch.get_num_threads()
+    assert before == 1  # or it may be left as it is found
 
     HostUpdates(REHEARSAL).measure(casts=True)
 
@@ -165,3 +178,13 @@ def test_a_gpu_is_about_what_is_known_of_it() -> None:
         assert spec.flops_per_s["bfloat16"] == pytest.approx(known.flops_per_s["bfloat16"], rel=0.15)
         assert spec.flops_per_s["float32"] == pytest.approx(known.flops_per_s["float32"], rel=0.2)
         assert spec.d2h_bytes_per_s == pytest.approx(known.d2h_bytes_per_s, rel=0.1)
+
+
+@pytest.mark.parametrize(("num_cores", "found"), [(1, [1]), (6, [1, 4, 6]), (64, [1, 4, 8, 16])])
+def test_updates_are_timed_with_no_more_threads_than_cores(
+    num_cores: int, found: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_UPDATE_THREADS", _THREADS)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)), raising=False)
+
+    assert update_threads() == found
