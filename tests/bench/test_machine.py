@@ -18,7 +18,6 @@ from memkit.plan.gpu import GpuSpec
 from memkit.plan.gpus import GPUS
 from tests.bench.cases import assert_fails, run_command
 
-
 _THREADS = host._UPDATE_THREADS
 
 
