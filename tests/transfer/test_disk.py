@@ -577,6 +577,7 @@ def test_steps_do_not_grow(tmp_path: Path, host: Host) -> None:
     store.close()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_killed_process_leaves_no_file(tmp_path: Path) -> None:
     code = (

@@ -351,7 +351,7 @@ def test_failure_leaves_the_model_without_data(tmp_path: Path) -> None:
         step(model)
 
 
-@pytest.mark.parametrize("within", [None, "_swap"])
+@pytest.mark.parametrize("within", [None, pytest.param("_swap", marks=pytest.mark.full)])
 def test_interrupt_leaves_the_model_without_data(tmp_path: Path, within: str | None) -> None:
     plain = Whole(2)
     path, models, offloads = saved(plain, tmp_path), list[Whole](), list[memkit.LayerOffload]()
@@ -438,6 +438,7 @@ def test_large_tensor_is_read_in_parts(tmp_path: Path) -> None:
 # Host memory
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_host_peak_is_the_weights(tmp_path: Path, is_deterministic: bool) -> None:
