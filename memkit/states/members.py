@@ -91,6 +91,10 @@ class Members:
         """Tell whether the optimizer's groups have other parameters than when `place` was called last."""
         return [[*map(id, group["params"])] for group in self._optimizer.param_groups] != self._known
 
+    def are_as_many(self) -> bool:
+        """Tell whether the optimizer has as many parameters as when `place` was called last: a cheaper question."""
+        return list(map(len, self._known)) == [len(group["params"]) for group in self._optimizer.param_groups]
+
     def new_records(self) -> list[StateRecord]:
         """Return records of parameters that are in no piece."""
         known = {id(record.parameter) for piece in self.pieces for record in piece.records}

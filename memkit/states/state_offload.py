@@ -180,7 +180,7 @@ class StateOffload:
         device so far, look whether something is to leave now."""
         if optimizer is not self.optimizer:
             return
-        if not self._is_open and self._members.have_changed():
+        if not self._is_open and not self._members.are_as_many():
             self._check_groups()
             try:
                 self._plan()
