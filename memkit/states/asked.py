@@ -70,6 +70,24 @@ def device_of(parameters: list[Tensor], asked: str | torch.device | Device | Non
     return device
 
 
+def refuse_twice(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer has a parameter more than once.
+
+    Raises:
+        ValueError: it has.
+    """
+    places: dict[int, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            place = f"parameter {number}.{index}"
+            known = places.setdefault(id(parameter), place)
+            if known != place:
+                raise ValueError(
+                    f"StateOffload needs each parameter once; found {known} again as {place}. Leave it out there when you make "
+                    "the optimizer"
+                )
+
+
 def check_master(master: torch.dtype | None, parameters: list[Tensor]) -> None:
     """Check that copies of higher precision are of use to some parameters.
 

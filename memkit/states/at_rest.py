@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memkit.device.base import Device
+from memkit.errors import warn_user
 from memkit.plan import Update
 from memkit.states.host_memory import HostStates
 from memkit.states.packing import copy_state, may_leave, moved_state, pack
@@ -32,12 +33,15 @@ class StatesAtRest:
         self._optimizer = optimizer
         self._device = device
         self._host = host
+        self._has_warned = False
 
     def is_at_home(self, piece: Piece) -> bool:
         """Tell whether `optimizer.state` has what was put there, and nothing else that could leave."""
+        state, layout = self._optimizer.state, piece.layout
+        if any(record.has_master and lacks_master(record, state.get(record.parameter)) for record in piece.records):
+            return False
         if piece.plan.is_resident:
             return True
-        state, layout = self._optimizer.state, piece.layout
         is_on_host = piece.plan.update is Update.HOST
         for index, record in enumerate(piece.records):
             entries = state.get(record.parameter)
@@ -60,8 +64,24 @@ class StatesAtRest:
                 return False
         return True
 
-    def adopt(self, piece: Piece) -> None:
-        """Copy to host memory what others have put into `optimizer.state`."""
+    def adopt(self, piece: Piece, *, warns: bool = False) -> None:
+        """Take over what others have put into `optimizer.state`: copy it to host memory, unless the piece stays on the device.
+
+        Args:
+            piece: what to take over.
+            warns: whether nobody should have put anything there.
+        """
+        if self.is_at_home(piece):
+            return
+        if piece.plan.is_resident:
+            self._make_masters(piece)
+            return
+        if warns and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"StateOffload: states of {piece.names} were put elsewhere than where it keeps them, perhaps by a library that "
+                "moves states to the device. They are taken back to host memory. Make the StateOffload after that"
+            )
         if piece.left is not None:
             self._device.synchronize(piece.left.done)
         known = [dict(host) for host in piece.layout.host] if piece.layout is not None else [{} for _ in piece.records]
@@ -100,23 +120,26 @@ class StatesAtRest:
 
     def bring(self, piece: Piece) -> None:
         """Have states that were loaded, and stay on the device, be there."""
+        self._make_masters(piece)
         for record in piece.records:
             entries = self._optimizer.state.get(record.parameter) or {}
-            if record.has_master and entries:
-                self._make_master(record, entries)
             for name, value in entries.items():
                 if may_leave(value):
                     entries[name] = moved_state(value, record.parameter.device)
 
+    def _make_masters(self, piece: Piece) -> None:
+        for record in piece.records:
+            entries = self._optimizer.state.get(record.parameter)
+            if record.has_master and entries:
+                self._make_master(record, entries)
+
     def _make_master(self, record: StateRecord, entries: dict[Any, Any]) -> None:
         """Give a parameter that was stepped itself so far a float32 copy, and the states of its precision that of the copy."""
         parameter = record.parameter
-        if not any(map(may_leave, entries.values())) and MASTER not in entries:
-            return
-        if MASTER not in entries:
+        if lacks_master(record, entries):
             entries[MASTER] = parameter.detach().to(torch.float32)
         for name, value in entries.items():
-            if may_leave(value) and value.dtype == parameter.dtype:
+            if isinstance(value, Tensor) and value.dtype == parameter.dtype:
                 entries[name] = value.to(torch.float32)
 
     def _bring_count(self, record: StateRecord, entries: dict[Any, Any]) -> None:
@@ -126,9 +149,9 @@ class StatesAtRest:
         if isinstance(step, Tensor) and (group.get("fused") or group.get("capturable")):
             entries["step"] = step.to(record.parameter.device)
 
-    def give_back(self, pieces: Iterable[Piece]) -> bool:
-        """Have all states be tensors of their own again, where the parameters are. Return False where there was no room for
-        some: these are tensors in host memory then."""
+    def give_back(self, pieces: Iterable[Piece]) -> None:
+        """Have all states be tensors of their own again, where the parameters are. Where there is no room for some, these are
+        tensors in host memory then, and a warning says so."""
         fit = True
         for piece in pieces:
             layout = piece.layout
@@ -146,7 +169,19 @@ class StatesAtRest:
                     except torch.OutOfMemoryError:
                         fit = False
                         entries[name] = _own_copy(tensor, _HOST)
-        return fit
+        if not fit:
+            warn_user(
+                "StateOffload: the device has no room for all states. Those without room are in host memory now: move them, or "
+                "save them, before the optimizer steps by itself"
+            )
+
+
+def lacks_master(record: StateRecord, entries: Mapping[Any, Any] | None) -> bool:
+    """Tell whether a parameter has states, and no float32 copy yet."""
+    if not entries or MASTER in entries:
+        return False
+    size = record.parameter.size()
+    return any(may_leave(value) or (isinstance(value, Tensor) and value.size() == size) for value in entries.values())
 
 
 def _is_elsewhere(value: object) -> bool:

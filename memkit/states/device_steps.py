@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
 from memkit.device.base import Device
 from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import aligned
 from memkit.states.host_memory import HostStates
+from memkit.states.masters import follow
 from memkit.states.one_step import OneStep, Written
 from memkit.states.packing import copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, mark_of, stand_in_of
@@ -201,9 +201,7 @@ class DeviceSteps:
             if found is None:
                 known = entries.get(MASTER)
                 found = stand_in_of(record, parameter.detach().to(torch.float32) if known is None else known)
-            if record.is_rounded_at != torch_private.version_of(parameter):  # others have written to it, or may have
-                kept = found.to(parameter.dtype) == parameter
-                found.data.copy_(torch.where(kept, found.data, parameter.to(torch.float32)))
+            follow(found.data, parameter)
             assert parameter.grad is not None
             found.grad = parameter.grad.to(torch.float32)
         return found
@@ -214,7 +212,6 @@ class DeviceSteps:
             for record, key, _ in stepped:
                 if record.has_master:
                     record.parameter.copy_(key)
-                    record.is_rounded_at = torch_private.version_of(record.parameter)
                     key.grad = None
 
     def _lay_out(self, piece: Piece, stepped: list[Stepped]) -> Layout | None:

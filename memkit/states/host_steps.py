@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit import torch_private
 from memkit.device.base import Device
 from memkit.errors import StateOffloadError
 from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import aligned
 from memkit.states.host_memory import HostStates
+from memkit.states.masters import follow
 from memkit.states.one_step import OneStep
 from memkit.states.packing import copy_state, may_leave, moved_state, pack, storage_of_part
 from memkit.states.pieces import MASTER, Layout, Piece, Residency, mark_of, stand_in_of
@@ -150,9 +150,7 @@ class HostSteps:
                     copied = route.host_parameters[number]
                     if layout is not None and MASTER in layout.host[index_of[id(record)]]:
                         key.data = layout.host[index_of[id(record)]][MASTER]
-                        if record.is_rounded_at != torch_private.version_of(record.parameter):
-                            kept = key.to(copied.dtype) == copied
-                            key.data.copy_(torch.where(kept, key.data, copied.to(torch.float32)))
+                        follow(key.data, copied)
                     else:
                         key.data = copied.to(torch.float32)
                     grad = grad.to(torch.float32)
@@ -243,7 +241,6 @@ class HostSteps:
         with torch.no_grad():
             for record, parameter in zip(piece.due, route.parameters, strict=True):
                 record.parameter.copy_(parameter)
-                record.is_rounded_at = torch_private.version_of(record.parameter)
         self._slots.release(piece)
         self._out.pop(piece, None)
         piece.residency = Residency.HOST

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from torch import Tensor
 from memkit.errors import StateOffloadError
 from memkit.hooks import HookSet
 from memkit.states.one_step import OneStep
-from memkit.states.pieces import Piece, Residency
+from memkit.states.opened import weakly
+from memkit.states.pieces import Piece, Residency, StateRecord
+from memkit.states.shells import changes_of_group, versions_in
 from memkit.states.stepped import ConsumedGradient
 
 if TYPE_CHECKING:
@@ -59,45 +62,59 @@ class BackwardSteps:
         self._met: dict[Piece, None] = {}
         """Which were stepped since the optimizer's last step, in this order."""
         self._num_accumulating = 0
+        self._options: list[tuple[dict[str, Any], list[tuple[str, int]]]] | None = None
+        """What the groups had when the backward stepped the first parameter."""
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
         """Have pieces be stepped when their gradients are complete."""
         for piece in pieces:
             (record,) = piece.records
             if record.parameter.requires_grad:
-                hooks.add(record.parameter.register_hook(partial(self._before, piece)))
-                hooks.add(record.parameter.register_post_accumulate_grad_hook(partial(self._after, piece)))
+                ref = weakref.ref(piece)
+                before, after = partial(weakly(self._before), ref), partial(weakly(self._after), ref)
+                hooks.add(record.parameter.register_hook(before))
+                hooks.add(record.parameter.register_post_accumulate_grad_hook(after))
         self._pieces = [*self._pieces, *pieces]
         self._follow([*reversed(pieces), *self._order])
 
     def _follow(self, order: list[Piece]) -> None:
         self._order, self._places = order, {piece: place for place, piece in enumerate(order)}
 
-    def _before(self, piece: Piece, _: Tensor) -> None:
+    def _before(self, ref: weakref.ref[Piece], _: Tensor) -> None:
         """A gradient comes."""
+        piece = ref()
+        assert piece is not None  # it is held here
         (record,) = piece.records
         if type(record.parameter.grad) is ConsumedGradient:
             if piece in self._met:
-                raise StateOffloadError(
-                    f"{record.name} was stepped within an earlier backward of this step, and another brings it a gradient. To "
-                    "accumulate, put `with states.accumulate():` around all backwards but the last one; after a backward that "
-                    "has failed, call optimizer.step() first"
-                )
+                self._refuse_another(record)
             record.parameter.grad = None
 
-    def _after(self, piece: Piece, _: Tensor) -> None:
+    @staticmethod
+    def _refuse_another(record: StateRecord) -> NoReturn:
+        raise StateOffloadError(
+            f"{record.name} was stepped within an earlier backward of this step, and another brings it a gradient. To "
+            "accumulate, put `with states.accumulate():` around all backwards but the last one; after a backward that has "
+            "failed, or whose gradients you have zeroed to leave a step out, call optimizer.step() first. A backward inside of "
+            "another one can't be stepped"
+        )
+
+    def _after(self, ref: weakref.ref[Piece], _: Tensor) -> None:
         """A gradient is complete, unless more are to come."""
+        piece = ref()
+        assert piece is not None  # it is held here
         (record,) = piece.records
         if self._num_accumulating or record.group < 0:
             return
         if piece in self._met:
-            raise StateOffloadError(f"{record.name} is stepped twice in one step: it is used in backwards inside of a backward")
+            self._refuse_another(record)
         stepping = self._stepping
         if stepping.is_broken:
             self._mend()
         run = stepping.unfinished
         if run is None:
             run = stepping.unfinished = OneStep(self._optimizer)
+            self._options = self._options_now()
         stepping.is_broken = True
         try:
             piece.due = [record]
@@ -151,7 +168,38 @@ class BackwardSteps:
         if met and met != self._order:
             self._follow(met)
         self._met.clear()
+        self._options = None
         return met
+
+    def _options_now(self) -> list[tuple[dict[str, Any], list[tuple[str, int]]]]:
+        return [
+            ({name: value for name, value in group.items() if name not in ("params", "param_names")}, versions_in(group))
+            for group in self._optimizer.param_groups
+        ]
+
+    def check_options(self) -> None:
+        """Raise if a learning rate, or another entry of a group, was set behind the backward: what was stepped has not had it.
+
+        Raises:
+            StateOffloadError: it was.
+        """
+        known, self._options = self._options, None
+        for (before, versions), (now, versions_now) in zip(known or [], self._options_now(), strict=False):
+            if versions != versions_now or changes_of_group(before, now).entries:
+                names = [*changes_of_group(before, now).entries, *(name for name, _ in {*versions_now} - {*versions})]
+                raise StateOffloadError(
+                    f'"{names[0]}" of a group was set between the backward and optimizer.step(), and the backward has stepped '
+                    "parameters with what it was before. Set it ahead of the backward, or behind the step, or use "
+                    'when="step". Another optimizer.step() ends this step as it is'
+                )
+
+    def close(self) -> None:
+        """Nothing is on its way any more, and what was stepped has no gradient."""
+        self.end()
+        for piece in self._pieces:
+            (record,) = piece.records
+            if type(record.parameter.grad) is ConsumedGradient:
+                record.parameter.grad = None
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from memkit.plan import ParameterCosts, StatePlan, aligned
 from memkit.states.packing import bytes_of, may_leave
 from memkit.states.pieces import MASTER, Piece, StateRecord
 from memkit.states.stepped import ConsumedGradient
-from memkit.states.trial import KeptState, needs_master, try_out
+from memkit.states.trial import Kept, KeptState, needs_master, try_out
 
 
 class Members:
@@ -31,7 +31,7 @@ class Members:
         self._master = master
         self._torch_device = torch_device
         self._where = where
-        self._kept: list[list[KeptState]] = []
+        self._kept: list[Kept] = []
         self._known: list[list[int]] = []
         self.pieces: list[Piece] = []
 
@@ -45,8 +45,8 @@ class Members:
 
     def costs(self) -> list[ParameterCosts]:
         """Return what each parameter takes: by the states that it has, or else by those of the trial."""
-        kept = [found for found, group in zip(self._kept, self._optimizer.param_groups, strict=True) for _ in group["params"]]
-        return [self._cost(record, found) for record, found in zip(self.records(), kept, strict=True)]
+        kept = self.kept()
+        return [self._cost(record, kept[id(record.parameter)]) for record in self.records()]
 
     def _cost(self, record: StateRecord, kept: list[KeptState]) -> ParameterCosts:
         parameter = record.parameter
@@ -65,14 +65,19 @@ class Members:
 
     def kept(self) -> dict[int, list[KeptState]]:
         """Return what the optimizer keeps, by the id of each parameter."""
-        groups = self._optimizer.param_groups
-        return {id(parameter): found for found, group in zip(self._kept, groups, strict=True) for parameter in group["params"]}
+        return {
+            id(parameter): found.get(parameter.dtype, [])
+            for found, group in zip(self._kept, self._optimizer.param_groups, strict=True)
+            for parameter in group["params"]
+        }
 
     def records(self) -> Iterator[StateRecord]:
         """Yield a record of each parameter, in the order of the groups."""
         master = self._master
         for number, group in enumerate(self._optimizer.param_groups):
-            names = group.get("param_names") or [f"parameter {number}.{index}" for index in range(len(group["params"]))]
+            names = group.get("param_names") or []
+            if len(names) != len(group["params"]):
+                names = [f"parameter {number}.{index}" for index in range(len(group["params"]))]
             for name, parameter in zip(names, group["params"], strict=True):
                 yield StateRecord(name, parameter, has_master=master is not None and needs_master(parameter, master))
 
@@ -85,6 +90,10 @@ class Members:
     def have_changed(self) -> bool:
         """Tell whether the optimizer's groups have other parameters than when `place` was called last."""
         return [[*map(id, group["params"])] for group in self._optimizer.param_groups] != self._known
+
+    def are_as_many(self) -> bool:
+        """Tell whether the optimizer has as many parameters as when `place` was called last: a cheaper question."""
+        return list(map(len, self._known)) == [len(group["params"]) for group in self._optimizer.param_groups]
 
     def new_records(self) -> list[StateRecord]:
         """Return records of parameters that are in no piece."""

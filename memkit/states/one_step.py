@@ -67,7 +67,7 @@ class OneStep:
         for number, indices in members.items():
             group = groups[number]
             cut = cuts[number] = {**group, "params": [keys[index] for index in indices]}
-            if "param_names" in group:
+            if len(group.get("param_names") or ()) == len(group["params"]):
                 cut["param_names"] = [group["param_names"][records[index].position] for index in indices]
         versions = {number: versions_in(group) for number, group in cuts.items()}
         shell = shell_of(self._optimizer, list(cuts.values()), state)

@@ -60,7 +60,7 @@ class StateRecord:
         has_master: whether a copy of higher precision is stepped in its place.
     """
 
-    __slots__ = ("done", "group", "has_master", "is_rounded_at", "name", "numbers", "parameter", "position", "undo")
+    __slots__ = ("done", "group", "has_master", "name", "numbers", "parameter", "position", "undo")
 
     def __init__(self, name: str, parameter: Tensor, *, has_master: bool) -> None:
         self.name = name
@@ -72,8 +72,6 @@ class StateRecord:
         """The parameter as it was, while it is stepped."""
         self.numbers: list[tuple[Tensor, Tensor]] = []
         """States that do not leave, each with what it was before the step."""
-        self.is_rounded_at: int | None = None
-        """The version of the parameter that is its float32 copy, rounded."""
         self.done: tuple[weakref.ref[Tensor], int] | None = None
         """With which gradient it was stepped in a step that was broken off."""
 

@@ -64,7 +64,7 @@ def cut_group(group: Group, positions: list[int]) -> Group:
     """Return a group with some of its parameters."""
     cut = {**group, "params": [group["params"][position] for position in positions]}
     names = group.get("param_names")
-    if names is not None:
+    if names is not None and len(names) == len(group["params"]):
         cut["param_names"] = [names[position] for position in positions]
     return cut
 

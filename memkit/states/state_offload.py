@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from memkit.device import Device
-from memkit.errors import StateOffloadError, warn_user
+from memkit.errors import HostMemoryError, StateOffloadError
 from memkit.hooks import HookSet
 from memkit.plan import ParameterCosts, Update, plan_states
 from memkit.sizes import check_budget_bytes, format_bytes
-from memkit.states.asked import check_master, check_options, device_of, refuse_sparse, warn_if_unfused
+from memkit.states.asked import check_master, check_options, device_of, refuse_sparse, refuse_twice, warn_if_unfused
 from memkit.states.at_rest import Loading, StatesAtRest, with_host_copies
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_memory import HostStates
@@ -24,6 +24,7 @@ from memkit.states.in_backward import BackwardSteps
 from memkit.states.measured import measure_rates
 from memkit.states.members import Members, are_any_done, parameters_of
 from memkit.states.one_step import OneStep, run_closure
+from memkit.states.opened import claim, release, weakly
 from memkit.states.overlap import ForwardOverlap
 from memkit.states.pieces import Piece, StateRecord
 from memkit.states.shells import hollow_shell
@@ -100,6 +101,7 @@ class StateOffload:
         limit_bytes = None if host_budget is None else check_budget_bytes("host_budget", host_budget, may_be_zero=True)
         self.optimizer = optimizer
         self._master = master
+        refuse_twice(optimizer)
         parameters = parameters_of(optimizer)
         self.device = device_of(parameters, device)
         check_master(master, parameters)
@@ -109,14 +111,7 @@ class StateOffload:
         self.when = when
         self._members = Members(optimizer, master=master, torch_device=self.device.torch_device, where=_WHERE)
         self._members.try_out()
-        rates = measure_rates(self.device, optimizer) if update == "both" else None
-        self.plan = plan_states(
-            self._members.costs(),
-            device_budget_bytes=budget_bytes,
-            update=self.update,
-            rates=rates,
-            apart=when == "backward",
-        )
+        self._budget_bytes = budget_bytes
         self._hooks = HookSet()
         self._is_closed = self._is_entered = False
         self._num_steps = 0
@@ -128,12 +123,24 @@ class StateOffload:
         self._slots: StateSlots | None = None
         self._is_open = False
         """Whether states may have moved."""
-        if not self.plan.is_empty or master is not None:
-            try:
-                self._begin()
-            except BaseException:
-                self.close()
-                raise
+        claim(optimizer, self)
+        try:
+            self._plan()
+            self._hooks.before_any_step(weakly(self._before_any_step))
+            self._hooks.add(optimizer.register_step_post_hook(self._after_step))
+        except BaseException:
+            self.close()
+            raise
+
+    def _plan(self) -> None:
+        """Plan which states leave, and begin, unless the optimizer may as well step by itself."""
+        rates = measure_rates(self.device, self.optimizer) if self.update == "both" else None
+        apart, costs = self.when == "backward", self._members.costs()
+        self.plan = plan_states(costs, device_budget_bytes=self._budget_bytes, update=self.update, rates=rates, apart=apart)
+        if self.plan.is_empty and self._master is None and self._overlap is None and not apart:
+            self._members.place()
+        else:
+            self._begin()
 
     def _begin(self) -> None:
         """Set memory aside, move the states that there are, and have steps seen."""
@@ -152,17 +159,15 @@ class StateOffload:
                 self._stepping,
                 self._on_device,
                 is_at_home=self._rest.is_at_home,
-                adopt=partial(self._adopt, warns=True),
+                adopt=partial(self._rest.adopt, warns=True),
             )
         self._is_open = True
         self._open(pieces)
         self._members.place()
         if self._overlap is not None:
-            self._hooks.ahead_of_all_forwards(self._overlap.before_forward)
-        self._hooks.before_any_step(self._come_last)
+            self._hooks.ahead_of_all_forwards(weakly(self._overlap.before_forward, when_gone=self._hooks.remove))
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._hooks.add(self._before)
-        self._hooks.add(optimizer.register_step_post_hook(self._after_step))
         self._hooks.add(optimizer.register_state_dict_pre_hook(self._before_state_dict, prepend=True))
         self._hooks.add(optimizer.register_state_dict_post_hook(with_host_copies, prepend=True))
         self._hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
@@ -170,9 +175,19 @@ class StateOffload:
 
     # Steps
 
-    def _come_last(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the pieces be stepped behind what other hooks do ahead of a step, such as clipping."""
-        if optimizer is self.optimizer:
+    def _before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the pieces be stepped behind what other hooks do ahead of a step, such as clipping. Where nothing has left the
+        device so far, look whether something is to leave now."""
+        if optimizer is not self.optimizer:
+            return
+        if not self._is_open and not self._members.are_as_many():
+            self._check_groups()
+            try:
+                self._plan()
+            except HostMemoryError:
+                self.close()  # the optimizer has its states
+                raise
+        if self._is_open:
             hooks: Any = self._before
             hooks.hooks_dict_ref().move_to_end(hooks.id)
 
@@ -185,6 +200,8 @@ class StateOffload:
                 "StateOffload: a step whose states stream can't be compiled or captured into a graph. Step outside of that"
             )
         args, kwargs = run_closure(args, kwargs)
+        if self._in_backward is not None:
+            self._in_backward.check_options()
         self._settle()
         self._follow_groups()
         stepping, members = self._stepping, self._members
@@ -199,8 +216,7 @@ class StateOffload:
         due = members.find_due(leaves_done=is_rest)
         for piece in due:
             refuse_sparse(piece.due)
-            if not self._rest.is_at_home(piece):
-                self._adopt(piece, warns=True)
+            self._rest.adopt(piece, warns=True)
         if self._overlap is not None:
             self._overlap.run(stepping, due, run)
         else:
@@ -211,6 +227,8 @@ class StateOffload:
         return (self._hollow, *args[1:]), kwargs
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_open:
+            return  # by this hook, the optimizer keeps the object
         run, hollow = self._stepping.unfinished, self._hollow
         if optimizer is self.optimizer and run is not None and hollow is not None:
             run.write_of_others(hollow)
@@ -241,44 +259,42 @@ class StateOffload:
         members = self._members
         if not members.have_changed():
             return
+        self._check_groups()
         new = members.new_records()
         if new:
-            members.try_out()
-            device_of([record.parameter for record in new], self.device)
             costs = {id(key): cost for key, cost in zip(parameters_of(self.optimizer), members.costs(), strict=True)}
             self._add(new, [costs[id(record.parameter)] for record in new])
         members.place()
+
+    def _check_groups(self) -> None:
+        refuse_by_kind(self.optimizer, _WHERE)
+        refuse_twice(self.optimizer)
+        parameters = parameters_of(self.optimizer)
+        if parameters:
+            device_of(parameters, self.device)
+        self._members.try_out()
 
     def _add(self, records: list[StateRecord], costs: list[ParameterCosts]) -> None:
         """Have more parameters stream, in pieces of their own."""
         assert self._slots is not None
         update = "device" if self.update == "both" else self.update
+        members, before = self._members, self._members.pieces
         plan = self._slots.add(plan_states(costs, update=update, apart=self.when == "backward"))
+        try:
+            self._open(members.add(plan, records))
+        except BaseException:
+            members.pieces = before  # the next step tries again
+            raise
         self.plan = replace(self.plan, pieces=(*self.plan.pieces, *plan.pieces), slot_bytes=self._slots.sizes)
-        self._open(self._members.add(plan, records))
 
     def _open(self, pieces: list[Piece]) -> None:
         """Set host memory aside for pieces, and move the states there that there are."""
         self._host.reserve([piece for piece in pieces if not piece.plan.is_resident])
         self._on_host.reserve([piece for piece in pieces if piece.plan.update is Update.HOST])
         for piece in pieces:
-            self._adopt(piece)
+            self._rest.adopt(piece)
         if self._in_backward is not None:
             self._in_backward.watch(pieces, self._hooks)
-
-    def _adopt(self, piece: Piece, *, warns: bool = False) -> None:
-        """Take over states that others have put into the optimizer."""
-        if self._rest.is_at_home(piece):
-            return
-        if warns and not self._has_warned:
-            self._has_warned = True
-            warn_user(
-                f"StateOffload: states of {piece.names} were put elsewhere than where it keeps them, perhaps by a library that "
-                "moves states to the device. They are taken back to host memory. Make the StateOffload after that"
-            )
-        self._rest.adopt(piece)
-
-    _has_warned = False
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Return a context whose backwards add to gradients and step nothing, with `when="backward"`.
@@ -317,12 +333,7 @@ class StateOffload:
         self._stepping.unfinished = None
         self._on_host.forget_losses()
         for piece in self._members.pieces:
-            for record in piece.records:
-                record.is_rounded_at = None
-            if piece.plan.is_resident:
-                self._rest.bring(piece)
-            else:
-                self._adopt(piece)
+            (self._rest.bring if piece.plan.is_resident else self._rest.adopt)(piece)
 
     # What there is
 
@@ -372,22 +383,17 @@ class StateOffload:
         if self._is_closed:
             return
         self._hooks.remove()
-        fit = True
         if self._is_open:
             self._settle()
             if self._in_backward is not None:
-                self._in_backward.end()
+                self._in_backward.close()
             self._wait()
             self.device.synchronize()
-            fit = self._rest.give_back(self._members.pieces)
+            self._rest.give_back(self._members.pieces)
             self._on_host.close()
         self._is_closed = True
+        release(self.optimizer, self)
         self._host.close(self._members.pieces)
         if self._slots is not None:
             self._slots.close()
         self._members.pieces = []
-        if not fit:
-            warn_user(
-                "StateOffload: the device has no room for all states. Those without room are in host memory now: move them, or "
-                "save them, before the optimizer steps by itself"
-            )

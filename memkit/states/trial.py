@@ -5,7 +5,6 @@ No list of classes decides that: a step of two small tensors per group, made who
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,14 @@ from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.device import default_generator
+from memkit.states.own_copies import are_alike, may_be_written, own_attributes, own_group
 from memkit.states.packing import may_leave
 from memkit.states.shells import (
     Changes,
+    Group,
     changes_of_group,
     changes_of_shell,
-    hollow_shell,
+    cut_group,
     needs_closure,
     shell_of,
     step_of,
@@ -29,8 +30,11 @@ from memkit.states.shells import (
 from memkit.wrappers import parts_of
 
 _MOST_GROUPS = 8
-_NUM_STEPS = 3
+_NUM_STEPS = 4
 _LARGEST_SIDE = 24
+
+Kept = dict[torch.dtype, list["KeptState"]]
+"""What is kept for parameters of a group, by their precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +79,15 @@ def refuse_by_kind(optimizer: object, where: str) -> None:
 
 def try_out(
     optimizer: torch.optim.Optimizer, *, where: str, torch_device: torch.device, master: torch.dtype | None
-) -> list[list[KeptState]]:
+) -> list[Kept]:
     """Return what an optimizer keeps for parameters of each of its groups.
 
     Raises:
         ValueError: a step of each parameter by itself is not bit for bit a step of all, or a step has failed.
     """
-    groups = [group for group in optimizer.param_groups if group["params"]][:_MOST_GROUPS]
+    groups = _groups_to_try(optimizer)
     if not groups:
-        return [[] for _ in optimizer.param_groups]
+        return [{} for _ in optimizer.param_groups]
     whole, apart = _Trial(optimizer, groups, torch_device, master), _Trial(optimizer, groups, torch_device, master)
     name = type(optimizer).__name__
     generators = [torch.default_generator, default_generator(torch_device)]
@@ -91,14 +95,25 @@ def try_out(
     try:
         with torch.inference_mode(False), torch.no_grad():
             for step in range(_NUM_STEPS):
+                is_last = step == _NUM_STEPS - 1
                 _seed(generators, step)
-                whole.step_all()
+                try:
+                    whole.step_all(leaves_out=is_last)
+                except Exception:
+                    if is_last:  # it needs all gradients, also without memkit
+                        break
+                    raise
                 _seed(generators, step)
-                differing = apart.step_each()
+                differing = apart.step_each(leaves_out=is_last)
                 differing = differing or whole.differs_from(apart)
                 if differing is not None:
-                    raise _NotSeparableError(differing)
-            step_of(optimizer)(hollow_shell(optimizer))
+                    raise _WithoutGradientError(differing) if is_last else _NotSeparableError(differing)
+            whole.step_none()
+    except _WithoutGradientError as error:
+        raise ValueError(
+            f"{where} steps parameters that have a gradient, and {name} does something with those that have none: they gave "
+            f"another {error}. Use an optimizer that leaves these out"
+        ) from None
     except _NotSeparableError as error:
         raise ValueError(
             f"{where} steps parameters in pieces, and {name} is not separable: stepped one by one, small tensors gave another "
@@ -114,7 +129,21 @@ def try_out(
             generator.set_state(state)
     kept = whole.kept()
     known = {id(group): found for group, found in zip(groups, kept, strict=True)}
-    return [known.get(id(group), kept[-1]) for group in optimizer.param_groups]
+    of_all = {dtype: states for found in reversed(kept) for dtype, states in found.items()}
+    return [{**of_all, **known.get(id(group), {})} for group in optimizer.param_groups]
+
+
+def _groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return some of an optimizer's groups, with parameters of each precision that it has."""
+    seen = set[torch.dtype]()
+    new: list[Group] = []
+    others: list[Group] = []
+    for group in optimizer.param_groups:
+        dtypes = {parameter.dtype for parameter in group["params"]}
+        (others if dtypes <= seen else new).append(group)
+        seen |= dtypes
+    chosen = {id(group) for group in [*new, *[group for group in others if group["params"]][: max(0, _MOST_GROUPS - len(new))]]}
+    return [group for group in optimizer.param_groups if id(group) in chosen]
 
 
 def _seed(generators: list[torch.Generator], seed: int) -> None:
@@ -124,6 +153,10 @@ def _seed(generators: list[torch.Generator], seed: int) -> None:
 
 class _NotSeparableError(Exception):
     """Says what differs."""
+
+
+class _WithoutGradientError(Exception):
+    """Says what differs where a parameter has no gradient."""
 
 
 class _Trial:
@@ -138,54 +171,65 @@ class _Trial:
     ) -> None:
         self._optimizer = optimizer
         generator = torch.Generator().manual_seed(0)
-        self.groups = []
+        self._kinds = [_dtypes_in(group) for group in groups]
+        self.groups: list[dict[str, Any]] = []
         for group in groups:
-            first = max(group["params"], key=Tensor.numel)
-            size = [min(length, _LARGEST_SIDE) for length in first.size()]
-            dtype = master if master is not None and needs_master(first, master) else first.dtype
             small = []
-            for _ in range(2):
-                parameter = nn.Parameter(
-                    _values(size, dtype, generator).to(torch_device), requires_grad=dtype.is_floating_point
-                )
-                small.append(parameter)
-            trial: dict[str, Any] = {name: _own(value) for name, value in group.items() if name != "params"}
-            if "param_names" in trial:
-                trial["param_names"] = ["first", "second"]
+            for kind in _dtypes_in(group):
+                first = max((parameter for parameter in group["params"] if parameter.dtype == kind), key=Tensor.numel)
+                size = [min(length, _LARGEST_SIDE) for length in first.size()]
+                dtype = master if master is not None and needs_master(first, master) else kind
+                for _ in range(2):
+                    values = _values(size, dtype, generator).to(torch_device)
+                    small.append(nn.Parameter(values, requires_grad=dtype.is_floating_point))
+            trial = own_group(optimizer, group)
+            if "param_names" in group:
+                trial["param_names"] = [f"parameter {index}" for index in range(len(small))]
             if torch_device.type == "cpu" and trial.get("capturable"):
                 trial["capturable"] = False
             self.groups.append({**trial, "params": small})
         self.parameters = [parameter for group in self.groups for parameter in group["params"]]
         self.generator = generator
         self.state: dict[Any, Any] = defaultdict(dict)
-        self.attributes: dict[str, Any] = {}
+        self.attributes = own_attributes(optimizer)
 
-    def _give_gradients(self) -> None:
+    def _give_gradients(self, *, leaves_out: bool) -> None:
         for parameter in self.parameters:
             parameter.grad = _values(list(parameter.size()), parameter.dtype, self.generator).to(parameter.device)
+        if leaves_out:
+            for group in self.groups:
+                group["params"][0].grad = None
 
     def _shell(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> torch.optim.Optimizer:
         shell = shell_of(self._optimizer, groups, state)
-        for name, value in vars(shell).items():
-            if name not in ("param_groups", "state") and isinstance(value, dict | list | set):
-                vars(shell)[name] = copy.copy(value)  # what a step adds there is not the user's
         vars(shell).update(self.attributes)
         return shell
 
-    def step_all(self) -> None:
-        self._give_gradients()
+    def step_none(self) -> None:
+        """Step no parameter, as behind a step that was made in pieces."""
+        step_of(self._optimizer)(self._shell([cut_group(group, []) for group in self.groups], defaultdict(dict)))
+
+    def step_all(self, *, leaves_out: bool) -> None:
+        """Step all at once.
+
+        Args:
+            leaves_out: whether the first of each group has no gradient.
+        """
+        self._give_gradients(leaves_out=leaves_out)
         shell = self._shell(self.groups, self.state)
         step_of(self._optimizer)(shell)
         self.attributes.update(changes_of_shell(vars(self._optimizer), shell).entries)
 
-    def step_each(self) -> str | None:
+    def step_each(self, *, leaves_out: bool) -> str | None:
         """Step each parameter by itself. Return what two of them have written differently."""
-        self._give_gradients()
+        self._give_gradients(leaves_out=leaves_out)
         found: dict[int, Changes] = {}
         of_optimizer: Changes | None = None
         for number, group in enumerate(self.groups):
             versions = versions_in(group)
             for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 cut = {**group, "params": [parameter]}
                 state: dict[Any, Any] = defaultdict(dict)
                 if parameter in self.state:
@@ -223,25 +267,32 @@ class _Trial:
             differing = changes_of_group(group, others_group).entries
             if differing:
                 return f'entry of its groups ("{next(iter(differing))}")'
+        known = vars(self._optimizer)
+        for name, value in {**known, **self.attributes}.items():
+            if may_be_written(name, value) and not are_alike(value, other.attributes.get(name, known.get(name))):
+                return f'attribute ("{name}")'
         return None
 
-    def kept(self) -> list[list[KeptState]]:
-        found = []
-        for group in self.groups:
-            parameter = group["params"][0]
-            entries = self.state.get(parameter, {})
-            found.append(
-                [
-                    KeptState(
-                        str(name),
-                        sum(part.nbytes for part in parts_of(value)) / max(1, parameter.numel()),
-                        None if torch_private.is_wrapper(value) else value.dtype,
-                    )
-                    for name, value in entries.items()
-                    if may_leave(value)
-                ]
+    def kept(self) -> list[Kept]:
+        return [
+            {kind: self._kept_for(parameter) for kind, parameter in zip(kinds, group["params"][1::2], strict=True)}
+            for kinds, group in zip(self._kinds, self.groups, strict=True)
+        ]
+
+    def _kept_for(self, parameter: Tensor) -> list[KeptState]:
+        return [
+            KeptState(
+                str(name),
+                sum(part.nbytes for part in parts_of(value)) / max(1, parameter.numel()),
+                None if torch_private.is_wrapper(value) else value.dtype,
             )
-        return found
+            for name, value in self.state.get(parameter, {}).items()
+            if may_leave(value)
+        ]
+
+
+def _dtypes_in(group: dict[str, Any]) -> list[torch.dtype]:
+    return list(dict.fromkeys(parameter.dtype for parameter in group["params"]))
 
 
 def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
@@ -252,10 +303,6 @@ def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
 def _values(size: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     values = torch.randn(size, generator=generator)
     return values.to(dtype)
-
-
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _have_same_bits(one: Any, other: Any) -> bool:

@@ -160,3 +160,42 @@ def test_it_steps_on_the_device(device: Device) -> None:
         offload(optimizer, device, when="backward", update="host")
     with pytest.raises(ValueError, match="when is 'step' or 'backward'; found 'forward'"):
         offload(optimizer, device, when="forward")
+
+
+def test_a_learning_rate_set_behind_the_backward_is_refused(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device, when="backward"):
+        model(batch(device, 0)).square().mean().backward()
+        optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(StateOffloadError, match=r'"lr" of a group was set between the backward and optimizer\.step\(\)'):
+            optimizer.step()
+        optimizer.step()
+        assert float(optimizer.state[model.head.weight]["step"]) == 1
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.25
+        model(batch(device, 1)).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_step_left_out_is_told(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device, when="backward"):
+        model(batch(device, 0)).square().mean().backward()
+        optimizer.zero_grad()
+        with pytest.raises(StateOffloadError, match=r"whose gradients you have zeroed.*call optimizer\.step\(\) first"):
+            model(batch(device, 1)).square().mean().backward()
+        optimizer.step()
+
+
+def test_closing_behind_a_backward(device: Device) -> None:
+    models = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(net.parameters()) for net in models]
+    train(models[0], optimizers[0], device, range(1))
+    states = offload(optimizers[1], device, when="backward")
+    models[1](batch(device, 0)).square().mean().backward()
+    states.close()
+    assert all(parameter.grad is None for parameter in models[1].parameters())
+    optimizers[1].step()
+    assert_same_training(models[0], optimizers[0], models[1], optimizers[1])

@@ -11,7 +11,7 @@ import torch
 import memkit
 from memkit.device import CpuDevice, Device, ReferenceDevice
 from memkit.errors import BudgetInfeasible, HostMemoryError, StateOffloadError
-from tests.states.cases import DAdapting, GlobalNorm, ScheduleFree, batch, make_net, offload, train
+from tests.states.cases import DAdapting, GlobalNorm, ScheduleFree, assert_same, batch, make_net, offload, train
 from tests.weights.wrapped import Int8
 
 
@@ -185,3 +185,69 @@ def test_parameters_that_wrap_others_are_refused() -> None:
 
     with pytest.raises(ValueError, match="needs plain parameters; found a Int8, which wraps others"):
         offload(optimizer, ReferenceDevice())
+
+
+def test_a_second_one_is_refused_while_the_first_is_open(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device):
+        with pytest.raises(ValueError, match=r"this AdamW has a StateOffload already: .* Call close\(\) of that first"):
+            offload(optimizer, device)
+        train(model, optimizer, device, range(1))
+        assert float(optimizer.state[model.head.weight]["step"]) == 1
+    offload(optimizer, device).close()
+
+
+def test_one_that_could_not_be_made_does_not_count() -> None:
+    optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters())
+    with pytest.raises(BudgetInfeasible):
+        offload(optimizer, ReferenceDevice(), device_budget="600B")
+
+    offload(optimizer, ReferenceDevice()).close()
+
+
+def test_the_same_parameter_twice() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = torch.optim.AdamW([first, second, first])
+    with pytest.raises(ValueError, match=r"needs each parameter once; found parameter 0\.0 again as parameter 0\.2"):
+        offload(optimizer, ReferenceDevice())
+
+    optimizer = torch.optim.AdamW([first, second])
+    with offload(optimizer, ReferenceDevice()):
+        optimizer.param_groups[0]["params"].append(second)
+        with pytest.raises(ValueError, match=r"found parameter 0\.1 again as parameter 0\.2"):
+            optimizer.step()
+
+
+def test_a_differentiable_group_that_is_added() -> None:
+    optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters())
+    with offload(optimizer, ReferenceDevice()):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4, 4))], "differentiable": True})
+        with pytest.raises(ValueError, match="found differentiable=True"):
+            optimizer.step()
+
+
+def test_more_parameters_than_the_host_budget_has_room_for() -> None:
+    optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters())
+    with offload(optimizer, ReferenceDevice(), host_budget="2MiB"):
+        large = torch.nn.Parameter(torch.ones(512, 1024))
+        large.grad = torch.ones_like(large)
+        optimizer.add_param_group({"params": [large]})
+        for _ in range(2):
+            with pytest.raises(HostMemoryError, match=r"host_budget of at least 6\.00 MiB.*found 2\.00 MiB"):
+                optimizer.step()
+        optimizer.param_groups.pop()
+        optimizer.step()
+
+
+def test_fewer_names_than_parameters(device: Device) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4, 4, device=device.torch_device)) for _ in range(3)]
+    optimizer = torch.optim.AdamW([(f"weight {index}", parameter) for index, parameter in enumerate(parameters[:2])])
+    with offload(optimizer, device):
+        optimizer.param_groups[0]["params"].append(parameters[2])
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert len(optimizer.state) == 3
+    assert_same(*parameters[1:])

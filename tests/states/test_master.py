@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from memkit.device import Device
+from memkit.states.masters import follow
 from tests.states.cases import OPTIMIZERS, Case, Net, assert_same, batch, make_net, offload, train
 
 CASES = [case for case in OPTIMIZERS if case.name not in ("Adagrad loop", "Adagrad foreach", "rebinding")]
@@ -124,3 +126,77 @@ def test_master_of_float32_is_refused(device: Device) -> None:
 
     with pytest.raises(ValueError, match=r"is for parameters of lower precision; found torch\.float32"):
         offload(optimizer, device, master=torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+@pytest.mark.parametrize("update", ["device", "host"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda parameter: parameter.data.fill_(5.0),
+        lambda parameter: setattr(parameter, "data", torch.full_like(parameter, 5.0)),
+        lambda parameter: nn.utils.vector_to_parameters(torch.full((parameter.numel(),), 5.0).to(parameter), [parameter]),
+    ],
+    ids=["in place", "set", "vector"],
+)
+def test_what_is_written_through_data_counts(device: Device, update: str, write: Any) -> None:
+    model = make_net(device, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12, momentum=0.9)
+    with offload(optimizer, device, master=torch.float32, update=update):
+        train(model, optimizer, device, range(2), dtype=torch.bfloat16)
+        weight, other = model.head.weight, model.layers[0].weight
+        before = optimizer.state[other]["master"].clone()
+        write(weight)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            if optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"].zero_()
+        optimizer.step()
+
+        assert_same(optimizer.state[weight]["master"], torch.full_like(weight, 5.0, dtype=torch.float32))
+        assert_same(optimizer.state[other]["master"], before)
+
+
+def test_a_written_zero_of_the_other_sign_counts() -> None:
+    master = torch.tensor([-0.0, 1.0 + 2.0**-20, float("nan")])
+    parameter = torch.tensor([0.0, 1.0, float("nan")], dtype=torch.bfloat16)
+
+    follow(master, parameter)
+
+    assert_same(master[:2], torch.tensor([0.0, 1.0 + 2.0**-20]))
+    assert bool(master[2].isnan())
+
+
+@pytest.mark.parametrize("options", [{}, {"device_budget": "1GiB"}, {"when": "backward"}])
+@pytest.mark.parametrize("size", [(), (0, 3), (4, 4)])
+def test_parameters_that_were_stepped_without_copies(device: Device, size: tuple[int, ...], options: Any) -> None:
+    parameters = [nn.Parameter(torch.ones(s, dtype=torch.bfloat16, device=device.torch_device)) for s in (size, (8, 8))]
+    copies = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+    optimizer_of_copies = torch.optim.AdamW(copies, lr=1e-2, foreach=False)
+
+    def backward() -> None:
+        sum((parameter.float() * 3).square().sum() for parameter in parameters).backward()
+
+    backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer_of_copies.load_state_dict(saved)
+    for parameter, copied in zip(parameters, copies, strict=True):
+        copied.data.copy_(parameter)
+    optimizer.zero_grad()
+    with offload(optimizer, device, master=torch.float32, **options):
+        for step in range(3):
+            if step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            for parameter, copied in zip(parameters, copies, strict=True):
+                own = parameter.detach().clone().requires_grad_()
+                (own.float() * 3).square().sum().backward()
+                copied.grad = own.grad.float()
+            backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer_of_copies.step()
+            for parameter, copied in zip(parameters, copies, strict=True):
+                assert_same(parameter, copied.bfloat16())
+                assert_same(optimizer.state[parameter]["master"], copied)

@@ -1,0 +1,50 @@
+"""Which optimizers have a `StateOffload`, and hooks that don't keep one alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, "weakref.ref[Any]"]()
+
+
+def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
+    """Note that an optimizer has a `StateOffload` from now on.
+
+    Raises:
+        ValueError: it has one already: both would step it.
+    """
+    known = _opened.get(optimizer)
+    found = None if known is None else known()
+    if found is not None and found is not states:
+        raise ValueError(f"this {type(optimizer).__name__} has a StateOffload already: {found!r}. Call close() of that first")
+    _opened[optimizer] = weakref.ref(states)
+
+
+def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
+    """Note that the `StateOffload` of an optimizer is closed."""
+    known = _opened.get(optimizer)
+    if known is not None and known() is states:
+        del _opened[optimizer]
+
+
+def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:
+    """Return what calls a method as long as its object is alive, and doesn't keep it alive.
+
+    Args:
+        method: what to call.
+        when_gone: what to call instead from then on.
+    """
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = ref()
+        if found is not None:
+            return found(*args)
+        when_gone()
+        return None
+
+    return call

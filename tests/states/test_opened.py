@@ -1,0 +1,87 @@
+"""Where all states fit, where parameters come later, and where nobody calls `close`."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from memkit.device import Device, ReferenceDevice
+from memkit.states.stepped import ConsumedGradient
+from tests.states.cases import assert_same_training, batch, make_net, offload, train
+
+
+@pytest.mark.parametrize("options", [{"overlap_forward": True}, {"when": "backward"}], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_gradients_are_let_go_also_where_all_states_fit(device: Device, kind: Any, options: Any) -> None:
+    nets = [make_net(device) for _ in range(3)]
+    optimizers = [kind(net.parameters(), lr=1e-2) for net in nets]
+    train(nets[0], optimizers[0], device, range(3))
+    for net, optimizer, budget in zip(nets[1:], optimizers[1:], [0, "1GiB"], strict=True):
+        with offload(optimizer, device, device_budget=budget, **options) as states:
+            for step in range(3):
+                net(batch(device, 10 * step)).square().mean().backward()
+                optimizer.step()
+                grad = net.head.weight.grad
+                assert grad is None if "overlap_forward" in options else type(grad) is ConsumedGradient
+            states.wait()
+        assert_same_training(nets[0], optimizers[0], net, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_parameters_that_come_where_all_states_fit(device: Device, update: str) -> None:
+    def trained(streams: bool) -> Any:
+        net, later = make_net(device), torch.nn.Linear(24, 400, device=device.torch_device)
+        with torch.no_grad():
+            later.weight.fill_(0.1)
+            later.bias.fill_(0.2)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        states = offload(optimizer, device, device_budget="30KiB", update=update) if streams else None
+        train(net, optimizer, device, range(2))
+        if states is not None:
+            assert states.plan.is_empty
+        optimizer.add_param_group({"params": later.parameters()})
+        for step in range(2, 4):
+            net(later(batch(device, step))[:, :24]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if states is not None:
+            assert states.stats().host_bytes > 0
+            assert states.stats().resident_bytes <= 30 * 1024
+            states.close()
+        return torch.nn.ModuleList([net, later]), optimizer
+
+    assert_same_training(*trained(False), *trained(True))
+
+
+@pytest.mark.parametrize("options", [{}, {"when": "backward"}, {"overlap_forward": True}, {"device_budget": "1GiB"}], ids=str)
+def test_one_that_is_dropped_is_let_go(options: Any) -> None:
+    device = ReferenceDevice()
+
+    def dropped() -> list[weakref.ref[Any]]:
+        net = make_net(device)
+        optimizer = torch.optim.AdamW(net.parameters())
+        states = offload(optimizer, device, **options)
+        train(net, optimizer, device, range(2))
+        return [weakref.ref(optimizer), weakref.ref(net.head.weight), weakref.ref(states)]
+
+    refs = dropped()
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None, None]
+    torch.nn.Identity()(torch.ones(1))  # the hook of all forwards goes
+
+
+def test_the_optimizer_keeps_it(device: Device) -> None:
+    net = make_net(device)
+    optimizer = torch.optim.AdamW(net.parameters())
+    ref = weakref.ref(offload(optimizer, device))
+    gc.collect()
+    train(net, optimizer, device, range(2))
+    states = ref()
+    assert states is not None
+    assert states.stats().d2h_bytes > 0
+    states.close()

@@ -1,0 +1,164 @@
+"""What the small steps at the beginning find, and that they write to nothing of the user's."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memkit.device import ReferenceDevice
+from tests.states.cases import assert_same, offload
+
+
+class _Momentum(torch.optim.Optimizer):
+    """Steps with a momentum."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            self.step_group(group)
+        return None
+
+    def step_group(self, group: dict[str, Any]) -> None:
+        for index, parameter in enumerate(group["params"]):
+            if parameter.grad is not None:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                mean.mul_(0.9).add_(parameter.grad)
+                parameter.sub_(mean, alpha=0.1 * self.scale(group, index))
+
+    def scale(self, group: dict[str, Any], index: int) -> float:
+        return 1.0
+
+
+class _StepsAll(_Momentum):
+    """Goes on with the momentum where there is no gradient."""
+
+    def step_group(self, group: dict[str, Any]) -> None:
+        super().step_group(group)
+        for parameter in group["params"]:
+            if parameter.grad is None and parameter in self.state:
+                parameter.sub_(self.state[parameter]["mean"], alpha=0.1)
+
+
+class _NeedsAll(_Momentum):
+    """Fails where there is no gradient, with or without memkit."""
+
+    def step_group(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            assert bool(parameter.grad.isfinite().all())
+        super().step_group(group)
+
+
+class _Parallel(_Momentum):
+    """Has a number for each parameter, in a list."""
+
+    def scale(self, group: dict[str, Any], index: int) -> float:
+        return float(group["scales"][index])
+
+
+class _Counting(_Momentum):
+    """Counts its steps in place."""
+
+    def __init__(self, params: Any, count: Any) -> None:
+        super().__init__(params)
+        self.count = count
+
+    def step_group(self, group: dict[str, Any]) -> None:
+        super().step_group(group)
+        if isinstance(self.count, Tensor):
+            self.count += 1
+        elif isinstance(self.count, list):
+            self.count.append(1)
+        else:
+            self.count.number += 1
+
+
+class _Number:
+    number = 0
+
+
+def _parameters(number: int = 4) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(number)]
+
+
+def _refused(optimizer: torch.optim.Optimizer, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        offload(optimizer, ReferenceDevice())
+
+
+def test_one_that_steps_parameters_without_gradient() -> None:
+    _refused(_StepsAll(_parameters()), "_StepsAll does something with those that have none: they gave another parameter")
+
+
+def test_one_that_needs_all_gradients() -> None:
+    parameters = _parameters()
+    optimizer = _NeedsAll(parameters)
+    with offload(optimizer, ReferenceDevice()):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert len(optimizer.state) == 4
+
+
+@pytest.mark.parametrize("scales", [[1.0, 1.0, 2.0, 3.0], (1.0, 1.0, 1.0, 1.0), [1, 1, 1, 5]])
+def test_a_list_beside_the_parameters(scales: Any) -> None:
+    optimizer = _Parallel([{"params": _parameters(), "scales": scales}])
+
+    _refused(optimizer, "_Parallel is not separable: stepped one by one, small tensors gave another parameter")
+
+    assert optimizer.param_groups[0]["scales"] is scales
+    assert scales[0] == 1
+
+
+def test_as_many_options_as_parameters() -> None:
+    optimizer = torch.optim.AdamW(_parameters(2), betas=(0.9, 0.9))
+    offload(optimizer, ReferenceDevice()).close()
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.9)
+
+
+@pytest.mark.parametrize("count", [torch.zeros(()), [0], _Number()], ids=["tensor", "list", "object"])
+def test_a_count_that_is_written_in_place(count: Any) -> None:
+    before = copy.deepcopy(count)
+    optimizer = _Counting(_parameters(), count)
+
+    _refused(optimizer, '_Counting is not separable: stepped one by one, small tensors gave another attribute ("count")')
+
+    assert optimizer.count is count
+    if isinstance(count, _Number):
+        assert count.number == 0
+    else:
+        assert_same(count, before)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("num_groups", [1, 12])
+def test_states_of_two_precisions_in_one_group_are_loaded_in_their_own(dtypes: Any, num_groups: int) -> None:
+    def trained(streams: bool) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        generator = torch.Generator().manual_seed(0)
+        sizes = [(16, 16), (8,)] * 12
+        values = [torch.randn(size, generator=generator).to(dtypes[len(size) == 1]) for size in sizes]
+        parameters = [torch.nn.Parameter(value) for value in values]
+        groups = [{"params": parameters[start::num_groups]} for start in range(num_groups)]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
+        states = offload(optimizer, ReferenceDevice()) if streams else None
+        for step in range(4):
+            sum((parameter * (step + 1)).float().square().sum() for parameter in parameters).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if states is not None:
+            states.close()
+        return parameters, optimizer
+
+    (plain, plain_optimizer), (parameters, optimizer) = trained(False), trained(True)
+
+    assert_same(plain, parameters)
+    assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
