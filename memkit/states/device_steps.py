@@ -44,11 +44,18 @@ class Undo:
         offset = 0
         for record in piece.due:
             parameter = record.parameter
-            if record.undo is None or parameter.size() != record.undo.size() or not may_leave(parameter):
+            if record.undo is None or not self._is_room(record.undo, parameter, offset):
                 with torch.inference_mode(False):
                     record.undo = self._over(parameter, offset)
             offset += aligned(parameter.nbytes)
             record.undo.copy_(parameter)
+
+    def _is_room(self, undo: Tensor, parameter: Tensor, offset: int) -> bool:
+        """Tell whether a parameter can be kept where it was kept last: in its own place now, or outside of this room."""
+        if undo.dtype != parameter.dtype or undo.size() != parameter.size() or not may_leave(parameter):
+            return False
+        is_outside = undo.untyped_storage().data_ptr() != self._storage.data_ptr()
+        return is_outside or undo.data_ptr() == self._storage.data_ptr() + offset
 
     def _over(self, parameter: Tensor, offset: int) -> Tensor:
         if not may_leave(parameter) or offset + parameter.nbytes > self._storage.nbytes():
@@ -105,7 +112,7 @@ class DeviceSteps:
         if moves:
             layout = self._lay_out(piece, stepped)
         else:
-            self._note_entries(piece, None, stepped)
+            piece.note_entries(self._optimizer.state, None, ((record, entries) for record, _, entries in stepped))
         changes = run.leave(written)
         done = [(record, mark_of(record)) for record in piece.due]
         steps = [partial(setattr, record, "done", mark) for record, mark in done]
@@ -222,7 +229,7 @@ class DeviceSteps:
         made = {id(record): entries for record, _, entries in stepped}
         layout = piece.layout
         if layout is not None and self._is_as_laid_out(piece, layout, made):
-            self._note_entries(piece, layout, stepped)
+            piece.note_entries(self._optimizer.state, layout, ((record, entries) for record, _, entries in stepped))
             return layout
         states: list[dict[str, Tensor]] = []
         for index, record in enumerate(piece.records):
@@ -233,7 +240,7 @@ class DeviceSteps:
                 states.append({name: value for name, value in entries.items() if may_leave(value)})
         tensors, num_bytes = pack(states)
         if not num_bytes:
-            self._note_entries(piece, None, stepped)
+            piece.note_entries(self._optimizer.state, None, ((record, entries) for record, _, entries in stepped))
             return None
         slot = self._slots.of(piece)
         copies = states
@@ -248,7 +255,7 @@ class DeviceSteps:
                 for tensor in row:
                     copy_state(tensor.over(slot.storage), values[tensor.name])
         laid_out = Layout(span, tensors, host)
-        self._note_entries(piece, laid_out, stepped)
+        piece.note_entries(self._optimizer.state, laid_out, ((record, entries) for record, _, entries in stepped))
         return laid_out
 
     def _is_as_laid_out(self, piece: Piece, layout: Layout, made: Mapping[int, Mapping[Any, Any]]) -> bool:
@@ -273,21 +280,3 @@ class DeviceSteps:
             if num_leaving != len(entries) and num_leaving != sum(map(may_leave, entries.values())):
                 return False
         return True
-
-    def _note_entries(self, piece: Piece, layout: Layout | None, stepped: list[Stepped]) -> None:
-        """Note what is to be put into `optimizer.state`: the same, with tensors in host memory."""
-        index_of = {id(record): index for index, record in enumerate(piece.records)}
-        entered = []
-        for record, _, entries in stepped:
-            if not entries:
-                continue
-            host = layout.host[index_of[id(record)]] if layout is not None else {}
-            made = {name: host.get(name, value) for name, value in entries.items()}
-            entered.append((record.parameter, made))
-        if layout is not piece.layout and layout is not None:
-            known = {id(record) for record, _, _ in stepped}
-            for index, record in enumerate(piece.records):
-                if id(record) not in known and layout.host[index]:
-                    entries = self._optimizer.state[record.parameter]
-                    entered.append((record.parameter, {**entries, **layout.host[index]}))
-        piece.entered = entered
