@@ -22,6 +22,7 @@ from memkit.states.packing import copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, mark_of, stand_in_of
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
+from memkit.wrappers import parts_of
 
 Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]
 """What was stepped: of which parameter, what stood for it, and its states."""
@@ -162,6 +163,7 @@ class DeviceSteps:
                 for value, before in record.numbers:
                     value.copy_(before)
         piece.entered.clear()
+        piece.let_go()  # the class may have put other tensors into what stands for parameters
         if not piece.plan.is_resident:
             self._slots.release(piece)
         piece.residency = piece.rest
@@ -260,6 +262,9 @@ class DeviceSteps:
 
     def _is_as_laid_out(self, piece: Piece, layout: Layout, made: Mapping[int, Mapping[Any, Any]]) -> bool:
         """Tell whether the states lie in the slot as before. What was put in the place of one goes there."""
+        new: list[tuple[Tensor, Tensor]] = []
+        replaced: list[tuple[nn.Parameter, Tensor]] = []
+        slot_address = self._slots.of(piece).storage.data_ptr()
         for index, record in enumerate(piece.records):
             entries = made.get(id(record))
             if entries is None:
@@ -269,14 +274,24 @@ class DeviceSteps:
             for tensor in layout.tensors[index]:
                 value = entries.get(tensor.name)
                 view = views[tensor.name]
-                if value is view or (tensor.name == MASTER and record.has_master):
-                    num_leaving += 1
+                num_leaving += 1
+                if value is view:
                     continue
                 if not isinstance(value, Tensor) or not tensor.is_like(value):
                     return False
-                with torch.no_grad():
-                    copy_state(view, value)
-                num_leaving += 1
+                if tensor.name == MASTER and value.data_ptr() == view.data_ptr():
+                    continue
+                if any(part.untyped_storage().data_ptr() == slot_address for part in parts_of(value)):
+                    return False  # they have changed places: one would be written over before it is read
+                new.append((view, value))
+                stand_in = piece.stand_ins[index]
+                if tensor.name == MASTER and stand_in is not None:
+                    replaced.append((stand_in, view))
             if num_leaving != len(entries) and num_leaving != sum(map(may_leave, entries.values())):
                 return False
+        with torch.no_grad():
+            for view, value in new:
+                copy_state(view, value)
+        for stand_in, view in replaced:
+            stand_in.data = view
         return True

@@ -194,3 +194,50 @@ def test_a_step_of_another_precision_than_before_is_undone(device: Device) -> No
             parameter.data = parameter.data.double() + 1e-12
 
     _assert_undone(device, change, without=())
+
+
+class Odd(torch.optim.Optimizer):
+    """Has its states change places, puts another tensor into the data of parameters, and begins anew every third step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                if state["count"] % 4 == 0:
+                    state.clear()
+                    continue
+                older, old = state.get("old", parameter.grad * 0.5), state.get("older", parameter.grad * 0.25)
+                state["old"], state["older"] = old, older
+                old.mul_(0.9).add_(parameter.grad)
+                parameter.data = parameter.data - group["lr"] * (old + 0.5 * older)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_states_that_change_places_and_go(device: Device, update: str) -> None:
+    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
+        for step in range(9):
+            give_grads(parameters, step, without=range(step % 3, 24, 5))
+            optimizer.step()
+
+    assert_as_plain(device, lambda: make(24), Odd, loop, update=update)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_float32_copies_that_the_class_replaces(device: Device, update: str) -> None:
+    ends = []
+    for options in ({"update": update}, {"device_budget": "1GiB"}):
+        parameters = make(12, dtype=torch.bfloat16)
+        optimizer = Odd(parameters)
+        with offload(optimizer, device, master=torch.float32, **options):
+            for step in range(9):
+                give_grads(parameters, step, without=range(step % 3, 12, 5))
+                optimizer.step()
+            ends.append((parameters, optimizer.state_dict()))
+    assert_same(*ends)
