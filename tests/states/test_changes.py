@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from memkit.device import Device, ReferenceDevice
-from memkit.plan import StateRates
+from memkit.plan import StatePiece, StateRates, Update
 from memkit.states import state_offload
+from memkit.states.at_rest import StatesAtRest
+from memkit.states.host_memory import HostStates
+from memkit.states.pieces import Piece, StateRecord
 from tests.states.cases import Rebinding, assert_same, offload
 
 pytestmark = [
@@ -241,3 +244,19 @@ def test_float32_copies_that_the_class_replaces(device: Device, update: str) -> 
                 optimizer.step()
             ends.append((parameters, optimizer.state_dict()))
     assert_same(*ends)
+
+
+@pytest.mark.parametrize("has_step_on_device", [False, True])
+def test_states_without_dimensions_go_back_to_where_the_parameter_is(device: Device, has_step_on_device: bool) -> None:
+    parameter = nn.Parameter(torch.zeros((), device="meta"))
+    optimizer = torch.optim.AdamW([parameter], capturable=has_step_on_device)
+    optimizer.state[parameter] = {"step": torch.ones(()), "exp_avg": torch.ones(()), "exp_avg_sq": torch.ones(())}
+    record = StateRecord("scale", parameter, has_master=False)
+    record.group = record.position = 0
+    plan = StatePiece(parameters=(0,), parameter_bytes=512, state_bytes=0, numel=1, slot=0, update=Update.HOST)
+    rest = StatesAtRest(optimizer, device, HostStates(device, limit_bytes=None))
+
+    assert rest.give_back([Piece(plan, [record])])
+
+    places = {name: value.device.type for name, value in optimizer.state[parameter].items()}
+    assert places == {"step": "meta" if has_step_on_device else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
