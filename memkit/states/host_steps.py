@@ -29,13 +29,14 @@ from memkit.transfer.spans import Span
 _HOST = torch.device("cpu")
 
 
-_Traits = tuple[int, torch.dtype, torch.Size, tuple[int, ...], bool]
+_Traits = tuple[int, torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...], bool]
 """What a route depends on of a parameter that is due: which it is, how it lies, and whether a copy is stepped in its place."""
 
 
 def _traits_of(record: StateRecord) -> _Traits:
-    parameter = record.parameter
-    return id(record), parameter.dtype, parameter.size(), parameter.stride(), record.has_master
+    parameter, grad = record.parameter, record.parameter.grad
+    assert grad is not None
+    return id(record), parameter.dtype, parameter.size(), parameter.stride(), grad.stride(), record.has_master
 
 
 @dataclass(slots=True)
@@ -150,7 +151,7 @@ class HostSteps:
         self._device.synchronize(out.done)
         route = self._routes[piece]
         layout = piece.layout
-        index_of = {id(record): index for index, record in enumerate(piece.records)}
+        numbers: list[tuple[Tensor, Tensor]] = []
         state: dict[Any, Any] = defaultdict(dict)
         keys: list[nn.Parameter] = []
         with torch.no_grad():
@@ -160,20 +161,22 @@ class HostSteps:
                 grad = route.host_grads[number]
                 if record.has_master:
                     copied = route.host_parameters[number]
-                    if layout is not None and MASTER in layout.host[index_of[id(record)]]:
-                        key.data = layout.host[index_of[id(record)]][MASTER]
+                    master = entries.pop(MASTER, None)
+                    if master is not None:
+                        key.data = master
+                        if not may_leave(master):
+                            numbers.append((master, master.clone()))
                         if record.is_rounded_at != torch_private.version_of(record.parameter):
                             kept = key.to(copied.dtype) == copied
                             key.data.copy_(torch.where(kept, key.data, copied.to(torch.float32)))
                     else:
                         key.data = copied.to(torch.float32)
                     grad = grad.to(torch.float32)
-                    entries.pop(MASTER, None)
                 key.grad = grad
                 if entries:
                     state[key] = entries
                 keys.append(key)
-            numbers = [
+            numbers += [
                 (value, value.clone())
                 for entries in state.values()
                 for value in entries.values()
@@ -299,8 +302,9 @@ class HostSteps:
             own = storage_of_part(room.whole)
             for kind, record, start in places:
                 tensor = record.parameter
-                dense = may_leave(tensor)
-                stride = tensor.stride() if dense else torch.empty(tensor.size(), device="meta").stride()
+                lies = tensor.grad if kind == "grad" and tensor.grad is not None else tensor
+                dense = may_leave(lies)
+                stride = lies.stride() if dense else torch.empty(tensor.size(), device="meta").stride()
                 for where, storage in (("", slot.storage), ("host ", own)):
                     found[where + kind].append(
                         tensor_over(

@@ -15,7 +15,7 @@ from memkit.states import state_offload
 from memkit.states.at_rest import StatesAtRest
 from memkit.states.host_memory import HostStates
 from memkit.states.pieces import Piece, StateRecord
-from tests.states.cases import Rebinding, assert_same, offload
+from tests.states.cases import Odd, Rebinding, assert_same, offload
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
@@ -199,29 +199,6 @@ def test_a_step_of_another_precision_than_before_is_undone(device: Device) -> No
     _assert_undone(device, change, without=())
 
 
-class Odd(torch.optim.Optimizer):
-    """Has its states change places, puts another tensor into the data of parameters, and begins anew every third step."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                state["count"] = state.get("count", 0) + 1
-                if state["count"] % 4 == 0:
-                    state.clear()
-                    continue
-                older, old = state.get("old", parameter.grad * 0.5), state.get("older", parameter.grad * 0.25)
-                state["old"], state["older"] = old, older
-                old.mul_(0.9).add_(parameter.grad)
-                parameter.data = parameter.data - group["lr"] * (old + 0.5 * older)
-
-
 @pytest.mark.parametrize("update", UPDATES)
 def test_states_that_change_places_and_go(device: Device, update: str) -> None:
     def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
@@ -260,3 +237,29 @@ def test_states_without_dimensions_go_back_to_where_the_parameter_is(device: Dev
 
     places = {name: value.device.type for name, value in optimizer.state[parameter].items()}
     assert places == {"step": "meta" if has_step_on_device else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+def test_a_side_that_comes_with_an_added_group_has_slots_of_its_own(device: Device) -> None:
+    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
+        for step in range(4):
+            if step == 2:
+                added = make(14, seed=step)
+                optimizer.add_param_group({"params": added})
+                parameters += added
+            give_grads(parameters, step)
+            optimizer.step()
+
+    assert_as_plain(device, lambda: make(1), fused, loop, update="both")
+
+
+def test_float32_copies_without_dimensions_on_the_host(device: Device) -> None:
+    ends = []
+    for update in ("device", "host"):
+        parameters = [nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16)), *make(3, dtype=torch.bfloat16)]
+        optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+        with offload(optimizer, device, update=update, master=torch.float32):
+            for step in range(6):
+                give_grads(parameters, step)
+                optimizer.step()
+            ends.append((parameters, optimizer.state_dict()))
+    assert_same(*ends)
