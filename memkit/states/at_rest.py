@@ -142,25 +142,27 @@ class StatesAtRest:
             if isinstance(value, Tensor) and value.dtype == parameter.dtype:
                 entries[name] = value.to(torch.float32)
 
-    def _bring_count(self, record: StateRecord, entries: dict[Any, Any]) -> None:
-        """Have the count of steps be where the optimizer keeps it for a parameter on the device."""
+    def _bring_numbers(self, record: StateRecord, entries: dict[Any, Any]) -> None:
+        """Have the count of steps be where the optimizer keeps it for a parameter on the device, and the states of a parameter
+        without dimensions, which are numbers as well, where that is."""
         group = self._optimizer.param_groups[record.group]
         step = entries.get("step")
         if isinstance(step, Tensor) and (group.get("fused") or group.get("capturable")):
             entries["step"] = step.to(record.parameter.device)
+        if record.parameter.dim() == 0:
+            numbers = {name: value for name, value in entries.items() if isinstance(value, Tensor) and not value.dim()}
+            entries.update({name: value.to(record.parameter.device) for name, value in numbers.items() if name != "step"})
 
     def give_back(self, pieces: Iterable[Piece]) -> None:
         """Have all states be tensors of their own again, where the parameters are. Where there is no room for some, these are
         tensors in host memory then, and a warning says so."""
         fit = True
         for piece in pieces:
-            layout = piece.layout
-            if layout is None:
-                continue
-            for record, host in zip(piece.records, layout.host, strict=True):
+            rows: Iterable[dict[str, Tensor]] = piece.layout.host if piece.layout is not None else [{} for _ in piece.records]
+            for record, host in zip(piece.records, rows, strict=True):
                 entries = self._optimizer.state.get(record.parameter)
                 if piece.plan.update is Update.HOST and entries and record.group >= 0:
-                    self._bring_count(record, entries)
+                    self._bring_numbers(record, entries)
                 for name, tensor in host.items():
                     if entries is None or entries.get(name) is not tensor:
                         continue

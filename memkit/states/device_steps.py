@@ -22,6 +22,7 @@ from memkit.states.packing import copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, mark_of, stand_in_of
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
+from memkit.wrappers import parts_of
 
 Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]
 """What was stepped: of which parameter, what stood for it, and its states."""
@@ -44,11 +45,18 @@ class Undo:
         offset = 0
         for record in piece.due:
             parameter = record.parameter
-            if record.undo is None or parameter.size() != record.undo.size() or not may_leave(parameter):
+            if record.undo is None or not self._is_room(record.undo, parameter, offset):
                 with torch.inference_mode(False):
                     record.undo = self._over(parameter, offset)
             offset += aligned(parameter.nbytes)
             record.undo.copy_(parameter)
+
+    def _is_room(self, undo: Tensor, parameter: Tensor, offset: int) -> bool:
+        """Tell whether a parameter can be kept where it was kept last: in its own place now, or outside of this room."""
+        if undo.dtype != parameter.dtype or undo.size() != parameter.size() or not may_leave(parameter):
+            return False
+        is_outside = undo.untyped_storage().data_ptr() != self._storage.data_ptr()
+        return is_outside or undo.data_ptr() == self._storage.data_ptr() + offset
 
     def _over(self, parameter: Tensor, offset: int) -> Tensor:
         if not may_leave(parameter) or offset + parameter.nbytes > self._storage.nbytes():
@@ -105,7 +113,7 @@ class DeviceSteps:
         if moves:
             layout = self._lay_out(piece, stepped)
         else:
-            self._note_entries(piece, None, stepped)
+            piece.note_entries(self._optimizer.state, None, ((record, entries) for record, _, entries in stepped))
         changes = run.leave(written)
         done = [(record, mark_of(record)) for record in piece.due]
         steps = [partial(setattr, record, "done", mark) for record, mark in done]
@@ -155,6 +163,7 @@ class DeviceSteps:
                 for value, before in record.numbers:
                     value.copy_(before)
         piece.entered.clear()
+        piece.let_go()  # the class may have put other tensors into what stands for parameters
         if not piece.plan.is_resident:
             self._slots.release(piece)
         piece.residency = piece.rest
@@ -219,7 +228,7 @@ class DeviceSteps:
         made = {id(record): entries for record, _, entries in stepped}
         layout = piece.layout
         if layout is not None and self._is_as_laid_out(piece, layout, made):
-            self._note_entries(piece, layout, stepped)
+            piece.note_entries(self._optimizer.state, layout, ((record, entries) for record, _, entries in stepped))
             return layout
         states: list[dict[str, Tensor]] = []
         for index, record in enumerate(piece.records):
@@ -230,7 +239,7 @@ class DeviceSteps:
                 states.append({name: value for name, value in entries.items() if may_leave(value)})
         tensors, num_bytes = pack(states)
         if not num_bytes:
-            self._note_entries(piece, None, stepped)
+            piece.note_entries(self._optimizer.state, None, ((record, entries) for record, _, entries in stepped))
             return None
         slot = self._slots.of(piece)
         copies = states
@@ -245,11 +254,14 @@ class DeviceSteps:
                 for tensor in row:
                     copy_state(tensor.over(slot.storage), values[tensor.name])
         laid_out = Layout(span, tensors, host)
-        self._note_entries(piece, laid_out, stepped)
+        piece.note_entries(self._optimizer.state, laid_out, ((record, entries) for record, _, entries in stepped))
         return laid_out
 
     def _is_as_laid_out(self, piece: Piece, layout: Layout, made: Mapping[int, Mapping[Any, Any]]) -> bool:
         """Tell whether the states lie in the slot as before. What was put in the place of one goes there."""
+        new: list[tuple[Tensor, Tensor]] = []
+        replaced: list[tuple[nn.Parameter, Tensor]] = []
+        slot_address = self._slots.of(piece).storage.data_ptr()
         for index, record in enumerate(piece.records):
             entries = made.get(id(record))
             if entries is None:
@@ -259,32 +271,24 @@ class DeviceSteps:
             for tensor in layout.tensors[index]:
                 value = entries.get(tensor.name)
                 view = views[tensor.name]
-                if value is view or (tensor.name == MASTER and record.has_master):
-                    num_leaving += 1
+                num_leaving += 1
+                if value is view:
                     continue
                 if not isinstance(value, Tensor) or not tensor.is_like(value):
                     return False
-                with torch.no_grad():
-                    copy_state(view, value)
-                num_leaving += 1
+                if tensor.name == MASTER and value.data_ptr() == view.data_ptr():
+                    continue
+                if any(part.untyped_storage().data_ptr() == slot_address for part in parts_of(value)):
+                    return False  # they have changed places: one would be written over before it is read
+                new.append((view, value))
+                stand_in = piece.stand_ins[index]
+                if tensor.name == MASTER and stand_in is not None:
+                    replaced.append((stand_in, view))
             if num_leaving != len(entries) and num_leaving != sum(map(may_leave, entries.values())):
                 return False
+        with torch.no_grad():
+            for view, value in new:
+                copy_state(view, value)
+        for stand_in, view in replaced:
+            stand_in.data = view
         return True
-
-    def _note_entries(self, piece: Piece, layout: Layout | None, stepped: list[Stepped]) -> None:
-        """Note what is to be put into `optimizer.state`: the same, with tensors in host memory."""
-        index_of = {id(record): index for index, record in enumerate(piece.records)}
-        entered = []
-        for record, _, entries in stepped:
-            if not entries:
-                continue
-            host = layout.host[index_of[id(record)]] if layout is not None else {}
-            made = {name: host.get(name, value) for name, value in entries.items()}
-            entered.append((record.parameter, made))
-        if layout is not piece.layout and layout is not None:
-            known = {id(record) for record, _, _ in stepped}
-            for index, record in enumerate(piece.records):
-                if id(record) not in known and layout.host[index]:
-                    entries = self._optimizer.state[record.parameter]
-                    entered.append((record.parameter, {**entries, **layout.host[index]}))
-        piece.entered = entered

@@ -20,7 +20,7 @@ from memkit.states.host_memory import HostStates
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep
 from memkit.states.packing import copy_state, may_leave, moved_state, pack, storage_of_part
-from memkit.states.pieces import MASTER, Layout, Piece, Residency, mark_of, stand_in_of
+from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, mark_of, stand_in_of
 from memkit.states.slots import StateSlot, StateSlots
 from memkit.storages import tensor_over
 from memkit.transfer.lanes import Lanes, Transfer
@@ -29,11 +29,25 @@ from memkit.transfer.spans import Span
 _HOST = torch.device("cpu")
 
 
+_Traits = tuple[int, torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...], bool]
+"""What a route depends on of a parameter that is due: which it is, how it lies, and whether a copy is stepped in its place."""
+
+
+def _traits_of(record: StateRecord) -> _Traits:
+    parameter, grad = record.parameter, record.parameter.grad
+    assert grad is not None
+    return id(record), parameter.dtype, parameter.size(), parameter.stride(), grad.stride(), record.has_master
+
+
 @dataclass(slots=True)
 class _Route:
     """Where parameters and gradients of a piece lie on their way, in the slot and in host memory alike."""
 
     storage: torch.UntypedStorage
+    room: Span
+    """What was set aside in host memory, of which they take the first bytes."""
+    due: list[_Traits]
+    """What goes this way."""
     grads: list[Tensor]
     parameters: list[Tensor]
     host_grads: list[Tensor]
@@ -74,14 +88,14 @@ class HostSteps:
         """Steps that the thread is to make."""
 
     def reserve(self, pieces: list[Piece]) -> None:
-        """Take the host memory that parameters and gradients of pieces come to.
+        """Take the host memory that parameters and gradients of pieces come to: what is there for their slots already stays.
 
         Raises:
             HostMemoryError: there is not as much.
         """
-        numbers = sorted({piece.plan.slot for piece in pieces})
+        numbers = sorted({piece.plan.slot for piece in pieces} - self._rooms.keys())
         spans = self._host.take([self._slots.slots[number].num_bytes for number in numbers])
-        self._rooms = dict(zip(numbers, spans, strict=True))
+        self._rooms.update(zip(numbers, spans, strict=True))
 
     def is_free_for(self, piece: Piece) -> bool:
         """Tell whether parameters and gradients of a piece may be brought to the host now."""
@@ -98,8 +112,7 @@ class HostSteps:
                 parameter.copy_(record.parameter)
         self._slots.note_written(slot)
         slot.freed = self._device.record_event(timed=False)
-        room = self._rooms[piece.plan.slot]
-        span = room.part(0, route.num_bytes)
+        span = route.room.part(0, route.num_bytes)
         slot.left = self._out[piece] = self._lanes.copy_out(slot.storage, span, after=slot.freed)
         self._slots.d2h_bytes += route.num_bytes
 
@@ -138,7 +151,7 @@ class HostSteps:
         self._device.synchronize(out.done)
         route = self._routes[piece]
         layout = piece.layout
-        index_of = {id(record): index for index, record in enumerate(piece.records)}
+        numbers: list[tuple[Tensor, Tensor]] = []
         state: dict[Any, Any] = defaultdict(dict)
         keys: list[nn.Parameter] = []
         with torch.no_grad():
@@ -148,18 +161,20 @@ class HostSteps:
                 grad = route.host_grads[number]
                 if record.has_master:
                     copied = route.host_parameters[number]
-                    if layout is not None and MASTER in layout.host[index_of[id(record)]]:
-                        key.data = layout.host[index_of[id(record)]][MASTER]
+                    master = entries.pop(MASTER, None)
+                    if master is not None:
+                        key.data = master
+                        if not may_leave(master):
+                            numbers.append((master, master.clone()))
                         follow(key.data, copied)
                     else:
                         key.data = copied.to(torch.float32)
                     grad = grad.to(torch.float32)
-                    entries.pop(MASTER, None)
                 key.grad = grad
                 if entries:
                     state[key] = entries
                 keys.append(key)
-            numbers = [
+            numbers += [
                 (value, value.clone())
                 for entries in state.values()
                 for value in entries.values()
@@ -171,9 +186,13 @@ class HostSteps:
             made = [dict(state[key]) if key in state else {} for key in keys]
             with torch.no_grad():
                 for number, (record, key) in enumerate(zip(piece.due, keys, strict=True)):
+                    view = route.host_parameters[number]
                     if record.has_master:
                         made[number][MASTER] = key.data
-                        route.host_parameters[number].copy_(key)
+                        view.copy_(key)
+                    elif key.data_ptr() != view.data_ptr():  # the class has put another tensor there
+                        view.copy_(key)
+                        key.data = view
             laid_out = self._lay_out(piece, made)
         except BaseException as error:
             if layout is not None:
@@ -205,7 +224,10 @@ class HostSteps:
             index = index_of[id(record)]
             leaving = {name: value for name, value in entries.items() if may_leave(value)}
             is_as_before = is_as_before and leaving.keys() == rows[index].keys()
-            is_as_before = is_as_before and all(leaving[name] is rows[index][name] or name == MASTER for name in leaving)
+            is_as_before = is_as_before and all(
+                value is rows[index][name] or (name == MASTER and value.data_ptr() == rows[index][name].data_ptr())
+                for name, value in leaving.items()
+            )
             rows[index] = leaving
         if not is_as_before or layout is None:
             tensors, num_bytes = pack(rows)
@@ -220,19 +242,14 @@ class HostSteps:
                         for name, tensor in row.items():
                             copy_state(tensor, known[name])
                 layout = Layout(span, tensors, host)
-        entered = []
-        for record, entries in zip(piece.due, made, strict=True):
-            if entries:
-                host_row = layout.host[index_of[id(record)]] if layout is not None else {}
-                entered.append((record.parameter, {name: host_row.get(name, value) for name, value in entries.items()}))
-        piece.entered = entered
+        piece.note_entries(self._optimizer.state, layout, zip(piece.due, made, strict=True))
         return layout
 
     def finish(self, piece: Piece) -> None:
         """Have parameters be what was stepped. Calling it again does what was broken off."""
         piece.enter(self._optimizer.state)
         route, slot = self._routes[piece], self._slots.of(piece)
-        span = self._rooms[piece.plan.slot].part(0, route.back_bytes)
+        span = route.room.part(0, route.back_bytes)
         after = [slot.freed, *([slot.left.done] if slot.left is not None else [])]
         slot.arrived = self._lanes.copy_back(span, slot.storage, after=after)
         self._slots.h2d_bytes += route.back_bytes
@@ -259,8 +276,9 @@ class HostSteps:
     def _route(self, piece: Piece, slot: StateSlot) -> _Route:
         """Return where what is due of a piece lies on its way."""
         known = self._routes.get(piece)
-        sizes = [record.parameter.size() for record in piece.due]
-        if known is not None and known.storage is slot.storage and [view.size() for view in known.grads] == sizes:
+        due = [_traits_of(record) for record in piece.due]
+        room = self._rooms[piece.plan.slot]
+        if known is not None and known.storage is slot.storage and known.room is room and known.due == due:
             return known
         offset, places = 0, []
         for kind in ("parameter", "grad"):
@@ -272,16 +290,18 @@ class HostSteps:
                 back_bytes = offset
         if slot.num_bytes < offset:
             self._slots.grow(slot, offset)
-            (self._rooms[piece.plan.slot],) = self._host.take([offset])
-        room = self._rooms[piece.plan.slot]
+        if room.num_bytes < offset:
+            (room,) = self._host.take([offset])
+            self._rooms[piece.plan.slot] = room
         assert room.whole is not None
         found: dict[str, list[Tensor]] = {"parameter": [], "grad": [], "host parameter": [], "host grad": []}
         with torch.inference_mode(False):
             own = storage_of_part(room.whole)
             for kind, record, start in places:
                 tensor = record.parameter
-                dense = may_leave(tensor)
-                stride = tensor.stride() if dense else torch.empty(tensor.size(), device="meta").stride()
+                lies = tensor.grad if kind == "grad" and tensor.grad is not None else tensor
+                dense = may_leave(lies)
+                stride = lies.stride() if dense else torch.empty(tensor.size(), device="meta").stride()
                 for where, storage in (("", slot.storage), ("host ", own)):
                     found[where + kind].append(
                         tensor_over(
@@ -294,6 +314,8 @@ class HostSteps:
             ]
         known = self._routes[piece] = _Route(
             storage=slot.storage,
+            room=room,
+            due=due,
             grads=found["grad"],
             parameters=found["parameter"],
             host_grads=found["host grad"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +135,31 @@ class Piece:
                 for record, views in zip(self.records, self.views, strict=True)
             ]
         self._bound = storage, layout
+
+    def note_entries(
+        self, state: Mapping[Any, Any], layout: Layout | None, made: Iterable[tuple[StateRecord, dict[Any, Any]]]
+    ) -> None:
+        """Note what is to be put into `optimizer.state`: what a step has made, with tensors in host memory. Where these lie
+        otherwise than before, the states of what was not due are among them.
+
+        Args:
+            state: what `optimizer.state` has.
+            layout: where the states are from now on.
+            made: what was stepped, with its new entries.
+        """
+        index_of = {id(record): index for index, record in enumerate(self.records)}
+        entered: list[tuple[Tensor, dict[Any, Any]]] = []
+        stepped = set()
+        for record, entries in made:
+            stepped.add(id(record))
+            if entries or state.get(record.parameter):
+                host = layout.host[index_of[id(record)]] if layout is not None else {}
+                entered.append((record.parameter, {name: host.get(name, value) for name, value in entries.items()}))
+        if layout is not self.layout and layout is not None:
+            for record, host in zip(self.records, layout.host, strict=True):
+                if id(record) not in stepped and host:
+                    entered.append((record.parameter, {**state[record.parameter], **host}))
+        self.entered = entered
 
     def enter(self, state: MutableMapping[Any, Any]) -> None:
         """Put into `optimizer.state` what a step has made. Calling it again does what was broken off."""

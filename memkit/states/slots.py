@@ -48,22 +48,28 @@ class StateSlots:
         self._num_writes = 0
 
     def add(self, plan: StatePlan) -> StatePlan:
-        """Have pieces of another plan come to these slots as well: of each side, they take turns in those that are there.
-        Return the plan, with these slots."""
-        used = [piece.slot for piece in self._plan.pieces if piece.slot >= 0]
-        if not used:
-            with torch.inference_mode(False):
-                self.slots += [StateSlot(self._device, max(1, num_bytes)) for num_bytes in plan.slot_bytes]
-            return plan
+        """Have pieces of another plan come to these slots as well: of each side, they take turns in those that are there, or
+        else get their own. Return the plan, with these slots."""
         sides = {
             update: [piece.slot for piece in self._plan.pieces if piece.update is update and piece.slot >= 0]
             for update in Update
         }
+        own: dict[int, int] = {}
         pieces = []
         for piece in plan.pieces:
-            slots = sides[piece.update] or used
-            pieces.append(replace(piece, slot=slots[piece.slot % len(slots)]) if piece.slot >= 0 else piece)
-        return replace(plan, pieces=tuple(pieces))
+            if piece.slot >= 0 and sides[piece.update]:
+                slots = sides[piece.update]
+                piece = replace(piece, slot=slots[piece.slot % len(slots)])
+            elif piece.slot >= 0:
+                if piece.slot not in own:
+                    own[piece.slot] = len(self.slots)
+                    with torch.inference_mode(False):
+                        self.slots.append(StateSlot(self._device, max(1, plan.slot_bytes[piece.slot])))
+                piece = replace(piece, slot=own[piece.slot])
+            pieces.append(piece)
+        added = replace(plan, pieces=tuple(pieces))
+        self._plan = replace(self._plan, pieces=(*self._plan.pieces, *pieces), slot_bytes=self.sizes)
+        return added
 
     @property
     def num_bytes(self) -> int:
@@ -133,8 +139,8 @@ class StateSlots:
             slot.piece = None
 
     def grow(self, slot: StateSlot, num_bytes: int) -> None:
-        """Give a slot that no copy is under way from or to more room."""
-        self._await_left(slot)
+        """Give a slot that no copy is under way from or to more room. It waits for the device, whose streams may use it."""
+        self._device.synchronize()
         with torch.inference_mode(False):
             larger = self._device.allocate(num_bytes)
         slot.storage, slot.num_bytes, slot.freed = larger, num_bytes, self._device.record_event(timed=False)

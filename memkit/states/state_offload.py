@@ -232,9 +232,9 @@ class StateOffload:
         run, hollow = self._stepping.unfinished, self._hollow
         if optimizer is self.optimizer and run is not None and hollow is not None:
             run.write_of_others(hollow)
-            self._stepping.unfinished = None
             if self._in_backward is not None:
                 self._in_backward.forget_done()
+            self._stepping.unfinished = None  # last: an interrupt ahead of it leaves a step of which nothing is to be done
 
     def _settle(self) -> None:
         """Put right what a step has left that was broken off."""

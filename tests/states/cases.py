@@ -64,6 +64,29 @@ class Rebinding(torch.optim.Optimizer):
         return None
 
 
+class Odd(torch.optim.Optimizer):
+    """Has its states change places, puts another tensor into the data of parameters, and begins anew every third step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                if state["count"] % 4 == 0:
+                    state.clear()
+                    continue
+                older, old = state.get("old", parameter.grad * 0.5), state.get("older", parameter.grad * 0.25)
+                state["old"], state["older"] = old, older
+                old.mul_(0.9).add_(parameter.grad)
+                parameter.data = parameter.data - group["lr"] * (old + 0.5 * older)
+
+
 class DAdapting(torch.optim.Optimizer):
     """Estimates one step size from the gradients of all its parameters."""
 

@@ -1,0 +1,265 @@
+"""What changes between two steps: groups, gradients that are missing, states that are new or put elsewhere, precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkit.device import Device, ReferenceDevice
+from memkit.plan import StatePiece, StateRates, Update
+from memkit.states import state_offload
+from memkit.states.at_rest import StatesAtRest
+from memkit.states.host_memory import HostStates
+from memkit.states.pieces import Piece, StateRecord
+from tests.states.cases import Odd, Rebinding, assert_same, offload
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
+    pytest.mark.usefixtures("even_rates"),
+]
+UPDATES = ["device", "host", "both"]
+
+
+@pytest.fixture
+def device() -> Device:
+    """A device whose results are those of plain CPU steps."""
+    return ReferenceDevice()
+
+
+@pytest.fixture
+def even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have half of the states be stepped on either side."""
+    rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
+    monkeypatch.setattr(state_offload, "measure_rates", lambda *_: rates)
+
+
+def make(count: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(8, 8, generator=generator).to(dtype)) for _ in range(count)]
+
+
+def give_grads(parameters: list[nn.Parameter], step: int, without: Collection[int] = ()) -> None:
+    """Give parameters the gradients of a step, but for those at some places."""
+    for index, parameter in enumerate(parameters):
+        generator = torch.Generator().manual_seed(1000 * step + index)
+        grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = None if index in without else grad
+
+
+Optimizers = Callable[[list[nn.Parameter]], Any]
+Loop = Callable[[list[nn.Parameter], Any], Any]
+
+
+def assert_as_plain(
+    device: Device, start: Callable[[], list[nn.Parameter]], optimizer: Optimizers, loop: Loop, **options: Any
+) -> None:
+    """Assert that a loop comes to the same parameters and states as without offload, while it streams and once it is closed."""
+    plain, parameters = start(), start()
+    plain_optimizer, own = optimizer(plain), optimizer(parameters)
+    loop(plain, plain_optimizer)
+    with offload(own, device, **options):
+        loop(parameters, own)
+        assert_same(plain, parameters, "parameters")
+        assert_same(plain_optimizer.state_dict(), own.state_dict(), "states")
+    assert_same(plain_optimizer.state_dict(), own.state_dict(), "states once closed")
+
+
+def fused(parameters: list[nn.Parameter]) -> Any:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(("first", "more"), [(6, 6), (12, 1), (2, 40)])
+def test_groups_that_are_added(device: Device, update: str, first: int, more: int) -> None:
+    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
+        for step in range(6):
+            if step in (2, 4):
+                added = make(more, seed=step)
+                optimizer.add_param_group({"params": added, "lr": 3e-3})
+                parameters += added
+            give_grads(parameters, step)
+            optimizer.step()
+
+    assert_as_plain(device, lambda: make(first), fused, loop, update=update)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_first_states_beside_one_without_a_gradient(device: Device, update: str) -> None:
+    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
+        for step in range(4):
+            give_grads(parameters, step, without=range(step, 48, 3))
+            optimizer.step()
+
+    assert_as_plain(device, lambda: make(48), fused, loop, update=update)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_new_tensors_beside_one_without_a_gradient(device: Device, update: str) -> None:
+    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
+        give_grads(parameters, 0)
+        optimizer.step()
+        give_grads(parameters, 1, without=range(1, 48, 3))
+        optimizer.step()
+
+    assert_as_plain(device, lambda: make(48), Rebinding, loop, update=update)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_gradients_that_alternate_between_precisions(device: Device, update: str) -> None:
+    def start() -> list[nn.Parameter]:
+        return [*make(1, seed=1), *make(1, seed=2, dtype=torch.float64), *make(46, seed=3)]
+
+    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
+        for step in range(6):
+            give_grads(parameters, step, without=[step % 2])
+            optimizer.step()
+
+    assert_as_plain(device, start, lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False), loop, update=update)
+
+
+def test_gradients_that_alternate_between_float32_copies_and_none(device: Device) -> None:
+    ends = []
+    for update in ("device", "host"):
+        parameters = [*make(1, seed=1, dtype=torch.bfloat16), *make(1, seed=2), *make(46, seed=3)]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+        with offload(optimizer, device, update=update, master=torch.float32):
+            for step in range(6):
+                give_grads(parameters, step, without=[step % 2])
+                optimizer.step()
+        ends.append((parameters, optimizer.state_dict()))
+    assert_same(*ends)
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. states of")
+@pytest.mark.parametrize("update", UPDATES)
+def test_parameters_that_become_float64(device: Device, update: str) -> None:
+    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
+        give_grads(parameters, 0)
+        optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+            parameter.data = parameter.data.double()
+        for entries in optimizer.state.values():
+            entries["momentum_buffer"] = entries["momentum_buffer"].double()
+        for step in range(1, 4):
+            give_grads(parameters, step)
+            optimizer.step()
+
+    assert_as_plain(device, lambda: make(9), lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), loop, update=update)
+
+
+class Breaking(torch.optim.Optimizer):
+    """Steps, and then fails if told so."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.told = {"fails": False}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            if parameter.grad is not None:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                parameter.sub_(mean.add_(parameter.grad), alpha=0.1)
+        if self.told["fails"] and parameters:
+            raise ArithmeticError("no")
+
+
+def _assert_undone(device: Device, change: Callable[[list[nn.Parameter]], Any], without: Collection[int]) -> None:
+    parameters = make(48)
+    optimizer = Breaking(parameters)
+    with offload(optimizer, device):
+        give_grads(parameters, 0, without)
+        optimizer.step()
+        change(parameters)
+        give_grads(parameters, 1)
+        before: list[Tensor] = [parameter.detach().clone() for parameter in parameters]
+        optimizer.told["fails"] = True
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        assert_same(before, [parameter.detach() for parameter in parameters])
+
+
+def test_a_step_of_more_parameters_than_before_is_undone(device: Device) -> None:
+    _assert_undone(device, lambda _: None, without=range(0, 48, 3))
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. states of")
+def test_a_step_of_another_precision_than_before_is_undone(device: Device) -> None:
+    def change(parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+            parameter.data = parameter.data.double() + 1e-12
+
+    _assert_undone(device, change, without=())
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_states_that_change_places_and_go(device: Device, update: str) -> None:
+    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
+        for step in range(9):
+            give_grads(parameters, step, without=range(step % 3, 24, 5))
+            optimizer.step()
+
+    assert_as_plain(device, lambda: make(24), Odd, loop, update=update)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_float32_copies_that_the_class_replaces(device: Device, update: str) -> None:
+    ends = []
+    for options in ({"update": update}, {"device_budget": "1GiB"}):
+        parameters = make(12, dtype=torch.bfloat16)
+        optimizer = Odd(parameters)
+        with offload(optimizer, device, master=torch.float32, **options):
+            for step in range(9):
+                give_grads(parameters, step, without=range(step % 3, 12, 5))
+                optimizer.step()
+            ends.append((parameters, optimizer.state_dict()))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("has_step_on_device", [False, True])
+def test_states_without_dimensions_go_back_to_where_the_parameter_is(device: Device, has_step_on_device: bool) -> None:
+    parameter = nn.Parameter(torch.zeros((), device="meta"))
+    optimizer = torch.optim.AdamW([parameter], capturable=has_step_on_device)
+    optimizer.state[parameter] = {"step": torch.ones(()), "exp_avg": torch.ones(()), "exp_avg_sq": torch.ones(())}
+    record = StateRecord("scale", parameter, has_master=False)
+    record.group = record.position = 0
+    plan = StatePiece(parameters=(0,), parameter_bytes=512, state_bytes=0, numel=1, slot=0, update=Update.HOST)
+    rest = StatesAtRest(optimizer, device, HostStates(device, limit_bytes=None))
+
+    assert rest.give_back([Piece(plan, [record])])
+
+    places = {name: value.device.type for name, value in optimizer.state[parameter].items()}
+    assert places == {"step": "meta" if has_step_on_device else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+def test_a_side_that_comes_with_an_added_group_has_slots_of_its_own(device: Device) -> None:
+    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
+        for step in range(4):
+            if step == 2:
+                added = make(14, seed=step)
+                optimizer.add_param_group({"params": added})
+                parameters += added
+            give_grads(parameters, step)
+            optimizer.step()
+
+    assert_as_plain(device, lambda: make(1), fused, loop, update="both")
+
+
+def test_float32_copies_without_dimensions_on_the_host(device: Device) -> None:
+    ends = []
+    for update in ("device", "host"):
+        parameters = [nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16)), *make(3, dtype=torch.bfloat16)]
+        optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+        with offload(optimizer, device, update=update, master=torch.float32):
+            for step in range(6):
+                give_grads(parameters, step)
+                optimizer.step()
+            ends.append((parameters, optimizer.state_dict()))
+    assert_same(*ends)

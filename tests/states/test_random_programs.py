@@ -1,0 +1,134 @@
+"""Random training programs come to the same parameters and states, after each step, as without offload."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memkit.device import ReferenceDevice
+from memkit.plan import StateRates
+from memkit.states import state_offload
+from tests.states.cases import Odd, Rebinding, assert_same, offload
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
+    pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere"),
+]
+NUM_STEPS = 10
+SIZES: list[tuple[int, ...]] = [(), (1,), (7,), (8, 8), (16, 16), (3, 5, 2)]
+OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
+    lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    lambda p: torch.optim.Adafactor(p, lr=1e-2, eps=(1e-8, 1e-3)),
+    Rebinding,
+    Odd,
+]
+
+
+class Program:
+    """What is done to an optimizer, step by step: the same for each that it is run on.
+
+    Args:
+        seed: says what.
+        has_master: whether float32 copies are stepped.
+    """
+
+    def __init__(self, seed: int, *, has_master: bool) -> None:
+        self._random = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._dtypes = [torch.float32, torch.bfloat16] if has_master else [torch.float32, torch.float64, torch.bfloat16]
+        self._saved: dict[str, Any] | None = None
+        self.parameters = self._more(self._random.choice([1, 4, 12, 40]))
+        if has_master:
+            self.parameters.append(nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16)))
+        self.optimizer = self._random.choice(OPTIMIZERS)(self.parameters)
+
+    def _more(self, count: int) -> list[nn.Parameter]:
+        made = []
+        is_mixed = self._random.random() < 0.7
+        dtypes = self._dtypes if self._random.random() < 0.7 else self._dtypes[-1:]
+        for _ in range(count):
+            size = self._random.choice(SIZES if is_mixed else SIZES[3:4])
+            value = torch.randn(size, generator=self._generator).to(self._random.choice(dtypes))
+            made.append(nn.Parameter(value.mT.contiguous().mT if len(size) == 2 and self._random.random() < 0.2 else value))
+        return made
+
+    def change(self) -> None:
+        """Do what comes between two steps."""
+        optimizer = self.optimizer
+        what = self._random.choice(["nothing", "nothing", "add", "rebind", "clear", "save", "load", "edit"])
+        parameter = self._random.choice(self.parameters)
+        entries = optimizer.state.get(parameter, {})
+        if what == "add":
+            added = self._more(self._random.choice([1, 2, 14]))
+            optimizer.add_param_group({"params": added})
+            self.parameters += added
+        elif what == "rebind":
+            for name, value in entries.items():
+                if isinstance(value, torch.Tensor) and name != "master":
+                    entries[name] = value.clone()
+        elif what == "edit":
+            for value in entries.values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    value.mul_(0.5)
+            with torch.no_grad():
+                parameter.mul_(0.5)
+        elif what == "clear":
+            optimizer.state.pop(parameter, None)
+        elif what == "save":
+            self._saved = copy.deepcopy(optimizer.state_dict())
+        elif what == "load" and self._saved is not None and len({parameter.dtype for parameter in self.parameters}) == 1:
+            groups = self._saved["param_groups"]
+            if [len(group["params"]) for group in groups] == [len(group["params"]) for group in optimizer.param_groups]:
+                optimizer.load_state_dict(copy.deepcopy(self._saved))
+
+    def step(self) -> None:
+        """Give gradients to all parameters, or some, and step."""
+        share = self._random.choice([1.0, 1.0, 0.7, 0.2])
+        for parameter in self.parameters:
+            grad = torch.randn(parameter.shape, generator=self._generator).to(parameter.dtype)
+            parameter.grad = grad if self._random.random() < share else None
+        self.optimizer.step()
+
+
+def _run(seed: int, update: str) -> None:
+    choices = random.Random(seed)
+    has_master = choices.random() < 0.25
+    plain, own = Program(seed, has_master=has_master), Program(seed, has_master=has_master)
+    options: dict[str, Any] = {"update": update, "device_budget": choices.choice([0, 0, "8KiB"])}
+    if update == "device":
+        options["overlap_forward"] = choices.random() < 0.3
+    device = ReferenceDevice(seed=choices.choice([None, seed]))
+    with contextlib.ExitStack() as stack:
+        if has_master:
+            options["master"] = torch.float32
+            stack.enter_context(offload(plain.optimizer, ReferenceDevice(), master=torch.float32, device_budget="1GiB"))
+        states = stack.enter_context(offload(own.optimizer, device, **options))
+        for step in range(NUM_STEPS):
+            for program in (plain, own):
+                program.change()
+                program.step()
+            states.wait()
+            assert_same(plain.parameters, own.parameters, f"parameters after step {step}")
+            assert_same(plain.optimizer.state_dict(), own.optimizer.state_dict(), f"states after step {step}")
+    assert_same(plain.optimizer.state_dict(), own.optimizer.state_dict(), "states once closed")
+    device.synchronize()
+    assert not device.races
+
+
+@pytest.mark.parametrize("update", ["device", "host", "both"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 60))])
+def test_random_program(seed: int, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
+    monkeypatch.setattr(state_offload, "measure_rates", lambda *_: rates)
+    _run(seed, update)
