@@ -233,7 +233,7 @@ def test_states_without_dimensions_go_back_to_where_the_parameter_is(device: Dev
     plan = StatePiece(parameters=(0,), parameter_bytes=512, state_bytes=0, numel=1, slot=0, update=Update.HOST)
     rest = StatesAtRest(optimizer, device, HostStates(device, limit_bytes=None))
 
-    assert rest.give_back([Piece(plan, [record])])
+    rest.give_back([Piece(plan, [record])])
 
     places = {name: value.device.type for name, value in optimizer.state[parameter].items()}
     assert places == {"step": "meta" if has_step_on_device else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
