@@ -42,6 +42,7 @@ RANKS = {
     "compiled": 5,
     "sequentials": 5,
     "owners": 4,
+    "stand_ins": 3,
     "profiled": 4,
     "device": 4,
     "transfer": 5,

@@ -132,7 +132,7 @@ class BackwardSteps:
             self._mend()
             raise
         stepping.is_broken = False
-        record.parameter.grad = ConsumedGradient(record.parameter)
+        record.parameter.grad = ConsumedGradient.of(record.parameter)
 
     def _begin(self, piece: Piece) -> None:
         self._begun.append(piece)
@@ -223,4 +223,4 @@ class BackwardSteps:
             assert piece.residency is not Residency.STEPPING
             if record.is_done() and piece not in self._met:  # it was stepped, and the rest of the hook was not reached
                 self._met[piece] = None
-                record.parameter.grad = ConsumedGradient(record.parameter)
+                record.parameter.grad = ConsumedGradient.of(record.parameter)

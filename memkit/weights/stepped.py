@@ -1,49 +1,13 @@
-"""What is in `grad` of a parameter that was stepped within the backward, so that it is not taken for no gradient."""
+"""What is in `grad` of a parameter that `train="fused"` has stepped."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from memkit import torch_private
 from memkit.errors import LayerOffloadError
+from memkit.stand_ins import GradientStandIn
 
 
-class SteppedGradient(Tensor):
-    """In `grad` of a parameter that was stepped within the backward: whatever would use it raises. It is one element large."""
+class SteppedGradient(GradientStandIn):
+    """See `GradientStandIn`."""
 
-    @staticmethod
-    def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device) -> SteppedGradient:
-        return torch.zeros((), dtype=dtype, device=device).expand(size).as_subclass(cls)
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"SteppedGradient(size={tuple(self.size())})"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let attributes be read, and it be moved with its parameter; what `zero_grad` does has no effect; all else raises."""
-        name = func.__name__
-        if name in _ZERO_GRAD:
-            return args[0]
-        if name in _MOVES:
-            moved = func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **(kwargs or {}))
-            return cls(args[0].size(), moved.dtype, moved.device)
-        if name in ("__get__", "__set__") or name in _READS:
-            with torch_private.without_subclass_functions():
-                found = func(*args, **(kwargs or {}))
-            if not isinstance(found, Tensor):  # as `data` is
-                return found
-            name = func.__self__.__name__
-        raise LayerOffloadError(
-            f'{name}: this gradient was consumed by the step within the backward. With train="fused" gradients cannot be '
-            'clipped by their global norm, scaled or read. Use train="host"'
-        )
-
-
-_READS = {"size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous"}
-_READS |= {"untyped_storage", "storage_offset", "data_ptr", "is_inference", "is_conj", "is_neg", "__hash__"}
-_READS |= torch_private.READ_BY_MODULES
-_MOVES = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double"}
-_ZERO_GRAD = {"zero_", "detach_", "requires_grad_", torch_private.ZEROING_ALL}
+    error = LayerOffloadError
+    advice = 'With train="fused" gradients cannot be clipped by their global norm, scaled or read. Use train="host"'
