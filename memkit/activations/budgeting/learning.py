@@ -271,8 +271,9 @@ class Learning:
         if is_other and learned.num_links < _MOST_LINKS:
             problem = learned.planner.problem
             self._link = replace(link, d2h_bytes_per_s=found[0], h2d_bytes_per_s=found[1], both_bytes_per_s=min(found))
-            problem = make_problem(problem.trace, self._link, measured_s=learned.measured_s)
-            learned.planner = JointPlanner(problem, handling_s=learned.planner.handling_s)
+            handling_s = learned.planner.handling_s
+            learned.planner = JointPlanner(make_problem(problem.trace, self._link, measured_s=learned.measured_s))
+            learned.planner.handling_s = handling_s
             learned.plans.clear()
             learned.num_links += 1
 
@@ -330,7 +331,7 @@ class Learning:
             learned.planner = JointPlanner(make_problem(problem.trace, problem.gpu, measured_s=learned.measured_s))
             learned.plans.clear()
         elif share > _AS_PREDICTED and not plan.is_plain and _has_own_clock(problem):
-            learned.planner = JointPlanner(problem, handling_s=_HANDLING_S)
+            learned.planner.handling_s = _HANDLING_S
             learned.plans.clear()
 
     def choose_again(self, traces: Iterable[Trace]) -> None:

@@ -29,18 +29,21 @@ class JointPlanner:
     Args:
         problem: the step.
         actions: what may be done with values beside keeping them.
-        handling_s: what the host takes for a value that goes, where the device waits for it: then fewer and larger ones are
-            chosen, though others may be a little quicker on the device. What is predicted is the device's time all the same.
     """
 
-    def __init__(self, problem: Problem, actions: Collection[Action] = BOTH, *, handling_s: float = 0.0) -> None:
-        self.problem, self.actions, self.handling_s = problem, frozenset(actions) & BOTH, handling_s
+    def __init__(self, problem: Problem, actions: Collection[Action] = BOTH) -> None:
+        self.problem, self.actions = problem, frozenset(actions) & BOTH
+        self.handling_s = 0.0
+        """What the host takes for a value that goes, if the device waits for it: then fewer and larger ones are chosen, though
+        others may be a little quicker on the device. What is predicted is the device's time all the same."""
         self.alone = (
             {action: JointPlanner(problem, {action}) for action in sorted(self.actions)} if self.actions == BOTH else {}
         )
         """For each of two actions, the plans with that one alone."""
         self._found: dict[int, Simulated] = {}
         """By budget."""
+        self._spared: dict[int, Simulated] = {}
+        """By budget, what is chosen where the host is to be spared."""
         self._least: Simulated | None = None
 
     def least(self) -> Simulated:
@@ -52,11 +55,27 @@ class JointPlanner:
         return self._least
 
     def best(self, budget_bytes: int) -> Simulated:
-        """Return the fastest step within a budget that was found.
+        """Return the step within a budget that is to be followed: the fastest that was found, or one that spares the host.
 
         Raises:
             BudgetInfeasible: none was found.
         """
+        found = self._fastest(budget_bytes)
+        if not self.handling_s:
+            return found
+        if budget_bytes not in self._spared:
+            self._spared[budget_bytes] = self._sparing(found, budget_bytes)
+        return self._spared[budget_bytes]
+
+    def _sparing(self, found: Simulated, budget_bytes: int) -> Simulated:
+        """Return a step with fewer values to handle if that spares the host more than it takes the device; else `found`."""
+        fewer = search_plan(self.problem, budget_bytes, self.actions, handling_s=self.handling_s)
+        spared_s = _OF_HANDLING * self.handling_s * (found.num_handled - fewer.num_handled)
+        if fewer.over_bytes or fewer.seconds > found.seconds + spared_s:
+            return found
+        return without_needless_moves(self.problem, fewer, budget_bytes)
+
+    def _fastest(self, budget_bytes: int) -> Simulated:
         if budget_bytes >= self.problem.plain_peak_bytes:
             return simulate(self.problem, self.problem.plain, budget_bytes)
         least = self.least()
@@ -70,10 +89,6 @@ class JointPlanner:
         if budget_bytes in self._found:  # what was found under others since may be better
             return min(starts, key=lambda start: start.rank)
         found = search_plan(self.problem, budget_bytes, self.actions, starts=starts)
-        if self.handling_s:
-            fewer = search_plan(self.problem, budget_bytes, self.actions, handling_s=self.handling_s)
-            spared_s = _OF_HANDLING * self.handling_s * (found.num_handled - fewer.num_handled)
-            found = fewer if not fewer.over_bytes and fewer.seconds <= found.seconds + spared_s else found
         found = without_needless_moves(self.problem, found, budget_bytes)
         self._found[budget_bytes] = found
         return found

@@ -51,7 +51,7 @@ def search_plan(
         budget_bytes: what it may take.
         allowed: what may be done with values beside keeping them.
         starts: steps that are known to keep to the budget: what is found is no slower.
-        handling_s: see `JointPlanner`.
+        handling_s: see `JointPlanner.handling_s`.
     """
     most_simulated = _most_simulated(problem, allowed)
     search = Search(problem, budget_bytes, allowed, most_simulated=most_simulated, handling_s=handling_s)

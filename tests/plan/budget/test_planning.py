@@ -354,7 +354,9 @@ def test_plan_for_a_busy_host_handles_no_more_values_and_keeps_to_the_budget(see
     quick = JointPlanner(problem).best(budget_bytes)
     handling_s = 0.01 * problem.plain_s
 
-    spared = JointPlanner(problem, handling_s=handling_s).best(budget_bytes)
+    planner = JointPlanner(problem)
+    planner.handling_s = handling_s
+    spared = planner.best(budget_bytes)
 
     assert spared.peak_bytes <= budget_bytes
     assert spared.seconds - quick.seconds <= handling_s * (quick.num_handled - spared.num_handled)
@@ -367,9 +369,11 @@ def test_busy_host_has_fewer_and_larger_values_to_handle() -> None:
         ops += [((1,), 4, 44.0)] * 16 + [((1,), 64, 700.0)]
     problem = make_problem(make_trace(ops, list(range(1, len(ops) + 1))), gpu())
     budget_bytes = round(0.6 * problem.plain_peak_bytes)
-    quick = JointPlanner(problem).best(budget_bytes)
+    planner = JointPlanner(problem)
+    quick = planner.best(budget_bytes)
 
-    spared = JointPlanner(problem, handling_s=0.05).best(budget_bytes)
+    planner.handling_s = 0.05
+    spared = planner.best(budget_bytes)
 
     assert spared.num_handled <= 0.5 * quick.num_handled
     assert spared.seconds <= 1.02 * quick.seconds
