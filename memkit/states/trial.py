@@ -88,12 +88,13 @@ def try_out(
     groups = _groups_to_try(optimizer)
     if not groups:
         return [{} for _ in optimizer.param_groups]
-    whole, apart = _Trial(optimizer, groups, torch_device, master), _Trial(optimizer, groups, torch_device, master)
     name = type(optimizer).__name__
     generators = [torch.default_generator, default_generator(torch_device)]
     before = [generator.get_state() for generator in generators]
     try:
         with torch.inference_mode(False), torch.no_grad():
+            is_lazy = _makes_states_in_steps(optimizer, groups, torch_device, master)
+            whole, apart = (_Trial(optimizer, groups, torch_device, master, has_states=not is_lazy) for _ in range(2))
             for step in range(_NUM_STEPS):
                 is_last = step == _NUM_STEPS - 1
                 _seed(generators, step)
@@ -133,6 +134,19 @@ def try_out(
     return [{**of_all, **known.get(id(group), {})} for group in optimizer.param_groups]
 
 
+def _makes_states_in_steps(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], torch_device: torch.device, master: torch.dtype | None
+) -> bool:
+    """Tell whether the first step of a parameter makes its states. Adagrad of torch 2.11 makes them with the optimizer."""
+    if not any(optimizer.state.get(parameter) for group in groups for parameter in group["params"]):
+        return True
+    try:
+        _Trial(optimizer, groups, torch_device, master).step_all(leaves_out=False)
+    except KeyError:
+        return False
+    return True
+
+
 def _groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return some of an optimizer's groups, with parameters of each precision that it has."""
     seen = set[torch.dtype]()
@@ -168,8 +182,11 @@ class _Trial:
         groups: list[dict[str, Any]],
         torch_device: torch.device,
         master: torch.dtype | None,
+        *,
+        has_states: bool = False,
     ) -> None:
         self._optimizer = optimizer
+        self.state: dict[Any, Any] = defaultdict(dict)
         generator = torch.Generator().manual_seed(0)
         self._kinds = [_dtypes_in(group) for group in groups]
         self.groups: list[dict[str, Any]] = []
@@ -182,6 +199,9 @@ class _Trial:
                 for _ in range(2):
                     values = _values(size, dtype, generator).to(torch_device)
                     small.append(nn.Parameter(values, requires_grad=dtype.is_floating_point))
+                    if has_states:
+                        entries = optimizer.state.get(first) or {}
+                        self.state[small[-1]] = {name: _corner(value, first, size, dtype) for name, value in entries.items()}
             trial = own_group(optimizer, group)
             if "param_names" in group:
                 trial["param_names"] = [f"parameter {index}" for index in range(len(small))]
@@ -190,7 +210,6 @@ class _Trial:
             self.groups.append({**trial, "params": small})
         self.parameters = [parameter for group in self.groups for parameter in group["params"]]
         self.generator = generator
-        self.state: dict[Any, Any] = defaultdict(dict)
         self.attributes = own_attributes(optimizer)
 
     def _give_gradients(self, *, leaves_out: bool) -> None:
@@ -298,6 +317,14 @@ def _dtypes_in(group: dict[str, Any]) -> list[torch.dtype]:
 def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
     """Tell whether a parameter is of a lower precision than its copy would be."""
     return parameter.is_floating_point() and parameter.dtype.itemsize < master.itemsize
+
+
+def _corner(value: Any, parameter: Tensor, size: list[int], dtype: torch.dtype) -> Any:
+    """Return what a small parameter begins with where the parameter that it is like has this state."""
+    if not isinstance(value, Tensor) or value.size() != parameter.size():
+        return value.clone() if isinstance(value, Tensor) else value
+    corner = value[tuple(slice(length) for length in size)].to(parameter.device)
+    return corner.to(dtype if value.dtype == parameter.dtype else value.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _values(size: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -42,6 +42,28 @@ class ScheduleFree(torch.optim.Optimizer):
         return None
 
 
+class Early(torch.optim.Optimizer):
+    """Makes its states with the optimizer, as `Adagrad` does in some releases of torch, and not in a step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"sum": torch.full_like(parameter, 0.125), "step": torch.zeros(())}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["step"] += 1
+                state["sum"].addcmul_(parameter.grad, parameter.grad)
+                parameter.addcdiv_(parameter.grad, state["sum"].sqrt(), value=-group["lr"] / float(state["step"]))
+        return None
+
+
 class Rebinding(torch.optim.Optimizer):
     """A user-made one: it puts new tensors in the place of the old, counts in a plain number, and in an attribute."""
 
@@ -182,6 +204,7 @@ OPTIMIZERS = [
     Case("AdamW lr tensor", lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False)),
     Case("schedule free", ScheduleFree),
     Case("rebinding", Rebinding),
+    Case("early", Early),
 ]
 """Every dense class of `torch.optim`, in each of its ways, and some that users make."""
 

@@ -14,8 +14,7 @@ from memkit.device import Device
 from memkit.states.masters import follow
 from tests.states.cases import OPTIMIZERS, Case, Net, assert_same, batch, make_net, offload, train
 
-CASES = [case for case in OPTIMIZERS if case.name not in ("Adagrad loop", "Adagrad foreach", "rebinding")]
-"""`Adagrad` makes its states with the optimizer: they are tested by `test_states_made_before`."""
+CASES = [case for case in OPTIMIZERS if case.name != "rebinding"]
 
 
 class Reference:
