@@ -33,8 +33,10 @@ def test_steps_as_the_plain_optimizer(device: Device, options: dict[str, Any]) -
         states.wait()
         assert states.stats().d2h_bytes > 0
         moved = [entries["mean"] for entries in optimizers[1].state.values()]
-        assert all(isinstance(mean, Int8) and mean.values.device.type == "cpu" for mean in moved)
+        assert all(isinstance(mean, Int8) for mean in moved)
+        assert any(mean.values.device.type == "cpu" for mean in moved)
         if "device_budget" not in options:
+            assert all(mean.values.device.type == "cpu" for mean in moved)
             assert all(mean.values.untyped_storage().nbytes() == mean.values.nbytes for mean in moved)
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
         saved = copy.deepcopy(optimizers[1].state_dict())

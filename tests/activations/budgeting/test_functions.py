@@ -92,7 +92,7 @@ def _model(device: Device) -> nn.ModuleList:
 
 def _train(model: nn.ModuleList, make: Make) -> list[Tensor]:
     device = next(model.parameters()).device
-    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1), device="cpu").to(device).requires_grad_()
     for block in model:  # as they are drawn, whatever a step writes to them
         block.quiet.table = torch.linspace(0, 1, 2**17, device=device)
         block.quiet.average = torch.linspace(0, 1, 16, device=device)
