@@ -1,0 +1,178 @@
+"""`StateOffload` on one Llama: each place where states are stepped, beside the plain step, and what the machine allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from setting import GIB, Setting, say
+from shared import Line
+from states_steps import BYTES_PER_ELEMENT, LR, NUM_WARM, Loop, Trained, memkit_line, plain_line, states_offloaded, timed, told
+
+import memkit
+from memkit.bench.host import REHEARSAL, WHOLE, HostUpdates
+from memkit.transfer import measure_link
+from memkit.transfer.link import measure_both_ways
+
+ROWS: dict[str, dict] = {
+    "device": {"update": "device", "clips": True},
+    "device, within the backward": {"update": "device", "when": "backward", "clips": False},
+    "device, beside the next forward": {"update": "device", "overlap_forward": True, "clips": True},
+    "device, half stays": {"update": "device", "clips": True, "share": 0.5},
+    "device, three quarters stay": {"update": "device", "clips": True, "share": 0.75},
+    "both": {"update": "both", "clips": True},
+    "host": {"update": "host", "clips": True},
+}
+NUM_MICRO = 8
+NUM_MICRO_STEPS = 2
+CAP_BYTES = 24 * GIB
+CAPPED_LAYERS, CAPPED_WIDTH, CAPPED_INNER, CAPPED_HEADS = 32, 4096, 11008, 32
+
+
+def rates(setting: Setting) -> Line:
+    """Return what this machine's link and host can do, as `memkit bench machine` measures it."""
+    device = setting.device
+    num_bytes = 2**20 if setting.tiny else 2**28
+    link, both = measure_link(device, num_bytes=num_bytes), measure_both_ways(device, num_bytes=num_bytes)
+    updates = HostUpdates(REHEARSAL if setting.tiny else WHOLE)
+    alone, casts = updates.measure(casts=False), updates.measure(casts=True)
+    shared_updates, shared_bytes = updates.measure_beside_copies(device, both)
+    found = {
+        "d2h_bytes_per_s": link.d2h_bytes_per_s,
+        "h2d_bytes_per_s": link.h2d_bytes_per_s,
+        "both_bytes_per_s": both,
+        "host_updates_per_s": alone,
+        "host_cast_updates_per_s": casts,
+        "shared_updates_per_s": shared_updates,
+        "shared_bytes_per_s": shared_bytes,
+    }
+    say(f"rates: {found}")
+    return found
+
+
+def states(setting: Setting) -> Iterator[Line]:
+    """All states out, some of them, on the device, on the host and on both."""
+    machine = rates(setting)
+    yield {"bench": "states_machine", **machine}
+    trained = Trained(setting)
+    about = {"bench": "states", "model": trained.workload.name, "numel": trained.numel}
+    for clips in (True, False):
+        name = "plain" if clips else "plain, without clipping"
+        yield {**about, "row": name, **told(name, setting.attempt(partial(plain_line, trained, setting, clips=clips)))}
+    state_bytes = BYTES_PER_ELEMENT * trained.numel
+    for name, options in ROWS.items():
+        asked = dict(options)
+        share = asked.pop("share", 0.0)
+        if share:
+            asked["device_budget"] = int(share * state_bytes)
+        yield {**about, "row": name, **told(name, setting.attempt(partial(memkit_line, trained, setting, **asked)))}
+
+
+def micro(setting: Setting) -> Iterator[Line]:
+    """Eight micro-batches for each step, with clipping."""
+    trained = Trained(setting, num_micro=2 if setting.tiny else NUM_MICRO)
+    about = {"bench": "states_micro", "model": trained.workload.name, "numel": trained.numel, "num_micro": trained.num_micro}
+    steps = {"clips": True, "num_steps": NUM_MICRO_STEPS}
+    yield {**about, "row": "plain", **told("plain", setting.attempt(partial(plain_line, trained, setting, **steps)))}
+    for name, options in {
+        "both": {"update": "both"},
+        "both, beside the next forward": {"update": "both", "overlap_forward": True},
+        "device, beside the next forward": {"update": "device", "overlap_forward": True},
+    }.items():
+        yield {**about, "row": name, **told(name, setting.attempt(partial(memkit_line, trained, setting, **steps, **options)))}
+
+
+def nothing(setting: Setting) -> Iterator[Line]:
+    """A budget that all states fit in: the optimizer steps by itself."""
+    trained = Trained(setting, num_layers=8)
+    about = {"bench": "states_nothing", "model": trained.workload.name, "numel": trained.numel}
+
+    def plain() -> Line:
+        optimizer = torch.optim.AdamW(trained.parameters, lr=LR, fused=True)
+        return timed(trained, Loop(update=optimizer.step), setting, num_steps=20)
+
+    def offloaded() -> Line:
+        optimizer = torch.optim.AdamW(trained.parameters, lr=LR, fused=True)
+        with memkit.StateOffload(optimizer, device_budget="100GiB", device=setting.device):
+            return timed(trained, Loop(update=optimizer.step), setting, num_steps=20)
+
+    for name, run in (("plain", plain), ("all stays", offloaded), ("plain again", plain)):
+        yield {**about, "row": name, **told(name, setting.attempt(run))}
+        trained.clear()
+
+
+def streamed(setting: Setting) -> Iterator[Line]:
+    """Every layer streams with its states, fused into the backward; what does not stream has its states stepped there too."""
+    trained = Trained(setting)
+    about = {"bench": "states_streamed", "model": trained.workload.name, "numel": trained.numel}
+
+    def plain() -> Line:
+        optimizers = [torch.optim.AdamW([parameter], lr=LR, fused=True) for parameter in trained.parameters]
+
+        def update() -> None:
+            for optimizer in optimizers:
+                optimizer.step()
+
+        return timed(trained, Loop(update=update), setting)
+
+    yield {**about, "row": "plain", **told("plain", setting.attempt(plain))}
+    trained.clear()
+    yield {**about, "row": "all streams", **told("all streams", setting.attempt(partial(_all_streams, trained, setting)))}
+
+
+def _all_streams(trained: Trained, setting: Setting, num_steps: int = 6) -> Line:
+    trained.model.to("cpu")
+    setting.clean()
+    make = partial(torch.optim.AdamW, lr=LR, fused=True)
+    with memkit.LayerOffload(trained.model, offload_ratio=1.0, train="fused", optimizer=make, device=setting.device) as layers:
+        streams = {id(parameter) for layer in layers.plan.layers for parameter in _parameters_of(trained, layer.name)}
+        rest = make([parameter for parameter in trained.parameters if id(parameter) not in streams])
+        with memkit.StateOffload(rest, when="backward", device=setting.device) as states:
+            found = timed(trained, Loop(update=rest.step, wait=states.wait), setting, num_steps=num_steps)
+        stats = layers.stats()
+    trained.clear()
+    return {**found, "num_streamed": stats.num_streamed, "slot_bytes": stats.slot_bytes, "host_bytes": stats.host_bytes}
+
+
+def _parameters_of(trained: Trained, name: str) -> list[torch.nn.Parameter]:
+    return list(trained.model.get_submodule(name).parameters())
+
+
+def capped(setting: Setting) -> Iterator[Line]:
+    """6.7 billion parameters, of which every layer streams with its states, under a cap of 24 GiB."""
+    sizes = {"num_layers": CAPPED_LAYERS, "width": CAPPED_WIDTH, "inner": CAPPED_INNER, "num_heads": CAPPED_HEADS}
+    trained = Trained(setting, **sizes)
+    is_cuda = setting.device.torch_device.type == "cuda"
+    about = {"bench": "states_capped", "numel": trained.numel, "cap_bytes": CAP_BYTES, "is_capped": is_cuda}
+    trained.model.to("cpu")
+    setting.clean()
+    if is_cuda:
+        torch.cuda.set_per_process_memory_fraction(CAP_BYTES / torch.cuda.mem_get_info()[1])
+    num_steps = 50 - NUM_WARM
+    yield {**about, **told("capped", setting.attempt(partial(_all_streams, trained, setting, num_steps=num_steps)))}
+
+
+def on_disk(setting: Setting) -> Iterator[Line]:
+    """20 GB of states on a disk, three steps, beside what the disk reads and writes."""
+    import os
+    import tempfile
+
+    from memkit.bench.host import measure_disk
+
+    folder = os.environ.get("MEMKIT_BENCH_DISK") or tempfile.gettempdir()
+    disk = memkit.Disk(folder)
+    trained = Trained(setting, num_layers=13)
+    about = {"bench": "states_disk", "numel": trained.numel, "state_bytes": BYTES_PER_ELEMENT * trained.numel}
+    read, written = measure_disk(disk, setting.device, REHEARSAL if setting.tiny else WHOLE)
+    plain = setting.attempt(partial(plain_line, trained, setting, clips=True))
+    yield {**about, "row": "plain", "read_bytes_per_s": read, "written_bytes_per_s": written, **told("plain", plain)}
+
+    def offloaded() -> Line:
+        before = setting.memory()["host_rss_bytes"]
+        with states_offloaded(trained, setting, disk=disk) as states:
+            loop = Loop(update=states.optimizer.step, clip=trained.clip)
+            found = timed(trained, loop, setting, num_steps=3, num_warm=1)
+        return {**found, "host_rss_before_bytes": before}
+
+    yield {**about, "row": "disk", **told("disk", setting.attempt(offloaded))}
