@@ -85,10 +85,10 @@ def try_out(
     Raises:
         ValueError: a step of each parameter by itself is not bit for bit a step of all, or a step has failed.
     """
-    groups = _groups_to_try(optimizer)
+    groups = groups_to_try(optimizer)
     if not groups:
         return [{} for _ in optimizer.param_groups]
-    whole, apart = _Trial(optimizer, groups, torch_device, master), _Trial(optimizer, groups, torch_device, master)
+    whole, apart = Trial(optimizer, groups, torch_device, master), Trial(optimizer, groups, torch_device, master)
     name = type(optimizer).__name__
     generators = [torch.default_generator, default_generator(torch_device)]
     before = [generator.get_state() for generator in generators]
@@ -96,14 +96,14 @@ def try_out(
         with torch.inference_mode(False), torch.no_grad():
             for step in range(_NUM_STEPS):
                 is_last = step == _NUM_STEPS - 1
-                _seed(generators, step)
+                seed_all(generators, step)
                 try:
                     whole.step_all(leaves_out=is_last)
                 except Exception:
                     if is_last:  # it needs all gradients, also without memkit
                         break
                     raise
-                _seed(generators, step)
+                seed_all(generators, step)
                 differing = apart.step_each(leaves_out=is_last)
                 differing = differing or whole.differs_from(apart)
                 if differing is not None:
@@ -133,7 +133,7 @@ def try_out(
     return [{**of_all, **known.get(id(group), {})} for group in optimizer.param_groups]
 
 
-def _groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return some of an optimizer's groups, with parameters of each precision that it has."""
     seen = set[torch.dtype]()
     new: list[Group] = []
@@ -146,7 +146,7 @@ def _groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [group for group in optimizer.param_groups if id(group) in chosen]
 
 
-def _seed(generators: list[torch.Generator], seed: int) -> None:
+def seed_all(generators: list[torch.Generator], seed: int) -> None:
     for generator in generators:
         generator.manual_seed(seed)
 
@@ -159,7 +159,7 @@ class _WithoutGradientError(Exception):
     """Says what differs where a parameter has no gradient."""
 
 
-class _Trial:
+class Trial:
     """Small parameters in groups like the optimizer's, and a shell of it that steps them."""
 
     def __init__(
@@ -177,11 +177,9 @@ class _Trial:
             small = []
             for kind in _dtypes_in(group):
                 first = max((parameter for parameter in group["params"] if parameter.dtype == kind), key=Tensor.numel)
-                size = [min(length, _LARGEST_SIDE) for length in first.size()]
                 dtype = master if master is not None and needs_master(first, master) else kind
-                for _ in range(2):
-                    values = _values(size, dtype, generator).to(torch_device)
-                    small.append(nn.Parameter(values, requires_grad=dtype.is_floating_point))
+                for values in self._tensors_like(first, dtype, generator):
+                    small.append(nn.Parameter(values.to(torch_device), requires_grad=dtype.is_floating_point))
             trial = own_group(optimizer, group)
             if "param_names" in group:
                 trial["param_names"] = [f"parameter {index}" for index in range(len(small))]
@@ -193,9 +191,14 @@ class _Trial:
         self.state: dict[Any, Any] = defaultdict(dict)
         self.attributes = own_attributes(optimizer)
 
+    def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+        """Return what stands for the largest parameter of a group."""
+        size = [min(length, _LARGEST_SIDE) for length in parameter.size()]
+        return [values_of(size, dtype, generator) for _ in range(2)]
+
     def _give_gradients(self, *, leaves_out: bool) -> None:
         for parameter in self.parameters:
-            parameter.grad = _values(list(parameter.size()), parameter.dtype, self.generator).to(parameter.device)
+            parameter.grad = values_of(list(parameter.size()), parameter.dtype, self.generator).to(parameter.device)
         if leaves_out:
             for group in self.groups:
                 group["params"][0].grad = None
@@ -256,13 +259,17 @@ class _Trial:
         self.attributes.update(of_optimizer.entries if of_optimizer is not None else {})
         return None
 
-    def differs_from(self, other: _Trial) -> str | None:
+    def differs_from(self, other: Trial) -> str | None:
         for mine, others in zip(self.parameters, other.parameters, strict=True):
-            if not _have_same_bits(mine, others):
+            if not have_same_bits(mine, others):
                 return "parameter"
             for name, value in self.state.get(mine, {}).items():
-                if isinstance(value, Tensor) and not _have_same_bits(value, other.state[others].get(name)):
+                if isinstance(value, Tensor) and not have_same_bits(value, other.state[others].get(name)):
                     return f'state ("{name}")'
+        return self.differs_in_groups(other)
+
+    def differs_in_groups(self, other: Trial) -> str | None:
+        """Return what another one has of other value in its groups, or in attributes."""
         for group, others_group in zip(self.groups, other.groups, strict=True):
             differing = changes_of_group(group, others_group).entries
             if differing:
@@ -300,12 +307,12 @@ def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
     return parameter.is_floating_point() and parameter.dtype.itemsize < master.itemsize
 
 
-def _values(size: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def values_of(size: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     values = torch.randn(size, generator=generator)
     return values.to(dtype)
 
 
-def _have_same_bits(one: Any, other: Any) -> bool:
+def have_same_bits(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or torch_private.is_wrapper(one):
         return isinstance(one, Tensor) and isinstance(other, Tensor)
     if one.dtype != other.dtype or one.size() != other.size():
