@@ -45,7 +45,10 @@ def _is_elementwise(
             for step in range(_NUM_STEPS):
                 seed_all(generators, step)
                 whole.step_all(leaves_out=False)
+                drawn = [generator.get_state() for generator in generators]
                 seed_all(generators, step)
+                if any(not torch.equal(one.get_state(), state) for one, state in zip(generators, drawn, strict=True)):
+                    return False  # random numbers of windows are others than those of the whole
                 if cut.step_each(leaves_out=False) is not None or not cut.is_like(whole):
                     return False
     except Exception:  # such as that of a class that steps matrices alone
