@@ -30,7 +30,18 @@ from memkit.plan.residency import (
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.simulation import Outcome, simulate
 from memkit.plan.spans import find_spans
-from memkit.plan.state_pieces import ParameterCosts, StatePiece, StatePlan, StateRates, Update, aligned, plan_states
+from memkit.plan.state_pieces import (
+    WINDOW_NUMEL,
+    ParameterCosts,
+    StatePiece,
+    StatePlan,
+    StateRates,
+    Update,
+    aligned,
+    in_slots,
+    is_large,
+    plan_states,
+)
 from memkit.plan.step_trace import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
 from memkit.plan.streaming import LayerCosts, StepPrediction, predict_step, slot_size_of, slot_sizes
 from memkit.plan.timeline import Lane, Levels, Timeline
@@ -38,6 +49,7 @@ from memkit.plan.trace_format import trace_from_plain, trace_to_plain
 
 __all__ = [
     "NO_OP",
+    "WINDOW_NUMEL",
     "Action",
     "CopySchedule",
     "DTRScore",
@@ -96,7 +108,9 @@ __all__ = [
     "find_spans",
     "fit_copies",
     "fit_regions",
+    "in_slots",
     "infeasible",
+    "is_large",
     "limit_of",
     "make_problem",
     "plan_again",

@@ -12,6 +12,9 @@ from memkit.sizes import format_bytes
 
 PIECE_BYTES = 64 * 2**20
 """A copy of so many bytes goes at the link's full speed."""
+WINDOW_NUMEL = 2**16
+"""A window of a large parameter begins at a multiple of so many elements: kernels over lists of tensors go by blocks of as
+many, and each window begins as aligned as an allocation of its own."""
 _LEAST_PIECES = 16
 """Of a small model so many pieces are made, so that copies and steps overlap."""
 _NUM_SLOTS = 3
@@ -34,12 +37,14 @@ class ParameterCosts:
         numel: its elements.
         parameter_bytes: its bytes.
         state_bytes: bytes of its states, with the float32 copy if there is one.
+        is_elementwise: whether parts of it can be stepped apart.
     """
 
     name: str
     numel: int
     parameter_bytes: int
     state_bytes: int
+    is_elementwise: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,7 @@ class StatePiece:
         is_resident: whether the states stay on the device.
         update: where they are stepped.
         slot: which slot they come to; -1 where they need none.
+        windows: the parts of a large parameter, in its order: each moves, and is stepped, by itself. None for others.
     """
 
     parameters: tuple[int, ...]
@@ -76,6 +82,12 @@ class StatePiece:
     is_resident: bool = False
     update: Update = Update.DEVICE
     slot: int = -1
+    windows: tuple[StatePiece, ...] = ()
+
+    @property
+    def parts(self) -> tuple[StatePiece, ...]:
+        """What moves at once: the windows, or else the piece."""
+        return self.windows if self.windows and not self.is_resident else (self,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +124,13 @@ class StatePlan:
         """Bytes of the device for pieces on their way."""
         return sum(self.slot_bytes)
 
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes of the device that the parameters of the largest piece take, or the largest window: as they were before the
+        step."""
+        on_device = [piece for piece in self.pieces if piece.update is Update.DEVICE]
+        return max((part.parameter_bytes for piece in on_device for part in piece.parts), default=0)
+
     def explain(self) -> str:
         """Return in sentences where the states are, what is stepped where, and what moves in a step.
 
@@ -125,6 +144,7 @@ class StatePlan:
             A step copies 64.00 MiB of states each way.
         """
         moving = [piece for piece in self.pieces if not piece.is_resident]
+        cut = [piece for piece in moving if piece.windows]
         on_host = sum(piece.update is Update.HOST for piece in moving)
         streamed = sum(piece.state_bytes for piece in moving if piece.update is Update.DEVICE)
         lines = [
@@ -135,6 +155,9 @@ class StatePlan:
             f"{_count(len(self.pieces) - on_host, 'piece')} are stepped on the device, {on_host} on the host.",
             f"A step copies {format_bytes(streamed)} of states each way.",
         ]
+        if cut:
+            num_windows = sum(len(piece.windows) for piece in cut)
+            lines.insert(1, f"Of {_count(len(cut), 'large parameter')} parts move by themselves: {num_windows} of them.")
         if self.rates is not None:
             lines.append(
                 f"The split is fixed: it was made for {self.rates.link_bytes_per_s / 1e9:.1f} GB/s each way and "
@@ -171,6 +194,7 @@ def plan_states(
             numel=sum(costs[index].numel for index in members),
             parameter_bytes=sum(costs[index].parameter_bytes for index in members),
             state_bytes=sum(costs[index].state_bytes for index in members),
+            windows=_windows(members[0], costs[members[0]]) if len(members) == 1 else (),
         )
         for members in _cut(costs, apart=apart)
     ]
@@ -182,7 +206,7 @@ def plan_states(
 
 
 def _cut(costs: Sequence[ParameterCosts], *, apart: bool) -> Iterator[list[int]]:
-    """Yield neighbors whose states come to one piece. A parameter's states are never cut."""
+    """Yield neighbors whose states come to one piece. What is large is one by itself."""
     most = min(PIECE_BYTES, max(1, sum(cost.state_bytes for cost in costs) // _LEAST_PIECES))
     members: list[int] = []
     num_bytes = 0
@@ -194,6 +218,30 @@ def _cut(costs: Sequence[ParameterCosts], *, apart: bool) -> Iterator[list[int]]
         num_bytes += cost.state_bytes
     if members:
         yield members
+
+
+def is_large(cost: ParameterCosts) -> bool:
+    """Tell whether a parameter has more states than a piece should have."""
+    return cost.state_bytes > PIECE_BYTES and cost.numel > WINDOW_NUMEL
+
+
+def _windows(index: int, cost: ParameterCosts) -> tuple[StatePiece, ...]:
+    """Return parts of a parameter that move by themselves, if it is larger than a piece and can be stepped in such."""
+    num_windows = -(-cost.state_bytes // PIECE_BYTES)
+    length = rounded(-(-cost.numel // max(1, num_windows)), WINDOW_NUMEL)
+    if not cost.is_elementwise or not is_large(cost) or length >= cost.numel:
+        return ()
+    made = []
+    for start in range(0, cost.numel, length):
+        numel = min(length, cost.numel - start)
+        # what is rounded up is the end of each state, and of the parameter, which the last one has
+        is_last = start + numel == cost.numel
+        sizes = [
+            whole - whole // cost.numel * start if is_last else whole // cost.numel * numel
+            for whole in (cost.parameter_bytes, cost.state_bytes)
+        ]
+        made.append(StatePiece(parameters=(index,), numel=numel, parameter_bytes=sizes[0], state_bytes=sizes[1]))
+    return tuple(made)
 
 
 def _with_residents(pieces: list[StatePiece], budget_bytes: int) -> Iterator[StatePiece]:
@@ -256,13 +304,27 @@ def host_share(pieces: Iterable[StatePiece], rates: StateRates) -> float:
 def _with_slots(pieces: list[StatePiece]) -> tuple[list[StatePiece], tuple[int, ...]]:
     """Return the pieces with the slots that they come to, and the sizes of these."""
     sizes: list[int] = []
-    slots: dict[int, int] = {}
+    slots: dict[int, list[int]] = {number: [] for number in range(len(pieces))}
     for update in Update:
-        numbers = [number for number, piece in enumerate(pieces) if piece.update is update and not piece.is_resident]
-        found, own = _turns([_room(pieces[number]) for number in numbers])
-        slots.update(zip(numbers, (slot + len(sizes) for slot in found), strict=True))
+        parts = [
+            (number, part)
+            for number, piece in enumerate(pieces)
+            if piece.update is update and not piece.is_resident
+            for part in piece.parts
+        ]
+        found, own = _turns([_room(part, update) for _, part in parts])
+        for (number, _), slot in zip(parts, found, strict=True):
+            slots[number].append(slot + len(sizes))
         sizes += own
-    return [replace(piece, slot=slots.get(number, -1)) for number, piece in enumerate(pieces)], tuple(sizes)
+    return [in_slots(piece, slots[number]) for number, piece in enumerate(pieces)], tuple(sizes)
+
+
+def in_slots(piece: StatePiece, slots: Sequence[int]) -> StatePiece:
+    """Return a piece whose parts come to these slots."""
+    if not slots:
+        return piece
+    windows = (replace(part, slot=slot, update=piece.update) for part, slot in zip(piece.windows, slots, strict=False))
+    return replace(piece, slot=slots[0], windows=tuple(windows))
 
 
 def _turns(rooms: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -277,16 +339,21 @@ def _turns(rooms: Sequence[int]) -> tuple[list[int], list[int]]:
     return [next(turns) if room <= usual else 0 for room in rooms], [max(rooms)] * has_large + [usual] * num_usual
 
 
-def _room(piece: StatePiece) -> int:
+def _room(piece: StatePiece, update: Update) -> int:
     """Return the bytes on the device that a piece needs on its way: of its states, or of parameters and gradients."""
-    if piece.update is Update.DEVICE:
+    if update is Update.DEVICE:
         return piece.state_bytes
     return max(1, sum(aligned(piece.parameter_bytes) for _ in range(2)) + 2 * _ALIGNMENT_BYTES * len(piece.parameters))
 
 
 def aligned(num_bytes: int) -> int:
     """Return bytes rounded up, so that what comes next begins as an allocation of its own would."""
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return rounded(num_bytes, _ALIGNMENT_BYTES)
+
+
+def rounded(number: int, to: int) -> int:
+    """Return a number, rounded up to a multiple."""
+    return -(-number // to) * to
 
 
 def _count(number: int, noun: str) -> str:

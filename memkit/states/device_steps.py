@@ -19,7 +19,7 @@ from memkit.states.host_memory import HostStates
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep, Written
 from memkit.states.packing import copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, mark_of, stand_in_of
+from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, stand_in_of
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
 from memkit.wrappers import parts_of
@@ -109,22 +109,16 @@ class DeviceSteps:
         with label(f"step ({piece.names})"):
             stepped, written = self._step_due(piece, run)
             self._round(piece, stepped)
-        layout = None
-        if moves:
-            layout = self._lay_out(piece, stepped)
-        else:
-            piece.note_entries(self._optimizer.state, None, ((record, entries) for record, _, entries in stepped))
-        changes = run.leave(written)
-        done = [(record, mark_of(record)) for record in piece.due]
-        steps = [partial(setattr, record, "done", mark) for record, mark in done]
-        steps += [partial(setattr, piece, "layout", layout)] if moves else []
-        steps += [partial(setattr, piece, "residency", Residency.DIRTY), *changes]
-        do_at_once(*steps)
+        layout = self._lay_out(piece, stepped) if moves else None
+        made = ((record, entries) for record, _, entries in stepped)
+        piece.entered = piece.new_entries(piece.states_in(self._optimizer), layout, made)
+        marks = piece.marks(self._optimizer, layout)
+        do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(written))
         self.finish(piece)
 
     def finish(self, piece: Piece) -> None:
         """Have what was stepped go to where it stays. Calling it again does what was broken off."""
-        piece.enter(self._optimizer.state)
+        piece.enter(self._optimizer)
         if piece.plan.is_resident or piece.layout is None:
             if not piece.plan.is_resident:
                 self._slots.release(piece)
@@ -137,8 +131,9 @@ class DeviceSteps:
         """Note what a step that fails must find again."""
         with torch.no_grad():
             self._undo.keep(piece)
+            state = piece.states_in(self._optimizer)
             for record in piece.due:
-                entries = self._optimizer.state.get(record.parameter, {})
+                entries = state.get(record.parameter, {})
                 staying = [
                     value for name, value in entries.items() if isinstance(value, Tensor) and self._stays(piece, name, value)
                 ]
@@ -162,6 +157,7 @@ class DeviceSteps:
                     record.parameter.copy_(record.undo)
                 for value, before in record.numbers:
                     value.copy_(before)
+            piece.put_parameters()
         piece.entered.clear()
         piece.let_go()  # the class may have put other tensors into what stands for parameters
         if not piece.plan.is_resident:
@@ -177,11 +173,12 @@ class DeviceSteps:
     def _step_due(self, piece: Piece, run: OneStep) -> tuple[list[Stepped], Written]:
         """Run the optimizer's step. Return what was stepped, by which parameter, and its states on the device."""
         state: dict[Any, Any] = defaultdict(dict)
+        known = piece.states_in(self._optimizer)
         index_of = {id(record): index for index, record in enumerate(piece.records)}
         keys = []
         for record in piece.due:
             index = index_of[id(record)]
-            entries = self._optimizer.state.get(record.parameter)
+            entries = known.get(record.parameter)
             bound = dict(entries) if entries else {}
             if not piece.plan.is_resident and piece.layout is not None:
                 bound.update(piece.views[index])
@@ -216,19 +213,19 @@ class DeviceSteps:
         return found
 
     def _round(self, piece: Piece, stepped: list[Stepped]) -> None:
-        """Have parameters be their float32 copies, rounded."""
+        """Have parameters be what was stepped: their float32 copies, rounded."""
         with torch.no_grad():
             for record, key, _ in stepped:
                 if record.has_master:
                     record.parameter.copy_(key)
                     key.grad = None
+            piece.put_parameters()
 
     def _lay_out(self, piece: Piece, stepped: list[Stepped]) -> Layout | None:
         """Have all states of a piece lie in its slot. Return how; None if there are none."""
         made = {id(record): entries for record, _, entries in stepped}
         layout = piece.layout
-        if layout is not None and self._is_as_laid_out(piece, layout, made):
-            piece.note_entries(self._optimizer.state, layout, ((record, entries) for record, _, entries in stepped))
+        if layout is not None and piece.may_lie_as_before() and self._is_as_laid_out(piece, layout, made):
             return layout
         states: list[dict[str, Tensor]] = []
         for index, record in enumerate(piece.records):
@@ -238,23 +235,17 @@ class DeviceSteps:
             else:
                 states.append({name: value for name, value in entries.items() if may_leave(value)})
         tensors, num_bytes = pack(states)
-        if not num_bytes:
-            piece.note_entries(self._optimizer.state, None, ((record, entries) for record, _, entries in stepped))
-            return None
         slot = self._slots.of(piece)
         copies = states
         if layout is not None:  # they may lie where the others are to
             copies = [{name: moved_state(value, slot.storage.device) for name, value in row.items()} for row in states]
         if slot.num_bytes < num_bytes:
             self._slots.grow(slot, num_bytes)
-        span = self._host.room_for(piece, num_bytes)
         with torch.inference_mode(False), torch.no_grad():
-            host = tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors)
+            laid_out = piece.lay_out(self._host, tensors, num_bytes)
             for row, values in zip(tensors, copies, strict=True):
                 for tensor in row:
                     copy_state(tensor.over(slot.storage), values[tensor.name])
-        laid_out = Layout(span, tensors, host)
-        piece.note_entries(self._optimizer.state, laid_out, ((record, entries) for record, _, entries in stepped))
         return laid_out
 
     def _is_as_laid_out(self, piece: Piece, layout: Layout, made: Mapping[int, Mapping[Any, Any]]) -> bool:

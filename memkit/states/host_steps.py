@@ -20,7 +20,7 @@ from memkit.states.host_memory import HostStates
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep
 from memkit.states.packing import copy_state, may_leave, moved_state, pack, storage_of_part
-from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, mark_of, stand_in_of
+from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, stand_in_of
 from memkit.states.slots import StateSlot, StateSlots
 from memkit.storages import tensor_over
 from memkit.transfer.lanes import Lanes, Transfer
@@ -93,7 +93,7 @@ class HostSteps:
         Raises:
             HostMemoryError: there is not as much.
         """
-        numbers = sorted({piece.plan.slot for piece in pieces} - self._rooms.keys())
+        numbers = sorted({part.slot for piece in pieces for part in piece.plan.parts} - self._rooms.keys())
         spans = self._host.take([self._slots.slots[number].num_bytes for number in numbers])
         self._rooms.update(zip(numbers, spans, strict=True))
 
@@ -154,9 +154,10 @@ class HostSteps:
         numbers: list[tuple[Tensor, Tensor]] = []
         state: dict[Any, Any] = defaultdict(dict)
         keys: list[nn.Parameter] = []
+        known = piece.states_in(self._optimizer)
         with torch.no_grad():
             for number, record in enumerate(piece.due):
-                entries = dict(self._optimizer.state.get(record.parameter) or {})
+                entries = dict(known.get(record.parameter) or {})
                 key = route.stand_ins[number]
                 grad = route.host_grads[number]
                 if record.has_master:
@@ -194,6 +195,8 @@ class HostSteps:
                         view.copy_(key)
                         key.data = view
             laid_out = self._lay_out(piece, made)
+            piece.entered = piece.new_entries(known, laid_out, zip(piece.due, made, strict=True))
+            marks = piece.marks(self._optimizer, laid_out)
         except BaseException as error:
             if layout is not None:
                 self._lost[piece] = (
@@ -208,18 +211,16 @@ class HostSteps:
         finally:
             for key in keys:
                 key.grad = None
-        steps = [partial(setattr, record, "done", mark_of(record)) for record in piece.due]
-        steps += [partial(setattr, piece, "layout", laid_out), partial(setattr, piece, "residency", Residency.DIRTY)]
-        do_at_once(*steps, *run.leave(found))
+        do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(found))
 
     def _lay_out(self, piece: Piece, made: list[dict[Any, Any]]) -> Layout | None:
-        """Have all states of a piece lie in its host memory, and note what `optimizer.state` is to have."""
+        """Have all states of a piece lie in its host memory. Return how; None if there are none."""
         index_of = {id(record): index for index, record in enumerate(piece.records)}
         layout = piece.layout
         rows: list[dict[str, Tensor]] = (
             [dict(host) for host in layout.host] if layout is not None else [{} for _ in piece.records]
         )
-        is_as_before = layout is not None
+        is_as_before = layout is not None and piece.may_lie_as_before()
         for record, entries in zip(piece.due, made, strict=True):
             index = index_of[id(record)]
             leaving = {name: value for name, value in entries.items() if may_leave(value)}
@@ -229,25 +230,20 @@ class HostSteps:
                 for name, value in leaving.items()
             )
             rows[index] = leaving
-        if not is_as_before or layout is None:
-            tensors, num_bytes = pack(rows)
-            if not num_bytes:
-                layout = None
-            else:
-                span = self._host.room_for(piece, num_bytes)
-                with torch.inference_mode(False), torch.no_grad():
-                    values = [{name: moved_state(value, _HOST) for name, value in row.items()} for row in rows]
-                    host = tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors)
-                    for row, known in zip(host, values, strict=True):
-                        for name, tensor in row.items():
-                            copy_state(tensor, known[name])
-                layout = Layout(span, tensors, host)
-        piece.note_entries(self._optimizer.state, layout, zip(piece.due, made, strict=True))
-        return layout
+        if is_as_before:
+            return layout
+        tensors, num_bytes = pack(rows)
+        with torch.inference_mode(False), torch.no_grad():
+            values = [{name: moved_state(value, _HOST) for name, value in row.items()} for row in rows]
+            laid_out = piece.lay_out(self._host, tensors, num_bytes)
+            for row, found in zip(laid_out.host if laid_out is not None else (), values, strict=laid_out is not None):
+                for name, tensor in row.items():
+                    copy_state(tensor, found[name])
+        return laid_out
 
     def finish(self, piece: Piece) -> None:
         """Have parameters be what was stepped. Calling it again does what was broken off."""
-        piece.enter(self._optimizer.state)
+        piece.enter(self._optimizer)
         route, slot = self._routes[piece], self._slots.of(piece)
         span = route.room.part(0, route.back_bytes)
         after = [slot.freed, *([slot.left.done] if slot.left is not None else [])]

@@ -121,13 +121,18 @@ class BackwardSteps:
             if not self._is_at_home(piece):
                 self._drop_ahead()
                 self._adopt(piece)
-            if piece not in self._begun:
-                self._make_room(piece)
-                self._begin(piece)
-            self._on_device.step(piece, run)
-            self._begun.remove(piece)
+            ahead = piece.parts
+            piece.prepare(self._optimizer.state)
+            for part in [part for part in ahead if part in self._begun and part not in piece.parts]:
+                self._drop(part)
+            for part in piece.parts:
+                if part not in self._begun:
+                    self._make_room(part)
+                    self._begin(part)
+                self._on_device.step(part, run)
+                self._begun.remove(part)
+                self._fetch_ahead(part)
             self._met[piece] = None
-            self._fetch_ahead(piece)
         except BaseException:
             self._mend()
             raise
@@ -152,12 +157,16 @@ class BackwardSteps:
         for piece in list(self._begun):
             self._drop(piece)
 
-    def _fetch_ahead(self, piece: Piece) -> None:
+    def _fetch_ahead(self, part: Piece) -> None:
+        piece = part.whole
         order, place = self._order, self._places.get(piece)
-        if place is None:
-            return
-        for other in order[place + 1 : place + 1 + _AHEAD]:
-            if other in self._met or other in self._begun or other.layout is None or not self._on_device.is_free_for(other):
+        rest = list(piece.parts)
+        coming = rest[rest.index(part) + 1 :]
+        if place is not None:
+            others = [other for other in order[place + 1 : place + 1 + _AHEAD] if other not in self._met]
+            coming += [part for other in others for part in other.parts]
+        for other in coming[:_AHEAD]:
+            if other in self._begun or not other.may_come_early or not self._on_device.is_free_for(other):
                 continue
             self._begin(other)
 

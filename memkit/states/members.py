@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from memkit.plan import ParameterCosts, StatePlan, aligned
+from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
+from memkit.states.cut_trial import find_elementwise
 from memkit.states.packing import bytes_of, may_leave
 from memkit.states.pieces import MASTER, Piece, StateRecord
 from memkit.states.stepped import ConsumedGradient
 from memkit.states.trial import Kept, KeptState, needs_master, try_out
+from memkit.states.windows import piece_of
 
 
 class Members:
@@ -46,7 +49,24 @@ class Members:
     def costs(self) -> list[ParameterCosts]:
         """Return what each parameter takes: by the states that it has, or else by those of the trial."""
         kept = self.kept()
-        return [self._cost(record, kept[id(record.parameter)]) for record in self.records()]
+        records = list(self.records())
+        costs = [self._cost(record, kept[id(record.parameter)]) for record in records]
+        return list(self._with_elementwise(costs, records))
+
+    def _with_elementwise(self, costs: list[ParameterCosts], records: list[StateRecord]) -> Iterator[ParameterCosts]:
+        """Yield what each parameter takes, with whether those that are larger than a piece can be stepped in windows."""
+        large: dict[int, list[Tensor]] = {}
+        places = {id(parameter): n for n, group in enumerate(self._optimizer.param_groups) for parameter in group["params"]}
+        for cost, record in zip(costs, records, strict=True):
+            if is_large(cost) and record.parameter.is_contiguous():
+                large.setdefault(places[id(record.parameter)], []).append(record.parameter)
+        groups = [{**self._optimizer.param_groups[number], "params": found} for number, found in large.items()]
+        found = find_elementwise(self._optimizer, groups, torch_device=self._torch_device, master=self._master)
+        elementwise = {
+            id(parameter) for group, is_one in zip(groups, found, strict=True) if is_one for parameter in group["params"]
+        }
+        for cost, record in zip(costs, records, strict=True):
+            yield replace(cost, is_elementwise=True) if id(record.parameter) in elementwise else cost
 
     def _cost(self, record: StateRecord, kept: list[KeptState]) -> ParameterCosts:
         parameter = record.parameter
@@ -83,7 +103,7 @@ class Members:
 
     def add(self, plan: StatePlan, records: list[StateRecord]) -> list[Piece]:
         """Return the pieces of a plan, which count among these from now on."""
-        added = [Piece(planned, [records[index] for index in planned.parameters]) for planned in plan.pieces]
+        added = [piece_of(planned, [records[index] for index in planned.parameters]) for planned in plan.pieces]
         self.pieces = [*self.pieces, *added]
         return added
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from memkit.plan import StatePiece
 from memkit.states.packing import Packed
 from memkit.transfer.lanes import Transfer
 from memkit.transfer.spans import Span
+
+if TYPE_CHECKING:
+    from memkit.states.host_memory import HostStates
 
 MASTER = "master"
 """The name in `optimizer.state[parameter]` of a parameter's float32 copy."""
@@ -136,10 +140,72 @@ class Piece:
             ]
         self._bound = storage, layout
 
-    def note_entries(
+    @property
+    def parts(self) -> Sequence[Piece]:
+        """What moves at once, and is stepped at once: the piece itself, or windows of it."""
+        return (self,)
+
+    @property
+    def whole(self) -> Piece:
+        """What it is a part of: itself, unless it is a window."""
+        return self
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all of `whole` is stepped once it is."""
+        return True
+
+    @property
+    def may_come_early(self) -> bool:
+        """Whether its states may be brought to the slot before it is prepared."""
+        return self.layout is not None
+
+    @property
+    def is_half_way(self) -> bool:
+        """Whether some of its parts are stepped, and others are not."""
+        return False
+
+    def remaining(self) -> Sequence[Piece]:
+        """Return the parts that are yet to be stepped, of one that is half way.
+
+        Raises:
+            StateOffloadError: they can't be any more.
+        """
+        return ()
+
+    def give_up(self) -> None:
+        """Be half way no more: the rest is not stepped."""
+
+    def prepare(self, state: Mapping[Any, Any]) -> None:
+        """A step of what is due begins, with these states of the optimizer."""
+
+    def put_parameters(self) -> None:
+        """The class has stepped parameters: have the user's be what it has made of those that stand for them."""
+
+    def states_in(self, optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
+        """Return where the states of its parameters are between steps."""
+        return optimizer.state
+
+    def may_lie_as_before(self) -> bool:
+        """Tell whether states that have not changed may stay where they are."""
+        return True
+
+    def lay_out(self, host: HostStates, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int) -> Layout | None:
+        """Return where states are from now on, in host memory as in the slot; None if there are none."""
+        if not num_bytes:
+            return None
+        span = host.room_for(self, num_bytes)
+        return Layout(span, tensors, tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors))
+
+    def marks(self, optimizer: torch.optim.Optimizer, layout: Layout | None) -> list[partial[None]]:
+        """Return what notes, once called, that what is due was stepped, and where the states are."""
+        marks = [partial(setattr, record, "done", mark_of(record)) for record in self.due]
+        return marks if self.plan.is_resident else [*marks, partial(setattr, self, "layout", layout)]
+
+    def new_entries(
         self, state: Mapping[Any, Any], layout: Layout | None, made: Iterable[tuple[StateRecord, dict[Any, Any]]]
-    ) -> None:
-        """Note what is to be put into `optimizer.state`: what a step has made, with tensors in host memory. Where these lie
+    ) -> list[tuple[Tensor, dict[Any, Any]]]:
+        """Return what is to be put into `optimizer.state`: what a step has made, with tensors in host memory. Where these lie
         otherwise than before, the states of what was not due are among them.
 
         Args:
@@ -159,10 +225,11 @@ class Piece:
             for record, host in zip(self.records, layout.host, strict=True):
                 if id(record) not in stepped and host:
                     entered.append((record.parameter, {**state[record.parameter], **host}))
-        self.entered = entered
+        return entered
 
-    def enter(self, state: MutableMapping[Any, Any]) -> None:
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
         """Put into `optimizer.state` what a step has made. Calling it again does what was broken off."""
+        state = self.states_in(optimizer)
         while self.entered:
             parameter, made = self.entered[-1]
             entries = state[parameter]

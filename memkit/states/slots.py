@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from memkit.device.base import Device, Event
-from memkit.plan import StatePlan, Update
+from memkit.plan import StatePlan, Update, in_slots
 from memkit.states.pieces import Piece, Residency
 from memkit.transfer.lanes import Lanes, Transfer
 
@@ -50,26 +50,29 @@ class StateSlots:
     def add(self, plan: StatePlan) -> StatePlan:
         """Have pieces of another plan come to these slots as well: of each side, they take turns in those that are there, or
         else get their own. Return the plan, with these slots."""
+        known = self._plan.pieces
         sides = {
-            update: [piece.slot for piece in self._plan.pieces if piece.update is update and piece.slot >= 0]
+            update: [part.slot for piece in known if piece.update is update for part in piece.parts if part.slot >= 0]
             for update in Update
         }
         own: dict[int, int] = {}
         pieces = []
         for piece in plan.pieces:
-            if piece.slot >= 0 and sides[piece.update]:
-                slots = sides[piece.update]
-                piece = replace(piece, slot=slots[piece.slot % len(slots)])
-            elif piece.slot >= 0:
-                if piece.slot not in own:
-                    own[piece.slot] = len(self.slots)
-                    with torch.inference_mode(False):
-                        self.slots.append(StateSlot(self._device, max(1, plan.slot_bytes[piece.slot])))
-                piece = replace(piece, slot=own[piece.slot])
-            pieces.append(piece)
+            slots = sides[piece.update]
+            wanted = [part.slot for part in piece.parts if part.slot >= 0]
+            found = [slots[slot % len(slots)] if slots else self._own_slot(slot, own, plan) for slot in wanted]
+            pieces.append(in_slots(piece, found))
         added = replace(plan, pieces=tuple(pieces))
         self._plan = replace(self._plan, pieces=(*self._plan.pieces, *pieces), slot_bytes=self.sizes)
         return added
+
+    def _own_slot(self, slot: int, own: dict[int, int], plan: StatePlan) -> int:
+        """Return which slot stands for one of a plan, with one made where none does yet."""
+        if slot not in own:
+            own[slot] = len(self.slots)
+            with torch.inference_mode(False):
+                self.slots.append(StateSlot(self._device, max(1, plan.slot_bytes[slot])))
+        return own[slot]
 
     @property
     def num_bytes(self) -> int:

@@ -147,11 +147,10 @@ class StateOffload:
         optimizer, device, lanes = self.optimizer, self.device, lanes_of(self.device)
         pieces = self._members.add(self.plan, list(self._members.records()))
         slots = self._slots = StateSlots(device, lanes, self.plan)
-        undo_bytes = max((piece.plan.parameter_bytes for piece in pieces if piece.plan.update is Update.DEVICE), default=0)
-        self._undo_bytes = undo_bytes
+        self._undo_bytes = undo_bytes = self.plan.undo_bytes
         self._on_device = DeviceSteps(optimizer, device, slots, self._host, undo_bytes=undo_bytes)
         self._on_host = HostSteps(optimizer, device, lanes, slots, self._host)
-        self._stepping = Stepping(device, self._on_device, self._on_host)
+        self._stepping = Stepping(optimizer, device, self._on_device, self._on_host)
         self._rest = StatesAtRest(optimizer, device, self._host)
         if self.when == "backward":
             self._in_backward = BackwardSteps(
@@ -236,10 +235,10 @@ class StateOffload:
                 self._in_backward.forget_done()
             self._stepping.unfinished = None  # last: an interrupt ahead of it leaves a step of which nothing is to be done
 
-    def _settle(self) -> None:
+    def _settle(self, *, gives_up: bool = False) -> None:
         """Put right what a step has left that was broken off."""
         if self._stepping.is_broken:
-            self._stepping.mend(self._members.pieces)
+            self._stepping.mend(self._members.pieces, gives_up=gives_up)
 
     def wait(self) -> None:
         """Wait for the last step, with `overlap_forward=True`: what the caller reads of parameters and states then is new."""
@@ -319,7 +318,8 @@ class StateOffload:
         self._wait()
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._before_state_dict(self.optimizer)
+        self._settle(gives_up=True)
+        self._wait()
         if self._in_backward is not None:
             self._in_backward.end()
         self._loading = Loading(state_dict)
@@ -384,7 +384,7 @@ class StateOffload:
             return
         self._hooks.remove()
         if self._is_open:
-            self._settle()
+            self._settle(gives_up=True)
             if self._in_backward is not None:
                 self._in_backward.close()
             self._wait()

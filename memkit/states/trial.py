@@ -85,7 +85,7 @@ def try_out(
     Raises:
         ValueError: a step of each parameter by itself is not bit for bit a step of all, or a step has failed.
     """
-    groups = _groups_to_try(optimizer)
+    groups = groups_to_try(optimizer)
     if not groups:
         return [{} for _ in optimizer.param_groups]
     name = type(optimizer).__name__
@@ -93,18 +93,18 @@ def try_out(
     before = [generator.get_state() for generator in generators]
     try:
         with torch.inference_mode(False), torch.no_grad():
-            is_lazy = _makes_states_in_steps(optimizer, groups, torch_device, master)
-            whole, apart = (_Trial(optimizer, groups, torch_device, master, has_states=not is_lazy) for _ in range(2))
+            is_lazy = makes_states_in_steps(optimizer, groups, torch_device, master)
+            whole, apart = (Trial(optimizer, groups, torch_device, master, has_states=not is_lazy) for _ in range(2))
             for step in range(_NUM_STEPS):
                 is_last = step == _NUM_STEPS - 1
-                _seed(generators, step)
+                seed_all(generators, step)
                 try:
                     whole.step_all(leaves_out=is_last)
                 except Exception:
                     if is_last:  # it needs all gradients, also without memkit
                         break
                     raise
-                _seed(generators, step)
+                seed_all(generators, step)
                 differing = apart.step_each(leaves_out=is_last)
                 differing = differing or whole.differs_from(apart)
                 if differing is not None:
@@ -134,20 +134,20 @@ def try_out(
     return [{**of_all, **known.get(id(group), {})} for group in optimizer.param_groups]
 
 
-def _makes_states_in_steps(
+def makes_states_in_steps(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], torch_device: torch.device, master: torch.dtype | None
 ) -> bool:
     """Tell whether the first step of a parameter makes its states. Adagrad of torch 2.11 makes them with the optimizer."""
     if not any(optimizer.state.get(parameter) for group in groups for parameter in group["params"]):
         return True
     try:
-        _Trial(optimizer, groups, torch_device, master).step_all(leaves_out=False)
+        Trial(optimizer, groups, torch_device, master).step_all(leaves_out=False)
     except KeyError:
         return False
     return True
 
 
-def _groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return some of an optimizer's groups, with parameters of each precision that it has."""
     seen = set[torch.dtype]()
     new: list[Group] = []
@@ -160,7 +160,7 @@ def _groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [group for group in optimizer.param_groups if id(group) in chosen]
 
 
-def _seed(generators: list[torch.Generator], seed: int) -> None:
+def seed_all(generators: list[torch.Generator], seed: int) -> None:
     for generator in generators:
         generator.manual_seed(seed)
 
@@ -173,7 +173,7 @@ class _WithoutGradientError(Exception):
     """Says what differs where a parameter has no gradient."""
 
 
-class _Trial:
+class Trial:
     """Small parameters in groups like the optimizer's, and a shell of it that steps them."""
 
     def __init__(
@@ -194,14 +194,14 @@ class _Trial:
             small = []
             for kind in _dtypes_in(group):
                 first = max((parameter for parameter in group["params"] if parameter.dtype == kind), key=Tensor.numel)
-                size = [min(length, _LARGEST_SIDE) for length in first.size()]
                 dtype = master if master is not None and needs_master(first, master) else kind
-                for _ in range(2):
-                    values = _values(size, dtype, generator).to(torch_device)
-                    small.append(nn.Parameter(values, requires_grad=dtype.is_floating_point))
-                    if has_states:
-                        entries = optimizer.state.get(first) or {}
-                        self.state[small[-1]] = {name: _corner(value, first, size, dtype) for name, value in entries.items()}
+                entries = (optimizer.state.get(first) or {}) if has_states else {}
+                start = 0
+                for values in self._tensors_like(first, dtype, generator):
+                    small.append(nn.Parameter(values.to(torch_device), requires_grad=dtype.is_floating_point))
+                    if entries:
+                        self.state[small[-1]] = {name: _part(value, first, small[-1], start) for name, value in entries.items()}
+                    start += values.numel()
             trial = own_group(optimizer, group)
             if "param_names" in group:
                 trial["param_names"] = [f"parameter {index}" for index in range(len(small))]
@@ -212,9 +212,14 @@ class _Trial:
         self.generator = generator
         self.attributes = own_attributes(optimizer)
 
+    def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+        """Return what stands for the largest parameter of a group."""
+        size = [min(length, _LARGEST_SIDE) for length in parameter.size()]
+        return [values_of(size, dtype, generator) for _ in range(2)]
+
     def _give_gradients(self, *, leaves_out: bool) -> None:
         for parameter in self.parameters:
-            parameter.grad = _values(list(parameter.size()), parameter.dtype, self.generator).to(parameter.device)
+            parameter.grad = values_of(list(parameter.size()), parameter.dtype, self.generator).to(parameter.device)
         if leaves_out:
             for group in self.groups:
                 group["params"][0].grad = None
@@ -275,13 +280,17 @@ class _Trial:
         self.attributes.update(of_optimizer.entries if of_optimizer is not None else {})
         return None
 
-    def differs_from(self, other: _Trial) -> str | None:
+    def differs_from(self, other: Trial) -> str | None:
         for mine, others in zip(self.parameters, other.parameters, strict=True):
-            if not _have_same_bits(mine, others):
+            if not have_same_bits(mine, others):
                 return "parameter"
             for name, value in self.state.get(mine, {}).items():
-                if isinstance(value, Tensor) and not _have_same_bits(value, other.state[others].get(name)):
+                if isinstance(value, Tensor) and not have_same_bits(value, other.state[others].get(name)):
                     return f'state ("{name}")'
+        return self.differs_in_groups(other)
+
+    def differs_in_groups(self, other: Trial) -> str | None:
+        """Return what another one has of other value in its groups, or in attributes."""
         for group, others_group in zip(self.groups, other.groups, strict=True):
             differing = changes_of_group(group, others_group).entries
             if differing:
@@ -319,20 +328,22 @@ def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
     return parameter.is_floating_point() and parameter.dtype.itemsize < master.itemsize
 
 
-def _corner(value: Any, parameter: Tensor, size: list[int], dtype: torch.dtype) -> Any:
-    """Return what a small parameter begins with where the parameter that it is like has this state."""
-    if not isinstance(value, Tensor) or value.size() != parameter.size():
+def _part(value: Any, parameter: Tensor, small: Tensor, start: int) -> Any:
+    """Return what a small parameter begins with where the parameter that it is like has this state: its elements from the
+    start on, again and again."""
+    if not isinstance(value, Tensor) or value.size() != parameter.size() or not value.numel():
         return value.clone() if isinstance(value, Tensor) else value
-    corner = value[tuple(slice(length) for length in size)].to(parameter.device)
-    return corner.to(dtype if value.dtype == parameter.dtype else value.dtype, copy=True, memory_format=torch.contiguous_format)
+    elements = torch.arange(start, start + small.numel(), device=value.device) % value.numel()
+    dtype = small.dtype if value.dtype == parameter.dtype else value.dtype
+    return value.reshape(-1)[elements].reshape(small.size()).to(small.device, dtype)
 
 
-def _values(size: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def values_of(size: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     values = torch.randn(size, generator=generator)
     return values.to(dtype)
 
 
-def _have_same_bits(one: Any, other: Any) -> bool:
+def have_same_bits(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or torch_private.is_wrapper(one):
         return isinstance(one, Tensor) and isinstance(other, Tensor)
     if one.dtype != other.dtype or one.size() != other.size():

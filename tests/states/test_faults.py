@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import memkit
 from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
-from memkit.plan import StateRates
-from memkit.states import state_offload
+from memkit.plan import StateRates, state_pieces
+from memkit.states import cut_trial, state_offload
 from tests.interrupts import count_lines, interrupt, spread
 from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, train
 
@@ -48,6 +48,13 @@ class Faulty(ReferenceDevice):
     def record_event(self, *args: Any, **options: Any) -> Any:
         self._count()
         return super().record_event(*args, **options)
+
+
+def _cut(patch: pytest.MonkeyPatch) -> None:
+    """Have matrices be stepped in three windows each."""
+    patch.setattr(state_pieces, "PIECE_BYTES", 1200)
+    patch.setattr(state_pieces, "WINDOW_NUMEL", 256)
+    patch.setattr(cut_trial, "WINDOW_NUMEL", 256)
 
 
 def _failing(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -116,20 +123,23 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError]
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     update=st.sampled_from(["device", "device", "host", "both"]),
     budget=st.sampled_from([0, 16384]),
-    at=st.integers(1, 60),
+    at=st.integers(1, 120),
     error=st.sampled_from(ERRORS),
     has_states=st.booleans(),
     again=st.integers(0, 40),
+    is_cut=st.booleans(),
 )
 def test_a_fault_of_the_device(
-    name: str, update: str, budget: int, at: int, error: type[BaseException], has_states: bool, again: int
+    name: str, update: str, budget: int, at: int, error: type[BaseException], has_states: bool, again: int, is_cut: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            _cut(patch)
         patch.setattr(state_offload, "measure_rates", lambda *_: StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0))
         device = Faulty()
         plain, model = make_net(device), make_net(device)
@@ -167,17 +177,27 @@ def test_a_fault_of_the_device(
         assert not device.races
 
 
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     budget=st.sampled_from([0, 16384]),
-    at=st.integers(1, 12),
+    at=st.integers(1, 24),
     error=st.sampled_from(ERRORS),
     has_states=st.booleans(),
     is_behind=st.booleans(),
     goes_on=st.booleans(),
+    is_cut=st.booleans(),
 )
 def test_a_fault_of_the_optimizer(
+    name: str, budget: int, at: int, error: type[BaseException], has_states: bool, is_behind: bool, goes_on: bool, is_cut: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            _cut(patch)
+        _fail_within_the_optimizer(name, budget, at, error, has_states, is_behind, goes_on)
+
+
+def _fail_within_the_optimizer(
     name: str, budget: int, at: int, error: type[BaseException], has_states: bool, is_behind: bool, goes_on: bool
 ) -> None:
     device = ReferenceDevice()
@@ -236,9 +256,12 @@ def test_an_error_says_what_was_stepped() -> None:
     assert "of 9 parameters were stepped; each is as before or as after the step" in note
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("update", ["device", "host"])
-def test_interrupts_at_any_line(update: str) -> None:
+def test_interrupts_at_any_line(update: str, is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ahead of any line of a step leaves it half done at most, and calling it again does the rest."""
+    if is_cut:
+        _cut(monkeypatch)
     device = ReferenceDevice()
     plain, model = make_net(device), make_net(device)
     plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in (plain, model))
@@ -307,15 +330,25 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
         assert optimizer.param_groups[0]["d"] == before
 
 
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
-    at=st.integers(1, 60),
+    at=st.integers(1, 120),
     error=st.sampled_from(ERRORS),
     has_states=st.booleans(),
     overlaps=st.booleans(),
+    is_cut=st.booleans(),
 )
 def test_a_fault_within_a_backward_or_beside_a_forward(
+    name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool, is_cut: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            _cut(patch)
+        _fail_within_a_backward_or_beside_a_forward(name, at, error, has_states, overlaps)
+
+
+def _fail_within_a_backward_or_beside_a_forward(
     name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool
 ) -> None:
     device = Faulty()

@@ -1,0 +1,313 @@
+"""Large parameters, whose states move in flat windows, each stepped by itself: between steps they are like all others."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memkit import torch_private
+from memkit.errors import StateOffloadError
+from memkit.plan import StatePiece, aligned
+from memkit.states.packing import Packed, PackedTensor, pack
+from memkit.states.pieces import Layout, Piece, StateRecord, mark_of, stand_in_of
+from memkit.transfer.lanes import Transfer
+
+if TYPE_CHECKING:
+    from memkit.states.host_memory import HostStates
+
+
+class Window(Piece):
+    """Neighboring elements of a large parameter, as a piece of its own within a step.
+
+    Its record has what stands for the parameter: a parameter over these elements, with such a part of the gradient.
+
+    Args:
+        plan: what was planned of it.
+        whole: the piece of the parameter.
+        start: its first element.
+        flat: all elements of the parameter.
+    """
+
+    def __init__(self, plan: StatePiece, whole: CutPiece, start: int, flat: Tensor) -> None:
+        self._whole = whole
+        self._left: Transfer | None = None
+        self.elements = slice(start, start + plan.numel)
+        self.is_stepped = False
+        """Whether a step has stepped it that has not stepped all of the parameter yet."""
+        (record,) = whole.records
+        self.view = flat[self.elements]
+        stand_in = stand_in_of(record, self.view)
+        super().__init__(plan, [StateRecord(record.name, stand_in, has_master=record.has_master)])
+
+    @property
+    def left(self) -> Transfer | None:
+        return self._left
+
+    @left.setter
+    def left(self, transfer: Transfer | None) -> None:
+        self._left = self._whole.left = transfer
+
+    @property
+    def whole(self) -> CutPiece:
+        return self._whole
+
+    @property
+    def is_last(self) -> bool:
+        return self is self._whole.windows[-1]
+
+    @property
+    def may_come_early(self) -> bool:
+        return self.layout is not None and self._whole.layout is self._whole.seen
+
+    @property
+    def parameter(self) -> Tensor:
+        """What stands for the whole one."""
+        return self.records[0].parameter
+
+    def follow(self, flat: Tensor) -> None:
+        """Be over the elements of another tensor, which the parameter has now."""
+        self.view = self.parameter.data = flat[self.elements]
+
+    def put_parameters(self) -> None:
+        if self.parameter.data_ptr() != self.view.data_ptr():
+            self.view.copy_(self.parameter)
+            self.parameter.data = self.view
+
+    def states_in(self, optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
+        return self._whole.states
+
+    def may_lie_as_before(self) -> bool:
+        return self is self._whole.windows[0] or self._whole.coming is self._whole.layout
+
+    def lay_out(self, host: HostStates, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int) -> Layout | None:
+        return self._whole.lay_out_window(self, host, tensors)
+
+    def marks(self, optimizer: torch.optim.Optimizer, layout: Layout | None) -> list[partial[None]]:
+        return [partial(setattr, self, "layout", layout), *self._whole.marks_behind(self, optimizer)]
+
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
+        super().enter(optimizer)
+        self.parameter.grad = None  # what is to come does not need it
+        if self.is_last:
+            self._whole.enter(optimizer)
+
+
+class CutPiece(Piece):
+    """A large parameter. Its states are in host memory as those of any other piece; in a step, windows of them move.
+
+    A step that is broken off between two windows is gone on with until the last: half of a parameter is never left. Where the
+    parameter or its states lie otherwise than side by side, one by one, it is stepped as a whole, in a slot that grows.
+
+    Args:
+        plan: what was planned of it.
+        records: one, of the parameter.
+    """
+
+    def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
+        super().__init__(plan, records)
+        self.windows: list[Window] = []
+        self.states: dict[Any, Any] = defaultdict(dict)
+        """What `optimizer.state` is to the whole: of what stands for each window, views of the states."""
+        self.coming: Layout | None = None
+        """Where the states are once all windows are stepped."""
+        self.seen: Layout | None = None
+        """Which layout the windows follow."""
+        self._address = self._version = -1
+        self._is_cut = False
+        """Whether the step under way, or the last one, is made in windows."""
+
+    @property
+    def may_come_early(self) -> bool:
+        return False  # it may come in windows
+
+    @property
+    def parts(self) -> Sequence[Piece]:
+        return self.windows if self._is_cut else (self,)
+
+    @property
+    def is_half_way(self) -> bool:
+        return any(window.is_stepped for window in self.windows)
+
+    def prepare(self, state: Mapping[Any, Any]) -> None:
+        (record,) = self.records
+        parameter, grad = record.parameter, record.parameter.grad
+        entries = state.get(parameter) or {}
+        assert grad is not None
+        self._is_cut = self._is_in_windows(parameter, entries)
+        if not self._is_cut:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._follow(parameter)
+            flat = grad.detach().reshape(-1)
+            self.coming, self._version = self.layout, torch_private.version_of(flat)
+            for window in self.windows:
+                own = window.records[0]
+                own.group, own.position = record.group, record.position
+                own.parameter.grad = flat[window.elements]
+                window.due = [own]
+                host = window.layout.host[0] if window.layout is not None else {}
+                known = {name: host.get(name, value) for name, value in entries.items()}
+                if not window.is_last:
+                    known.update({name: _own_copy(value) for name, value in entries.items() if name not in host})
+                if known:
+                    self.states[own.parameter] = known
+                else:
+                    self.states.pop(own.parameter, None)
+
+    def _is_in_windows(self, parameter: Tensor, entries: Mapping[Any, Any]) -> bool:
+        """Tell whether elements of the parameter and of its states lie side by side, in the same order."""
+        if not parameter.is_contiguous() or parameter.numel() != self.plan.numel or parameter.layout is not torch.strided:
+            return False
+        tensors = self.layout.tensors[0] if self.layout is not None else ()
+        if self.seen is not self.layout or not self.windows:
+            size, stride = parameter.size(), parameter.stride()
+            alike = (isinstance(one, PackedTensor) and (one.size, one.stride) == (size, stride) for one in tensors)
+            if not all(alike):
+                return False
+        num_numbers = sum(not isinstance(value, Tensor) or not value.dim() for value in entries.values())
+        return num_numbers + len(tensors) == len(entries)
+
+    def _follow(self, parameter: Tensor) -> None:
+        """Have the windows be over the parameter as it is now, and over its states."""
+        flat = parameter.detach().view(-1)
+        if not self.windows:
+            start = 0
+            for plan in self.plan.windows:
+                self.windows.append(Window(plan, self, start, flat))
+                start += plan.numel
+        elif self._address != parameter.data_ptr():
+            for window in self.windows:
+                window.follow(flat)
+        self._address = parameter.data_ptr()
+        if self.seen is not self.layout:
+            for window in self.windows:
+                window.layout = None if self.layout is None else _part_of(self.layout, window.elements)
+            self.seen = self.layout
+
+    def lay_out_window(self, window: Window, host: HostStates, tensors: tuple[tuple[Packed, ...], ...]) -> Layout | None:
+        """Return where states of a window are, in host memory, among those of the others.
+
+        Raises:
+            StateOffloadError: others of the same parameter have other states.
+        """
+        (record,), (row,) = self.records, tensors
+        if window is self.windows[0]:
+            dtypes = {one.name: self._dtype(one, window) for one in row}
+            size = record.parameter.size()
+            whole = {name: torch.empty(size, dtype=dtype, device="meta") for name, dtype in dtypes.items()}
+            planned, num_bytes = pack([whole])
+            if self.layout is None or not num_bytes:
+                self.coming = super().lay_out(host, planned, num_bytes)
+            else:  # windows that are yet to come have their states where these are
+                (span,) = host.take([num_bytes])
+                self.coming = Layout(span, planned, tuple({one.name: one.on_host(span) for one in row} for row in planned))
+        part = None if self.coming is None else _part_of(self.coming, window.elements)
+        if (part.tensors if part is not None else ((),)) != tensors:
+            raise self._not_elementwise()
+        return part
+
+    def _dtype(self, packed: Packed, window: Window) -> torch.dtype:
+        if not isinstance(packed, PackedTensor) or packed.size != window.parameter.size():
+            raise self._not_elementwise()
+        return packed.dtype
+
+    def marks_behind(self, window: Window, optimizer: torch.optim.Optimizer) -> list[partial[None]]:
+        """Return what notes that a window is stepped: all of the parameter, if it is the last.
+
+        Raises:
+            StateOffloadError: others of the same parameter have another count.
+        """
+        first = self.windows[0]
+        entries = _numbers_of(window.entered)
+        known = entries if window is first else _numbers_of([(first.parameter, self.states.get(first.parameter, {}))])
+        if entries.keys() != known.keys() or not all(_are_equal(value, known[name]) for name, value in entries.items()):
+            raise self._not_elementwise()
+        if not window.is_last:
+            return [partial(setattr, window, "is_stepped", True)]
+        (record,) = self.records
+        made = dict(window.entered[0][1]) if window.entered else {}
+        entered = self.new_entries(optimizer.state, self.coming, [(record, made)])
+        marks = [partial(setattr, record, "done", mark_of(record)), partial(setattr, self, "entered", entered)]
+        marks += [partial(setattr, self, "layout", self.coming), partial(setattr, self, "seen", self.coming)]
+        return marks + [partial(setattr, other, "is_stepped", False) for other in self.windows]
+
+    def remaining(self) -> Sequence[Piece]:
+        (record,) = self.records
+        rest = [window for window in self.windows if not window.is_stepped]
+        grad = rest[0].parameter.grad
+        if grad is None or torch_private.version_of(grad) != self._version:
+            raise StateOffloadError(f"the gradient of {record.name} was written to meanwhile")
+        return rest
+
+    def give_up(self) -> None:
+        for window in self.windows:
+            window.is_stepped = False
+            window.parameter.grad = None
+
+    def _not_elementwise(self) -> StateOffloadError:
+        (record,) = self.records
+        return StateOffloadError(
+            f"StateOffload steps {record.name}, a large parameter, in windows, and its optimizer keeps other states for one of "
+            "them than for the others: it steps each element by itself no more. Use one that does, or none that changes"
+        )
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.states.clear()
+        self.coming = self.seen = None
+        self._is_cut = False
+        self.windows = []  # they hold views of states
+
+
+def _part_of(layout: Layout, elements: slice) -> Layout:
+    """Return where a window of states is, each of which is of as many elements as the parameter.
+
+    In a slot the states of a window lie behind each other. In host memory they have the others' in between: what is copied are
+    as many ranges.
+    """
+    whole = layout.span.whole
+    assert whole is not None
+    tensors, host, ranges, offset = [], {}, [], 0
+    for tensor in layout.tensors[0]:
+        assert isinstance(tensor, PackedTensor)
+        view = layout.host[0][tensor.name].view(-1)[elements]
+        num_bytes = view.nbytes
+        tensors.append(PackedTensor(tensor.name, offset, num_bytes, view.size(), view.stride(), tensor.dtype))
+        host[tensor.name] = view
+        begin = tensor.offset + elements.start * tensor.dtype.itemsize
+        ranges.append(whole[begin : begin + aligned(num_bytes)])
+        offset += aligned(num_bytes)
+    span = replace(layout.span, num_bytes=offset, pieces=tuple(ranges), ranges=(), whole=None)
+    return Layout(span, (tuple(tensors),), (host,))
+
+
+def _own_copy(value: Any) -> Any:
+    """Return a copy of a count that each window steps by itself: those of all windows come to the same."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _numbers_of(entered: list[tuple[Tensor, dict[Any, Any]]]) -> dict[Any, Any]:
+    return {
+        name: value for _, made in entered for name, value in made.items() if not isinstance(value, Tensor) or not value.dim()
+    }
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Tell whether two counts are the same, as far as the host knows without waiting for the device."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.device.type != "cpu":
+            return True
+        return one.dtype == other.dtype and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
+    return type(one) is type(other) and (not isinstance(one, int | float) or one == other or one != one)
+
+
+def piece_of(plan: StatePiece, records: list[StateRecord]) -> Piece:
+    """Return a piece: one that moves in windows, where that was planned."""
+    return CutPiece(plan, records) if plan.windows and not plan.is_resident else Piece(plan, records)

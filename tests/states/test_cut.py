@@ -1,0 +1,444 @@
+"""Large parameters are stepped in windows, bit for bit as whole."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkit.device import Device, ReferenceDevice
+from memkit.errors import StateOffloadError
+from memkit.plan import StateRates, state_pieces
+from memkit.states import cut_trial, state_offload
+from memkit.states.windows import CutPiece
+from memkit.torch_state import num_users
+from tests.states.cases import (
+    OPTIMIZERS,
+    Case,
+    EightBit,
+    Odd,
+    assert_same,
+    assert_same_training,
+    batch,
+    offload,
+    train,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+CASES = [*OPTIMIZERS, Case("odd", Odd)]
+WHOLE = ("Adafactor loop", "Adafactor foreach", "Muon")
+"""What does not step each element by itself."""
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have parameters of more than some kilobytes of states be large, and be stepped in windows of 512 elements or more."""
+    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 6000)
+    for module in (state_pieces, cut_trial):
+        monkeypatch.setattr(module, "WINDOW_NUMEL", 512)
+    rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
+    monkeypatch.setattr(state_offload, "measure_rates", lambda *_: rates)
+
+
+class Net(nn.Module):
+    """Has two large parameters."""
+
+    def __init__(self, *, only_matrices: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 64, bias=not only_matrices)
+        self.second = nn.Linear(64, 63, bias=not only_matrices)
+        self.head = nn.Linear(63, 3, bias=not only_matrices)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def make_net(device: Device, case: Case | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(1)
+    return Net(only_matrices=case is not None and case.name == "Muon").to(device.torch_device, dtype)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-3}]
+
+
+def num_cut(states: Any) -> int:
+    """Return how many parameters are stepped in windows."""
+    pieces = [piece for piece in states._members.pieces if isinstance(piece, CutPiece) and len(piece.parts) > 1]
+    return len(pieces)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"when": "backward"},
+    {"overlap_forward": True},
+    {"update": "host"},
+    {"update": "both"},
+    {"device_budget": 20000},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steps_as_the_plain_optimizer(device: Device, case: Case, options: dict[str, Any]) -> None:
+    if "update" in options and device.torch_device.type != "cpu":
+        pytest.skip("the plain steps differ from the host's in last bits")
+    nets = [make_net(device, case), make_net(device, case)]
+    optimizers = [case.make(groups_of(net)) for net in nets]
+    clip = None if "when" in options else 0.1
+    if case.name == "odd":  # whose states the small steps at the beginning see none of
+        for net, own in zip(nets, optimizers, strict=True):
+            train(net, own, device, [100])
+    with offload(optimizers[1], device, **options) as states:
+        for step in range(20):
+            for net, own in zip(nets, optimizers, strict=True):
+                train(net, own, device, [step], clip=clip)
+                for group in own.param_groups:
+                    group["lr"] = group["lr"] * 0.9
+            states.wait()
+            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        if case.name not in WHOLE:
+            moving = [piece for piece in states.plan.pieces if piece.windows and not piece.is_resident]
+            assert num_cut(states) == len(moving) >= (1 if "device_budget" in options else 2)
+            assert states.plan.room_bytes <= 6 * 3 * 1024 * 8
+        else:
+            assert num_cut(states) == 0
+
+    for net, own in zip(nets, optimizers, strict=True):
+        train(net, own, device, range(20, 22))
+    assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+    device.synchronize()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_with_float32_copies(device: Device, options: dict[str, Any]) -> None:
+    if "update" in options and device.torch_device.type != "cpu":
+        pytest.skip("the device steps differ from the host's in last bits")
+    nets = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+    with (
+        offload(optimizers[0], device, master=torch.float32, device_budget="1GiB") as whole,
+        offload(optimizers[1], device, master=torch.float32, **options) as states,
+    ):
+        for step in range(6):
+            for net, own in zip(nets, optimizers, strict=True):
+                train(net, own, device, [step], dtype=torch.bfloat16)
+                own.state_dict()
+                if step == 3:
+                    net.second.weight.data[5:20].fill_(0.25)
+            states.wait()
+            assert_same(nets[0].state_dict(), nets[1].state_dict())
+            assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
+        assert num_cut(states) >= 1
+        assert not num_cut(whole)
+
+
+def test_states_are_those_of_torch(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device) as states:
+        train(model, optimizer, device, range(1))
+        entries = dict(optimizer.state[model.second.weight])
+        train(model, optimizer, device, range(1, 3))
+        assert num_cut(states) == 2
+        assert entries.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for name, value in optimizer.state[model.second.weight].items():
+            assert value is entries[name]
+            if value.dim():
+                assert value.size() == model.second.weight.size()
+                assert value.is_contiguous()
+                assert value.untyped_storage().nbytes() == value.nbytes
+        assert float(entries["step"]) == 3
+        held = optimizer.state_dict()
+        copied = copy.deepcopy(held)
+
+    assert_same(copied, held)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_resumes_into_and_from_plain_torch(device: Device, options: dict[str, Any], fused: bool) -> None:
+    if "update" in options and device.torch_device.type != "cpu":
+        pytest.skip("the plain steps differ from the host's in last bits")
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused) for net in (plain, model))
+    train(plain, plain_optimizer, device, range(3))
+    with offload(optimizer, device, **options) as states:
+        for begin in (3, 5):
+            model.load_state_dict(plain.state_dict())
+            optimizer.load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))
+            for net, own in ((plain, plain_optimizer), (model, optimizer)):
+                train(net, own, device, range(begin, begin + 2))
+            states.wait()
+            assert_same_training(plain, plain_optimizer, model, optimizer)
+        saved = optimizer.state_dict()
+    again = copy.deepcopy(model)
+    again_optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2, fused=fused)
+    again_optimizer.load_state_dict(saved)
+    for net, own in ((plain, plain_optimizer), (again, again_optimizer)):
+        train(net, own, device, range(7, 9))
+    assert_same_training(plain, plain_optimizer, again, again_optimizer)
+
+
+@pytest.mark.parametrize("options", [{}, {"when": "backward"}, {"update": "host"}], ids=str)
+def test_what_lies_otherwise_is_stepped_whole(options: dict[str, Any]) -> None:
+    """A parameter, or states, whose elements are not one behind the other."""
+    device = ReferenceDevice()
+    nets = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+    with offload(optimizers[1], device, **options) as states:
+        for step in range(10):
+            for net, own in zip(nets, optimizers, strict=True):
+                weight = net.second.weight
+                if step == 2:
+                    weight.data = weight.data.mT.contiguous().mT
+                elif step == 4:
+                    weight.data = weight.data.contiguous()
+                elif step == 6:
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        own.state[weight][name] = own.state[weight][name].mT.contiguous().mT
+                elif step == 8:
+                    own.state[weight] = {name: value.clone().contiguous() for name, value in own.state[weight].items()}
+                if step in (6, 8) and own is optimizers[1]:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        train(net, own, device, [step])
+                else:
+                    train(net, own, device, [step])
+            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            assert num_cut(states) == (1 if step in (2, 3, 6, 7) else 2)
+
+
+def test_a_gradient_that_lies_otherwise() -> None:
+    device = ReferenceDevice()
+    nets = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+    with offload(optimizers[1], device) as states:
+        for step in range(3):
+            for net, own in zip(nets, optimizers, strict=True):
+                generator = torch.Generator().manual_seed(step)
+                for parameter in net.parameters():
+                    parameter.grad = torch.randn(parameter.size()[::-1], generator=generator).permute(
+                        *range(parameter.dim())[::-1]
+                    )
+                own.step()
+            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        assert num_cut(states) == 2
+
+
+def test_no_gradient_is_held(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device):
+        model(batch(device, 0)).square().mean().backward()
+        optimizer.step()
+        held = [weakref.ref(parameter.grad) for parameter in model.parameters()]
+        sizes = [parameter.grad.untyped_storage() for parameter in model.parameters()]
+        optimizer.zero_grad()
+        assert all(ref() is None for ref in held)
+        assert all(num_users(storage) == 1 for storage in sizes)
+
+
+def test_autograd_sees_what_is_written(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device) as states:
+        loss = model(batch(device, 0)).square().mean()
+        loss.backward(retain_graph=True)
+        model.head.weight.grad = None
+        for parameter in (model.first.weight, *model.head.parameters()):
+            parameter.grad = None
+        optimizer.step()
+        assert num_cut(states) == 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_parameters_that_come_later(device: Device) -> None:
+    nets = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW([*net.head.parameters()], lr=1e-2) for net in nets]
+    with offload(optimizers[1], device) as states:
+        for net, own in zip(nets, optimizers, strict=True):
+            train(net, own, device, range(2))
+            own.add_param_group({"params": [*net.first.parameters(), *net.second.parameters()], "lr": 1e-3})
+            train(net, own, device, range(2, 5))
+        assert num_cut(states) == 2
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+def test_room_does_not_grow_with_the_parameter() -> None:
+    rooms = []
+    for rows in (200, 2000):
+        parameter = nn.Parameter(torch.randn(rows, 24))
+        optimizer = torch.optim.AdamW([parameter, nn.Parameter(torch.randn(24))])
+        device = ReferenceDevice()
+        counter = device.memory_counter()
+        assert counter is not None
+        before = counter.allocated_bytes()
+        with offload(optimizer, device) as states:
+            for _ in range(3):
+                parameter.grad = torch.randn_like(parameter)
+                optimizer.step()
+            assert num_cut(states) == 1
+            rooms.append(states.stats().room_bytes)
+            assert counter.peak_bytes() - before <= rooms[-1] + 1024
+    assert rooms[0] == rooms[1] <= 4 * 1024 * 8  # the least windows that are no smaller than 6000 bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_windows_of_true_size_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fused: bool) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 400_000)
+    values = torch.randn(1001, 301, generator=torch.Generator().manual_seed(0)).to(dtype)
+    parameters = [nn.Parameter(values.clone()) for _ in range(2)]
+    optimizers = [torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, fused=fused) for parameter in parameters]
+    with offload(optimizers[1], ReferenceDevice()) as states:
+        for step in range(4):
+            grad = torch.randn(values.size(), generator=torch.Generator().manual_seed(step + 1)).to(dtype)
+            for parameter, own in zip(parameters, optimizers, strict=True):
+                parameter.grad = grad.clone()
+                own.step()
+            assert_same(*parameters)
+            assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
+        assert num_cut(states) == 1
+        assert len(states.plan.pieces[0].windows) >= 3
+
+
+class PerMatrix(torch.optim.SGD):
+    """Scales by the norm of each parameter, as LAMB does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.lerp_(parameter.grad, 0.1)
+                    parameter.sub_(mean, alpha=group["lr"] * float(parameter.norm()))
+        return None
+
+
+class DecaysMatrices(torch.optim.SGD):
+    """Decays what has two dimensions."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.lerp_(parameter.grad, 0.1)
+                    parameter.mul_(0.99 if parameter.dim() > 1 else 1.0).sub_(mean, alpha=group["lr"])
+        return None
+
+
+class Rounding(torch.optim.SGD):
+    """Adds random numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.lerp_(parameter.grad, 0.1)
+                    parameter.sub_(mean + torch.rand_like(mean), alpha=group["lr"])
+        return None
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a sum over all elements, and does nothing with it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["mean"] = state.get("mean", 0) * 0.9 + parameter.grad
+                    state["sum"] = state.get("sum", 0.0) + float(parameter.grad.sum())
+                    parameter.sub_(state["mean"], alpha=group["lr"])
+        return None
+
+
+@pytest.mark.parametrize("kind", [PerMatrix, DecaysMatrices, Rounding, Counts, EightBit])
+def test_what_is_not_elementwise_is_stepped_whole(kind: Any) -> None:
+    device = ReferenceDevice()
+    nets = [Net(only_matrices=True), Net(only_matrices=True)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers = [kind(net.parameters(), lr=1e-2) for net in nets]
+    with offload(optimizers[1], device) as states:
+        for step in range(3):
+            for net, own in zip(nets, optimizers, strict=True):
+                torch.manual_seed(step)
+                train(net, own, device, [step])
+        assert num_cut(states) == 0
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+def test_each_group_is_tried_by_itself() -> None:
+    """Of an optimizer that steps matrices of some groups as such, the others can be cut."""
+
+    class Hybrid(PerMatrix):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                        mean.lerp_(parameter.grad, 0.1)
+                        scale = float(parameter.norm()) if group["dampening"] else 1.0
+                        parameter.sub_(mean, alpha=group["lr"] * scale)
+            return None
+
+    nets = [make_net(ReferenceDevice()), make_net(ReferenceDevice())]
+    optimizers = [
+        Hybrid([{"params": [*net.first.parameters()], "dampening": 1}, {"params": [*net.second.parameters()]}], lr=1e-2)
+        for net in nets
+    ]
+    device = ReferenceDevice()
+    with offload(optimizers[1], device) as states:
+        for net, own in zip(nets, optimizers, strict=True):
+            train(net, own, device, range(3))
+        assert num_cut(states) == 1
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+def test_one_that_turns_out_not_to_be_elementwise_is_told() -> None:
+    class Late(Counts):
+        """Begins to count only after some steps."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        state = self.state[parameter]
+                        state["number"] = state.get("number", 0) + 1
+                        state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                        if state["number"] > 8:
+                            state["sum"] = float(parameter.grad.sum())
+                        parameter.sub_(state["mean"], alpha=group["lr"])
+            return None
+
+    model = make_net(ReferenceDevice())
+    optimizer = Late(model.parameters(), lr=1e-2)
+    device = ReferenceDevice()
+    with offload(optimizer, device) as states:
+        train(model, optimizer, device, range(8))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        with pytest.raises(StateOffloadError, match="in windows, and its optimizer keeps other states for one of them"):
+            train(model, optimizer, device, range(8, 9))
+        with pytest.raises(StateOffloadError, match="to leave it, load a checkpoint of the model and the optimizer"):
+            optimizer.step()
+        assert num_cut(states) == 2
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        assert_same(optimizer.state_dict(), saved[1])
