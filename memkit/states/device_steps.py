@@ -123,6 +123,8 @@ class DeviceSteps:
             if not piece.plan.is_resident:
                 self._slots.release(piece)
             piece.residency = piece.rest
+            for record in piece.due if piece.plan.is_resident else ():
+                record.numbers = []  # all its states, as they were: they would take as much again until the next step
             return
         with label(f"write states back ({piece.names})"):
             self._slots.write_back(piece)

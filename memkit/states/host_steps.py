@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import aligned
 from memkit.states.host_memory import HostStates
-from memkit.states.masters import follow
+from memkit.states.masters import follow_on_host
 from memkit.states.one_step import OneStep
 from memkit.states.packing import copy_state, may_leave, moved_state, pack, storage_of_part
 from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, stand_in_of
@@ -53,6 +54,10 @@ class _Route:
     host_grads: list[Tensor]
     host_parameters: list[Tensor]
     stand_ins: list[nn.Parameter]
+    grad_copies: list[Tensor]
+    """In float32, where a float32 copy is stepped; else the gradients in host memory themselves."""
+    rounded: list[Tensor]
+    """Where float32 copies are rounded to, to be compared with the parameters."""
     num_bytes: int
     back_bytes: int
 
@@ -86,6 +91,8 @@ class HostSteps:
         self._thread: ThreadPoolExecutor | None = None
         self._running = dict[Piece, Future[None]]()
         """Steps that the thread is to make."""
+        with torch.inference_mode(False):
+            self._casts = torch.empty(0, dtype=torch.uint8).untyped_storage()
 
     def reserve(self, pieces: list[Piece]) -> None:
         """Take the host memory that parameters and gradients of pieces come to: what is there for their slots already stays.
@@ -167,11 +174,11 @@ class HostSteps:
                         key.data = master
                         if not may_leave(master):
                             numbers.append((master, master.clone()))
-                        follow(key.data, copied)
+                        follow_on_host(key.data, copied, route.rounded[number])
                     else:
                         key.data = copied.to(torch.float32)
-                    grad = grad.to(torch.float32)
-                key.grad = grad
+                    route.grad_copies[number].copy_(grad)
+                key.grad = route.grad_copies[number]
                 if entries:
                     state[key] = entries
                 keys.append(key)
@@ -308,6 +315,7 @@ class HostSteps:
                 stand_in_of(record, torch.empty(0) if record.has_master else view)
                 for record, view in zip(piece.due, found["host parameter"], strict=True)
             ]
+            grad_copies, rounded = self._scratch(piece.due, found["host grad"])
         known = self._routes[piece] = _Route(
             storage=slot.storage,
             room=room,
@@ -317,13 +325,33 @@ class HostSteps:
             host_grads=found["host grad"],
             host_parameters=found["host parameter"],
             stand_ins=stand_ins,
+            grad_copies=grad_copies,
+            rounded=rounded,
             num_bytes=max(1, offset),
             back_bytes=max(1, back_bytes),
         )
         return known
 
+    def _scratch(self, due: list[StateRecord], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return where gradients are cast to, and float32 copies are rounded to, where such are stepped: memory that all pieces
+        share, since one is stepped at a time."""
+        copied = [record.has_master for record in due]
+        sizes = [aligned(4 * grad.numel()) if is_copied else 0 for grad, is_copied in zip(grads, copied, strict=True)]
+        starts = [0, *itertools.accumulate(sizes)]
+        rounded_bytes = max((grad.nbytes for grad, is_copied in zip(grads, copied, strict=True) if is_copied), default=0)
+        if starts[-1] + rounded_bytes > self._casts.nbytes():
+            self._casts = torch.empty(starts[-1] + rounded_bytes, dtype=torch.uint8).untyped_storage()
+
+        def over(grad: Tensor, dtype: torch.dtype, start: int) -> Tensor:
+            return tensor_over(self._casts, dtype, offset=start // dtype.itemsize, size=grad.size(), stride=grad.stride())
+
+        rows = list(zip(grads, copied, starts, strict=False))
+        cast = [over(grad, torch.float32, start) if is_copied else grad for grad, is_copied, start in rows]
+        return cast, [over(grad, grad.dtype, starts[-1]) if is_copied else grad for grad, is_copied, _ in rows]
+
     def close(self) -> None:
         """End the thread, and let the memory go."""
+        self._casts = torch.empty(0, dtype=torch.uint8).untyped_storage()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

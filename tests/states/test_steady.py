@@ -140,3 +140,19 @@ def test_nothing_to_offload_calls_next_to_nothing(depth: int) -> None:
             model(torch.randn(2, 8)).sum().backward()
             optimizer.step()
         assert _calls(optimizer) <= 6
+
+
+def test_states_that_stay_are_there_once(device: Device) -> None:
+    model = nn.Sequential(nn.Linear(5, 37, bias=False), nn.Linear(37, 41, bias=False)).to(device.torch_device)
+    optimizer, weight = torch.optim.AdamW(model.parameters(), foreach=False), model[1].weight
+    with offload(optimizer, device, device_budget=12 * 1024) as states:
+        for _ in range(3):
+            model(torch.ones(2, 5, device=device.torch_device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert states.stats().num_resident == 1
+        gc.collect()
+        alike = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.size() == weight.size()]
+        own = {one.untyped_storage().data_ptr() for one in alike} - {weight.untyped_storage().data_ptr()}
+
+        assert len(own) == 3  # AdamW's two, and the parameter as it was
