@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -13,7 +14,8 @@ import torch
 
 from memkit.device import Device
 from memkit.terminal import TextColumn, table_text
-from memkit.transfer import Arena, Disk, Lanes
+from memkit.transfer import Arena, Disk
+from memkit.transfer.link import measure_beside_copies
 
 _UPDATE_THREADS = (1, 4, 8, 16)
 _DISK_THREADS = (1, 4, 8)
@@ -111,33 +113,13 @@ class HostUpdates:
         """
         num_bytes = self._sizes.copied_bytes
         num_copies = max(2, min(round(_BOTH_S * both_bytes_per_s / num_bytes), 400))
-        arena, lanes = Arena(device), Lanes(device)
-        storages = device.allocate(num_bytes), device.allocate(num_bytes)
-        try:
-            spans = arena.take(num_bytes), arena.take(num_bytes)
-            lanes.copy_out(storages[1], spans[1], after=device.record_event())
-            with _threads(update_threads()[-1]):
-                self._round(_Block.update)
-                device.synchronize()
-                ready = device.record_event()
-                out = back = None
-                for _ in range(num_copies):
-                    out = lanes.copy_out(storages[0], spans[0], after=ready)
-                    back = lanes.copy_back(spans[1], storages[1], after=(ready,))
-                assert out is not None
-                assert back is not None
-                num_updated, begin = 0, time.perf_counter()
-                while not num_updated or (num_updated < 10_000 and not (out.done.is_reached() and back.done.is_reached())):
-                    self._blocks[num_updated % len(self._blocks)].update()
-                    num_updated += 1
-                updated_s = time.perf_counter() - begin
-            device.synchronize()
-            copied_s = max(ready.elapsed_s(out.done), ready.elapsed_s(back.done), 1e-9)
-        finally:
-            device.synchronize()
-            arena.give_all()
-            arena.close()
-        return num_updated * self._sizes.block_numel / updated_s, num_copies * num_bytes / copied_s
+        blocks = itertools.cycle(self._blocks)
+        with _threads(update_threads()[-1]):
+            self._round(_Block.update)
+            updates_per_s, bytes_per_s = measure_beside_copies(
+                device, lambda: next(blocks).update(), num_bytes=num_bytes, num_copies=num_copies
+            )
+        return updates_per_s * self._sizes.block_numel, bytes_per_s
 
 
 def measure_disk(disk: Disk, device: Device, sizes: HostSizes) -> tuple[dict[str, float], dict[str, float]]:

@@ -1,42 +1,64 @@
-"""How fast an optimizer steps on the host, beside how fast the link is: for the split of `update="both"`."""
+"""How fast an optimizer steps on the host, and the link copies beside that: for the split of `update="both"`."""
 
 from __future__ import annotations
 
-import time
+import itertools
 
 import torch
 from torch import nn
 
 from memkit.device.base import Device
 from memkit.plan import StateRates
+from memkit.states.masters import follow_on_host
 from memkit.states.shells import cut_group, shell_of, step_of
-from memkit.transfer.link import measure_both_ways
+from memkit.transfer.link import measure_beside_copies
 
-_NUM_ELEMENTS = 2**22
+_SIDE = 2048
+_NUM_BLOCKS = 8
+"""With their states more than a processor's cache holds."""
 _LINK_BYTES = 64 * 2**20
-_REPEATS = 3
+_NUM_COPIES = 128
+_NUM_COPIES_ELSEWHERE = 2
+"""Where nothing is copied beside what the host does."""
 
 
-def measure_rates(device: Device, optimizer: torch.optim.Optimizer) -> StateRates:
-    """Return what a split between device and host is made from: the link with both ways busy, and the class's step on a
-    parameter in host memory."""
-    link_bytes_per_s = measure_both_ways(device, num_bytes=_LINK_BYTES, repeats=_REPEATS)
-    return StateRates(link_bytes_per_s=link_bytes_per_s, host_numel_per_s=_host_numel_per_s(optimizer))
+class _Block:
+    """A parameter in host memory, stepped as a piece of states is: with casts where a float32 copy is stepped."""
 
-
-def _host_numel_per_s(optimizer: torch.optim.Optimizer) -> float:
-    with torch.inference_mode(False):
-        side = round(_NUM_ELEMENTS**0.5)
-        parameter = nn.Parameter(torch.zeros(side, side))
-        parameter.grad = torch.full_like(parameter, 1e-3)
-        group = {**cut_group(optimizer.param_groups[0], []), "params": [parameter]}
+    def __init__(self, optimizer: torch.optim.Optimizer, *, has_master: bool) -> None:
+        self.parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
+        self.parameter.grad = torch.full_like(self.parameter, 1e-3)
+        group = {**cut_group(optimizer.param_groups[0], []), "params": [self.parameter]}
         group.pop("param_names", None)
-        shell = shell_of(optimizer, [group], type(optimizer.state)(dict))
-        step = step_of(optimizer)
-        step(shell)
-        best_s = float("inf")
-        for _ in range(_REPEATS):
-            begun = time.perf_counter()
-            step(shell)
-            best_s = min(best_s, time.perf_counter() - begun)
-    return parameter.numel() / max(best_s, 1e-9)
+        self._shell = shell_of(optimizer, [group], type(optimizer.state)(dict))
+        self._step = step_of(optimizer)
+        self._copies = [torch.zeros(_SIDE, _SIDE, dtype=torch.bfloat16) for _ in range(3)] if has_master else []
+
+    def step(self) -> None:
+        assert self.parameter.grad is not None
+        if self._copies:
+            grad, parameter, rounded = self._copies
+            follow_on_host(self.parameter.data, parameter, rounded)
+            self.parameter.grad.copy_(grad)
+        self._step(self._shell)
+        if self._copies:
+            parameter.copy_(self.parameter.detach())
+
+
+def measure_rates(device: Device, optimizer: torch.optim.Optimizer, *, has_master: bool) -> StateRates:
+    """Return what a split between device and host is made from: the link with both ways busy and the class's step on
+    parameters in host memory, each beside the other.
+
+    Args:
+        has_master: whether float32 copies are stepped.
+    """
+    with torch.inference_mode(False):
+        blocks = [_Block(optimizer, has_master=has_master) for _ in range(_NUM_BLOCKS)]
+        for block in blocks:
+            block.step()
+        turns = itertools.cycle(blocks)
+        num_copies = _NUM_COPIES if device.torch_device.type == "cuda" else _NUM_COPIES_ELSEWHERE
+        blocks_per_s, link_bytes_per_s = measure_beside_copies(
+            device, lambda: next(turns).step(), num_bytes=_LINK_BYTES, num_copies=num_copies
+        )
+    return StateRates(link_bytes_per_s=link_bytes_per_s, host_numel_per_s=blocks_per_s * _SIDE * _SIDE)

@@ -134,7 +134,8 @@ class StateOffload:
 
     def _plan(self) -> None:
         """Plan which states leave, and begin, unless the optimizer may as well step by itself."""
-        rates = measure_rates(self.device, self.optimizer) if self.update == "both" else None
+        is_shared, has_master = self.update == "both", self._master is not None
+        rates = measure_rates(self.device, self.optimizer, has_master=has_master) if is_shared else None
         apart, costs = self.when == "backward", self._members.costs()
         self.plan = plan_states(costs, device_budget_bytes=self._budget_bytes, update=self.update, rates=rates, apart=apart)
         if self.plan.is_empty and self._master is None and self._overlap is None and not apart:

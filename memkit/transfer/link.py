@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from memkit.device.base import Device
@@ -11,6 +13,7 @@ from memkit.transfer.lanes import Lanes
 
 _SMALL_BYTES = 4096
 _NUM_SMALL = 32
+_MOST_ACTS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,43 @@ def measure_both_ways(device: Device, *, num_bytes: int = 256 * 2**20, repeats: 
     finally:
         arena.give_all()
         arena.close()
+
+
+def measure_beside_copies(device: Device, act: Callable[[], object], *, num_bytes: int, num_copies: int) -> tuple[float, float]:
+    """Return how many times per second something is done on the host while copies go both ways, and the bytes per second of
+    these, each way.
+
+    Args:
+        act: what is done, at least once.
+        num_bytes: size of each copy.
+        num_copies: so many go each way.
+
+    Raises:
+        HostMemoryError: there is no room in host memory for twice `num_bytes`.
+        torch.OutOfMemoryError: there is none on the device.
+    """
+    arena, lanes = Arena(device), Lanes(device)
+    storages = device.allocate(num_bytes), device.allocate(num_bytes)
+    try:
+        spans = arena.take(num_bytes), arena.take(num_bytes)
+        out = lanes.copy_out(storages[1], spans[1], after=device.record_event())
+        device.synchronize()
+        ready = device.record_event()
+        for _ in range(num_copies):
+            out = lanes.copy_out(storages[0], spans[0], after=ready)
+            back = lanes.copy_back(spans[1], storages[1], after=(ready,))
+        num_done, begin = 0, time.perf_counter()
+        while not num_done or (num_done < _MOST_ACTS and not (out.done.is_reached() and back.done.is_reached())):
+            act()
+            num_done += 1
+        acted_s = max(time.perf_counter() - begin, 1e-9)
+        device.synchronize()
+        copied_s = max(ready.elapsed_s(out.done), ready.elapsed_s(back.done), 1e-9)
+    finally:
+        device.synchronize()
+        arena.give_all()
+        arena.close()
+    return num_done / acted_s, num_copies * num_bytes / copied_s
 
 
 def _seconds_of_both(device: Device, arena: Arena, num_bytes: int, repeats: int) -> float:

@@ -42,7 +42,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (state_pieces, cut_trial):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 512)
     rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
-    monkeypatch.setattr(state_offload, "measure_rates", lambda *_: rates)
+    monkeypatch.setattr(state_offload, "measure_rates", lambda *_, **__: rates)
 
 
 class Net(nn.Module):

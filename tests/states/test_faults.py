@@ -140,7 +140,7 @@ def test_a_fault_of_the_device(
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             _cut(patch)
-        patch.setattr(state_offload, "measure_rates", lambda *_: StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0))
+        patch.setattr(state_offload, "measure_rates", lambda *_, **__: StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0))
         device = Faulty()
         plain, model = make_net(device), make_net(device)
         plain_optimizer, optimizer = (OPTIMIZERS[name](lambda kind: kind, net.parameters()) for net in (plain, model))

@@ -21,7 +21,7 @@ IS_HOST_THE_DEVICE = "cpu"
 def even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have half of the states be stepped on either side."""
     rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
-    monkeypatch.setattr(state_offload, "measure_rates", lambda *_: rates)
+    monkeypatch.setattr(state_offload, "measure_rates", lambda *_, **__: rates)
 
 
 @pytest.mark.usefixtures("even_rates")

@@ -130,5 +130,5 @@ def _run(seed: int, update: str) -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 60))])
 def test_random_program(seed: int, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
-    monkeypatch.setattr(state_offload, "measure_rates", lambda *_: rates)
+    monkeypatch.setattr(state_offload, "measure_rates", lambda *_, **__: rates)
     _run(seed, update)
