@@ -95,7 +95,7 @@ class Stepping:
         Raises:
             StateOffloadError: a step there has failed.
         """
-        self.is_broken, under_way = True, {*pieces, *beside}
+        self.is_broken, under_way = True, list(dict.fromkeys((*pieces, *beside)))
         try:
             for piece in pieces:
                 for part in piece.parts:
@@ -103,14 +103,14 @@ class Stepping:
         except Exception as error:
             self._on_host.settle()
             failed = [piece for piece in under_way if any(map(self._on_host.has_failed, piece.parts))]
-            names = ", ".join(piece.names for piece in failed) or "parameters"
-            self.mend(list(under_way))
+            names = ", ".join(piece.names for piece in failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
+            self.mend(under_way)
             raise StateOffloadError(
-                f"the step of {names} on the host has failed: {type(error).__name__}: {error}. Its gradient was let go: what "
-                "has failed is as before the step, all else as after it"
+                f"the step of {names or 'parameters'} on the host has failed: {type(error).__name__}: {error}. Its gradient "
+                "was let go: what has failed is as before the step, all else as after it"
             ) from error
         except BaseException:
-            self.mend(list(under_way))
+            self.mend(under_way)
             raise
         self.is_broken = False
 
