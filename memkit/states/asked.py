@@ -28,12 +28,10 @@ def check_options(*, update: str, master: torch.dtype | None, when: str, overlap
         raise ValueError(f"master is torch.float32 or None; found {master!r}")
     if when not in ("step", "backward"):
         raise ValueError(f"when is 'step' or 'backward'; found {when!r}")
-    if when == "backward" and update in ("host", "both"):
-        raise ValueError(f'when="backward" steps on the device; found update="{update}". Leave that out, or use when="step"')
-    if overlap_forward and (when == "backward" or update in ("host", "both")):
+    if overlap_forward and when == "backward":
         raise ValueError(
-            "overlap_forward=True needs a step on the device behind the backward; found "
-            f'update="{update}" and when="{when}". Leave these out'
+            'overlap_forward=True needs a step behind the backward; found when="backward", which leaves nothing to overlap. '
+            "Leave one of them out"
         )
 
 
@@ -97,6 +95,18 @@ def check_master(master: torch.dtype | None, parameters: list[Tensor]) -> None:
     if master is not None and not any(needs_master(parameter, master) for parameter in parameters):
         found = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
         raise ValueError(f"master=torch.float32 is for parameters of lower precision; found {found}. Leave it out")
+
+
+def refuse_captured(device: Device) -> None:
+    """Raise if a step is being compiled or captured.
+
+    Raises:
+        StateOffloadError: it is.
+    """
+    if torch.compiler.is_compiling() or device.is_capturing():
+        raise StateOffloadError(
+            "StateOffload: a step whose states stream can't be compiled or captured into a graph. Step outside of that"
+        )
 
 
 def warn_if_unfused(optimizer: torch.optim.Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -39,20 +40,28 @@ class HostStates:
         Raises:
             HostMemoryError: there is not as much.
         """
-        blocks: list[list[Piece]] = []
+        for piece, span in zip(pieces, self.take_side_by_side([piece.plan.state_bytes for piece in pieces]), strict=True):
+            piece.room = span
+
+    def take_side_by_side(self, sizes_bytes: Sequence[int]) -> list[Span]:
+        """Return memory of these sizes, in few large blocks.
+
+        Raises:
+            HostMemoryError: there is not as much.
+        """
+        blocks: list[list[int]] = []
         room = 0
-        for piece in pieces:
-            if piece.plan.state_bytes > room:
+        for num_bytes in sizes_bytes:
+            if num_bytes > room or not blocks:
                 blocks.append([])
-                room = max(_BLOCK_BYTES, piece.plan.state_bytes)
-            blocks[-1].append(piece)
-            room -= piece.plan.state_bytes
-        sizes = [sum(piece.plan.state_bytes for piece in block) for block in blocks]
-        for block, span in zip(blocks, self.take(sizes), strict=True):
-            start = 0
-            for piece in block:
-                piece.room = span.part(start, start + piece.plan.state_bytes)
-                start += piece.plan.state_bytes
+                room = max(_BLOCK_BYTES, num_bytes)
+            blocks[-1].append(num_bytes)
+            room -= num_bytes
+        spans = []
+        for block, whole in zip(blocks, self.take(list(map(sum, blocks))), strict=True):
+            ends = list(itertools.accumulate(block, initial=0))
+            spans += [whole.part(*ends_of) for ends_of in itertools.pairwise(ends)]
+        return spans
 
     def take(self, sizes_bytes: Sequence[int]) -> list[Span]:
         """Return memory of these sizes.

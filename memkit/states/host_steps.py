@@ -74,17 +74,28 @@ class HostSteps:
         lanes: what copies are put on.
         slots: where parameters and gradients are packed on the device.
         host: where the states are.
+        runs_ahead: whether gradients of all pieces may be in host memory at once, so that nobody waits for the steps of those
+            before: each piece then has room of its own.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, device: Device, lanes: Lanes, slots: StateSlots, host: HostStates
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: Device,
+        lanes: Lanes,
+        slots: StateSlots,
+        host: HostStates,
+        *,
+        runs_ahead: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._device = device
         self._lanes = lanes
         self._slots = slots
         self._host = host
+        self._runs_ahead = runs_ahead
         self._rooms: dict[int, Span] = {}
+        """Host memory by the slot that it belongs to, or by the id of the plan of a piece with room of its own."""
         self._routes: dict[Piece, _Route] = {}
         self._out: dict[Piece, Transfer] = {}
         self._lost = dict[Piece, str]()
@@ -100,6 +111,11 @@ class HostSteps:
         Raises:
             HostMemoryError: there is not as much.
         """
+        if self._runs_ahead:
+            parts = [part for piece in pieces for part in piece.plan.parts]
+            own = self._host.take_side_by_side([2 * aligned(part.parameter_bytes) for part in parts])
+            self._rooms.update(zip(map(id, parts), own, strict=True))
+            return
         numbers = sorted({part.slot for piece in pieces for part in piece.plan.parts} - self._rooms.keys())
         spans = self._host.take([self._slots.slots[number].num_bytes for number in numbers])
         self._rooms.update(zip(numbers, spans, strict=True))
@@ -122,6 +138,8 @@ class HostSteps:
         span = route.room.part(0, route.num_bytes)
         slot.left = self._out[piece] = self._lanes.copy_out(slot.storage, span, after=slot.freed)
         self._slots.d2h_bytes += route.num_bytes
+        if self._runs_ahead:
+            slot.piece = None  # others come there behind the copy
 
     def start(self, piece: Piece, run: OneStep) -> None:
         """Have the thread step what is due of a piece, once its gradients have come."""
@@ -137,17 +155,31 @@ class HostSteps:
         """Wait for the step of a piece, and have the parameters come back."""
         with label(f"step on the host ({piece.names})"):
             running = self._running[piece]
-            self.settle()
-            del self._running[piece]
+            self._await([running])
             running.result()
+            del self._running[piece]
         self.finish(piece)
 
     def settle(self) -> None:
-        """Wait until nothing runs in the thread any more, also where an interrupt comes meanwhile."""
+        """Wait until nothing runs in the thread any more."""
+        self._await(list(self._running.values()))
+
+    def is_over(self, piece: Piece) -> bool:
+        """Tell whether the thread has made the step of a piece, or failed."""
+        return self._running[piece].done()
+
+    def has_failed(self, piece: Piece) -> bool:
+        """Tell whether the step of a piece was begun, and has failed."""
+        running = self._running.get(piece)
+        return running is not None and running.done() and running.exception() is not None
+
+    @staticmethod
+    def _await(steps: list[Future[None]]) -> None:
+        """Wait until the thread is through with some steps, also where an interrupt comes meanwhile."""
         interrupt: BaseException | None = None
-        while not all(running.done() for running in self._running.values()):
+        while not all(running.done() for running in steps):
             try:
-                wait(list(self._running.values()))
+                wait(steps)
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:
@@ -252,12 +284,13 @@ class HostSteps:
         """Have parameters be what was stepped. Calling it again does what was broken off."""
         piece.enter(self._optimizer)
         route, slot = self._routes[piece], self._slots.of(piece)
+        slot.piece = piece
         span = route.room.part(0, route.back_bytes)
         after = [slot.freed, *([slot.left.done] if slot.left is not None else [])]
-        slot.arrived = self._lanes.copy_back(span, slot.storage, after=after)
+        slot.arrived = self._lanes.copy_back(span, route.storage, after=after)
         self._slots.h2d_bytes += route.back_bytes
         self._device.wait_event(self._device.current_stream(), slot.arrived.done)
-        self._device.note_read(slot.storage)
+        self._device.note_read(route.storage)
         with torch.no_grad():
             for record, parameter in zip(piece.due, route.parameters, strict=True):
                 record.parameter.copy_(parameter)
@@ -280,7 +313,8 @@ class HostSteps:
         """Return where what is due of a piece lies on its way."""
         known = self._routes.get(piece)
         due = [_traits_of(record) for record in piece.due]
-        room = self._rooms[piece.plan.slot]
+        place = id(piece.plan) if self._runs_ahead else piece.plan.slot
+        room = self._rooms.get(place)
         if known is not None and known.storage is slot.storage and known.room is room and known.due == due:
             return known
         offset, places = 0, []
@@ -293,9 +327,9 @@ class HostSteps:
                 back_bytes = offset
         if slot.num_bytes < offset:
             self._slots.grow(slot, offset)
-        if room.num_bytes < offset:
+        if room is None or room.num_bytes < offset:
             (room,) = self._host.take([offset])
-            self._rooms[piece.plan.slot] = room
+            self._rooms[place] = room
         assert room.whole is not None
         found: dict[str, list[Tensor]] = {"parameter": [], "grad": [], "host parameter": [], "host grad": []}
         with torch.inference_mode(False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from memkit.errors import StateOffloadError
+from memkit.errors import StateOffloadError, warn_user
 from memkit.hooks import HookSet
+from memkit.plan import Update
 from memkit.states.one_step import OneStep
 from memkit.states.opened import weakly
 from memkit.states.pieces import Piece, Residency, StateRecord
@@ -20,7 +21,9 @@ from memkit.states.shells import changes_of_group, versions_in
 from memkit.states.stepped import ConsumedGradient
 
 if TYPE_CHECKING:
+    from memkit.states.at_rest import StatesAtRest
     from memkit.states.device_steps import DeviceSteps
+    from memkit.states.host_steps import HostSteps
     from memkit.states.stepping import Stepping
 
 _AHEAD = 2
@@ -34,9 +37,9 @@ class BackwardSteps:
     Args:
         optimizer: whose step it is.
         stepping: what becomes of a step that is broken off.
-        on_device: steps pieces.
-        is_at_home: tells whether `optimizer.state` has what was put there of a piece.
-        adopt: takes over what others have put there.
+        on_device: steps pieces there.
+        on_host: steps pieces on the host.
+        rest: what `optimizer.state` has of pieces between steps.
     """
 
     def __init__(
@@ -44,15 +47,16 @@ class BackwardSteps:
         optimizer: torch.optim.Optimizer,
         stepping: Stepping,
         on_device: DeviceSteps,
-        *,
-        is_at_home: Callable[[Piece], bool],
-        adopt: Callable[[Piece], None],
+        on_host: HostSteps,
+        rest: StatesAtRest,
     ) -> None:
         self._optimizer = optimizer
-        self._is_at_home = is_at_home
-        self._adopt = adopt
+        self._rest = rest
         self._stepping = stepping
         self._on_device = on_device
+        self._on_host = on_host
+        self._leaving: dict[Piece, None] = {}
+        """What is stepped on the host, and whose parameters are yet to come back."""
         self._pieces: list[Piece] = []
         self._order: list[Piece] = []
         self._places: dict[Piece, int] = {}
@@ -113,31 +117,54 @@ class BackwardSteps:
             self._mend()
         run = stepping.unfinished
         if run is None:
-            run = stepping.unfinished = OneStep(self._optimizer)
+            run = stepping.unfinished = OneStep(self._optimizer, copies=piece.plan.update is Update.HOST)
             self._options = self._options_now()
         stepping.is_broken = True
         try:
             piece.due = [record]
-            if not self._is_at_home(piece):
+            if not self._rest.is_at_home(piece):
                 self._drop_ahead()
-                self._adopt(piece)
+                self._rest.adopt(piece, warns=True)
             ahead = piece.parts
             piece.prepare(self._optimizer.state)
             for part in [part for part in ahead if part in self._begun and part not in piece.parts]:
                 self._drop(part)
             for part in piece.parts:
-                if part not in self._begun:
-                    self._make_room(part)
-                    self._begin(part)
-                self._on_device.step(part, run)
-                self._begun.remove(part)
-                self._fetch_ahead(part)
+                self._step(part, run)
             self._met[piece] = None
         except BaseException:
             self._mend()
             raise
         stepping.is_broken = False
         record.parameter.grad = ConsumedGradient.of(record.parameter)
+        for part in piece.parts:
+            part.let_gradients_go()
+
+    def _step(self, part: Piece, run: OneStep) -> None:
+        """Step a part on the device, or have its gradient leave to be stepped on the host."""
+        if part.plan.update is Update.HOST:
+            self._leaving[part.whole] = None
+            self._on_host.begin(part)
+            self._on_host.start(part, run)
+            return
+        if part not in self._begun:
+            self._make_room(part)
+            self._begin(part)
+        self._on_device.step(part, run)
+        self._begun.remove(part)
+        self._fetch_ahead(part)
+
+    def join(self) -> None:
+        """Wait for what is stepped on the host, and have its parameters come back.
+
+        Raises:
+            StateOffloadError: a step there has failed.
+        """
+        if self._leaving:
+            try:
+                self._stepping.join(list(self._leaving))
+            finally:
+                self._leaving.clear()
 
     def _begin(self, piece: Piece) -> None:
         self._begun.append(piece)
@@ -166,13 +193,15 @@ class BackwardSteps:
             others = [other for other in order[place + 1 : place + 1 + _AHEAD] if other not in self._met]
             coming += [part for other in others for part in other.parts]
         for other in coming[:_AHEAD]:
-            if other in self._begun or not other.may_come_early or not self._on_device.is_free_for(other):
+            if other in self._begun or not other.may_come_early or other.plan.update is Update.HOST:
                 continue
-            self._begin(other)
+            if self._on_device.is_free_for(other):
+                self._begin(other)
 
     def end(self) -> list[Piece]:
         """The optimizer's step begins: return which pieces were stepped already. Nothing is on its way any more."""
         self._drop_ahead()
+        self.join()
         met = list(self._met)
         if met and met != self._order:
             self._follow(met)
@@ -204,7 +233,10 @@ class BackwardSteps:
 
     def close(self) -> None:
         """Nothing is on its way any more, and what was stepped has no gradient."""
-        self.end()
+        try:
+            self.end()
+        except StateOffloadError as error:
+            warn_user(f"StateOffload: {error}")
         for piece in self._pieces:
             (record,) = piece.records
             if type(record.parameter.grad) is ConsumedGradient:
@@ -226,6 +258,7 @@ class BackwardSteps:
 
     def _mend(self) -> None:
         self._begun.clear()
+        self._leaving.clear()
         self._stepping.mend(self._pieces)
         for piece in self._pieces:
             (record,) = piece.records

@@ -43,10 +43,12 @@ class OneStep:
         self._attributes: dict[str, Any] = {}
         if copies:
             self._groups = [{**group, **_copied(group)} for group in optimizer.param_groups]
-            self._attributes = _copied(vars(optimizer))
+            self._attributes = _with_copies(vars(optimizer))
         self._step = step_of(optimizer)
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
+        self.awaited: set[int] = set()
+        """Groups of which something is yet to be stepped when the user's `step()` returns."""
 
     def step(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Written:
         """Step some parameters. Return what that has written to groups and attributes.
@@ -116,10 +118,17 @@ class OneStep:
     def write_of_others(self, hollow: torch.optim.Optimizer) -> None:
         """Write what a step has written to groups of which nothing was due, in a shell without parameters."""
         for number, (group, cut) in enumerate(zip(self._optimizer.param_groups, hollow.param_groups, strict=True)):
-            if number not in self._of_groups:
+            if number not in self._of_groups and number not in self.awaited:
                 group.update(changes_of_group(group, cut).entries)
-        if self._of_optimizer is None:
+        if self._of_optimizer is None and not self.awaited:
             vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow).entries)
+
+
+def _with_copies(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's own attributes, as they are now."""
+    torchs = ("param_groups", "state", "defaults")
+    own = {name: value for name, value in attributes.items() if name not in torchs and not name.endswith("_hooks")}
+    return {**own, **_copied(own)}
 
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:

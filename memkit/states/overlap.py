@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,40 +32,79 @@ class ForwardOverlap:
         self._stream = device.new_stream("step")
         self._pending: dict[int, Piece] = {}
         """Pieces whose step no other stream has waited for yet, by the id of each parameter."""
+        self._leaving: dict[Piece, None] = {}
+        """Which of them are stepped on the host, and are yet to come back."""
         self._stepped: dict[Piece, Event] = {}
         self._held: dict[Piece, list[Tensor]] = {}
         self._run: OneStep | None = None
         """What the step reads beside."""
+        self._stepping: Stepping | None = None
 
     def run(self, stepping: Stepping, pieces: Sequence[Piece], run: OneStep) -> None:
         """Step pieces, behind what the current stream has been given so far."""
-        self.wait()
-        self._run = run
+        self.join()
+        self._run, self._stepping = run, stepping
         device, stream = self._device, self._stream
         device.wait_event(stream, device.record_event(timed=False))
         try:
             with device.on_stream(stream):
-                stepping.run(pieces, run, note_stepped=self._note_stepped)
+                stepping.run(pieces, run, note_stepped=self._note_stepped, note_left=self._note_left)
         except BaseException:
-            self._stepped.clear()
-            self._pending.clear()
-            device.synchronize()
-            self._held.clear()
+            self._forget()
             raise
         for piece in pieces:
             for record in piece.due:
                 record.parameter.grad = None
 
-    def _note_stepped(self, piece: Piece) -> None:
-        device = self._device
+    def _forget(self) -> None:
+        """What was under way was put right, by the host."""
+        self._leaving.clear()
+        self._stepped.clear()
+        self._pending.clear()
+        self._device.synchronize()
+        self._held.clear()
+        self._run = None
+
+    def _note_left(self, piece: Piece) -> None:
+        self._hold(piece)
+        for part in piece.parts:
+            part.let_gradients_go()
+        self._leaving[piece] = None
+
+    def _hold(self, piece: Piece) -> None:
         self._held[piece] = [record.parameter.grad for record in piece.due if record.parameter.grad is not None]
+        for record in piece.due:
+            self._pending[id(record.parameter)] = piece
+
+    def _note_stepped(self, piece: Piece) -> None:
+        if piece not in self._held:
+            self._hold(piece)
+        self._note_written(piece)
+
+    def _note_written(self, piece: Piece) -> None:
+        """The parameters of a piece are written to by what the stream has been given so far."""
+        device = self._device
         if device.takes_notes:
             for record in piece.due:
                 parameter = record.parameter
                 device.note_written(parameter.untyped_storage(), torch_private.version_of(parameter))
         self._stepped[piece] = device.record_event(self._stream, timed=False)
-        for record in piece.due:
-            self._pending[id(record.parameter)] = piece
+
+    def _join(self, pieces: Sequence[Piece]) -> None:
+        """Have parameters come back that are stepped on the host."""
+        assert self._stepping is not None
+        assert self._run is not None
+        try:
+            with self._device.on_stream(self._stream):
+                self._stepping.join(pieces, beside=list(self._leaving))
+                for piece in pieces:
+                    self._note_written(piece)
+                    self._leaving.pop(piece, None)
+            if not self._leaving:
+                self._run.write_changes()
+        except BaseException:
+            self._forget()
+            raise
 
     def before_forward(self, module: nn.Module, _: object) -> None:
         """A module's forward begins: let the current stream wait for the parameters that it may read itself.
@@ -74,11 +114,20 @@ class ForwardOverlap:
         """
         if not self._pending:
             return
+        if self._leaving:
+            self._join_those_over()
         self._await(torch_private.parameters_of(module))
         if not isinstance(module, nn.Sequential):
             for child in torch_private.children_of(module).values():
                 if child is not None and not torch_private.children_of(child):
                     self._await(torch_private.parameters_of(child))
+
+    def _join_those_over(self) -> None:
+        """Have parameters be on their way back whose step on the host is over: nobody waits for them yet."""
+        assert self._stepping is not None
+        over = list(itertools.takewhile(self._stepping.is_over, self._leaving))
+        if over:
+            self._join(over)
 
     def _await(self, parameters: dict[str, nn.Parameter | None]) -> None:
         for parameter in parameters.values():
@@ -89,15 +138,23 @@ class ForwardOverlap:
                 self._device.note_read(parameter.untyped_storage())
 
     def _await_piece(self, piece: Piece) -> None:
+        if piece in self._leaving:
+            self._join([piece])
         self._device.wait_event(self._device.current_stream(), self._stepped[piece])
         for record in piece.due:
             self._pending.pop(id(record.parameter), None)
         self._stepped.pop(piece, None)
         self._held.pop(piece, None)
-        if not self._stepped:
+        if not self._stepped and not self._leaving:
             self._run = None
 
-    def wait(self) -> None:
-        """Let the current stream wait for all that is stepped."""
+    def join(self) -> None:
+        """Let the current stream wait for all that is stepped.
+
+        Raises:
+            StateOffloadError: a step on the host has failed.
+        """
+        if self._leaving:
+            self._join(list(self._leaving))
         for piece in list(self._stepped):
             self._await_piece(piece)

@@ -179,6 +179,9 @@ class Piece:
     def prepare(self, state: Mapping[Any, Any]) -> None:
         """A step of what is due begins, with these states of the optimizer."""
 
+    def let_gradients_go(self) -> None:
+        """Hold no gradient any more: they were read."""
+
     def put_parameters(self) -> None:
         """The class has stepped parameters: have the user's be what it has made of those that stand for them."""
 

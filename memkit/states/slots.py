@@ -154,6 +154,12 @@ class StateSlots:
             if transfer is not None:
                 self._device.wait_event(self._device.current_stream(), transfer.done)
 
+    def wait(self) -> None:
+        """Wait until what left is in host memory."""
+        for slot in self.slots:
+            if slot.left is not None:
+                self._device.synchronize(slot.left.done)
+
     def close(self) -> None:
         """Give all memory back. The host has waited for all copies."""
         self.slots.clear()

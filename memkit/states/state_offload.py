@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from memkit.device import Device
-from memkit.errors import HostMemoryError, StateOffloadError
+from memkit.errors import HostMemoryError, StateOffloadError, warn_user
 from memkit.hooks import HookSet
 from memkit.plan import ParameterCosts, Update, plan_states
 from memkit.sizes import check_budget_bytes, format_bytes
-from memkit.states.asked import check_master, check_options, device_of, refuse_sparse, refuse_twice, warn_if_unfused
+from memkit.states.asked import (
+    check_master,
+    check_options,
+    device_of,
+    refuse_captured,
+    refuse_sparse,
+    refuse_twice,
+    warn_if_unfused,
+)
 from memkit.states.at_rest import Loading, StatesAtRest, with_host_copies
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_memory import HostStates
@@ -29,7 +36,7 @@ from memkit.states.overlap import ForwardOverlap
 from memkit.states.pieces import Piece, StateRecord
 from memkit.states.shells import hollow_shell
 from memkit.states.slots import StateSlots
-from memkit.states.stats import StateStats
+from memkit.states.stats import StateStats, stats_of
 from memkit.states.stepping import Stepping
 from memkit.states.trial import refuse_by_kind
 from memkit.transfer.lanes import lanes_of
@@ -121,8 +128,8 @@ class StateOffload:
         self._overlap = ForwardOverlap(self.device) if overlap_forward else None
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
         self._slots: StateSlots | None = None
-        self._is_open = False
-        """Whether states may have moved."""
+        self._undo_bytes = 0
+        self._is_open = False  # whether states may have moved
         claim(optimizer, self)
         try:
             self._plan()
@@ -150,17 +157,12 @@ class StateOffload:
         slots = self._slots = StateSlots(device, lanes, self.plan)
         self._undo_bytes = undo_bytes = self.plan.undo_bytes
         self._on_device = DeviceSteps(optimizer, device, slots, self._host, undo_bytes=undo_bytes)
-        self._on_host = HostSteps(optimizer, device, lanes, slots, self._host)
+        runs_ahead = self.when == "backward" or self._overlap is not None
+        self._on_host = HostSteps(optimizer, device, lanes, slots, self._host, runs_ahead=runs_ahead)
         self._stepping = Stepping(optimizer, device, self._on_device, self._on_host)
         self._rest = StatesAtRest(optimizer, device, self._host)
         if self.when == "backward":
-            self._in_backward = BackwardSteps(
-                optimizer,
-                self._stepping,
-                self._on_device,
-                is_at_home=self._rest.is_at_home,
-                adopt=partial(self._rest.adopt, warns=True),
-            )
+            self._in_backward = BackwardSteps(optimizer, self._stepping, self._on_device, self._on_host, self._rest)
         self._is_open = True
         self._open(pieces)
         self._members.place()
@@ -195,10 +197,7 @@ class StateOffload:
         """Step all pieces. What torch steps then has no parameters."""
         if optimizer is not self.optimizer:
             return None  # a shell, by a class that calls the step of the one that it is derived from
-        if torch.compiler.is_compiling() or self.device.is_capturing():
-            raise StateOffloadError(
-                "StateOffload: a step whose states stream can't be compiled or captured into a graph. Step outside of that"
-            )
+        refuse_captured(self.device)
         args, kwargs = run_closure(args, kwargs)
         if self._in_backward is not None:
             self._in_backward.check_options()
@@ -237,7 +236,13 @@ class StateOffload:
             self._stepping.unfinished = None  # last: an interrupt ahead of it leaves a step of which nothing is to be done
 
     def _settle(self, *, gives_up: bool = False) -> None:
-        """Put right what a step has left that was broken off."""
+        """Put right what a step has left that was broken off, or not waited for."""
+        try:
+            self._join()
+        except StateOffloadError as error:
+            if not gives_up:
+                raise
+            warn_user(f"StateOffload: {error}")
         if self._stepping.is_broken:
             self._stepping.mend(self._members.pieces, gives_up=gives_up)
 
@@ -248,11 +253,15 @@ class StateOffload:
 
     def _wait(self) -> None:
         """Wait until what was stepped is in host memory: whoever reads it there finds it."""
-        if self._overlap is not None:
-            self._overlap.wait()
-        for slot in self._slots.slots if self._slots is not None else ():
-            if slot.left is not None:
-                self.device.synchronize(slot.left.done)
+        self._join()
+        if self._slots is not None:
+            self._slots.wait()
+
+    def _join(self) -> None:
+        """Let the current stream wait for what is stepped beside it, and the host for what is stepped there."""
+        for beside in (self._overlap, self._in_backward):
+            if beside is not None:
+                beside.join()
 
     def _follow_groups(self) -> None:
         """Take note of parameters that came to the optimizer or left it."""
@@ -340,18 +349,7 @@ class StateOffload:
 
     def stats(self) -> StateStats:
         """Return what was moved so far, and what is taken now."""
-        slots = self._slots
-        return StateStats(
-            num_pieces=len(self.plan.pieces),
-            num_resident=sum(piece.is_resident for piece in self.plan.pieces),
-            num_on_host=sum(piece.update is Update.HOST for piece in self.plan.pieces),
-            num_steps=self._num_steps,
-            host_bytes=self._host.arena.held_bytes,
-            room_bytes=0 if slots is None or self._is_closed else slots.num_bytes + self._undo_bytes,
-            resident_bytes=self.plan.resident_bytes,
-            h2d_bytes=0 if slots is None else slots.h2d_bytes,
-            d2h_bytes=0 if slots is None else slots.d2h_bytes,
-        )
+        return stats_of(self.plan, self._host, self._slots, undo_bytes=self._undo_bytes, num_steps=self._num_steps)
 
     def __repr__(self) -> str:
         name = type(self.optimizer).__name__

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from memkit.plan import StatePlan, Update
 from memkit.sizes import format_bytes
+from memkit.states.host_memory import HostStates
+from memkit.states.slots import StateSlots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,3 +46,26 @@ class StateStats:
             ("moved to the host", format_bytes(self.d2h_bytes)),
         ]
         return tabulate(rows, tablefmt="plain", disable_numparse=True)
+
+
+def stats_of(plan: StatePlan, host: HostStates, slots: StateSlots | None, *, undo_bytes: int, num_steps: int) -> StateStats:
+    """Return what was moved so far, and what is taken now.
+
+    Args:
+        plan: where the states are.
+        host: the host memory.
+        slots: the room on the device; None if there is none any more, or yet.
+        undo_bytes: what is taken there beside.
+        num_steps: steps so far.
+    """
+    return StateStats(
+        num_pieces=len(plan.pieces),
+        num_resident=sum(piece.is_resident for piece in plan.pieces),
+        num_on_host=sum(piece.update is Update.HOST for piece in plan.pieces),
+        num_steps=num_steps,
+        host_bytes=host.arena.held_bytes,
+        room_bytes=slots.num_bytes + undo_bytes if slots is not None and slots.slots else 0,
+        resident_bytes=plan.resident_bytes,
+        h2d_bytes=0 if slots is None else slots.h2d_bytes,
+        d2h_bytes=0 if slots is None else slots.d2h_bytes,
+    )

@@ -35,25 +35,82 @@ class Stepping:
         self.is_broken = False
         """Whether pieces may be half way."""
 
-    def run(self, pieces: Sequence[Piece], run: OneStep, *, note_stepped: Callable[[Piece], object] = lambda _: None) -> None:
+    def run(
+        self,
+        pieces: Sequence[Piece],
+        run: OneStep,
+        *,
+        note_stepped: Callable[[Piece], object] = lambda _: None,
+        note_left: Callable[[Piece], object] | None = None,
+    ) -> None:
         """Step pieces, with the next ones on their way: those on the host in a thread, and meanwhile others on the device.
 
         Args:
             pieces: in which something is due.
             run: the step.
             note_stepped: called behind each piece that was stepped on the device.
+            note_left: called behind each piece whose gradients are on their way to be stepped on the host. Where it is given,
+                nobody waits for these: see `join`.
         """
         self.unfinished, self.is_broken = run, True
         try:
             for piece in pieces:
                 piece.prepare(self._optimizer.state)
-            self._run([part for piece in pieces for part in piece.parts], run, note_stepped)
-            run.write_changes()
+            parts = [part for piece in pieces for part in piece.parts]
+            if note_left is not None:
+                leaving = [part for part in parts if part.plan.update is Update.HOST]
+                parts = [part for part in parts if part.plan.update is Update.DEVICE]
+                run.awaited |= {record.group for part in leaving for record in part.due}
+                self._send(leaving, run, note_left)
+            self._run(parts, run, note_stepped)
+            if not run.awaited:
+                run.write_changes()
         except BaseException as error:
             try:
                 self.mend(pieces)
             finally:
                 self._note(error, pieces)
+            raise
+        self.is_broken = False
+
+    def _send(self, parts: Sequence[Piece], run: OneStep, note_left: Callable[[Piece], object]) -> None:
+        """Have gradients go to the host, to be stepped there."""
+        for part in parts:
+            self._on_host.begin(part)
+            self._on_host.start(part, run)
+            if part.is_last:
+                note_left(part.whole)
+
+    def is_over(self, piece: Piece) -> bool:
+        """Tell whether nobody has to wait for the step of a piece on the host any more."""
+        return all(map(self._on_host.is_over, piece.parts))
+
+    def join(self, pieces: Sequence[Piece], *, beside: Sequence[Piece] = ()) -> None:
+        """Wait for the steps of pieces on the host, and have the parameters come back.
+
+        Args:
+            pieces: which were sent there.
+            beside: what else is there, and isn't left behind where one fails.
+
+        Raises:
+            StateOffloadError: a step there has failed.
+        """
+        self.is_broken, under_way = True, list(dict.fromkeys((*pieces, *beside)))
+        try:
+            for piece in pieces:
+                for part in piece.parts:
+                    self._on_host.join(part)
+        except Exception as error:
+            self._on_host.settle()
+            failed = [piece for piece in under_way if any(map(self._on_host.has_failed, piece.parts))]
+            names = ", ".join(piece.names for piece in failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
+            self.mend(under_way)
+            raise StateOffloadError(
+                f"the step of {names or 'parameters'} on the host has failed: {type(error).__name__}: {error}. Its gradient "
+                "was let go: what has failed is as before the step, all else as after it"
+            ) from error
+        except BaseException:
+            self.mend(under_way)
             raise
         self.is_broken = False
 
@@ -149,9 +206,10 @@ class Stepping:
         Raises:
             StateOffloadError: that has failed.
         """
-        assert self.unfinished is not None
         try:
-            self._run(piece.remaining(), self.unfinished)
+            parts = piece.remaining()
+            assert self.unfinished is not None  # what was sent to the host has let its gradients go
+            self._run(parts, self.unfinished)
         except Exception as error:
             raise StateOffloadError(
                 f"the step was broken off within {piece.names}, and the rest of it failed: {type(error).__name__}: {error}. A "

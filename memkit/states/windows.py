@@ -75,6 +75,9 @@ class Window(Piece):
         """Be over the elements of another tensor, which the parameter has now."""
         self.view = self.parameter.data = flat[self.elements]
 
+    def let_gradients_go(self) -> None:
+        self.parameter.grad = None
+
     def put_parameters(self) -> None:
         if self.parameter.data_ptr() != self.view.data_ptr():
             self.view.copy_(self.parameter)
@@ -94,7 +97,7 @@ class Window(Piece):
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         super().enter(optimizer)
-        self.parameter.grad = None  # what is to come does not need it
+        self.let_gradients_go()
         if self.is_last:
             self._whole.enter(optimizer)
 
@@ -119,6 +122,8 @@ class CutPiece(Piece):
         """Where the states are once all windows are stepped."""
         self.seen: Layout | None = None
         """Which layout the windows follow."""
+        self._numbers: dict[Any, Any] = {}
+        """What the first window has come to in a step, of what all of them come to."""
         self._address = self._version = -1
         self._is_cut = False
         """Whether the step under way, or the last one, is made in windows."""
@@ -224,10 +229,16 @@ class CutPiece(Piece):
         Raises:
             StateOffloadError: others of the same parameter have another count.
         """
-        first = self.windows[0]
-        entries = _numbers_of(window.entered)
-        known = entries if window is first else _numbers_of([(first.parameter, self.states.get(first.parameter, {}))])
-        if entries.keys() != known.keys() or not all(_are_equal(value, known[name]) for name, value in entries.items()):
+        numbers = {
+            name: value
+            for _, made in window.entered
+            for name, value in made.items()
+            if not isinstance(value, Tensor) or not value.dim()
+        }
+        if window is self.windows[0]:
+            self._numbers = numbers
+        known = self._numbers
+        if numbers.keys() != known.keys() or not all(_are_equal(value, known[name]) for name, value in numbers.items()):
             raise self._not_elementwise()
         if not window.is_last:
             return [partial(setattr, window, "is_stepped", True)]
@@ -243,13 +254,13 @@ class CutPiece(Piece):
         rest = [window for window in self.windows if not window.is_stepped]
         grad = rest[0].parameter.grad
         if grad is None or torch_private.version_of(grad) != self._version:
-            raise StateOffloadError(f"the gradient of {record.name} was written to meanwhile")
+            raise StateOffloadError(f"the gradient of {record.name} was let go, or written to, meanwhile")
         return rest
 
     def give_up(self) -> None:
         for window in self.windows:
             window.is_stepped = False
-            window.parameter.grad = None
+            window.let_gradients_go()
 
     def _not_elementwise(self) -> StateOffloadError:
         (record,) = self.records
@@ -293,12 +304,6 @@ def _own_copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _numbers_of(entered: list[tuple[Tensor, dict[Any, Any]]]) -> dict[Any, Any]:
-    return {
-        name: value for _, made in entered for name, value in made.items() if not isinstance(value, Tensor) or not value.dim()
-    }
-
-
 def _are_equal(one: Any, other: Any) -> bool:
     """Tell whether two counts are the same, as far as the host knows without waiting for the device."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -310,4 +315,4 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 def piece_of(plan: StatePiece, records: list[StateRecord]) -> Piece:
     """Return a piece: one that moves in windows, where that was planned."""
-    return CutPiece(plan, records) if plan.windows and not plan.is_resident else Piece(plan, records)
+    return CutPiece(plan, records) if len(plan.parts) > 1 else Piece(plan, records)

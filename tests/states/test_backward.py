@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from memkit.device import Device
 from memkit.errors import StateOffloadError
+from memkit.plan import StateRates
+from memkit.states import state_offload
 from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, batch, groups_of, make_net, offload, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
 
 def _train(model: Any, optimizer: Any, states: Any, device: Device, steps: range, *, accumulate: int = 1) -> None:
@@ -25,14 +30,25 @@ def _train(model: Any, optimizer: Any, states: Any, device: Device, steps: range
         optimizer.zero_grad(set_to_none=step % 2 == 0)
 
 
-@pytest.mark.parametrize("budget", [0, 8192])
+@pytest.fixture(autouse=True)
+def _even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `update="both"`, have half of the states be stepped on either side."""
+    rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
+    monkeypatch.setattr(state_offload, "measure_rates", lambda *_: rates)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"device_budget": 8192}, {"update": "host"}, {"update": "both", "device_budget": 8192}], ids=str
+)
 @pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
-def test_steps_as_the_plain_optimizer(device: Device, case: Case, budget: int) -> None:
+def test_steps_as_the_plain_optimizer(device: Device, case: Case, options: dict[str, Any]) -> None:
+    if "update" in options and device.torch_device.type != "cpu":
+        pytest.skip("the plain steps differ from the host's in last bits")
     plain, model = make_net(device, case), make_net(device, case)
     plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
     schedulers = [torch.optim.lr_scheduler.StepLR(own, 2, 0.5) for own in (plain_optimizer, optimizer)]
 
-    with offload(optimizer, device, when="backward", device_budget=budget) as states:
+    with offload(optimizer, device, when="backward", **options) as states:
         for step in range(5):
             train(plain, plain_optimizer, device, range(step, step + 1), accumulate=2)
             _train(model, optimizer, states, device, range(step, step + 1), accumulate=2)
@@ -41,10 +57,11 @@ def test_steps_as_the_plain_optimizer(device: Device, case: Case, budget: int) -
         assert_same_training(plain, plain_optimizer, model, optimizer)
 
 
-def test_gradients_are_let_go_within_the_backward(device: Device) -> None:
+@pytest.mark.parametrize("update", ["device", "host", "both"])
+def test_gradients_are_let_go_within_the_backward(device: Device, update: str) -> None:
     model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with offload(optimizer, device, when="backward") as states:
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with offload(optimizer, device, when="backward", update=update) as states:
         _train(model, optimizer, states, device, range(2))
         model(batch(device, 2)).square().mean().backward()
         sizes = [parameter.grad.untyped_storage().nbytes() for parameter in model.parameters() if parameter.grad is not None]
@@ -53,12 +70,15 @@ def test_gradients_are_let_go_within_the_backward(device: Device) -> None:
         optimizer.step()
 
 
-def test_with_float32_copies(device: Device) -> None:
+@pytest.mark.parametrize("update", ["device", "host", "both"])
+def test_with_float32_copies(device: Device, update: str) -> None:
+    if update != "device" and device.torch_device.type != "cpu":
+        pytest.skip("the device steps differ from the host's in last bits")
     models = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in models]
     with (
         offload(optimizers[0], device, master=torch.float32),
-        offload(optimizers[1], device, master=torch.float32, when="backward") as states,
+        offload(optimizers[1], device, master=torch.float32, when="backward", update=update) as states,
     ):
         train(models[0], optimizers[0], device, range(4), dtype=torch.bfloat16)
         _train(models[1], optimizers[1], states, device, range(4))
@@ -153,11 +173,9 @@ def test_loading_between_a_backward_and_the_next(device: Device) -> None:
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
-def test_it_steps_on_the_device(device: Device) -> None:
+def test_when_is_checked(device: Device) -> None:
     optimizer = torch.optim.AdamW(make_net(device).parameters(), fused=True)
 
-    with pytest.raises(ValueError, match='when="backward" steps on the device; found update="host"'):
-        offload(optimizer, device, when="backward", update="host")
     with pytest.raises(ValueError, match="when is 'step' or 'backward'; found 'forward'"):
         offload(optimizer, device, when="forward")
 
@@ -195,6 +213,98 @@ def test_closing_behind_a_backward(device: Device) -> None:
     train(models[0], optimizers[0], device, range(1))
     states = offload(optimizers[1], device, when="backward")
     models[1](batch(device, 0)).square().mean().backward()
+    states.close()
+    assert all(parameter.grad is None for parameter in models[1].parameters())
+    optimizers[1].step()
+    assert_same_training(models[0], optimizers[0], models[1], optimizers[1])
+
+
+class Slow(torch.optim.AdamW):
+    """Steps once it is let."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)
+        self.gate = Gate()
+
+    def step(self, closure: Any = None) -> Any:
+        assert not any(group["params"] for group in self.param_groups) or self.gate.is_open.wait(5)
+        return super().step(closure)
+
+
+class Gate:
+    """Lets steps through, or keeps them. It is no part of what an optimizer writes to."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.is_open.set()
+
+    def __deepcopy__(self, _: Any) -> Gate:
+        return self
+
+
+def test_a_backward_does_not_wait_for_the_host(device: Device) -> None:
+    nets = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
+    if device.torch_device.type != "cpu":
+        pytest.skip("the plain steps differ from the host's in last bits")
+    with offload(optimizers[1], device, when="backward", update="host"):
+        for step in range(3):
+            train(nets[0], optimizers[0], device, [step])
+            before = [parameter.detach().clone() for parameter in nets[1].parameters()]
+            optimizers[1].gate.is_open.clear()
+            nets[1](batch(device, 10 * step)).square().mean().backward()
+            assert_same(before, [parameter.detach() for parameter in nets[1].parameters()])
+            optimizers[1].gate.is_open.set()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_an_error_on_the_host_is_raised_by_the_step(device: Device, has_states: bool) -> None:
+    class Failing(torch.optim.SGD):
+        fails = 0
+
+        def step(self, closure: Any = None) -> Any:
+            Failing.fails -= 1
+            if Failing.fails == 0:
+                raise ArithmeticError("no")
+            return super().step(closure)
+
+    model = make_net(device)
+    optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
+    with offload(optimizer, device, when="backward", update="host") as states:
+        if has_states:
+            _train(model, optimizer, states, device, range(2))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        Failing.fails = 3
+        model(batch(device, 5)).square().mean().backward()
+        with pytest.raises(StateOffloadError, match=r"the step of .* on the host has failed: ArithmeticError: no") as caught:
+            optimizer.step()
+        moved = [
+            not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True) if one.count_nonzero()
+        ]
+        assert sum(moved) == 8
+        assert isinstance(caught.value.__cause__, ArithmeticError)
+        optimizer.step()
+        optimizer.zero_grad()
+        if has_states:
+            with pytest.raises(StateOffloadError, match=r"they are lost\. Load a checkpoint"):
+                _train(model, optimizer, states, device, range(1))
+        else:
+            _train(model, optimizer, states, device, range(1))
+
+
+@pytest.mark.parametrize("update", ["host", "both"])
+def test_closing_and_saving_wait_for_the_host(device: Device, update: str) -> None:
+    if device.torch_device.type != "cpu":
+        pytest.skip("the plain steps differ from the host's in last bits")
+    models = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(net.parameters(), fused=True) for net in models]
+    train(models[0], optimizers[0], device, range(1))
+    states = offload(optimizers[1], device, when="backward", update=update)
+    models[1](batch(device, 0)).square().mean().backward()
+    assert_same(optimizers[0].state_dict()["state"], optimizers[1].state_dict()["state"])
     states.close()
     assert all(parameter.grad is None for parameter in models[1].parameters())
     optimizers[1].step()

@@ -80,6 +80,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"overlap_forward": True},
     {"update": "host"},
     {"update": "both"},
+    {"update": "host", "when": "backward"},
+    {"update": "both", "when": "backward"},
+    {"update": "host", "overlap_forward": True},
+    {"update": "both", "overlap_forward": True},
     {"device_budget": 20000},
 ]
 

@@ -7,18 +7,43 @@ import torch
 from torch import nn
 
 from memkit.device import Device, ReferenceDevice
-from memkit.errors import RaceError
-from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, batch, groups_of, make_net, offload, train
+from memkit.errors import RaceError, StateOffloadError
+from memkit.plan import StateRates
+from memkit.states import state_offload
+from tests.states.cases import (
+    OPTIMIZERS,
+    Case,
+    ScheduleFree,
+    assert_same,
+    assert_same_training,
+    batch,
+    groups_of,
+    make_net,
+    offload,
+    train,
+)
+from tests.states.test_backward import Gate, Slow
+
+pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
 
-@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.fixture(autouse=True)
+def _even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `update="both"`, have half of the states be stepped on either side."""
+    rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
+    monkeypatch.setattr(state_offload, "measure_rates", lambda *_: rates)
+
+
+@pytest.mark.parametrize(("update", "set_to_none"), [("device", False), ("device", True), ("host", False), ("both", True)])
 @pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
-def test_steps_as_the_plain_optimizer(device: Device, case: Case, set_to_none: bool) -> None:
+def test_steps_as_the_plain_optimizer(device: Device, case: Case, update: str, set_to_none: bool) -> None:
+    if update != "device" and device.torch_device.type != "cpu":
+        pytest.skip("the plain steps differ from the host's in last bits")
     plain, model = make_net(device, case), make_net(device, case)
     plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
     schedulers = [torch.optim.lr_scheduler.StepLR(own, 2, 0.5) for own in (plain_optimizer, optimizer)]
 
-    with offload(optimizer, device, overlap_forward=True, device_budget=8192) as states:
+    with offload(optimizer, device, overlap_forward=True, update=update, device_budget=8192) as states:
         train(plain, plain_optimizer, device, range(5), clip=0.1, accumulate=2, scheduler=schedulers[0])
         for step in range(5):
             for part in range(2):
@@ -31,12 +56,15 @@ def test_steps_as_the_plain_optimizer(device: Device, case: Case, set_to_none: b
         assert_same_training(plain, plain_optimizer, model, optimizer)
 
 
-def test_with_float32_copies(device: Device) -> None:
+@pytest.mark.parametrize("update", ["device", "host", "both"])
+def test_with_float32_copies(device: Device, update: str) -> None:
+    if update != "device" and device.torch_device.type != "cpu":
+        pytest.skip("the device steps differ from the host's in last bits")
     models = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in models]
     with (
         offload(optimizers[0], device, master=torch.float32),
-        offload(optimizers[1], device, master=torch.float32, overlap_forward=True) as states,
+        offload(optimizers[1], device, master=torch.float32, overlap_forward=True, update=update) as states,
     ):
         for net, own in zip(models, optimizers, strict=True):
             train(net, own, device, range(4), dtype=torch.bfloat16)
@@ -124,12 +152,11 @@ def test_gradients_are_held_until_they_were_read(device: Device) -> None:
         assert not states._overlap._held
 
 
-@pytest.mark.parametrize("options", [{"update": "host"}, {"update": "both"}, {"when": "backward"}])
-def test_other_steps_are_refused(options: dict[str, str]) -> None:
+def test_within_the_backward_is_refused() -> None:
     optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters(), fused=True)
 
-    with pytest.raises(ValueError, match="overlap_forward=True needs a step on the device behind the backward"):
-        offload(optimizer, ReferenceDevice(), overlap_forward=True, **options)
+    with pytest.raises(ValueError, match='overlap_forward=True needs a step behind the backward; found when="backward"'):
+        offload(optimizer, ReferenceDevice(), overlap_forward=True, when="backward")
 
 
 def test_a_step_that_fails(device: Device) -> None:
@@ -184,3 +211,84 @@ def test_what_is_written_behind_the_step_is_not_what_is_stepped_with(device: Dev
         states.wait()
         assert states._overlap._run is None
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+@pytest.mark.parametrize("update", ["host", "both"])
+def test_the_step_and_the_forward_of_others_do_not_wait_for_the_host(update: str) -> None:
+    device = ReferenceDevice()
+    nets = [nn.Sequential(*[nn.Linear(24, 24) for _ in range(12)]) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
+    with offload(optimizers[1], device, overlap_forward=True, update=update) as states:
+        for step in range(3):
+            for net, own in zip(nets, optimizers, strict=True):
+                net(batch(device, step)).sum().backward()
+                is_open = getattr(own, "gate", Gate()).is_open
+                if update == "host":
+                    is_open.clear()
+                own.step()
+            assert all(parameter.grad is None for parameter in nets[1].parameters())
+            assert states._overlap is not None
+            num_leaving = len(states._overlap._leaving)
+            is_open.set()
+            assert num_leaving == (len(states.plan.pieces) if update == "host" else num_leaving) > 0
+            optimizers[0].zero_grad()
+            assert_same(nets[0](batch(device, 7)), nets[1](batch(device, 7)))
+            assert not states._overlap._leaving
+        states.wait()
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+    device.synchronize()
+    assert not device.races
+
+
+@pytest.mark.parametrize("ends", ["wait", "forward", "step", "state_dict"])
+def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
+    class Failing(torch.optim.SGD):
+        fails = 0
+
+        def step(self, closure=None):
+            Failing.fails -= 1
+            if Failing.fails == 0:
+                raise ArithmeticError("no")
+            return super().step(closure)
+
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
+    with offload(optimizer, device, overlap_forward=True, update="host") as states:
+        model(batch(device, 0)).square().mean().backward()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        Failing.fails = 3
+        optimizer.step()
+        what = {
+            "wait": states.wait,
+            "forward": lambda: model(batch(device, 1)),
+            "step": optimizer.step,
+            "state_dict": optimizer.state_dict,
+        }
+        with pytest.raises(StateOffloadError, match=r"the step of .* on the host has failed: ArithmeticError: no"):
+            what[ends]()
+        moved = [
+            not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True) if one.count_nonzero()
+        ]
+        assert sum(moved) == 8
+        train(model, optimizer, device, range(2))
+        states.wait()
+    device.synchronize()
+    assert not device.races
+
+
+@pytest.mark.parametrize("update", ["host", "both"])
+def test_closing_waits_for_the_host(update: str) -> None:
+    device = ReferenceDevice()
+    nets = [make_net(device), make_net(device)]
+    optimizers = [ScheduleFree(net.parameters()) for net in nets]
+    states = offload(optimizers[1], device, overlap_forward=True, update=update)
+    for net, own in zip(nets, optimizers, strict=True):
+        for step in range(3):
+            net(batch(device, step)).square().mean().backward()
+            own.step()
+            own.zero_grad()
+            own.param_groups[0]["lr"] *= 0.5
+    states.close()
+    assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])

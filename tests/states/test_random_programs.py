@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from memkit.device import ReferenceDevice
-from memkit.plan import StateRates
-from memkit.states import state_offload
+from memkit.plan import StateRates, state_pieces
+from memkit.states import cut_trial, state_offload
 from tests.states.cases import Odd, Rebinding, assert_same, offload
 
 pytestmark = [
@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere"),
 ]
 NUM_STEPS = 10
-SIZES: list[tuple[int, ...]] = [(), (1,), (7,), (8, 8), (16, 16), (3, 5, 2)]
+SIZES: list[tuple[int, ...]] = [(), (1,), (7,), (8, 8), (16, 16), (3, 5, 2), (24, 22)]
+"""The last one is stepped in windows, where that is elementwise."""
 OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
     lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
     lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -131,4 +132,7 @@ def _run(seed: int, update: str) -> None:
 def test_random_program(seed: int, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
     monkeypatch.setattr(state_offload, "measure_rates", lambda *_, **__: rates)
+    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 1200)
+    for module in (state_pieces, cut_trial):
+        monkeypatch.setattr(module, "WINDOW_NUMEL", 256)
     _run(seed, update)
