@@ -34,7 +34,7 @@ def _train(model: Any, optimizer: Any, states: Any, device: Device, steps: range
 def _even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `update="both"`, have half of the states be stepped on either side."""
     rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
-    monkeypatch.setattr(state_offload, "measure_rates", lambda *_: rates)
+    monkeypatch.setattr(state_offload, "measure_rates", lambda *_, **__: rates)
 
 
 @pytest.mark.parametrize(
