@@ -88,8 +88,19 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+USUAL = ("AdamW fused", "SGD foreach", "schedule free", "rebinding", "odd")
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        pytest.param(
+            case, options, id=f"{case}, {options}", marks=() if case.name in USUAL or not options else pytest.mark.full
+        )
+        for case in CASES
+        for options in OPTIONS
+    ],
+)
 def test_steps_as_the_plain_optimizer(device: Device, case: Case, options: dict[str, Any]) -> None:
     if "update" in options and device.torch_device.type != "cpu":
         pytest.skip("the plain steps differ from the host's in last bits")

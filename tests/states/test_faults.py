@@ -257,8 +257,9 @@ def test_an_error_says_what_was_stepped() -> None:
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("update", ["device", "host"])
-def test_interrupts_at_any_line(update: str, is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts_at_any_line(update: str, is_cut: bool, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ahead of any line of a step leaves it half done at most, and calling it again does the rest."""
     if is_cut:
         _cut(monkeypatch)
@@ -273,7 +274,12 @@ def test_interrupts_at_any_line(update: str, is_cut: bool, monkeypatch: pytest.M
     new = _snapshot(plain, plain_optimizer)
     threads = threading.active_count()
 
-    with memkit.StateOffload(optimizer, device=device, update=update):
+    with memkit.StateOffload(optimizer, device=device, update=update, overlap_forward=overlaps) as states:
+
+        def step() -> None:
+            optimizer.step()
+            if overlaps:
+                states.wait()
 
         def begin_anew() -> None:
             model.load_state_dict(begin[0])
@@ -281,12 +287,12 @@ def test_interrupts_at_any_line(update: str, is_cut: bool, monkeypatch: pytest.M
             _give_gradients(model, device, 5)
 
         begin_anew()
-        for line in spread(count_lines(optimizer.step, None), 150):
+        for line in spread(count_lines(step, None), 150):
             begin_anew()
-            place = interrupt(optimizer.step, line, None)
+            place = interrupt(step, line, None)
             _assert_old_or_new(_snapshot(model, optimizer), old, new)
             if place is not None:
-                optimizer.step()
+                step()
             assert_same(_snapshot(model, optimizer), new, str(place))
     device.synchronize()
     assert not device.races
