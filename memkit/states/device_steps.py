@@ -119,6 +119,9 @@ class DeviceSteps:
     def finish(self, piece: Piece) -> None:
         """Have what was stepped go to where it stays. Calling it again does what was broken off."""
         piece.enter(self._optimizer)
+        if piece.plan.is_resident:  # these are copies of all its states
+            for record in piece.due:
+                record.numbers = []
         if piece.plan.is_resident or piece.layout is None:
             if not piece.plan.is_resident:
                 self._slots.release(piece)

@@ -58,6 +58,8 @@ class BackwardSteps:
         self._leaving: dict[Piece, None] = {}
         """What is stepped on the host, and whose parameters are yet to come back."""
         self._pieces: list[Piece] = []
+        self._has_host = False
+        """Whether any are stepped on the host, perhaps behind the backward."""
         self._order: list[Piece] = []
         self._places: dict[Piece, int] = {}
         """Which piece comes when in the backward."""
@@ -79,6 +81,7 @@ class BackwardSteps:
                 hooks.add(record.parameter.register_hook(before))
                 hooks.add(record.parameter.register_post_accumulate_grad_hook(after))
         self._pieces = [*self._pieces, *pieces]
+        self._has_host = any(piece.plan.update is Update.HOST for piece in self._pieces)
         self._follow([*reversed(pieces), *self._order])
 
     def _follow(self, order: list[Piece]) -> None:
@@ -117,7 +120,7 @@ class BackwardSteps:
             self._mend()
         run = stepping.unfinished
         if run is None:
-            run = stepping.unfinished = OneStep(self._optimizer, copies=piece.plan.update is Update.HOST)
+            run = stepping.unfinished = OneStep(self._optimizer, copies=self._has_host)
             self._options = self._options_now()
         stepping.is_broken = True
         try:

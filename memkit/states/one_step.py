@@ -50,6 +50,11 @@ class OneStep:
         self.awaited: set[int] = set()
         """Groups of which something is yet to be stepped when the user's `step()` returns."""
 
+    def keep_options(self) -> None:
+        """Go on with what groups and attributes have now, whatever is set meanwhile."""
+        self._groups = [{**group, **_copied(group)} for group in self._groups]
+        self._attributes = _with_copies({**vars(self._optimizer), **self._attributes})
+
     def step(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Written:
         """Step some parameters. Return what that has written to groups and attributes.
 

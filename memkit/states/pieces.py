@@ -173,6 +173,9 @@ class Piece:
         """
         return ()
 
+    def note_left_half_way(self) -> None:
+        """Be half way for as long as the rest can't be stepped: nobody may write to the parameter meanwhile."""
+
     def give_up(self) -> None:
         """Be half way no more: the rest is not stepped."""
 

@@ -119,9 +119,8 @@ class StateOffload:
         self._members = Members(optimizer, master=master, torch_device=self.device.torch_device, where=_WHERE)
         self._members.try_out()
         self._budget_bytes = budget_bytes
-        self._hooks = HookSet()
+        self._hooks, self._num_steps = HookSet(), 0
         self._is_closed = self._is_entered = False
-        self._num_steps = 0
         self._loading: Loading | None = None
         self._hollow: torch.optim.Optimizer | None = None
         self._in_backward: BackwardSteps | None = None
@@ -383,7 +382,11 @@ class StateOffload:
             return
         self._hooks.remove()
         if self._is_open:
-            self._settle(gives_up=True)
+            try:
+                self._settle()
+            except StateOffloadError as error:
+                warn_user(f"StateOffload: {error}")
+                self._settle(gives_up=True)
             if self._in_backward is not None:
                 self._in_backward.close()
             self._wait()

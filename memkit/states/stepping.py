@@ -158,7 +158,7 @@ class Stepping:
 
         Args:
             pieces: which may be half way.
-            gives_up: whether to leave one in part where that fails.
+            gives_up: whether to leave one in part.
 
         Raises:
             StateOffloadError: stepped states cannot be brought to host memory, or a parameter is stepped in part.
@@ -166,14 +166,10 @@ class Stepping:
         self.is_broken = True
         self._settle(pieces)
         for piece in pieces:
-            if piece.is_half_way:
-                try:
-                    self._go_on(piece)
-                except Exception:
-                    if not gives_up:
-                        raise
-                    self._settle(pieces)
-                    piece.give_up()
+            if piece.is_half_way and gives_up:
+                piece.give_up()
+            elif piece.is_half_way:
+                self._go_on(piece)
         self.is_broken = False
 
     def _settle(self, pieces: Sequence[Piece]) -> None:
@@ -210,7 +206,13 @@ class Stepping:
             parts = piece.remaining()
             assert self.unfinished is not None  # what was sent to the host has let its gradients go
             self._run(parts, self.unfinished)
-        except Exception as error:
+        except BaseException as error:
+            if self.unfinished is not None:
+                self.unfinished.keep_options()
+            self._settle([piece])
+            piece.note_left_half_way()
+            if not isinstance(error, Exception):
+                raise
             raise StateOffloadError(
                 f"the step was broken off within {piece.names}, and the rest of it failed: {type(error).__name__}: {error}. A "
                 "part of the parameter, and of its states, is as after the step, the others as before. Another "

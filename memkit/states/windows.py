@@ -124,6 +124,8 @@ class CutPiece(Piece):
         """Which layout the windows follow."""
         self._numbers: dict[Any, Any] = {}
         """What the first window has come to in a step, of what all of them come to."""
+        self._as_left: tuple[int, int] | None = None
+        """Where the parameter was, and how often it was written to, when a step was left half way."""
         self._address = self._version = -1
         self._is_cut = False
         """Whether the step under way, or the last one, is made in windows."""
@@ -145,11 +147,13 @@ class CutPiece(Piece):
         parameter, grad = record.parameter, record.parameter.grad
         entries = state.get(parameter) or {}
         assert grad is not None
-        self._is_cut = self._is_in_windows(parameter, entries)
+        was_cut, self._is_cut = self._is_cut, self._is_in_windows(parameter, entries)
         if not self._is_cut:
             return
         with torch.inference_mode(False), torch.no_grad():
             self._follow(parameter)
+            for window in self.windows if not was_cut else ():
+                window.left = self.left  # the states have left as a whole
             flat = grad.detach().reshape(-1)
             self.coming, self._version = self.layout, torch_private.version_of(flat)
             for window in self.windows:
@@ -255,9 +259,17 @@ class CutPiece(Piece):
         grad = rest[0].parameter.grad
         if grad is None or torch_private.version_of(grad) != self._version:
             raise StateOffloadError(f"the gradient of {record.name} was let go, or written to, meanwhile")
+        if self._as_left not in (None, (record.parameter.data_ptr(), torch_private.version_of(record.parameter))):
+            raise StateOffloadError(f"{record.name} was written to meanwhile")
+        self._as_left = None
         return rest
 
+    def note_left_half_way(self) -> None:
+        (record,) = self.records
+        self._as_left = record.parameter.data_ptr(), torch_private.version_of(record.parameter)
+
     def give_up(self) -> None:
+        self._as_left = None
         for window in self.windows:
             window.is_stepped = False
             window.let_gradients_go()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
-from memkit.plan import ParameterCosts, StateRates, Update, plan_states
+from memkit.plan import WINDOW_NUMEL, ParameterCosts, StateRates, Update, aligned, plan_states
 from memkit.plan.state_pieces import PIECE_BYTES
 
 
@@ -89,3 +89,54 @@ def test_explains_itself() -> None:
     text = plan_states(_costs([100] * 4), device_budget_bytes=2**17).explain()
 
     assert "400.00 KiB of states in 4 pieces: 300.00 KiB in host memory, 100.00 KiB stay on the device." in text
+
+
+SHAPES = st.tuples(st.integers(1, 400 * 2**20), st.booleans(), st.sampled_from([2, 4]), st.integers(0, 4))
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=12), st.sampled_from(["device", "host", "both"]), st.booleans())
+def test_windows_cover_their_parameter_and_fit_the_room(
+    shapes: list[tuple[int, bool, int, int]], update: str, apart: bool
+) -> None:
+    costs = [
+        ParameterCosts(
+            name=str(index),
+            numel=numel,
+            parameter_bytes=aligned(numel * itemsize),
+            state_bytes=num_states * aligned(4 * numel),
+            is_elementwise=is_elementwise,
+        )
+        for index, (numel, is_elementwise, itemsize, num_states) in enumerate(shapes)
+    ]
+    rates = StateRates(link_bytes_per_s=8e9, host_numel_per_s=1e9)
+    plan = plan_states(costs, update=update, rates=rates, apart=apart)
+
+    for piece in plan.pieces:
+        cost = costs[piece.parameters[0]]
+        is_large = cost.state_bytes > PIECE_BYTES
+        assert bool(piece.windows) == (is_large and cost.is_elementwise)
+        if piece.windows:
+            assert piece.parameters == piece.windows[0].parameters
+            for name in ("numel", "parameter_bytes", "state_bytes"):
+                assert sum(getattr(window, name) for window in piece.windows) == getattr(piece, name)
+            assert all(window.numel % WINDOW_NUMEL == 0 for window in piece.windows[:-1])
+            assert all(0 < window.state_bytes <= PIECE_BYTES + 16 * WINDOW_NUMEL for window in piece.windows)
+        for part in () if piece.is_resident else piece.parts:
+            assert part.update is piece.update
+            needed = part.state_bytes if part.update is Update.DEVICE else 2 * part.parameter_bytes
+            assert plan.slot_bytes[part.slot] >= needed
+    if all(cost.is_elementwise for cost in costs):
+        assert plan.room_bytes + plan.undo_bytes <= 2**30
+
+
+def test_the_room_for_a_large_embedding() -> None:
+    """Of 3.2e9 parameters, bfloat16 with float32 copies."""
+    sizes = [128256 * 3072, *[3072 * 3072, 8192 * 3072] * 60, 128256 * 3072]
+    costs = [
+        ParameterCosts(name=str(i), numel=n, parameter_bytes=2 * n, state_bytes=12 * n, is_elementwise=True)
+        for i, n in enumerate(sizes)
+    ]
+    plan = plan_states(costs)
+
+    assert plan.room_bytes + plan.undo_bytes < 260 * 2**20
+    assert "Of 122 large parameters parts move by themselves" in plan.explain()

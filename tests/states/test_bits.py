@@ -56,6 +56,16 @@ def test_what_fits_stays(device: Device, budget: int | str) -> None:
         assert (states.plan.host_bytes > 0) == (budget != "1GiB")
 
 
+def test_states_that_stay_are_there_once(device: Device) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload(optimizer, device, device_budget=16384) as states:
+        train(model, optimizer, device, range(2))
+        resident = [piece for piece in states._members.pieces if piece.plan.is_resident]
+        assert resident
+        assert not any(record.numbers for piece in resident for record in piece.records)
+
+
 def test_nothing_to_offload_moves_nothing(device: Device) -> None:
     model = make_net(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -88,8 +88,19 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+USUAL = ("AdamW fused", "SGD foreach", "schedule free", "rebinding", "odd")
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        pytest.param(
+            case, options, id=f"{case}, {options}", marks=() if case.name in USUAL or not options else pytest.mark.full
+        )
+        for case in CASES
+        for options in OPTIONS
+    ],
+)
 def test_steps_as_the_plain_optimizer(device: Device, case: Case, options: dict[str, Any]) -> None:
     if "update" in options and device.torch_device.type != "cpu":
         pytest.skip("the plain steps differ from the host's in last bits")
@@ -446,3 +457,139 @@ def test_one_that_turns_out_not_to_be_elementwise_is_told() -> None:
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
         assert_same(optimizer.state_dict(), saved[1])
+
+
+class Checking(torch.optim.SGD):
+    """Raises where a gradient is not finite."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    assert bool(parameter.grad.isfinite().all()), "not finite"
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.lerp_(parameter.grad, 0.1)
+                    parameter.sub_(mean, alpha=group["lr"])
+        return None
+
+
+def _half_way(device: ReferenceDevice) -> tuple[nn.Parameter, Checking, Any]:
+    """Return a parameter, of seven windows, of which a step has stepped three and can't step the next."""
+    parameter = nn.Parameter(torch.randn(7, 512, generator=torch.Generator().manual_seed(0)))
+    optimizer = Checking([parameter, nn.Parameter(torch.ones(8))], lr=0.1)
+    states = offload(optimizer, device)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert len(states.plan.pieces[0].windows) > 1
+    return parameter, optimizer, states
+
+
+def test_values_that_the_optimizer_refuses_leave_the_parameter_or_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
+    parameter, optimizer, states = _half_way(ReferenceDevice())
+    before = copy.deepcopy((parameter, optimizer.state_dict()))
+    assert len(states.plan.pieces[0].windows) == 7
+
+    parameter.grad = torch.ones_like(parameter)
+    parameter.grad[0, 0] = float("nan")
+    with pytest.raises(AssertionError, match="not finite"):
+        optimizer.step()
+    assert_same((parameter, optimizer.state_dict()), before)
+
+    parameter.grad = torch.ones_like(parameter)
+    parameter.grad[3, 0] = float("nan")
+    told = r"broken off within parameter 0\.0, and the rest of it failed: AssertionError: not finite"
+    with pytest.raises(StateOffloadError, match=told):
+        optimizer.step()
+    optimizer.zero_grad()
+    parameter.grad = torch.ones_like(parameter)
+    for go_on in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(StateOffloadError, match=told):
+            go_on()
+    with torch.no_grad():
+        parameter.copy_(before[0])
+    with pytest.raises(StateOffloadError, match=r"parameter 0\.0 was written to meanwhile"):
+        optimizer.state_dict()
+    optimizer.load_state_dict(before[1])
+    assert_same((parameter, optimizer.state_dict()), before)
+    optimizer.step()
+    states.close()
+
+
+def test_closing_half_way_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
+    parameter, optimizer, states = _half_way(ReferenceDevice())
+    parameter.grad = torch.ones_like(parameter)
+    parameter.grad[3, 0] = float("nan")
+    with pytest.raises(StateOffloadError, match="broken off within"):
+        optimizer.step()
+    with pytest.warns(UserWarning, match="A part of the parameter, and of its states, is as after the step"):
+        states.close()
+    assert not states._host.arena.held_bytes
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_rest_is_stepped_with_the_options_of_the_step(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    """Both tries of the fourth window fail, and then somebody sets another learning rate."""
+
+    class Failing(torch.optim.AdamW):
+        fails: tuple[int, ...] = ()
+        num_calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            Failing.num_calls += 1
+            if Failing.num_calls in Failing.fails:
+                raise ArithmeticError("no")
+            return super().step(closure)
+
+    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 4096)
+    values = torch.randn(7, 512, generator=torch.Generator().manual_seed(0))
+    parameters = [nn.Parameter(values.clone()) for _ in range(2)]
+    rates = [torch.tensor(0.1) if in_place else 0.1 for _ in range(2)]
+    optimizers = [
+        kind([parameter], lr=rate, foreach=False)
+        for kind, parameter, rate in zip((torch.optim.AdamW, Failing), parameters, rates, strict=True)
+    ]
+    with offload(optimizers[1], ReferenceDevice()) as states:
+        assert len(states.plan.pieces[0].windows) == 7
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizers[0].step()
+        Failing.num_calls, Failing.fails = 0, (4, 5)
+        with pytest.raises(StateOffloadError, match="and the rest of it failed: ArithmeticError"):
+            optimizers[1].step()
+        for own in optimizers:
+            if in_place:
+                own.param_groups[0]["lr"].fill_(0.5)
+            else:
+                own.param_groups[0]["lr"] = 0.5
+        optimizers[1].step()
+        assert_same(*parameters)
+        assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
+        for parameter, own in zip(parameters, optimizers, strict=True):
+            parameter.grad = torch.ones_like(parameter)
+            own.step()
+        assert_same(*parameters)
+        assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
+
+
+def test_whole_and_in_windows_by_turns_beside_the_forward() -> None:
+    """What has left as a whole is fetched in windows only once it has."""
+    device = ReferenceDevice()
+    nets = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+    with offload(optimizers[1], device, overlap_forward=True) as states:
+        for step in range(8):
+            for net, own in zip(nets, optimizers, strict=True):
+                if own is optimizers[1]:
+                    states._overlap.join()  # which the host does not wait in
+                weight = net.second.weight
+                weight.data = weight.data.mT.contiguous().mT if step % 2 else weight.data.contiguous()
+                net(batch(device, step)).square().mean().backward()
+                own.step()
+                own.zero_grad()
+        states.wait()
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+    device.synchronize()
+    assert not device.races

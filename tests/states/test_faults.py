@@ -257,8 +257,9 @@ def test_an_error_says_what_was_stepped() -> None:
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("update", ["device", "host"])
-def test_interrupts_at_any_line(update: str, is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts_at_any_line(update: str, is_cut: bool, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ahead of any line of a step leaves it half done at most, and calling it again does the rest."""
     if is_cut:
         _cut(monkeypatch)
@@ -273,7 +274,12 @@ def test_interrupts_at_any_line(update: str, is_cut: bool, monkeypatch: pytest.M
     new = _snapshot(plain, plain_optimizer)
     threads = threading.active_count()
 
-    with memkit.StateOffload(optimizer, device=device, update=update):
+    with memkit.StateOffload(optimizer, device=device, update=update, overlap_forward=overlaps) as states:
+
+        def step() -> None:
+            optimizer.step()
+            if overlaps:
+                states.wait()
 
         def begin_anew() -> None:
             model.load_state_dict(begin[0])
@@ -281,12 +287,12 @@ def test_interrupts_at_any_line(update: str, is_cut: bool, monkeypatch: pytest.M
             _give_gradients(model, device, 5)
 
         begin_anew()
-        for line in spread(count_lines(optimizer.step, None), 150):
+        for line in spread(count_lines(step, None), 150):
             begin_anew()
-            place = interrupt(optimizer.step, line, None)
+            place = interrupt(step, line, None)
             _assert_old_or_new(_snapshot(model, optimizer), old, new)
             if place is not None:
-                optimizer.step()
+                step()
             assert_same(_snapshot(model, optimizer), new, str(place))
     device.synchronize()
     assert not device.races
@@ -338,23 +344,25 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
     has_states=st.booleans(),
     overlaps=st.booleans(),
     is_cut=st.booleans(),
+    update=st.sampled_from(["device", "device", "host", "both"]),
 )
 def test_a_fault_within_a_backward_or_beside_a_forward(
-    name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool, is_cut: bool
+    name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool, is_cut: bool, update: str
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_offload, "measure_rates", lambda *_: StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0))
         if is_cut:
             _cut(patch)
-        _fail_within_a_backward_or_beside_a_forward(name, at, error, has_states, overlaps)
+        _fail_within_a_backward_or_beside_a_forward(name, at, error, has_states, overlaps, update)
 
 
 def _fail_within_a_backward_or_beside_a_forward(
-    name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool
+    name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool, update: str
 ) -> None:
     device = Faulty()
     plain, model = make_net(device), make_net(device)
     plain_optimizer, optimizer = (OPTIMIZERS[name](lambda kind: kind, net.parameters()) for net in (plain, model))
-    options: dict[str, Any] = {"overlap_forward": True} if overlaps else {"when": "backward"}
+    options: dict[str, Any] = {"update": update} | ({"overlap_forward": True} if overlaps else {"when": "backward"})
     with memkit.StateOffload(optimizer, device=device, **options) as states:
         steps = 2 if has_states else 0
         train(plain, plain_optimizer, device, range(steps))
@@ -372,6 +380,9 @@ def _fail_within_a_backward_or_beside_a_forward(
         device.num_calls, device.fails_at = 0, {at: error("injected")}
         try:
             optimizer.step() if overlaps else loss.backward()
+            if update == "device":
+                device.fails_at = {}
+            states.wait()  # for what is stepped on the host
         except (*ERRORS, StateOffloadError):
             device.fails_at = {}
             states.wait()

@@ -107,8 +107,7 @@ def _run(seed: int, update: str) -> None:
     has_master = choices.random() < 0.25
     plain, own = Program(seed, has_master=has_master), Program(seed, has_master=has_master)
     options: dict[str, Any] = {"update": update, "device_budget": choices.choice([0, 0, "8KiB"])}
-    if update == "device":
-        options["overlap_forward"] = choices.random() < 0.3
+    options["overlap_forward"] = choices.random() < 0.3
     device = ReferenceDevice(seed=choices.choice([None, seed]))
     with contextlib.ExitStack() as stack:
         if has_master:
