@@ -19,10 +19,12 @@ from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import Device, ReferenceDevice
 from memkit.profile import registry
 from memkit.transfer import Link, measure_link
+from tests import drawn
 
 # the same examples each time, and none is too slow; `--hypothesis-profile search` looks for others
 settings.register_profile("same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few", settings.get_profile("same"), max_examples=25)
 settings.load_profile("same")
 
 torch.set_num_threads(1)  # tests run side by side, and on small tensors several threads only get in each other's way
@@ -31,6 +33,12 @@ torch.set_num_threads(1)  # tests run side by side, and on small tensors several
 _WITH_FEW_LAYERS = ("weights", "bench", "profile")
 """Where tests stream so few layers that all of them fit the slots. What `LayerOffload` says to that is tested in
 tests/weights/test_no_use.py."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    drawn.draws_few = config.option.markexpr == "not full"
+    if drawn.draws_few and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("few")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -43,13 +51,15 @@ _REPEATS = re.compile(r"\[.*\bseed \d")
 
 
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_gpu = torch.cuda.is_available()
     for item in items:
         # for tests alone, and below what they say themselves: warnings of plugins at their start or end are no errors
         item.add_marker(pytest.mark.filterwarnings("error"), append=False)
         if _REPEATS.search(item.name):
             item.add_marker(pytest.mark.full)
+        if config.option.markexpr == "full" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.full)  # the plain run has drawn some of its examples
         if "gpu" in item.keywords and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

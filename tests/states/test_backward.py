@@ -11,7 +11,18 @@ from torch.utils.checkpoint import checkpoint
 
 from memkit.device import Device
 from memkit.errors import StateOffloadError
-from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, batch, groups_of, make_net, offload, train
+from tests.states.cases import (
+    OPTIMIZERS,
+    Case,
+    assert_same,
+    assert_same_training,
+    batch,
+    groups_of,
+    make_net,
+    offload,
+    often,
+    train,
+)
 
 
 def _train(model: Any, optimizer: Any, states: Any, device: Device, steps: range, *, accumulate: int = 1) -> None:
@@ -26,7 +37,7 @@ def _train(model: Any, optimizer: Any, states: Any, device: Device, steps: range
 
 
 @pytest.mark.parametrize("budget", [0, 8192])
-@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
 def test_steps_as_the_plain_optimizer(device: Device, case: Case, budget: int) -> None:
     plain, model = make_net(device, case), make_net(device, case)
     plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import memkit
@@ -17,6 +17,7 @@ from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.plan import StateRates
 from memkit.states import state_offload
+from tests.drawn import examples
 from tests.interrupts import count_lines, interrupt, spread
 from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, train
 
@@ -116,7 +117,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     update=st.sampled_from(["device", "device", "host", "both"]),
@@ -167,7 +168,7 @@ def test_a_fault_of_the_device(
         assert not device.races
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     budget=st.sampled_from([0, 16384]),
@@ -307,7 +308,7 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
         assert optimizer.param_groups[0]["d"] == before
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     at=st.integers(1, 60),

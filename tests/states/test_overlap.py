@@ -8,11 +8,22 @@ from torch import nn
 
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import RaceError
-from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, batch, groups_of, make_net, offload, train
+from tests.states.cases import (
+    OPTIMIZERS,
+    Case,
+    assert_same,
+    assert_same_training,
+    batch,
+    groups_of,
+    make_net,
+    offload,
+    often,
+    train,
+)
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
 def test_steps_as_the_plain_optimizer(device: Device, case: Case, set_to_none: bool) -> None:
     plain, model = make_net(device, case), make_net(device, case)
     plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
