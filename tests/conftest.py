@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import re
@@ -16,7 +17,8 @@ from memkit.activations.budgeting import learning
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.saved import state
 from memkit.activations.saved.state import offload_states, remat_states
-from memkit.device import Device, ReferenceDevice
+from memkit.device import CpuDevice, Device, ReferenceDevice, ceilings
+from memkit.device.ceilings import Ceilings
 from memkit.profile import registry
 from memkit.transfer import Link, measure_link
 from tests import drawn
@@ -129,13 +131,34 @@ def any_times() -> None:
     """Let what steps and copies take count."""
 
 
+@functools.cache
+def _reference_link() -> Link:
+    return measure_link(ReferenceDevice(), num_bytes=2**20)
+
+
+@functools.cache
+def _ceilings_of(kind: type[Device]) -> Ceilings:
+    return _measure_ceilings(kind())
+
+
+_measure_ceilings = ceilings._measure
+
+
 @pytest.fixture(autouse=True)
-def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a `MemoryBudget` measure the link of a reference device by copies of 1 MiB, which come to about the same bytes per
-    second as its own of 64 MiB: those take a quarter of a second, longer than the steps of most tests.
+def _one_probe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have reference devices, of which each test has one of its own, be measured once for all: they copy and compute with the
+    same memory and cores. A link is measured by copies of 1 MiB, which come to about the same bytes per second as those of
+    64 MiB: those take a quarter of a second, longer than the steps of most tests. Tests with `any_times` measure their own.
     """
 
     def measure(device: Device, *, num_bytes: int) -> Link:
-        return measure_link(device, num_bytes=2**20 if isinstance(device, ReferenceDevice) else num_bytes)
+        if not isinstance(device, ReferenceDevice):
+            return measure_link(device, num_bytes=num_bytes)
+        return measure_link(device, num_bytes=2**20) if "any_times" in request.fixturenames else _reference_link()
+
+    def measure_ceilings(device: Device) -> Ceilings:
+        is_shared = type(device) in (CpuDevice, ReferenceDevice)
+        return _ceilings_of(type(device)) if is_shared else _measure_ceilings(device)
 
     monkeypatch.setattr(learning, "measure_link", measure)
+    monkeypatch.setattr(ceilings, "_measure", measure_ceilings)
