@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import os
 import re
 from collections.abc import Iterator
 
@@ -30,6 +31,7 @@ settings.register_profile("few", settings.get_profile("same"), max_examples=25)
 settings.load_profile("same")
 
 torch.set_num_threads(1)  # tests run side by side, and on small tensors several threads only get in each other's way
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same in processes that tests start
 
 
 _WITH_FEW_LAYERS = ("weights", "bench", "profile")
