@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -209,17 +211,33 @@ def test_names_of_parts_are_those_that_are_described() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "names",
-    [["resnet50", "gpt2"], ["llama", "whisper", "compiled_llama"], ["fits", "cap", "changes"], ["others"], ["front_gpt2"]],
-)
-def test_parts_run(names: list[str], budget_tables: ModuleType) -> None:
+def test_script_runs_each_part_in_a_process_of_its_own(budget_tables: ModuleType) -> None:
+    names = ["cap", "front_gpt2"]
+
     lines = _script("--tiny", "--steps", "1", "--only", *names)
 
     assert [line["part"] for line in lines if "taken_s" in line] == names
+    _assert_are_told(names, lines, budget_tables)
+    for line in lines:
+        assert "follows_plan" not in line or line["allocator"] == "expandable_segments:True"
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # as the script has it
+@pytest.mark.usefixtures("no_compiled_code_is_left")
+@pytest.mark.parametrize("name", ["resnet50", "llama", "gpt2", "whisper", "fits", "others", "compiled_llama", "changes"])
+def test_part_runs(name: str, setting: Any, budget_tables: ModuleType) -> None:
+    """What a part imports takes longer than the part: here all of them are in one process."""
+    pytest.importorskip("transformers")
+    setting = replace(setting, ends_s=time.perf_counter() + 400)  # so that there is time for a bound
+    about = {"part": name, "device": setting.device.name, "cuda": None, **bench_module("shared").about_run(1)}
+
+    lines = [{**line, **about} for line in bench_module("bench_budget").PARTS[name].run(setting)]
+
+    _assert_are_told([name], json.loads(json.dumps(lines)), budget_tables)
+
+
+def _assert_are_told(names: list[str], lines: list[dict[str, Any]], budget_tables: ModuleType) -> None:
     assert [line for line in lines if "error" in line] == []
-    budgets = [line for line in lines if "follows_plan" in line]
-    assert {line["part"] for line in budgets} == set(names) - {"changes"}
-    for line in budgets:
-        assert line["allocator"] == "expandable_segments:True"
+    assert {line["part"] for line in lines if "follows_plan" in line} == set(names) - {"changes"}
     assert budget_tables.tables(lines).keys() > {"machine"}
