@@ -237,8 +237,9 @@ def test_an_error_says_what_was_stepped() -> None:
     assert "of 9 parameters were stepped; each is as before or as after the step" in note
 
 
+@pytest.mark.parametrize("num_lines", [40, pytest.param(150, marks=pytest.mark.full)])
 @pytest.mark.parametrize("update", ["device", "host"])
-def test_interrupts_at_any_line(update: str) -> None:
+def test_interrupts_at_any_line(update: str, num_lines: int) -> None:
     """Ctrl-C ahead of any line of a step leaves it half done at most, and calling it again does the rest."""
     device = ReferenceDevice()
     plain, model = make_net(device), make_net(device)
@@ -259,7 +260,7 @@ def test_interrupts_at_any_line(update: str) -> None:
             _give_gradients(model, device, 5)
 
         begin_anew()
-        for line in spread(count_lines(optimizer.step, None), 150):
+        for line in spread(count_lines(optimizer.step, None), num_lines):
             begin_anew()
             place = interrupt(optimizer.step, line, None)
             _assert_old_or_new(_snapshot(model, optimizer), old, new)
