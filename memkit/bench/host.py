@@ -19,7 +19,7 @@ _UPDATE_THREADS = (1, 4, 8, 16)
 _DISK_THREADS = (1, 4, 8)
 _BOTH_S = 1.0
 """For about so long copies and updates go on at once."""
-_MOST_UPDATES_BESIDE_COPIES = 10_000
+_MOST_UPDATES = 10_000
 """On the reference device copies are over when they are waited for, so that updates beside them end by their number."""
 
 
@@ -129,7 +129,7 @@ class HostUpdates:
                 assert out is not None
                 assert back is not None
                 num_updated, begin = 0, time.perf_counter()
-                while not num_updated or (num_updated < _MOST_UPDATES_BESIDE_COPIES and not (out.done.is_reached() and back.done.is_reached())):
+                while not num_updated or (num_updated < _MOST_UPDATES and not (out.done.is_reached() and back.done.is_reached())):
                     self._blocks[num_updated % len(self._blocks)].update()
                     num_updated += 1
                 updated_s = time.perf_counter() - begin

@@ -28,7 +28,7 @@ def _little(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(host, "_UPDATE_THREADS", (1,))
     monkeypatch.setattr(host, "_BOTH_S", 0.05)
-    monkeypatch.setattr(host, "_MOST_UPDATES_BESIDE_COPIES", 10)
+    monkeypatch.setattr(host, "_MOST_UPDATES", 10)
 
 
 def test_rehearsal_writes_a_spec(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
