@@ -129,9 +129,11 @@ class HostUpdates:
                 assert out is not None
                 assert back is not None
                 num_updated, begin = 0, time.perf_counter()
-                while not num_updated or (num_updated < _MOST_UPDATES and not (out.done.is_reached() and back.done.is_reached())):
+                while num_updated < _MOST_UPDATES:
                     self._blocks[num_updated % len(self._blocks)].update()
                     num_updated += 1
+                    if out.done.is_reached() and back.done.is_reached():
+                        break
                 updated_s = time.perf_counter() - begin
             device.synchronize()
             copied_s = max(ready.elapsed_s(out.done), ready.elapsed_s(back.done), 1e-9)
