@@ -61,6 +61,15 @@ FORMS: dict[str, Callable[[nn.Module, Backend], nn.Module]] = {
 """The ways to compile a module by itself: each takes one, and returns the one to call."""
 
 
+def forms_on(*others: str) -> pytest.MarkDecorator:
+    """Return what a test takes `form` and `device` from: each form where copies land late, and on a GPU. Of other devices each
+    has one form: how a block was compiled changes nothing in when copies land."""
+    pairs: list[object] = [(form, "late") for form in sorted(FORMS)]
+    pairs += [("call", name) for name in others]
+    pairs += [pytest.param(form, "cuda", marks=pytest.mark.gpu) for form in sorted(FORMS)]
+    return pytest.mark.parametrize(("form", "device"), pairs, indirect=["device"])
+
+
 def in_form(form: str, module: nn.Module, backend: Backend) -> nn.Module:
     return FORMS[form](module, backend)
 

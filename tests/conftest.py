@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
+import os
 import re
 from collections.abc import Iterator
 
@@ -16,21 +18,31 @@ from memkit.activations.budgeting import learning
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.saved import state
 from memkit.activations.saved.state import offload_states, remat_states
-from memkit.device import Device, ReferenceDevice
+from memkit.device import CpuDevice, Device, ReferenceDevice, ceilings
+from memkit.device.ceilings import Ceilings
 from memkit.profile import registry
 from memkit.transfer import Link, measure_link
+from tests import drawn
 
 # the same examples each time, and none is too slow; `--hypothesis-profile search` looks for others
 settings.register_profile("same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few", settings.get_profile("same"), max_examples=25)
 settings.load_profile("same")
 
 torch.set_num_threads(1)  # tests run side by side, and on small tensors several threads only get in each other's way
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same in processes that tests start
 
 
 _WITH_FEW_LAYERS = ("weights", "bench", "profile")
 """Where tests stream so few layers that all of them fit the slots. What `LayerOffload` says to that is tested in
 tests/weights/test_no_use.py."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    drawn.draws_few = config.option.markexpr == "not full"
+    if drawn.draws_few and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("few")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -42,16 +54,26 @@ _REPEATS = re.compile(r"\[.*\bseed \d")
 """The name of a test on the reference device whose copies take another time each: one that has them late runs always."""
 
 
+_MANY = 5000
+"""From so many tests on, those that need a GPU are left out where there is none: to skip thousands takes a while. Of fewer, each
+is told as skipped."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_gpu = torch.cuda.is_available()
     for item in items:
         # for tests alone, and below what they say themselves: warnings of plugins at their start or end are no errors
         item.add_marker(pytest.mark.filterwarnings("error"), append=False)
         if _REPEATS.search(item.name):
             item.add_marker(pytest.mark.full)
+        if config.option.markexpr == "full" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.full)  # the plain run has drawn some of its examples
         if "gpu" in item.keywords and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not has_gpu and "gpu" not in config.option.markexpr and len(items) > _MANY:
+        config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
+        items[:] = [item for item in items if "gpu" not in item.keywords]
 
 
 def pytest_unconfigure() -> None:
@@ -119,13 +141,34 @@ def any_times() -> None:
     """Let what steps and copies take count."""
 
 
+@functools.cache
+def _reference_link() -> Link:
+    return measure_link(ReferenceDevice(), num_bytes=2**20)
+
+
+@functools.cache
+def _ceilings_of(kind: type[Device]) -> Ceilings:
+    return _measure_ceilings(kind())
+
+
+_measure_ceilings = ceilings._measure
+
+
 @pytest.fixture(autouse=True)
-def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a `MemoryBudget` measure the link of a reference device by copies of 1 MiB, which come to about the same bytes per
-    second as its own of 64 MiB: those take a quarter of a second, longer than the steps of most tests.
+def _one_probe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have reference devices, of which each test has one of its own, be measured once for all: they copy and compute with the
+    same memory and cores. A link is measured by copies of 1 MiB, which come to about the same bytes per second as those of
+    64 MiB: those take a quarter of a second, longer than the steps of most tests. Tests with `any_times` measure their own.
     """
 
     def measure(device: Device, *, num_bytes: int) -> Link:
-        return measure_link(device, num_bytes=2**20 if isinstance(device, ReferenceDevice) else num_bytes)
+        if not isinstance(device, ReferenceDevice):
+            return measure_link(device, num_bytes=num_bytes)
+        return measure_link(device, num_bytes=2**20) if "any_times" in request.fixturenames else _reference_link()
+
+    def measure_ceilings(device: Device) -> Ceilings:
+        is_shared = type(device) in (CpuDevice, ReferenceDevice)
+        return _ceilings_of(type(device)) if is_shared else _measure_ceilings(device)
 
     monkeypatch.setattr(learning, "measure_link", measure)
+    monkeypatch.setattr(ceilings, "_measure", measure_ceilings)

@@ -40,6 +40,7 @@ def test_resnet50_figures(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.full
 def test_module_runs_as_a_program() -> None:
     command = [sys.executable, "-m", "memkit", *RESNET, "--depth", "0"]
 

@@ -123,7 +123,7 @@ def test_readme_answers_are_those_that_are_given(capsys: pytest.CaptureFixture[s
 # Width
 
 
-@pytest.fixture(params=WIDTHS)
+@pytest.fixture(params=[pytest.param(width, marks=pytest.mark.full) if width == 100 else width for width in WIDTHS])
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(commands, "terminal_width", lambda: request.param)
     monkeypatch.setattr(command, "terminal_width", lambda: request.param)
@@ -174,6 +174,7 @@ def test_shown_reports_fit_the_terminal(capsys: pytest.CaptureFixture[str], widt
 def test_machine_fits_the_terminal(capsys: pytest.CaptureFixture[str], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memkit.bench.host._UPDATE_THREADS", (1,))
     monkeypatch.setattr("memkit.bench.host._BOTH_S", 0.05)
+    monkeypatch.setattr("memkit.transfer.link._MOST_ACTS", 10)
 
     status, out, _ = run_command(capsys, "bench", "machine", "--device", "cpu")
 

@@ -189,7 +189,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(module.name for module in pkgutil.walk_packages(memkit.__path__, prefix="memkit.")))
-def test_examples_in_docstrings_run(name: str) -> None:
+def test_examples_in_docstrings_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linecache.checkcache", lambda *_: None)  # of all files, which a debugger that is made each time does
+
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 

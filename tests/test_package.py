@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -67,6 +68,12 @@ RANKS = {
 }
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, which is read once for all tests."""
+    return ast.parse(path.read_text())
+
+
 def _room(module: str) -> str:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
@@ -74,7 +81,7 @@ def _room(module: str) -> str:
 
 def _imports(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -110,7 +117,7 @@ MOST_LINES = 400
 def _run_time_imports(path: Path) -> set[str]:
     """Return the modules of memkit that a file imports when it is imported itself, so without those for types alone."""
     found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in _tree(path).body:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -155,13 +162,13 @@ def test_files_are_short() -> None:
 
 
 def test_only_the_cuda_device_names_torch_cuda() -> None:
-    naming = [path.name for path in PACKAGE.rglob("*.py") if "torch.cuda" in _code_of(path)]
+    naming = [path.name for path in PACKAGE.rglob("*.py") if "cuda" in path.read_text() and "torch.cuda" in _code_of(path)]
 
     assert naming == ["cuda.py"]
 
 
 def test_only_torch_private_names_what_is_private_in_torch() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    trees = {path: _tree(path) for path in PACKAGE.rglob("*.py")}
     private = {name.symbol.rpartition(".")[2] for name in torch_private.NAMES.values()} - _OVERRIDDEN
     own = set[str]().union(*map(_own_names, trees.values()))
 
@@ -201,9 +208,9 @@ def test_check_of_private_names_leaves_others_alone(code: str) -> None:
 
 
 def test_each_name_of_torch_private_is_used() -> None:
-    others = [path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "torch_private.py"]
-    used = {node.attr for code in others for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
-    used |= {node.value for code in others for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
+    nodes = [node for path in PACKAGE.rglob("*.py") if path.name != "torch_private.py" for node in ast.walk(_tree(path))]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {node.value for node in nodes if isinstance(node, ast.Constant)}
 
     assert torch_private.NAMES.keys() - used == {"skips_dynamo"}  # which is overridden
 
@@ -303,14 +310,37 @@ def test_names_at_the_top_level() -> None:
     assert all(hasattr(memkit, name) for name in memkit.__all__)
 
 
-def test_nothing_else_is_at_the_top_level() -> None:
-    code = (
-        "import memkit, types; [getattr(memkit, name) for name in memkit.__all__]; "
-        "print(sorted(name for name, value in vars(memkit).items() if not name.startswith('_') "
-        "and not isinstance(value, types.ModuleType) and name not in (*memkit.__all__, 'annotations', 'TYPE_CHECKING', 'Any')))"
-    )
+_FRESH = """
+import json, sys, types
+import memkit
+found = {"version": memkit.__version__, "torch before it is needed": "torch" in sys.modules}
+rooms = memkit.profile.MemoryReport, memkit.plan.Action, memkit.errors.MemkitError
+rooms += memkit.activations.SavedTensorStats, memkit.weights.LayerStats
+found["rooms"] = [kind.__name__ for kind in rooms]
+for name in memkit.__all__:
+    getattr(memkit, name)
+known = *memkit.__all__, "annotations", "TYPE_CHECKING", "Any"
+found["others"] = sorted(
+    name for name, value in vars(memkit).items()
+    if not name.startswith("_") and not isinstance(value, types.ModuleType) and name not in known
+)
+import torch
+found["CUDA"] = torch.cuda.is_initialized()
+found["libraries"] = [name for name in ("torchvision", "matplotlib", "plotly", "IPython") if name in sys.modules]
+print(json.dumps(found))
+"""
+"""What a process that has just started finds: first what is there at once, then the rooms, at last all public names."""
 
-    assert _run(code) == "[]\n"
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, object]:
+    done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True)
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_nothing_else_is_at_the_top_level(fresh: dict[str, object]) -> None:
+    assert fresh["others"] == []
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
@@ -318,12 +348,8 @@ def test_unknown_name_is_an_attribute_error() -> None:
         memkit.Offload  # noqa: B018
 
 
-def test_rooms_are_there_without_an_import_of_their_own() -> None:
-    names = ["profile.MemoryReport", "plan.Action", "errors.MemkitError", "activations.SavedTensorStats", "weights.LayerStats"]
-
-    assert _run(f"import memkit; print({', '.join(f'memkit.{name}.__name__' for name in names)})").split() == [
-        name.split(".")[1] for name in names
-    ]
+def test_rooms_are_there_without_an_import_of_their_own(fresh: dict[str, object]) -> None:
+    assert fresh["rooms"] == ["MemoryReport", "Action", "MemkitError", "SavedTensorStats", "LayerStats"]
 
 
 def test_public_objects_are_documented() -> None:
@@ -332,22 +358,12 @@ def test_public_objects_are_documented() -> None:
     assert undocumented == []
 
 
-def _run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+def test_import_is_lean(fresh: dict[str, object]) -> None:
+    assert (fresh["CUDA"], fresh["libraries"]) == (False, [])
 
 
-def test_import_is_lean() -> None:
-    code = (
-        "import sys, torch, memkit; [getattr(memkit, name) for name in memkit.__all__]; "
-        "print(torch.cuda.is_initialized(), "
-        "[name for name in ('torchvision', 'matplotlib', 'plotly', 'IPython') if name in sys.modules])"
-    )
-
-    assert _run(code) == "False []\n"
-
-
-def test_import_waits_for_torch_until_it_is_needed() -> None:
-    assert _run("import sys, memkit; print('torch' in sys.modules, memkit.__version__)") == f"False {memkit.__version__}\n"
+def test_import_waits_for_torch_until_it_is_needed(fresh: dict[str, object]) -> None:
+    assert (fresh["torch before it is needed"], fresh["version"]) == (False, memkit.__version__)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def fronts(model: str, setting: Setting) -> Iterator[Line]:
         line = setting.attempt(partial(_alone, workload, other, setting))
         found[name] = {**line, "which": name, "updates_once": other.updates_once}
         yield {"bench": "budget_front_other", **about, **found[name]}
-    for name in best_of(found):
+    for name in setting.few(best_of(found)):
         line = setting.attempt(partial(_at_peak_of, workload, found[name], others[name].engine, setting))
         yield {"bench": "budget_front", **about, "which": name, "updates_once": others[name].updates_once, **line}
     for name in others:
@@ -106,10 +106,10 @@ def _others(workload: Workload, setting: Setting) -> dict[str, Other]:
     for name, engine in installed_peers(workload.model).items():
         found[name] = Other(engine=engine)
         found[f"{name}, all blocks checkpointed"] = by_hand(engine=partial(both, engine, spaced(layers, len(layers))))
-    for ratio in OFFLOADED:
+    for ratio in setting.few(OFFLOADED):
         name = f"CPUOffload({ratio:g})"
         found[name] = Other(engine=setting.offload(ratio, name), num_warmup=NUM_WARMUP)
-    for budget in RECOMPUTED:
+    for budget in setting.few(RECOMPUTED):
         name = f"Rematerialize({budget:g})"
         found[name] = Other(engine=setting.remat(budget, name), num_warmup=NUM_WARMUP)
     return found
@@ -156,7 +156,7 @@ _CALLED: Mapping[str, Callable[[nn.Module], nn.Module]] = {
 def _compiled(model: str, workload: Workload, about: Line, setting: Setting) -> Iterator[Line]:
     """The same model compiled as a whole, with `activation_memory_budget` at several values."""
     called = _CALLED.get(model, lambda found: found.get_submodule("model"))(workload.model)
-    for value in COMPILED_AT:
+    for value in setting.few(COMPILED_AT):
         line: Line = {"which": f"compiled as a whole at {value:g}", "updates_once": True}
         if setting.time_left_s() < COMPILING_S:
             yield {"bench": "budget_front_whole", **about, **line, "error": "not measured: no time was left"}

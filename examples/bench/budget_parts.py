@@ -53,7 +53,7 @@ def llama(setting: Setting) -> Iterator[Line]:
         workload = llama_of(batch, setting)
         about = {"bench": "budget", "model": f"llama_b{batch}", "name": workload.name}
         plain_peak(workload, setting)
-        for mib in budgets:
+        for mib in setting.few(budgets):
             budget = _mib(mib, plain_mib, setting)
             yield {**about, "asked": str(budget), **setting.attempt(partial(measured, workload, budget, setting))}
         found = setting.attempt(partial(_all_blocks, workload, setting))
@@ -72,7 +72,7 @@ def beside_spaced(model: str, setting: Setting) -> Iterator[Line]:
         count: step_of(workload, spaced(layers, count), setting.device).peak_allocated_bytes for count in range(len(layers) + 1)
     }
     yield {"bench": "budget_spaced_peaks", **about, "peaks_mib": [in_mib(peak) for peak in peaks.values()]}
-    for share in SPACED_SHARES:
+    for share in setting.few(SPACED_SHARES):
         budget = of_plain(share, plain_bytes)
         found = setting.attempt(partial(_at_share, workload, budget, layers, peaks, setting))
         yield {"bench": "budget", **about, "share": share, "asked": str(budget), **found}

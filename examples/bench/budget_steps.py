@@ -91,7 +91,8 @@ class Budgeted:
             first = step_of(workload, self.engine, device)
             # it looks itself at the peak of the step before, so nobody else starts the count anew
             later: list[Step] = []
-            while len(later) + 1 < NUM_LEARNING or (is_choosing() and len(later) + 1 < MOST_LEARNING):
+            most = NUM_LEARNING if self.setting.tiny else MOST_LEARNING
+            while len(later) + 1 < NUM_LEARNING or (is_choosing() and len(later) + 1 < most):
                 later.append(step_of(workload, self.engine, device, resets_peak=False))
         counter = device.memory_counter()
         reserved_bytes = None if counter is None else counter.peak_reserved_bytes()

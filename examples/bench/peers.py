@@ -23,13 +23,14 @@ _PACKAGES = ("trl", "trl.models", "torchtune", "torchtune.training")
 
 
 def installed_peers(model: nn.Module) -> dict[str, Engine]:
-    """Return the engines of other packages that can be imported, by name; of the others, a warning says why they cannot."""
+    """Return the engines of other packages that can be imported and made here, by name; of the others, a warning says why they
+    cannot."""
     found: dict[str, Engine] = {}
     for name, make in (("TRL", _trl), ("torchtune", _torchtune)):
         try:
             found[f"{name} OffloadActivations"] = make(model)
-        except ImportError as error:
-            warnings.warn(f"{name} is left out: {error}", stacklevel=2)
+        except (ImportError, RuntimeError) as error:  # one that is installed may need a GPU
+            warnings.warn(f"{name} is left out: {str(error).splitlines()[0]}", stacklevel=2)
     return found
 
 

@@ -105,9 +105,11 @@ def measure_beside_copies(device: Device, act: Callable[[], object], *, num_byte
             out = lanes.copy_out(storages[0], spans[0], after=ready)
             back = lanes.copy_back(spans[1], storages[1], after=(ready,))
         num_done, begin = 0, time.perf_counter()
-        while not num_done or (num_done < _MOST_ACTS and not (out.done.is_reached() and back.done.is_reached())):
+        while num_done < _MOST_ACTS:
             act()
             num_done += 1
+            if out.done.is_reached() and back.done.is_reached():
+                break
         acted_s = max(time.perf_counter() - begin, 1e-9)
         device.synchronize()
         copied_s = max(ready.elapsed_s(out.done), ready.elapsed_s(back.done), 1e-9)

@@ -15,7 +15,7 @@ from memkit.hooks import SavedTensorHooks
 from memkit.torch_state import may_be_compiled_here
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import Offload
-from tests.compiling import FORMS, WITH_COMPILED, Backend, frames_of_memkit, in_form
+from tests.compiling import WITH_COMPILED, Backend, forms_on, frames_of_memkit, in_form
 
 pytestmark = WITH_COMPILED
 
@@ -50,7 +50,7 @@ def _step(model: nn.Module, device: Device, context: AbstractContextManager[Any]
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("form", sorted(FORMS))
+@forms_on("seed 0", "seed 1")
 def test_nothing_is_compiled_again_and_no_hook_is(
     form: str, amp: bool, breaks: bool, device: Device, offloading: Offload
 ) -> None:

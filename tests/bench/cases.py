@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 from memkit import cli
 from memkit.bench import LayerBench, OffloadBench, RematBench, Workload, sum_of_outputs
 from memkit.bench.layers import StepOf
+from memkit.device import ReferenceDevice
 
 BENCHES = Path(__file__).parents[2] / "examples" / "bench"
 NUM_LAYERS = 6
@@ -25,6 +30,19 @@ def bench_module(name: str) -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHES)
         return importlib.import_module(name)
+
+
+def lines_of_part(script: str, name: str) -> list[dict[str, Any]]:
+    """Return what a part of a script tells in a tiny run of one step, made in this process: what a process of its own imports
+    takes longer than most parts do. Any: JSON."""
+    device = ReferenceDevice()
+    setting = bench_module("setting").Setting(
+        device=device, steps=1, fast=False, plots=None, tiny=True, ends_s=time.perf_counter() + 400
+    )
+    about = {"part": name, "device": device.name, "cuda": None, **bench_module("shared").about_run(1)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as scripts do
+        return [json.loads(json.dumps({**line, **about})) for line in bench_module(script).PARTS[name].run(setting)]
 
 
 def layers(batch: Tensor, *, num_layers: int = NUM_LAYERS, seen: Callable[[], None] = lambda: None) -> Workload:

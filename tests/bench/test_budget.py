@@ -16,7 +16,7 @@ import torch
 import memkit
 from memkit.bench import engines
 from memkit.device import ReferenceDevice
-from tests.bench.cases import BENCHES, bench_module, layers
+from tests.bench.cases import BENCHES, bench_module, layers, lines_of_part
 
 FRONTS = ["front_resnet50", "front_llama", "front_gpt2", "front_whisper"]
 PARTS = [
@@ -209,17 +209,27 @@ def test_names_of_parts_are_those_that_are_described() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "names",
-    [["resnet50", "gpt2"], ["llama", "whisper", "compiled_llama"], ["fits", "cap", "changes"], ["others"], ["front_gpt2"]],
-)
-def test_parts_run(names: list[str], budget_tables: ModuleType) -> None:
+def test_script_runs_each_part_in_a_process_of_its_own(budget_tables: ModuleType) -> None:
+    names = ["cap", "whisper"]
+
     lines = _script("--tiny", "--steps", "1", "--only", *names)
 
     assert [line["part"] for line in lines if "taken_s" in line] == names
+    _assert_are_told(names, lines, budget_tables)
+    for line in lines:
+        assert "follows_plan" not in line or line["allocator"] == "expandable_segments:True"
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("no_compiled_code_is_left")
+@pytest.mark.parametrize("name", ["resnet50", "llama", "gpt2", "fits", "others", "compiled_llama", "front_gpt2", "changes"])
+def test_part_runs(name: str, budget_tables: ModuleType) -> None:
+    pytest.importorskip("transformers")
+
+    _assert_are_told([name], lines_of_part("bench_budget", name), budget_tables)
+
+
+def _assert_are_told(names: list[str], lines: list[dict[str, Any]], budget_tables: ModuleType) -> None:
     assert [line for line in lines if "error" in line] == []
-    budgets = [line for line in lines if "follows_plan" in line]
-    assert {line["part"] for line in budgets} == set(names) - {"changes"}
-    for line in budgets:
-        assert line["allocator"] == "expandable_segments:True"
+    assert {line["part"] for line in lines if "follows_plan" in line} == set(names) - {"changes"}
     assert budget_tables.tables(lines).keys() > {"machine"}

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
@@ -23,6 +23,7 @@ from memkit.plan import (
     drop_order,
     simulate,
 )
+from tests.drawn import examples
 from tests.plan.reference import Reference, chain, random_step, steps, transformer
 
 SCORES = st.builds(
@@ -76,7 +77,7 @@ def convnet(num_blocks: int = 12) -> Step:
 # Simulation
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(step=steps(), score=SCORES, share=st.sampled_from((0.0, 0.2, 0.4, 0.7, 1.0)), data=st.data())
 def test_simulated_step_equals_the_plain_executor(step: Step, score: DTRScore, share: float, data: st.DataObject) -> None:
     free = [value for value in dict.fromkeys(step.saves) if value not in step.fixed]
@@ -96,7 +97,7 @@ def test_simulated_step_equals_the_plain_executor(step: Step, score: DTRScore, s
         assert outcome.dropped == reference.gone
 
 
-@settings(deadline=None)
+@examples(100)
 @given(step=steps())
 def test_nothing_dropped_is_nothing_replayed(step: Step) -> None:
     outcome = simulate(step, (), limit_bytes=step.saved_bytes, score=DTRScore())
@@ -181,7 +182,7 @@ def test_thrashing_is_given_up() -> None:
 # The drop order
 
 
-@settings(deadline=None)
+@examples(100)
 @given(step=steps())
 def test_drop_order_holds_each_free_value_once(step: Step) -> None:
     order, peaks = drop_order(step)
@@ -216,7 +217,7 @@ def test_cheapest_for_its_bytes_goes_first() -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(step=steps(), share=st.floats(0.01, 1.0))
 def test_plan_fits_its_budget_or_names_the_smallest(step: Step, share: float) -> None:
     planner, budget = planner_of(step), math.ceil(share * step.saved_bytes)
@@ -232,7 +233,7 @@ def test_plan_fits_its_budget_or_names_the_smallest(step: Step, share: float) ->
         assert plan.limit_bytes <= max(budget, plan.predicted_peak_bytes) or plan.limit_bytes == math.inf
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(step=steps(), share=st.floats(0.01, 1.0))
 def test_plan_does_what_it_predicts(step: Step, share: float) -> None:
     planner = planner_of(step)
@@ -248,7 +249,7 @@ def test_plan_does_what_it_predicts(step: Step, share: float) -> None:
     assert again.replayed_s == reference.replayed_s
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(step=steps(), share=st.floats(0.01, 1.0))
 def test_plan_is_never_worse_than_dtr(step: Step, share: float) -> None:
     budget = math.ceil(share * step.saved_bytes)
@@ -297,7 +298,7 @@ def test_room_for_all_costs_no_more_than_less_room_where_the_user_drops() -> Non
 
 
 @pytest.mark.full
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(step=steps(), shares=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=8))
 def test_what_was_found_for_less_is_not_forgotten(step: Step, shares: list[float]) -> None:
     planner = planner_of(step)
@@ -310,7 +311,7 @@ def test_what_was_found_for_less_is_not_forgotten(step: Step, shares: list[float
     assert costs == sorted(costs, reverse=True)
 
 
-@settings(deadline=None)
+@examples(100)
 @given(step=steps())
 def test_budget_of_all_that_is_saved_keeps_all(step: Step) -> None:
     asked = Step(lineage=step.lineage, saves=step.saves, uses=step.uses, fixed=step.fixed)
@@ -342,7 +343,7 @@ def test_the_users_word_is_kept(name: str, every: int, share: float) -> None:
     assert {value for value, reason in reasons.items() if reason == "asked for"} == fixed | dropped
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(step=steps(), share=st.floats(0.05, 1.0))
 def test_the_users_word_is_kept_in_random_steps(step: Step, share: float) -> None:
     planner = planner_of(step)

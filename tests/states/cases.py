@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -207,6 +208,19 @@ OPTIMIZERS = [
     Case("early", Early),
 ]
 """Every dense class of `torch.optim`, in each of its ways, and some that users make."""
+
+_OFTEN = (
+    *("Adam loop", "AdamW fused", "NAdam foreach", "RMSprop foreach", "ASGD loop", "SGD fused", "Adafactor loop", "Muon"),
+    *("AdamW lr tensor", "schedule free", "rebinding"),
+)
+"""One of each way of stepping and each kind of state: scalars on the host, tensors smaller than the parameter, groups that
+count, new tensors in the place of old ones. tests/states/test_bits.py runs every case often; the other files leave the rest to
+`full`."""
+
+
+def often(cases: Iterable[Case]) -> list[Any]:
+    """Return cases as parameters of a test, of which the plain run of pytest has one of each kind."""
+    return [case if case.name in _OFTEN else pytest.param(case, marks=pytest.mark.full) for case in cases]
 
 
 class Net(nn.Module):

@@ -14,7 +14,18 @@ from memkit.device import Device
 from memkit.errors import StateOffloadError
 from memkit.plan import StateRates
 from memkit.states import state_offload
-from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, batch, groups_of, make_net, offload, train
+from tests.states.cases import (
+    OPTIMIZERS,
+    Case,
+    assert_same,
+    assert_same_training,
+    batch,
+    groups_of,
+    make_net,
+    offload,
+    often,
+    train,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
@@ -40,7 +51,7 @@ def _even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"device_budget": 8192}, {"update": "host"}, {"update": "both", "device_budget": 8192}], ids=str
 )
-@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
 def test_steps_as_the_plain_optimizer(device: Device, case: Case, options: dict[str, Any]) -> None:
     if "update" in options and device.torch_device.type != "cpu":
         pytest.skip("the plain steps differ from the host's in last bits")

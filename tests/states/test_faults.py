@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import memkit
@@ -17,6 +17,7 @@ from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.plan import StateRates, state_pieces
 from memkit.states import cut_trial, state_offload
+from tests.drawn import examples
 from tests.interrupts import count_lines, interrupt, spread
 from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, train
 
@@ -123,7 +124,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError]
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     update=st.sampled_from(["device", "device", "host", "both"]),
@@ -177,7 +178,7 @@ def test_a_fault_of_the_device(
         assert not device.races
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     budget=st.sampled_from([0, 16384]),
@@ -256,10 +257,13 @@ def test_an_error_says_what_was_stepped() -> None:
     assert "of 9 parameters were stepped; each is as before or as after the step" in note
 
 
+@pytest.mark.parametrize("num_lines", [40, pytest.param(150, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("update", ["device", "host"])
-def test_interrupts_at_any_line(update: str, is_cut: bool, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts_at_any_line(
+    update: str, is_cut: bool, overlaps: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C ahead of any line of a step leaves it half done at most, and calling it again does the rest."""
     if is_cut:
         _cut(monkeypatch)
@@ -287,7 +291,7 @@ def test_interrupts_at_any_line(update: str, is_cut: bool, overlaps: bool, monke
             _give_gradients(model, device, 5)
 
         begin_anew()
-        for line in spread(count_lines(step, None), 150):
+        for line in spread(count_lines(step, None), num_lines):
             begin_anew()
             place = interrupt(step, line, None)
             _assert_old_or_new(_snapshot(model, optimizer), old, new)
@@ -336,7 +340,7 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
         assert optimizer.param_groups[0]["d"] == before
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     at=st.integers(1, 120),

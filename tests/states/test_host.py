@@ -10,7 +10,7 @@ import torch
 from memkit.device import Device
 from memkit.plan import StateRates, Update
 from memkit.states import state_offload
-from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, make_net, offload, train
+from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, make_net, offload, often, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 # the plain optimizer on a GPU differs from the CPU's in last bits: there the CPU's is the reference
@@ -26,7 +26,7 @@ def even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("even_rates")
 @pytest.mark.parametrize("update", ["host", "both"])
-@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
 def test_steps_as_the_class_on_cpu_copies(device: Device, case: Case, update: str) -> None:
     if device.torch_device.type != IS_HOST_THE_DEVICE:
         pytest.skip("the next test compares with CPU copies")

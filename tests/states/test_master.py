@@ -12,7 +12,7 @@ from torch import nn
 
 from memkit.device import Device
 from memkit.states.masters import follow
-from tests.states.cases import OPTIMIZERS, Case, Net, assert_same, batch, make_net, offload, train
+from tests.states.cases import OPTIMIZERS, Case, Net, assert_same, batch, make_net, offload, often, train
 
 CASES = [case for case in OPTIMIZERS if case.name != "rebinding"]
 
@@ -45,7 +45,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("budget", [0, 12288])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", often(CASES), ids=str)
 def test_steps_as_the_plain_optimizer_over_copies(device: Device, case: Case, budget: int) -> None:
     reference = Reference(make_net(device, case, torch.bfloat16), case)
     model = make_net(device, case, torch.bfloat16)

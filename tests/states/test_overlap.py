@@ -20,6 +20,7 @@ from tests.states.cases import (
     groups_of,
     make_net,
     offload,
+    often,
     train,
 )
 from tests.states.test_backward import Gate, Slow
@@ -35,7 +36,7 @@ def _even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("update", "set_to_none"), [("device", False), ("device", True), ("host", False), ("both", True)])
-@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
 def test_steps_as_the_plain_optimizer(device: Device, case: Case, update: str, set_to_none: bool) -> None:
     if update != "device" and device.torch_device.type != "cpu":
         pytest.skip("the plain steps differ from the host's in last bits")

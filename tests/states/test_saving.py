@@ -12,12 +12,12 @@ import torch
 from torch.distributed.checkpoint import state_dict as dcp
 
 from memkit.device import Device
-from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, groups_of, make_net, offload, train
+from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, groups_of, make_net, offload, often, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
 
-@pytest.mark.parametrize("case", [case for case in OPTIMIZERS if case.name != "rebinding"], ids=str)  # it counts outside
+@pytest.mark.parametrize("case", often(case for case in OPTIMIZERS if case.name != "rebinding"), ids=str)  # it counts outside
 @pytest.mark.parametrize("budget", [0, 8192])
 def test_resumes_into_and_from_plain_torch(device: Device, case: Case, budget: int, tmp_path: Path) -> None:
     plain = make_net(device, case)

@@ -31,6 +31,7 @@ from memkit.transfer.disk_queue import DiskTransfer
 from memkit.transfer.disk_store import DiskCopy, DiskStore
 from memkit.transfer.reference_disk import POISON
 from memkit.transfer.scratch import ScratchFile
+from tests.drawn import examples
 from tests.interrupts import interrupts
 
 MIB = 2**20
@@ -171,7 +172,7 @@ def assert_places_are_apart(store: DiskStore, copies: list[DiskCopy]) -> None:
     assert sum(end - start for start, end in ranges) == store.in_use_bytes
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=6),
     offsets=st.lists(st.integers(0, 1), min_size=6, max_size=6),
@@ -232,7 +233,7 @@ def test_failed_write_loses_nothing(host: Host, number: int, is_late: bool) -> N
     store.close()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     fails_at=st.dictionaries(st.integers(0, 30), st.sampled_from([errno.EIO, errno.ENOSPC, errno.EINTR, -1, -2]), max_size=6),
     seed=st.one_of(st.none(), st.integers(0, 99)),

@@ -216,8 +216,10 @@ def test_steps_are_exact(train: Callable[[Net, Device, Make], None], budget: str
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("is_steady", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))])
+@pytest.mark.parametrize(
+    ("seed", "is_steady"),
+    [(0, True), *(pytest.param(seed, seed % 2 == 1, marks=pytest.mark.full) for seed in range(4))],
+)
 @pytest.mark.parametrize("train", STEPS, ids=lambda train: train.__name__)
 def test_plan_of_the_plain_step_leaves_other_steps_exact(
     train: Callable[[Net, Device, Make], None], seed: int, is_steady: bool, device: Device
