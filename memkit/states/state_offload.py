@@ -257,9 +257,8 @@ class StateOffload:
 
     def _join(self) -> None:
         """Let the current stream wait for what is stepped beside it, and the host for what is stepped there."""
-        for beside in (self._overlap, self._in_backward):
-            if beside is not None:
-                beside.join()
+        for beside in filter(None, (self._overlap, self._in_backward)):
+            beside.join()
 
     def _follow_groups(self) -> None:
         """Take note of parameters that came to the optimizer or left it."""
