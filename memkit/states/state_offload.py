@@ -127,8 +127,7 @@ class StateOffload:
         self._overlap = ForwardOverlap(self.device) if overlap_forward else None
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
         self._slots: StateSlots | None = None
-        self._undo_bytes = 0
-        self._is_open = False  # whether states may have moved
+        self._undo_bytes, self._is_open = 0, False  # the latter: whether states may have moved
         claim(optimizer, self)
         try:
             self._plan()
@@ -257,8 +256,9 @@ class StateOffload:
 
     def _join(self) -> None:
         """Let the current stream wait for what is stepped beside it, and the host for what is stepped there."""
-        for beside in filter(None, (self._overlap, self._in_backward)):
-            beside.join()
+        for beside in (self._overlap, self._in_backward):
+            if beside is not None:
+                beside.join()
 
     def _follow_groups(self) -> None:
         """Take note of parameters that came to the optimizer or left it."""
