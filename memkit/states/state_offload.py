@@ -127,8 +127,7 @@ class StateOffload:
         self._overlap = ForwardOverlap(self.device) if overlap_forward else None
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
         self._slots: StateSlots | None = None
-        self._undo_bytes = 0
-        self._is_open = False  # whether states may have moved
+        self._undo_bytes, self._is_open = 0, False  # the latter: whether states may have moved
         claim(optimizer, self)
         try:
             self._plan()

@@ -147,13 +147,11 @@ class CutPiece(Piece):
         parameter, grad = record.parameter, record.parameter.grad
         entries = state.get(parameter) or {}
         assert grad is not None
-        was_cut, self._is_cut = self._is_cut, self._is_in_windows(parameter, entries)
+        self._is_cut = self._is_in_windows(parameter, entries)
         if not self._is_cut:
             return
         with torch.inference_mode(False), torch.no_grad():
             self._follow(parameter)
-            for window in self.windows if not was_cut else ():
-                window.left = self.left  # the states have left as a whole
             flat = grad.detach().reshape(-1)
             self.coming, self._version = self.layout, torch_private.version_of(flat)
             for window in self.windows:

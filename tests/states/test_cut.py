@@ -575,7 +575,6 @@ def test_the_rest_is_stepped_with_the_options_of_the_step(monkeypatch: pytest.Mo
 
 
 def test_whole_and_in_windows_by_turns_beside_the_forward() -> None:
-    """What has left as a whole is fetched in windows only once it has."""
     device = ReferenceDevice()
     nets = [make_net(device), make_net(device)]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
