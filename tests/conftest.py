@@ -54,6 +54,11 @@ _REPEATS = re.compile(r"\[.*\bseed \d")
 """The name of a test on the reference device whose copies take another time each: one that has them late runs always."""
 
 
+_MANY = 5000
+"""From so many tests on, those that need a GPU are left out where there is none: to skip thousands takes a while. Of fewer, each
+is told as skipped."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_gpu = torch.cuda.is_available()
@@ -66,6 +71,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.full)  # the plain run has drawn some of its examples
         if "gpu" in item.keywords and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not has_gpu and "gpu" not in config.option.markexpr and len(items) > _MANY:
+        config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
+        items[:] = [item for item in items if "gpu" not in item.keywords]
 
 
 def pytest_unconfigure() -> None:

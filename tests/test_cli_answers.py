@@ -123,7 +123,7 @@ def test_readme_answers_are_those_that_are_given(capsys: pytest.CaptureFixture[s
 # Width
 
 
-@pytest.fixture(params=WIDTHS)
+@pytest.fixture(params=[pytest.param(width, marks=pytest.mark.full) if width == 100 else width for width in WIDTHS])
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(commands, "terminal_width", lambda: request.param)
     monkeypatch.setattr(command, "terminal_width", lambda: request.param)

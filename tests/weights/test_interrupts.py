@@ -352,6 +352,7 @@ def test_interrupt_of_what_a_failed_backward_ends_with_is_mended_by_the_next_for
 
 
 @pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.full
 def test_closing_again_after_an_interrupted_close_leaves_the_model_whole(kind: str) -> None:
     case = Case(kind)
     case.begin()
@@ -475,6 +476,7 @@ def _detach_all(model: nn.Module) -> Callable[[], None]:
     return detach_all
 
 
+@pytest.mark.full
 def test_interrupt_while_layers_come_to_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("host", offload_ratio="auto")
     case.begin()

@@ -49,6 +49,7 @@ def test_nothing_is_recorded_where_what_compiled_blocks_save_only_moves(monkeypa
     assert stats.live_records == 0
 
 
+@pytest.mark.full
 def test_waiting_for_room_is_no_part_of_what_a_block_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a step is measured, what it saves leaves and is waited for, so that the step keeps to the budget."""
     make_room, calls, waits = PlannedForward.make_room, itertools.count(), list[float]()

@@ -231,6 +231,7 @@ class Full(Blind):
 
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
 @pytest.mark.parametrize("budget", ["24KiB", "1GiB"])
+@pytest.mark.full
 def test_larger_step_where_nothing_is_recorded_compiles_as_was_chosen_and_keeps_to_the_budget(
     budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +292,7 @@ def test_blocks_save_less_with_the_value_that_was_chosen() -> None:
 
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
 @pytest.mark.parametrize("what", ["compiled before", "chosen by the user", "a share", "not to be traced"])
+@pytest.mark.full
 def test_nothing_is_chosen(what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO, logger="memkit")
     model = _model("call")

@@ -399,6 +399,7 @@ def test_how_much_may_be_given_is_forgotten_with_the_budget() -> None:
 
 
 @pytest.mark.usefixtures("any_times", "dear_ops", "moving")
+@pytest.mark.full
 def test_step_of_other_shapes_keeps_to_the_budget_and_leaves_the_chosen_way(fastest: Callable[[Way], None]) -> None:
     fastest(Way.REGIONS)
     device, model = ReferenceDevice(), blocks()[:12]

@@ -186,6 +186,7 @@ def test_copies_end_with_the_context_whatever_fails_at_its_end(
 
 
 @pytest.mark.parametrize("kind", ["raises", "no backward"])
+@pytest.mark.full
 def test_steps_that_are_none_do_not_count(kind: str, device: Device, fastest: Callable[[Way], None]) -> None:
     """They take less time than any."""
     fastest(Way.OPS)
