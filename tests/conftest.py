@@ -55,8 +55,8 @@ _REPEATS = re.compile(r"\[.*\bseed \d")
 
 
 _MANY = 5000
-"""From so many tests on, those that need a GPU are left out where there is none: to skip thousands takes a while. Of fewer, each
-is told as skipped."""
+"""From so many tests on, those that need a GPU are left out where there is none: to skip thousands takes a while. Of fewer,
+each is told as skipped."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is
