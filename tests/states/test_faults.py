@@ -354,7 +354,7 @@ def test_a_fault_within_a_backward_or_beside_a_forward(
     name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool, is_cut: bool, update: str
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_offload, "measure_rates", lambda *_: StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0))
+        patch.setattr(state_offload, "measure_rates", lambda *_, **__: StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0))
         if is_cut:
             _cut(patch)
         _fail_within_a_backward_or_beside_a_forward(name, at, error, has_states, overlaps, update)
