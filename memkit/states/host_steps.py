@@ -187,6 +187,7 @@ class HostSteps:
 
     def _step(self, piece: Piece, run: OneStep, out: Transfer, has_grad: bool) -> None:
         """Run the optimizer's step over host copies, in the thread. From its end on the piece is stepped."""
+        piece.await_turn()
         self._device.synchronize(out.done)
         route = self._routes[piece]
         layout = piece.layout

@@ -173,6 +173,9 @@ class Piece:
         """
         return ()
 
+    def await_turn(self) -> None:
+        """Raise if something of the same parameter comes first that was not stepped."""
+
     def note_left_half_way(self) -> None:
         """Be half way for as long as the rest can't be stepped: nobody may write to the parameter meanwhile."""
 

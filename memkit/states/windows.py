@@ -62,6 +62,11 @@ class Window(Piece):
     def is_last(self) -> bool:
         return self is self._whole.windows[-1]
 
+    def await_turn(self) -> None:
+        number = self._whole.windows.index(self)
+        if number and not self._whole.windows[number - 1].is_stepped:
+            raise StateOffloadError(f"a part of {self.names} that comes first was not stepped")
+
     @property
     def may_come_early(self) -> bool:
         return self.layout is not None and self._whole.layout is self._whole.seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -592,3 +593,46 @@ def test_whole_and_in_windows_by_turns_beside_the_forward() -> None:
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
     device.synchronize()
     assert not device.races
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+@pytest.mark.parametrize("options", [{"when": "backward"}, {"overlap_forward": True}], ids=str)
+@pytest.mark.parametrize("failing", [1, 2, 4, 7])
+def test_windows_on_the_host_behind_one_that_fails_are_not_stepped(
+    failing: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several are given to the host at once. What it says of the parameter is true: as before, or stepped in part."""
+
+    class Failing(torch.optim.SGD):
+        num_calls = 0
+        fails = 0
+
+        def step(self, closure: Any = None) -> Any:
+            Failing.num_calls += 1
+            if Failing.num_calls == Failing.fails:
+                raise ArithmeticError("no")
+            return super().step(closure)
+
+    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
+    parameter = nn.Parameter(torch.randn(7, 512, generator=torch.Generator().manual_seed(0)))
+    optimizer = Failing([parameter], lr=0.1, momentum=0.9)
+    states = offload(optimizer, ReferenceDevice(), update="host", **options)
+
+    def step() -> None:
+        (parameter * torch.arange(512.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states.wait()
+
+    step()
+    assert len(states.plan.pieces[0].windows) == 7
+    before = parameter.detach().clone()
+    Failing.num_calls, Failing.fails = 0, failing
+    with pytest.raises((ArithmeticError, StateOffloadError)) as raised:
+        step()
+    if not torch.equal(parameter, before):
+        assert "A part of the parameter, and of its states, is as after the step" in str(raised.value)
+        moved = (parameter != before).view(7, 512)[:, 1:].any(1).tolist()
+        assert moved == sorted(moved, reverse=True)  # none behind the one that has failed
+    with pytest.warns(UserWarning, match="A part of the parameter") if not torch.equal(parameter, before) else nullcontext():
+        states.close()
