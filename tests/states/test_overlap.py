@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -250,10 +252,11 @@ def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
         def step(self, closure=None):
             Failing.fails -= 1
             if Failing.fails == 0:
+                assert has_returned.wait(60)
                 raise ArithmeticError("no")
             return super().step(closure)
 
-    device = ReferenceDevice()
+    device, has_returned = ReferenceDevice(), threading.Event()
     model = make_net(device)
     optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
     with offload(optimizer, device, overlap_forward=True, update="host") as states:
@@ -261,6 +264,7 @@ def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
         before = [parameter.detach().clone() for parameter in model.parameters()]
         Failing.fails = 3
         optimizer.step()
+        has_returned.set()
         what = {
             "wait": states.wait,
             "forward": lambda: model(batch(device, 1)),
