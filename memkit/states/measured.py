@@ -57,8 +57,12 @@ def measure_rates(device: Device, optimizer: torch.optim.Optimizer, *, has_maste
         for block in blocks:
             block.step()
         turns = itertools.cycle(blocks)
-        num_copies = _NUM_COPIES if device.torch_device.type == "cuda" else _NUM_COPIES_ELSEWHERE
+        is_apart = device.torch_device.type == "cuda"
         blocks_per_s, link_bytes_per_s = measure_beside_copies(
-            device, lambda: next(turns).step(), num_bytes=_LINK_BYTES, num_copies=num_copies
+            device,
+            lambda: next(turns).step(),
+            num_bytes=_LINK_BYTES,
+            num_copies=_NUM_COPIES if is_apart else _NUM_COPIES_ELSEWHERE,
+            most_acts=None if is_apart else _NUM_BLOCKS,
         )
     return StateRates(link_bytes_per_s=link_bytes_per_s, host_numel_per_s=blocks_per_s * _SIDE * _SIDE)

@@ -81,7 +81,9 @@ def measure_both_ways(device: Device, *, num_bytes: int = 256 * 2**20, repeats: 
         arena.close()
 
 
-def measure_beside_copies(device: Device, act: Callable[[], object], *, num_bytes: int, num_copies: int) -> tuple[float, float]:
+def measure_beside_copies(
+    device: Device, act: Callable[[], object], *, num_bytes: int, num_copies: int, most_acts: int | None = None
+) -> tuple[float, float]:
     """Return how many times per second something is done on the host while copies go both ways, and the bytes per second of
     these, each way.
 
@@ -89,6 +91,7 @@ def measure_beside_copies(device: Device, act: Callable[[], object], *, num_byte
         act: what is done, at least once.
         num_bytes: size of each copy.
         num_copies: so many go each way.
+        most_acts: how often it is done at most, where copies are not over by themselves; by default 10,000 times.
 
     Raises:
         HostMemoryError: there is no room in host memory for twice `num_bytes`.
@@ -105,7 +108,7 @@ def measure_beside_copies(device: Device, act: Callable[[], object], *, num_byte
             out = lanes.copy_out(storages[0], spans[0], after=ready)
             back = lanes.copy_back(spans[1], storages[1], after=(ready,))
         num_done, begin = 0, time.perf_counter()
-        while num_done < _MOST_ACTS:
+        while num_done < (_MOST_ACTS if most_acts is None else most_acts):
             act()
             num_done += 1
             if out.done.is_reached() and back.done.is_reached():
