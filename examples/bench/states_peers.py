@@ -135,8 +135,8 @@ def fsdp(setting: Setting) -> Iterator[Line]:
     is_cuda = setting.device.torch_device.type == "cuda"
 
     def run() -> Line:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK="0", WORLD_SIZE="1")
-        dist.init_process_group("cuda:nccl,cpu:gloo" if is_cuda else "gloo")
+        backend = "cuda:nccl,cpu:gloo" if is_cuda else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             mesh = init_device_mesh("cuda" if is_cuda else "cpu", (1,))
             options: dict[str, Any] = {
