@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,11 +13,15 @@ from memkit.sizes import format_bytes
 
 PIECE_BYTES = 64 * 2**20
 """A copy of so many bytes goes at the link's full speed."""
+_LARGEST_PIECE_BYTES = 224 * 2**20
+"""With three slots on either side, and what a step that fails is undone by, less than a GiB."""
 WINDOW_NUMEL = 2**16
 """A window of a large parameter begins at a multiple of so many elements: kernels over lists of tensors go by blocks of as
 many, and each window begins as aligned as an allocation of its own."""
 _LEAST_PIECES = 16
 """Of a small model so many pieces are made, so that copies and steps overlap."""
+_MANY_PIECES = 128
+"""Beyond that, larger pieces gain: each costs the host the same, and the first and the last of so many hardly count."""
 _NUM_SLOTS = 3
 _ALIGNMENT_BYTES = 512
 
@@ -188,26 +193,33 @@ def plan_states(
     Raises:
         BudgetInfeasible: the budget is above 0, and smaller than the smallest piece.
     """
+    most = _piece_bytes(costs)
     pieces = [
         StatePiece(
             parameters=tuple(members),
             numel=sum(costs[index].numel for index in members),
             parameter_bytes=sum(costs[index].parameter_bytes for index in members),
             state_bytes=sum(costs[index].state_bytes for index in members),
-            windows=_windows(members[0], costs[members[0]]) if len(members) == 1 else (),
+            windows=_windows(members[0], costs[members[0]], most) if len(members) == 1 else (),
         )
-        for members in _cut(costs, apart=apart)
+        for members in _cut(costs, most, apart=apart)
     ]
     pieces = list(_with_residents(pieces, device_budget_bytes))
     if update != "device":
         pieces = list(_with_sides(pieces, rates if update == "both" else None))
-    pieces, slot_bytes = _with_slots(pieces)
+    pieces, slot_bytes = _with_slots(pieces, max(PIECE_BYTES, most))
     return StatePlan(pieces=tuple(pieces), slot_bytes=slot_bytes, rates=rates if update == "both" else None)
 
 
-def _cut(costs: Sequence[ParameterCosts], *, apart: bool) -> Iterator[list[int]]:
+def _piece_bytes(costs: Iterable[ParameterCosts]) -> int:
+    """Return the most that the states of a piece should take, unless they are those of one parameter that can't be cut."""
+    whole = sum(cost.state_bytes for cost in costs)
+    most = min(max(PIECE_BYTES, whole // _MANY_PIECES), max(PIECE_BYTES, _LARGEST_PIECE_BYTES))
+    return min(most, max(1, whole // _LEAST_PIECES))
+
+
+def _cut(costs: Sequence[ParameterCosts], most: int, *, apart: bool) -> Iterator[list[int]]:
     """Yield neighbors whose states come to one piece. What is large is one by itself."""
-    most = min(PIECE_BYTES, max(1, sum(cost.state_bytes for cost in costs) // _LEAST_PIECES))
     members: list[int] = []
     num_bytes = 0
     for index, cost in enumerate(costs):
@@ -225,9 +237,9 @@ def is_large(cost: ParameterCosts) -> bool:
     return cost.state_bytes > PIECE_BYTES and cost.numel > WINDOW_NUMEL
 
 
-def _windows(index: int, cost: ParameterCosts) -> tuple[StatePiece, ...]:
+def _windows(index: int, cost: ParameterCosts, most: int) -> tuple[StatePiece, ...]:
     """Return parts of a parameter that move by themselves, if it is larger than a piece and can be stepped in such."""
-    num_windows = -(-cost.state_bytes // PIECE_BYTES)
+    num_windows = -(-cost.state_bytes // max(PIECE_BYTES, most))
     length = rounded(-(-cost.numel // max(1, num_windows)), WINDOW_NUMEL)
     if not cost.is_elementwise or not is_large(cost) or length >= cost.numel:
         return ()
@@ -245,39 +257,46 @@ def _windows(index: int, cost: ParameterCosts) -> tuple[StatePiece, ...]:
 
 
 def _with_residents(pieces: list[StatePiece], budget_bytes: int) -> Iterator[StatePiece]:
-    """Yield the pieces, with as many of them staying as fit, the last ones first: those that come first in a step can then be
-    on their way before it begins."""
-    least = min((piece.state_bytes for piece in pieces if piece.state_bytes), default=0)
+    """Yield the pieces, with as many of them staying as fit, evenly spread: others are on their way while these are stepped."""
+    sizes = [piece.state_bytes for piece in pieces]
+    least = min(filter(None, sizes), default=0)
     if 0 < budget_bytes < least:
         raise BudgetInfeasible(
             f"device_budget needs at least {format_bytes(least)}, the smallest piece of states, for anything to stay on the "
             f"device; found {format_bytes(budget_bytes)}. Raise it, or leave it out: then all states leave",
             least,
         )
-    staying = set[int]()
-    for index in range(len(pieces) - 1, -1, -1):
-        if pieces[index].state_bytes <= budget_bytes:
+    share = min(1.0, budget_bytes / max(1, sum(sizes)))
+    staying = _evenly(range(len(pieces)), sizes, share, most=budget_bytes)
+    room = budget_bytes - sum(sizes[index] for index in staying)
+    for index in reversed(range(len(pieces))):
+        if index not in staying and sizes[index] <= room:
             staying.add(index)
-            budget_bytes -= pieces[index].state_bytes
+            room -= sizes[index]
     for index, piece in enumerate(pieces):
         yield replace(piece, is_resident=index in staying)
+
+
+def _evenly(indices: Iterable[int], sizes: Sequence[int], share: float, *, most: float = math.inf) -> set[int]:
+    """Return some of the indices, evenly spread, whose sizes come to about a share of all of them, and at most to `most`."""
+    chosen = set[int]()
+    taken = passed = 0
+    for index in indices:
+        passed += sizes[index]
+        # taken where that comes closer to the share of what has passed
+        if taken + sizes[index] / 2 <= share * passed and taken + sizes[index] <= most:
+            chosen.add(index)
+            taken += sizes[index]
+    return chosen
 
 
 def _with_sides(pieces: list[StatePiece], rates: StateRates | None) -> Iterator[StatePiece]:
     """Yield the pieces, those that leave being stepped on the host: all, or evenly spread as many as the rates say."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident]
     share = 1.0 if rates is None else host_share(pieces, rates)
-    on_host = set[int]()
-    taken = 0.0
-    whole = sum(pieces[index].state_bytes for index in moving)
-    passed = 0
-    for index in moving:
-        passed += pieces[index].state_bytes
-        # taken where that comes closer to the share of what has passed
-        if rates is None or taken + pieces[index].state_bytes / 2 <= share * passed:
-            on_host.add(index)
-            taken += pieces[index].state_bytes
-    if rates is not None and whole and len(moving) > 1:
+    sizes = [piece.state_bytes for piece in pieces]
+    on_host = set(moving) if rates is None else _evenly(moving, sizes, share)
+    if rates is not None and any(sizes[index] for index in moving) and len(moving) > 1:
         if not on_host:
             on_host.add(moving[0])
         elif len(on_host) == len(moving):
@@ -301,7 +320,7 @@ def host_share(pieces: Iterable[StatePiece], rates: StateRates) -> float:
     return link_s / (link_s + host_s)
 
 
-def _with_slots(pieces: list[StatePiece]) -> tuple[list[StatePiece], tuple[int, ...]]:
+def _with_slots(pieces: list[StatePiece], most: int) -> tuple[list[StatePiece], tuple[int, ...]]:
     """Return the pieces with the slots that they come to, and the sizes of these."""
     sizes: list[int] = []
     slots: dict[int, list[int]] = {number: [] for number in range(len(pieces))}
@@ -312,7 +331,7 @@ def _with_slots(pieces: list[StatePiece]) -> tuple[list[StatePiece], tuple[int, 
             if piece.update is update and not piece.is_resident
             for part in piece.parts
         ]
-        found, own = _turns([_room(part, update) for _, part in parts])
+        found, own = _turns([_room(part, update) for _, part in parts], most)
         for (number, _), slot in zip(parts, found, strict=True):
             slots[number].append(slot + len(sizes))
         sizes += own
@@ -327,12 +346,12 @@ def in_slots(piece: StatePiece, slots: Sequence[int]) -> StatePiece:
     return replace(piece, slot=slots[0], windows=tuple(windows))
 
 
-def _turns(rooms: Sequence[int]) -> tuple[list[int], list[int]]:
+def _turns(rooms: Sequence[int], most: int) -> tuple[list[int], list[int]]:
     """Return which slot each of some pieces comes to, and the sizes of the slots. Those that are larger than a piece should be
     share one, the others take turns."""
     if not rooms:
         return [], []
-    usual = max((room for room in rooms if room <= 2 * PIECE_BYTES), default=0)
+    usual = max((room for room in rooms if room <= 2 * most), default=0)
     has_large = max(rooms) > usual
     num_usual = min(_NUM_SLOTS - has_large, sum(room <= usual for room in rooms))
     turns = itertools.cycle(range(has_large, has_large + num_usual))

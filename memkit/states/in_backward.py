@@ -1,8 +1,9 @@
-"""Stepping each parameter within the backward, once its gradient is complete."""
+"""Stepping each parameter within the backward, once its gradient is complete, on a stream of its own."""
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from memkit import backwards, torch_private
+from memkit.device.base import Device, Event, Stream
 from memkit.errors import StateOffloadError, warn_user
 from memkit.hooks import HookSet
 from memkit.plan import Update
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from memkit.states.stepping import Stepping
 
 _AHEAD = 2
+_HELD_BYTES = 256 * 2**20
+"""So much of gradients may wait for their states: while the link brings these, the backward goes on."""
 
 
 class BackwardSteps:
@@ -34,8 +39,14 @@ class BackwardSteps:
 
     The next ones are fetched ahead, in the order of the backward before; at first from the last parameter to the first.
 
+    [Note: held gradients] Steps wait for states, and the backward should not wait for steps: there is a stream for these. A
+    gradient is held until the stream whose memory it is in has waited for its step, since what is allocated next may get that
+    memory. It waits once `_HELD_BYTES` are held, for the oldest ones: then the link has work for longer than the next gradient
+    takes. When the backward is over, it waits for all.
+
     Args:
         optimizer: whose step it is.
+        device: where the parameters are.
         stepping: what becomes of a step that is broken off.
         on_device: steps pieces there.
         on_host: steps pieces on the host.
@@ -45,12 +56,19 @@ class BackwardSteps:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        device: Device,
         stepping: Stepping,
         on_device: DeviceSteps,
         on_host: HostSteps,
         rest: StatesAtRest,
     ) -> None:
         self._optimizer = optimizer
+        self._device = device
+        self._stream = device.new_stream("step")
+        self._held: deque[tuple[Stream, Event, Tensor]] = deque()
+        """Gradients that are being stepped, with the stream that they come from, and what is reached when they are."""
+        self._held_bytes = 0
+        self._end: backwards.BackwardEnd | None = None
         self._rest = rest
         self._stepping = stepping
         self._on_device = on_device
@@ -125,15 +143,7 @@ class BackwardSteps:
         stepping.is_broken = True
         try:
             piece.due = [record]
-            if not self._rest.is_at_home(piece):
-                self._drop_ahead()
-                self._rest.adopt(piece, warns=True)
-            ahead = piece.parts
-            piece.prepare(self._optimizer.state)
-            for part in [part for part in ahead if part in self._begun and part not in piece.parts]:
-                self._drop(part)
-            for part in piece.parts:
-                self._step(part, run)
+            self._step_beside(piece, run)
             self._met[piece] = None
         except BaseException:
             self._mend()
@@ -142,6 +152,49 @@ class BackwardSteps:
         record.parameter.grad = ConsumedGradient.of(record.parameter)
         for part in piece.parts:
             part.let_gradients_go()
+
+    def _step_beside(self, piece: Piece, run: OneStep) -> None:
+        """Step a piece on the stream for that, and hold its gradient until it is: see [Note: held gradients]."""
+        (record,) = piece.records
+        device, own, gradient = self._device, self._device.current_stream(), record.parameter.grad
+        assert gradient is not None
+        if self._end is None or self._end.is_over:
+            self._end = backwards.on_end(weakly(self._let_go))
+        while self._held and self._held_bytes + gradient.nbytes > _HELD_BYTES:
+            stream, stepped, held = self._held.popleft()
+            device.wait_event(stream, stepped)
+            self._held_bytes -= held.nbytes
+        device.wait_event(self._stream, device.record_event(own, timed=False))
+        with device.on_stream(self._stream):
+            ahead = piece.parts
+            if not self._rest.is_at_home(piece):
+                self._drop_ahead()
+                self._rest.adopt(piece, warns=True)
+            piece.prepare(self._optimizer.state)
+            for part in [part for part in ahead if part in self._begun and part not in piece.parts]:
+                self._drop(part)
+            for part in piece.parts:
+                self._step(part, run)
+            if device.takes_notes:
+                device.note_written(record.parameter.untyped_storage(), torch_private.version_of(record.parameter))
+            stepped = device.record_event(self._stream, timed=False)
+        self._held.append((own, stepped, gradient))
+        self._held_bytes += gradient.nbytes
+
+    def _let_go(self, has_failed: bool = False) -> None:
+        """Let the current stream, and those that gradients come from, wait for all that is stepped."""
+        device, current = self._device, self._device.current_stream()
+        for stream, stepped, _ in self._held:
+            device.wait_event(stream, stepped)
+        device.wait_event(current, device.record_event(self._stream, timed=False))
+        self._forget_held()
+        if device.takes_notes:
+            for piece in self._met:
+                device.note_read(piece.records[0].parameter.untyped_storage())
+
+    def _forget_held(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
 
     def _step(self, part: Piece, run: OneStep) -> None:
         """Step a part on the device, or have its gradient leave to be stepped on the host."""
@@ -163,11 +216,13 @@ class BackwardSteps:
         Raises:
             StateOffloadError: a step there has failed.
         """
-        if self._leaving:
-            try:
-                self._stepping.join(list(self._leaving))
-            finally:
-                self._leaving.clear()
+        try:
+            if self._leaving:
+                with self._device.on_stream(self._stream):
+                    self._stepping.join(list(self._leaving))
+        finally:
+            self._leaving.clear()
+            self._let_go()
 
     def _begin(self, piece: Piece) -> None:
         self._begun.append(piece)
@@ -203,7 +258,8 @@ class BackwardSteps:
 
     def end(self) -> list[Piece]:
         """The optimizer's step begins: return which pieces were stepped already. Nothing is on its way any more."""
-        self._drop_ahead()
+        with self._device.on_stream(self._stream):
+            self._drop_ahead()
         self.join()
         met = list(self._met)
         if met and met != self._order:
@@ -262,7 +318,8 @@ class BackwardSteps:
     def _mend(self) -> None:
         self._begun.clear()
         self._leaving.clear()
-        self._stepping.mend(self._pieces)
+        self._stepping.mend(self._pieces)  # the host waits for all of the device
+        self._forget_held()
         for piece in self._pieces:
             (record,) = piece.records
             assert piece.residency is not Residency.STEPPING

@@ -160,7 +160,7 @@ class StateOffload:
         self._stepping = Stepping(optimizer, device, self._on_device, self._on_host)
         self._rest = StatesAtRest(optimizer, device, self._host)
         if self.when == "backward":
-            self._in_backward = BackwardSteps(optimizer, self._stepping, self._on_device, self._on_host, self._rest)
+            self._in_backward = BackwardSteps(optimizer, device, self._stepping, self._on_device, self._on_host, self._rest)
         self._is_open = True
         self._open(pieces)
         self._members.place()

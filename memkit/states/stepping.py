@@ -117,10 +117,12 @@ class Stepping:
     def _run(self, parts: Sequence[Piece], run: OneStep, note_stepped: Callable[[Piece], object] = lambda _: None) -> None:
         on_host = [part for part in parts if part.plan.update is Update.HOST]
         on_device = [part for part in parts if part.plan.update is Update.DEVICE]
-        num_begun = num_stepped = 0
+        num_started = num_begun = num_stepped = 0
         for number, part in enumerate(on_host):
             num_begun = self._begin(self._on_host, on_host, num_begun)
-            self._on_host.start(part, run)
+            for other in on_host[num_started:num_begun]:  # ahead, so that the cores are never idle
+                self._on_host.start(other, run)
+            num_started = num_begun
             # as much as the link moves meanwhile, no more: gradients of the next one would have to wait behind it
             share = len(on_device) * (number + 1) // len(on_host)
             self._step_on_device(on_device[num_stepped:share], run, note_stepped)

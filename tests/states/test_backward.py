@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memkit.device import Device
+from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.plan import StateRates
-from memkit.states import state_offload
+from memkit.states import in_backward, state_offload
 from tests.states.cases import (
     OPTIMIZERS,
     Case,
@@ -321,3 +321,54 @@ def test_closing_and_saving_wait_for_the_host(device: Device, update: str) -> No
     assert all(parameter.grad is None for parameter in models[1].parameters())
     optimizers[1].step()
     assert_same_training(models[0], optimizers[0], models[1], optimizers[1])
+
+
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_the_backward_waits_for_steps_only_where_too_much_is_held(
+    device: Device, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
+) -> None:
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    held_bytes, waits, waits_at_hooks = list[int](), list[Any](), list[int]()
+    if is_bounded:
+        monkeypatch.setattr(in_backward, "_HELD_BYTES", largest)
+    with offload(optimizer, device, when="backward") as states:
+        _train(model, optimizer, states, device, range(2))
+        steps, wait_event, current = states._in_backward, device.wait_event, device.current_stream()
+        assert steps is not None
+
+        def note(_: torch.Tensor) -> None:
+            held_bytes.append(sum(gradient.nbytes for _, _, gradient in steps._held))
+            waits_at_hooks.append(len(waits))
+
+        def note_wait(stream: Any, event: Any) -> None:
+            waits.extend([event] if stream == current else [])
+            wait_event(stream, event)
+
+        hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in model.parameters()]
+        monkeypatch.setattr(device, "wait_event", note_wait)
+        model(batch(device, 2)).square().mean().backward()
+        for hook in hooks:
+            hook.remove()
+        assert not steps._held
+        assert len(waits) > waits_at_hooks[-1]
+        if is_bounded:
+            assert 0 < max(held_bytes) <= largest
+            assert waits_at_hooks[-1] > 0
+        else:
+            assert max(held_bytes) > largest
+            assert waits_at_hooks[-1] == 0
+
+
+def test_parameters_may_be_read_once_the_backward_is_over() -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with offload(optimizer, device, when="backward") as states:
+        _train(model, optimizer, states, device, range(2))
+        model(batch(device, 2)).square().mean().backward()
+        for parameter in model.parameters():
+            device.note_read(parameter.untyped_storage())
+        device.synchronize()
+    assert not device.races
