@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,6 +33,8 @@ class Trained:
     """A Llama with a checkpoint around each layer, bfloat16, and what trains it."""
 
     def __init__(self, setting: Setting, *, num_micro: int = 1, **options: Any) -> None:
+        if not setting.tiny:
+            torch.set_num_threads(len(os.sched_getaffinity(0)))  # by itself torch takes half of the hardware's threads
         small = {"num_layers": 3, "width": 64, "inner": 128, "num_heads": 4} if setting.tiny else {}
         sizes = (2, 32) if setting.tiny else ()
         self.workload: Workload = setting.make(partial(llama_3b, *sizes, checkpoint=True, **{**options, **small}))
