@@ -78,6 +78,12 @@ def find_streamed(modules: Iterable[nn.Module]) -> StreamedWeights:
     )
 
 
+steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers whose parameters are stepped within the backward, by who streams their layers."""
+with_offloaded_states: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers whose states are in host memory, and that are stepped in pieces."""
+
+
 class ModelStorages:
     """The storages of parameters and buffers, wherever they are: also a slot that a parameter lies in while its layer runs.
 

@@ -13,8 +13,8 @@ from memkit.sizes import format_bytes
 
 PIECE_BYTES = 64 * 2**20
 """A copy of so many bytes goes at the link's full speed."""
-_LARGEST_PIECE_BYTES = 224 * 2**20
-"""With three slots on either side, and what a step that fails is undone by, less than a GiB."""
+_LARGEST_PIECE_BYTES = 168 * 2**20
+"""With four slots on either side, and what a step that fails is undone by, less than a GiB."""
 WINDOW_NUMEL = 2**16
 """A window of a large parameter begins at a multiple of so many elements: kernels over lists of tensors go by blocks of as
 many, and each window begins as aligned as an allocation of its own."""
@@ -22,7 +22,10 @@ _LEAST_PIECES = 16
 """Of a small model so many pieces are made, so that copies and steps overlap."""
 _MANY_PIECES = 128
 """Beyond that, larger pieces gain: each costs the host the same, and the first and the last of so many hardly count."""
-_NUM_SLOTS = 3
+_SPREAD = 0.98
+"""So much of what may stay is to stay where that is evenly spread."""
+_NUM_SLOTS = 4
+"""One piece comes, one is stepped and one leaves; and pieces are of different sizes."""
 _ALIGNMENT_BYTES = 512
 
 
@@ -144,7 +147,7 @@ class StatePlan:
             >>> costs = [ParameterCosts(name=str(i), numel=2**20, parameter_bytes=2**22, state_bytes=2**23) for i in range(8)]
             >>> print(plan_states(costs).explain())
             64.00 MiB of states in 8 pieces: 64.00 MiB in host memory, 0 bytes stay on the device.
-            On the device 24.00 MiB are for pieces on their way, in 3 slots.
+            On the device 32.00 MiB are for pieces on their way, in 4 slots.
             8 pieces are stepped on the device, 0 on the host.
             A step copies 64.00 MiB of states each way.
         """
@@ -267,14 +270,22 @@ def _with_residents(pieces: list[StatePiece], budget_bytes: int) -> Iterator[Sta
             least,
         )
     share = min(1.0, budget_bytes / max(1, sum(sizes)))
-    staying = _evenly(range(len(pieces)), sizes, share, most=budget_bytes)
-    room = budget_bytes - sum(sizes[index] for index in staying)
-    for index in reversed(range(len(pieces))):
-        if index not in staying and sizes[index] <= room:
-            staying.add(index)
-            room -= sizes[index]
+    spread = _filled(_evenly(range(len(pieces)), sizes, share, most=budget_bytes), sizes, budget_bytes)
+    packed = _filled(set(), sizes, budget_bytes)
+    spread_bytes, packed_bytes = (sum(sizes[index] for index in chosen) for chosen in (spread, packed))
+    staying = spread if spread_bytes >= _SPREAD * packed_bytes else packed
     for index, piece in enumerate(pieces):
         yield replace(piece, is_resident=index in staying)
+
+
+def _filled(chosen: set[int], sizes: Sequence[int], budget_bytes: int) -> set[int]:
+    """Return indices with as many more, from the last one on, as there is room for."""
+    room = budget_bytes - sum(sizes[index] for index in chosen)
+    for index in reversed(range(len(sizes))):
+        if index not in chosen and sizes[index] <= room:
+            chosen.add(index)
+            room -= sizes[index]
+    return chosen
 
 
 def _evenly(indices: Iterable[int], sizes: Sequence[int], share: float, *, most: float = math.inf) -> set[int]:

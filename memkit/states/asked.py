@@ -10,6 +10,7 @@ from torch import Tensor
 from memkit import torch_private
 from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import StateOffloadError, warn_user
+from memkit.owners import owners, steppers
 from memkit.states.pieces import StateRecord
 from memkit.states.trial import needs_master
 
@@ -68,12 +69,38 @@ def device_of(parameters: list[Tensor], asked: str | torch.device | Device | Non
     return device
 
 
-def refuse_twice(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer has a parameter more than once.
+def check_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer has each parameter once, and that nobody else has its states, or steps it.
 
     Raises:
-        ValueError: it has.
+        ValueError: that isn't so.
     """
+    _refuse_twice(optimizer)
+    _refuse_streamed(optimizer)
+
+
+def _refuse_streamed(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a `LayerOffload` has parameters of an optimizer: it has their states in host memory, or steps them itself."""
+    streamed = {id(parameter) for owner in owners() for parameter in owner.streamed().parameters}
+    stepped = {id(parameter) for stepper in steppers for group in stepper.param_groups for parameter in group["params"]}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) in stepped:
+                raise ValueError(
+                    f'StateOffload: parameter {number}.{index} is stepped within the backward by LayerOffload(train="fused"), '
+                    'which keeps its states on the device. Use train="host", which keeps those of streamed layers in host '
+                    "memory, and a StateOffload for the parameters that don't stream"
+                )
+            if id(parameter) in streamed:
+                raise ValueError(
+                    f"StateOffload: parameter {number}.{index} streams by LayerOffload, and its states are in host memory "
+                    "already. Make one optimizer for the parameters that stream, and another one, with a StateOffload, for "
+                    "the others"
+                )
+
+
+def _refuse_twice(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer has a parameter more than once."""
     places: dict[int, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memkit.states.host_steps import HostSteps
     from memkit.states.stepping import Stepping
 
-_AHEAD = 2
+_AHEAD = 3
 _HELD_BYTES = 256 * 2**20
 """So much of gradients may wait for their states: while the link brings these, the backward goes on."""
 
@@ -164,6 +164,8 @@ class BackwardSteps:
             stream, stepped, held = self._held.popleft()
             device.wait_event(stream, stepped)
             self._held_bytes -= held.nbytes
+        if device.takes_notes:
+            device.note_written(record.parameter.untyped_storage(), torch_private.version_of(record.parameter))
         device.wait_event(self._stream, device.record_event(own, timed=False))
         with device.on_stream(self._stream):
             ahead = piece.parts

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from memkit.owners import with_offloaded_states
+
 _opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, "weakref.ref[Any]"]()
 
 
@@ -22,6 +24,7 @@ def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
     if found is not None and found is not states:
         raise ValueError(f"this {type(optimizer).__name__} has a StateOffload already: {found!r}. Call close() of that first")
     _opened[optimizer] = weakref.ref(states)
+    with_offloaded_states.add(optimizer)
 
 
 def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
@@ -29,6 +32,7 @@ def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
     known = _opened.get(optimizer)
     if known is not None and known() is states:
         del _opened[optimizer]
+        with_offloaded_states.discard(optimizer)
 
 
 def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:

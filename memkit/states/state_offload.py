@@ -17,10 +17,10 @@ from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.states.asked import (
     check_master,
     check_options,
+    check_parameters,
     device_of,
     refuse_captured,
     refuse_sparse,
-    refuse_twice,
     warn_if_unfused,
 )
 from memkit.states.at_rest import Loading, StatesAtRest, with_host_copies
@@ -108,7 +108,7 @@ class StateOffload:
         limit_bytes = None if host_budget is None else check_budget_bytes("host_budget", host_budget, may_be_zero=True)
         self.optimizer = optimizer
         self._master = master
-        refuse_twice(optimizer)
+        check_parameters(optimizer)
         parameters = parameters_of(optimizer)
         self.device = device_of(parameters, device)
         check_master(master, parameters)
@@ -275,7 +275,7 @@ class StateOffload:
 
     def _check_groups(self) -> None:
         refuse_by_kind(self.optimizer, _WHERE)
-        refuse_twice(self.optimizer)
+        check_parameters(self.optimizer)
         parameters = parameters_of(self.optimizer)
         if parameters:
             device_of(parameters, self.device)

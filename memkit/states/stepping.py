@@ -123,8 +123,8 @@ class Stepping:
             for other in on_host[num_started:num_begun]:  # ahead, so that the cores are never idle
                 self._on_host.start(other, run)
             num_started = num_begun
-            # as much as the link moves meanwhile, no more: gradients of the next one would have to wait behind it
-            share = len(on_device) * (number + 1) // len(on_host)
+            # as much as the link moves during this one and the next, no more: gradients would have to wait behind it
+            share = min(len(on_device) * (number + 2) // len(on_host), len(on_device))
             self._step_on_device(on_device[num_stepped:share], run, note_stepped)
             num_stepped = share
             self._on_host.join(part)

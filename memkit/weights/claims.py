@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from memkit.owners import with_offloaded_states
+
 if TYPE_CHECKING:
     from memkit.weights.binding import StreamedParameter
     from memkit.weights.chunks import LayerChunk
@@ -33,12 +35,18 @@ def is_streamed(parameter: Tensor) -> bool:
 
 
 def refuse_streamed(model: nn.Module) -> None:
-    """Raise where another LayerOffload streams parameters of a model.
+    """Raise where another LayerOffload streams parameters of a model, or a StateOffload steps them.
 
     Raises:
         ValueError: that is so.
     """
+    stepped = {id(own) for optimizer in with_offloaded_states for group in optimizer.param_groups for own in group["params"]}
     for name, parameter in model.named_parameters():
+        if id(parameter) in stepped:
+            raise ValueError(
+                f'LayerOffload: "{name}" is stepped by an optimizer with a StateOffload. Make the LayerOffload first, and then '
+                "an optimizer with a StateOffload for the parameters that don't stream"
+            )
         other = _streaming_by.get(id(parameter))
         if other is not None and any(item.parameter is parameter for chunk in other.chunks for item in chunk.parameters):
             raise ValueError(

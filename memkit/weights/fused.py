@@ -21,6 +21,7 @@ from memkit.device.base import Device, Event
 from memkit.errors import LayerOffloadError
 from memkit.hooks import HookSet
 from memkit.labels import label
+from memkit.owners import steppers
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.binding import StreamedParameter, without_modes
 from memkit.weights.chunks import LayerChunk
@@ -48,6 +49,7 @@ class FusedSteps(NotCopied, Accumulation):
         super().__init__()
         self._hooks = HookSet()
         self.optimizer = make(trained)
+        steppers.add(self.optimizer)
         self._names: dict[int, str] = {}
         """Of the parameters, by their ids."""
         self._device = device
@@ -109,6 +111,7 @@ class FusedSteps(NotCopied, Accumulation):
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         """Take no steps any more; each backward has waited for what it wrote."""
         self._hooks.remove()
+        steppers.discard(self.optimizer)
         self._regroup()
         self._forget_consumed()
         return super().close()

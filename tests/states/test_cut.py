@@ -304,7 +304,7 @@ def test_room_does_not_grow_with_the_parameter() -> None:
             assert num_cut(states) == 1
             rooms.append(states.stats().room_bytes)
             assert counter.peak_bytes() - before <= rooms[-1] + 1024
-    assert rooms[0] == rooms[1] <= 4 * 1024 * 8  # the least windows that are no smaller than 6000 bytes
+    assert rooms[0] == rooms[1] <= 5 * 1024 * 8  # the least windows that are no smaller than 6000 bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
