@@ -10,7 +10,7 @@ AdamW in float32. Parts:
     states          states out, all or some; on the device, within the backward, beside the forward, on the host, on both
     micro           eight micro-batches for each step
     nothing         all states stay
-    streamed        every layer streams with its states
+    streamed        every layer streams, and is stepped on the host
     capped          6.7 billion parameters under a cap of 24 GiB
     disk            20 GB of states on a disk
     peer_*          by hand, torchao, FSDP2, DeepSpeed: see `states_peers.py`

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from setting import GIB, Setting, say
 from shared import Line
-from states_steps import BYTES_PER_ELEMENT, LR, NUM_WARM, Loop, Trained, memkit_line, plain_line, states_offloaded, timed, told
+from states_steps import BYTES_PER_ELEMENT, LR, Loop, Trained, memkit_line, plain_line, states_offloaded, timed, told
 
 import memkit
 from memkit.bench.host import REHEARSAL, WHOLE, HostUpdates
@@ -27,6 +27,7 @@ ROWS: dict[str, dict] = {
 NUM_MICRO = 8
 NUM_MICRO_STEPS = 2
 CAP_BYTES = 24 * GIB
+NUM_CAPPED_STEPS = 12
 CAPPED_LAYERS, CAPPED_WIDTH, CAPPED_INNER, CAPPED_HEADS = 32, 4096, 11008, 32
 
 
@@ -103,33 +104,34 @@ def nothing(setting: Setting) -> Iterator[Line]:
 
 
 def streamed(setting: Setting) -> Iterator[Line]:
-    """Every layer streams with its states, fused into the backward; what does not stream has its states stepped there too."""
+    """Every layer streams and is stepped on the host; the states of what does not stream are there, too."""
     trained = Trained(setting)
     about = {"bench": "states_streamed", "model": trained.workload.name, "numel": trained.numel}
 
     def plain() -> Line:
-        optimizers = [torch.optim.AdamW([parameter], lr=LR, fused=True) for parameter in trained.parameters]
-
-        def update() -> None:
-            for optimizer in optimizers:
-                optimizer.step()
-
-        return timed(trained, Loop(update=update), setting)
+        optimizer = torch.optim.AdamW(trained.parameters, lr=LR, fused=True)
+        return timed(trained, Loop(update=optimizer.step), setting)
 
     yield {**about, "row": "plain", **told("plain", setting.attempt(plain))}
     trained.clear()
     yield {**about, "row": "all streams", **told("all streams", setting.attempt(partial(_all_streams, trained, setting)))}
 
 
-def _all_streams(trained: Trained, setting: Setting, num_steps: int = 6) -> Line:
+def _all_streams(trained: Trained, setting: Setting, num_steps: int = 4) -> Line:
     trained.model.to("cpu")
     setting.clean()
     make = partial(torch.optim.AdamW, lr=LR, fused=True)
-    with memkit.LayerOffload(trained.model, offload_ratio=1.0, train="fused", optimizer=make, device=setting.device) as layers:
+    with memkit.LayerOffload(trained.model, offload_ratio=1.0, train="host", device=setting.device) as layers:
         streams = {id(parameter) for layer in layers.plan.layers for parameter in _parameters_of(trained, layer.name)}
+        optimizer = make([parameter for parameter in trained.parameters if id(parameter) in streams])
         rest = make([parameter for parameter in trained.parameters if id(parameter) not in streams])
-        with memkit.StateOffload(rest, when="backward", device=setting.device) as states:
-            found = timed(trained, Loop(update=rest.step, wait=states.wait), setting, num_steps=num_steps)
+        with memkit.StateOffload(rest, device=setting.device) as states:
+
+            def update() -> None:
+                rest.step()
+                optimizer.step()
+
+            found = timed(trained, Loop(update=update, wait=states.wait), setting, num_steps=num_steps, num_warm=1)
         stats = layers.stats()
     trained.clear()
     return {**found, "num_streamed": stats.num_streamed, "slot_bytes": stats.slot_bytes, "host_bytes": stats.host_bytes}
@@ -149,7 +151,7 @@ def capped(setting: Setting) -> Iterator[Line]:
     setting.clean()
     if is_cuda:
         torch.cuda.set_per_process_memory_fraction(CAP_BYTES / torch.cuda.mem_get_info()[1])
-    num_steps = 50 - NUM_WARM
+    num_steps = NUM_CAPPED_STEPS - 1
     yield {**about, **told("capped", setting.attempt(partial(_all_streams, trained, setting, num_steps=num_steps)))}
 
 

@@ -139,10 +139,11 @@ def _streamed(lines: list[Line]) -> Table:
         is_beside = plain is not None and line["bench"] == "states_streamed"
         bound = None
         if plain is not None and machine is not None and is_beside and line["row"] != "plain":
-            # weights there in both passes; in the backward they and two bfloat16 states go and come
+            # weights come in both passes, gradients leave in the backward, and the host steps behind it
             there_s = WEIGHT_BYTES * line["numel"] / machine["h2d_bytes_per_s"]
-            back_s = 3 * WEIGHT_BYTES * line["numel"] / machine["both_bytes_per_s"]
-            bound = max(plain["forward_s"], there_s) + max(plain["backward_s"], back_s)
+            back_s = WEIGHT_BYTES * line["numel"] / machine["both_bytes_per_s"]
+            step_s = line["numel"] / max(machine["host_updates_per_s"].values())
+            bound = max(plain["forward_s"], there_s) + max(plain["backward_s"], back_s) + step_s
         return [
             f"{line['step_s']:.3f}",
             as_ratio(line["step_s"] / plain["step_s"]) if plain is not None and is_beside else "-",
