@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memkit.errors import BudgetInfeasible
+from memkit.plan.disk import terabytes_written
+from memkit.plan.state_places import ring_bytes, with_disk
 from memkit.sizes import format_bytes
 
 PIECE_BYTES = 64 * 2**20
@@ -70,6 +72,7 @@ class StatePiece:
         parameter_bytes: their bytes.
         state_bytes: the bytes of their states, each rounded up to 512.
         is_resident: whether the states stay on the device.
+        is_on_disk: whether they lie on a disk between steps.
         update: where they are stepped.
         slot: which slot they come to; -1 where they need none.
         windows: the parts of a large parameter, in its order: each moves, and is stepped, by itself. None for others.
@@ -80,6 +83,7 @@ class StatePiece:
     parameter_bytes: int
     state_bytes: int
     is_resident: bool = False
+    is_on_disk: bool = False
     update: Update = Update.DEVICE
     slot: int = -1
     windows: tuple[StatePiece, ...] = ()
@@ -117,7 +121,17 @@ class StatePlan:
     @property
     def host_bytes(self) -> int:
         """Bytes of states in host memory."""
-        return sum(piece.state_bytes for piece in self.pieces if not piece.is_resident)
+        return sum(piece.state_bytes for piece in self.pieces if not piece.is_resident and not piece.is_on_disk)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of states on the disk: each step reads and writes them."""
+        return sum(piece.state_bytes for piece in self.pieces if piece.is_on_disk)
+
+    @property
+    def ring_bytes(self) -> tuple[int, ...]:
+        """The buffers in host memory that states pass through on their way from and to the disk, each of so many bytes."""
+        return ring_bytes(self.pieces)
 
     @property
     def room_bytes(self) -> int:
@@ -146,10 +160,12 @@ class StatePlan:
         moving = [piece for piece in self.pieces if not piece.is_resident]
         cut = [piece for piece in moving if piece.windows]
         on_host = sum(piece.update is Update.HOST for piece in moving)
+        on_disk = f" {format_bytes(self.disk_bytes)} on the disk," if self.disk_bytes else ""
         streamed = sum(piece.state_bytes for piece in moving if piece.update is Update.DEVICE)
         lines = [
-            f"{format_bytes(self.host_bytes + self.resident_bytes)} of states in {_count(len(self.pieces), 'piece')}: "
-            f"{format_bytes(self.host_bytes)} in host memory, {format_bytes(self.resident_bytes)} stay on the device.",
+            f"{format_bytes(self.host_bytes + self.disk_bytes + self.resident_bytes)} of states in "
+            f"{_count(len(self.pieces), 'piece')}: {format_bytes(self.host_bytes)} in host memory,{on_disk} "
+            f"{format_bytes(self.resident_bytes)} stay on the device.",
             f"On the device {format_bytes(self.room_bytes)} are for pieces on their way, "
             f"in {_count(len(self.slot_bytes), 'slot')}.",
             f"{_count(len(self.pieces) - on_host, 'piece')} are stepped on the device, {on_host} on the host.",
@@ -158,6 +174,12 @@ class StatePlan:
         if cut:
             num_windows = sum(len(piece.windows) for piece in cut)
             lines.insert(1, f"Of {_count(len(cut), 'large parameter')} parts move by themselves: {num_windows} of them.")
+        if self.disk_bytes:
+            lines.append(
+                f"It reads {format_bytes(self.disk_bytes)} from the disk and writes as many: 1,000 steps write "
+                f"{terabytes_written(self.disk_bytes):.3g} TB. On their way they pass through "
+                f"{_count(len(self.ring_bytes), 'buffer')} in host memory, {format_bytes(sum(self.ring_bytes))} in all."
+            )
         if self.rates is not None:
             lines.append(
                 f"The split is fixed: it was made for {self.rates.link_bytes_per_s / 1e9:.1f} GB/s each way and "
@@ -173,6 +195,8 @@ def plan_states(
     update: str = "device",
     rates: StateRates | None = None,
     apart: bool = False,
+    has_disk: bool = False,
+    host_budget_bytes: int | None = None,
 ) -> StatePlan:
     """Return which parameters make a piece, which pieces stay on the device, and where each is stepped.
 
@@ -184,9 +208,12 @@ def plan_states(
         update: "device", "host" or "both".
         rates: for "both".
         apart: whether each parameter is a piece of its own.
+        has_disk: whether states that leave the device may lie on a disk.
+        host_budget_bytes: with a disk, how much host memory may be taken; None for no more than buffers.
 
     Raises:
         BudgetInfeasible: the budget is above 0, and smaller than the smallest piece.
+        HostMemoryError: with a disk, `host_budget_bytes` has no room for the buffers.
     """
     pieces = [
         StatePiece(
@@ -199,6 +226,8 @@ def plan_states(
         for members in _cut(costs, apart=apart)
     ]
     pieces = list(_with_residents(pieces, device_budget_bytes))
+    if has_disk:
+        pieces = with_disk(pieces, host_budget_bytes)
     if update != "device":
         pieces = list(_with_sides(pieces, rates if update == "both" else None))
     pieces, slot_bytes = _with_slots(pieces)

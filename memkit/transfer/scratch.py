@@ -36,6 +36,14 @@ class DiskFile(ABC):
         self._local = threading.local()
 
     @abstractmethod
+    def extend(self, num_bytes: int) -> None:
+        """Have room for so many bytes, at least as many as before.
+
+        Raises:
+            DiskError: the disk has not as much.
+        """
+
+    @abstractmethod
     def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Read up to as many bytes as the buffers have, and return how many."""
 
@@ -141,7 +149,7 @@ class ScratchFile(DiskFile):
         self._handle = -1
         try:
             self._handle = _open_unnamed(directory)
-            self._reserve()
+            self._reserve(0, num_bytes)
             self._go_direct()
         except BaseException as error:
             self.close()
@@ -149,11 +157,20 @@ class ScratchFile(DiskFile):
                 raise _refused(directory, num_bytes, error) from error
             raise
 
-    def _reserve(self) -> None:
+    def _reserve(self, start: int, end: int) -> None:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self._handle, 0, self.num_bytes)
+            os.posix_fallocate(self._handle, start, end - start)
         else:  # macOS: a full disk shows when it is written to
-            os.ftruncate(self._handle, self.num_bytes)
+            os.ftruncate(self._handle, end)
+
+    def extend(self, num_bytes: int) -> None:
+        if num_bytes <= self.num_bytes:
+            return
+        try:
+            self._reserve(self.num_bytes, num_bytes)
+        except OSError as error:
+            raise _refused(self.directory, num_bytes - self.num_bytes, error) from error
+        self.num_bytes = num_bytes
 
     def _go_direct(self) -> None:
         """Do without the system's cache, which would take host memory for all that moves, if the file system lets us."""
@@ -220,7 +237,7 @@ def _refused(directory: Path, num_bytes: int, error: OSError) -> DiskError:
         stat = os.statvfs(directory)
         free = f" ({format_bytes(stat.f_bavail * stat.f_frsize)} are free)"
     return DiskError(
-        f"a scratch file of {format_bytes(num_bytes)} is needed in '{directory}'; found: {error.strerror}{free}. "
+        f"{format_bytes(num_bytes)} for a scratch file are needed in '{directory}'; found: {error.strerror}{free}. "
         "Nothing was moved. Give another directory, make room in it, or put less on disk.",
         path=directory,
         errno=error.errno,

@@ -1,0 +1,90 @@
+"""Which optimizer states that leave the device stay in host memory, and which lie on a disk and pass through a few buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from memkit.errors import HostMemoryError
+from memkit.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from memkit.plan.state_pieces import StatePiece
+
+NUM_BUFFERS = 4
+"""Buffers in host memory that pieces on a disk pass through: some are read to, one is in use, others are written from."""
+BLOCK_BYTES = 256 * 2**20
+"""Host memory for pieces is taken in blocks of about this size."""
+HOST_PAGE_BYTES = 2 * 2**20
+"""Each block is of whole pages of this size, and so is each buffer."""
+
+
+def side_by_side(sizes_bytes: Sequence[int]) -> list[list[int]]:
+    """Return sizes in the same order, in blocks that are each taken at once.
+
+    Example:
+        >>> side_by_side([2**27, 2**27, 2**20])
+        [[134217728, 134217728], [1048576]]
+    """
+    blocks: list[list[int]] = []
+    room = 0
+    for num_bytes in sizes_bytes:
+        if num_bytes > room or not blocks:
+            blocks.append([])
+            room = max(BLOCK_BYTES, num_bytes)
+        blocks[-1].append(num_bytes)
+        room -= num_bytes
+    return blocks
+
+
+def held_bytes(sizes_bytes: Sequence[int]) -> int:
+    """Return the host memory that pieces of these sizes take."""
+    return sum(_in_pages(sum(block)) for block in side_by_side(sizes_bytes))
+
+
+def ring_bytes(pieces: Sequence[StatePiece]) -> tuple[int, ...]:
+    """Return the sizes of the buffers that these pieces pass through on their way from and to a disk."""
+    sizes = [part.state_bytes for piece in pieces if piece.is_on_disk for part in piece.parts]
+    return (max(sizes),) * min(NUM_BUFFERS, len(sizes)) if sizes else ()
+
+
+def with_disk(pieces: Sequence[StatePiece], host_budget_bytes: int | None) -> list[StatePiece]:
+    """Return pieces, with those on the disk that host memory has no room for: the last ones, while the first are stepped
+    from host memory, the disk reads.
+
+    Args:
+        pieces: those that leave the device, and those that stay.
+        host_budget_bytes: the most host memory to take, buffers included; None for no more than the buffers.
+
+    Raises:
+        HostMemoryError: that is less than the buffers take.
+    """
+    moving = [index for index, piece in enumerate(pieces) if not piece.is_resident and piece.state_bytes]
+    in_host: list[int] = []
+    if host_budget_bytes is not None:
+        sizes = [pieces[index].state_bytes for index in moving]
+        if held_bytes(sizes) <= host_budget_bytes:
+            return list(pieces)
+        ring = [_on_disk(pieces[index]) for index in moving]
+        left_bytes = host_budget_bytes - sum(map(_in_pages, ring_bytes(ring)))
+        if left_bytes < 0:
+            raise HostMemoryError(
+                f"StateOffload needs a host_budget of at least {format_bytes(host_budget_bytes - left_bytes)}, for the buffers "
+                f"that states pass through on their way from and to the disk; found {format_bytes(host_budget_bytes)}. Raise "
+                "it, or leave it out: then no more than these buffers is taken"
+            )
+        for index, num_bytes in zip(moving, sizes, strict=True):
+            if held_bytes([*(pieces[other].state_bytes for other in in_host), num_bytes]) > left_bytes:
+                break
+            in_host.append(index)
+    on_disk = {*moving} - {*in_host}
+    return [_on_disk(piece) if index in on_disk else piece for index, piece in enumerate(pieces)]
+
+
+def _on_disk(piece: StatePiece) -> StatePiece:
+    return replace(piece, is_on_disk=True, windows=tuple(replace(window, is_on_disk=True) for window in piece.windows))
+
+
+def _in_pages(num_bytes: int) -> int:
+    return -(-num_bytes // HOST_PAGE_BYTES) * HOST_PAGE_BYTES
