@@ -86,16 +86,20 @@ class StatesAtRest:
         if piece.plan.is_resident:
             self._make_masters(piece)
             return
+        standing = self._standing_in(piece)
         if warns and not self._has_warned and not self._has_own(piece):
             self._has_warned = True
             warn_user(
                 f"StateOffload: states of {piece.names} were put elsewhere than where it keeps them, perhaps by a library that "
-                "moves states to the device. They are taken back to host memory. Make the StateOffload after that"
+                "moves states to the device. They are taken back. Make the StateOffload after that"
             )
         if piece.left is not None:
             self._device.synchronize(piece.left.done)
-        if piece.plan.is_on_disk:
-            self._read_back(piece)
+        if standing:
+            assert self._disk is not None
+            for _, found in self._disk.read([piece]):
+                for number, entries, name in standing:
+                    entries[name] = found[number][name]
         known = [dict(host) for host in piece.layout.host] if piece.layout is not None else [{} for _ in piece.records]
         rows: list[dict[str, Tensor]] = []
         for record in piece.records:
@@ -131,8 +135,9 @@ class StatesAtRest:
                 if mine:
                     self._optimizer.state[record.parameter].update(mine)
 
-    def _read_back(self, piece: Piece) -> None:
-        """Have `optimizer.state` have tensors where it has what stands for states on the disk.
+    def _standing_in(self, piece: Piece) -> list[tuple[int, dict[Any, Any], str]]:
+        """Return where `optimizer.state` has something that stands for a state on the disk: of which record, in which entries,
+        by which name.
 
         Raises:
             StateOffloadError: something stands for states of another parameter, or of an earlier time.
@@ -151,11 +156,7 @@ class StatesAtRest:
                     f'optimizer.state has {entries[name]} as "{name}" of {piece.records[number].name}, where it stands for '
                     "nothing. States on the disk can't be passed on: take them from optimizer.state_dict()"
                 )
-        if standing:
-            assert self._disk is not None
-            for _, rows in self._disk.read([piece]):
-                for number, entries, name in standing:
-                    entries[name] = rows[number][name]
+        return standing
 
     def _put_on_disk(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: list[dict[str, Tensor]]
