@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,17 @@ from memkit.device.base import Device
 from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import aligned
-from memkit.states.host_memory import HostStates
 from memkit.states.masters import follow
-from memkit.states.on_disk import DiskStates
 from memkit.states.one_step import OneStep, Written
 from memkit.states.packing import copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, stand_in_of
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
 from memkit.wrappers import parts_of
+
+if TYPE_CHECKING:
+    from memkit.states.host_memory import HostStates
+    from memkit.states.on_disk import DiskStates
 
 Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]
 """What was stepped: of which parameter, what stood for it, and its states."""

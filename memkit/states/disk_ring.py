@@ -6,14 +6,17 @@ import contextlib
 import enum
 import itertools
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from memkit.device.base import Device
 from memkit.errors import DiskError
-from memkit.states.host_memory import HostStates
 from memkit.states.pieces import Layout, Piece
 from memkit.transfer.blocks import DISK_PAGE_BYTES
 from memkit.transfer.disk_store import DiskCopy, DiskStore
 from memkit.transfer.spans import Span, rounded
+
+if TYPE_CHECKING:
+    from memkit.states.host_memory import HostStates
 
 
 class Holds(enum.Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,13 +16,15 @@ from memkit.labels import label
 from memkit.plan import StatePiece, disk_bytes
 from memkit.plan.state_places import NUM_BUFFERS
 from memkit.states.disk_ring import DiskRing, Holds
-from memkit.states.host_memory import HostStates
 from memkit.states.packing import Packed, copy_state
 from memkit.states.pieces import Layout, Piece, Rows, stand_ins_for
 from memkit.transfer.disk import Disk
 from memkit.transfer.disk_store import DiskCopy
 from memkit.transfer.host_memory import refusal_of
 from memkit.transfer.spans import Span
+
+if TYPE_CHECKING:
+    from memkit.states.host_memory import HostStates
 
 
 class DiskStates:

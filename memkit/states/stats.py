@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 from memkit.plan import StatePlan, Update
 from memkit.sizes import format_bytes
 from memkit.states.host_memory import HostStates
-from memkit.states.on_disk import DiskStates
 from memkit.states.slots import StateSlots
+
+if TYPE_CHECKING:
+    from memkit.states.on_disk import DiskStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

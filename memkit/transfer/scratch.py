@@ -237,7 +237,7 @@ def _refused(directory: Path, num_bytes: int, error: OSError) -> DiskError:
         stat = os.statvfs(directory)
         free = f" ({format_bytes(stat.f_bavail * stat.f_frsize)} are free)"
     return DiskError(
-        f"{format_bytes(num_bytes)} for a scratch file are needed in '{directory}'; found: {error.strerror}{free}. "
+        f"a scratch file of {format_bytes(num_bytes)} is needed in '{directory}'; found: {error.strerror}{free}. "
         "Nothing was moved. Give another directory, make room in it, or put less on disk.",
         path=directory,
         errno=error.errno,

@@ -402,12 +402,11 @@ def test_a_file_system_without_direct_reads_warns_once(tmp_path: Path, monkeypat
     optimizer = _adamw(model)
     with pytest.warns(UserWarning, match="has no direct reads and writes") as caught:
         states = offload(optimizer, device, disk=memkit.Disk(tmp_path))
-        train(model, optimizer, device, range(3))
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(64, 64))]})
-        train(model, optimizer, device, range(3, 5))
-        states.close()
-
     assert len(caught) == 1
+    train(model, optimizer, device, range(3))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(64, 64))]})
+    train(model, optimizer, device, range(3, 5))
+    states.close()
 
 
 def test_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +414,9 @@ def test_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     PinLimit(device, monkeypatch, 0)
     plain, model = make_net(device), make_net(device)
     plain_optimizer, optimizer = _adamw(plain), _adamw(model)
-    with pytest.warns(UserWarning, match="StateOffload"), offload(optimizer, device, disk=ReferenceDisk(seed=3)):
+    with pytest.warns(UserWarning, match="StateOffload"):
+        states = offload(optimizer, device, disk=ReferenceDisk(seed=3))
+    with states:
         train(plain, plain_optimizer, device, range(4))
         train(model, optimizer, device, range(4))
         assert_same_training(plain, plain_optimizer, model, optimizer)
