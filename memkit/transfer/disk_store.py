@@ -115,6 +115,26 @@ class DiskStore:
         return copy
 
     @mended
+    def map(self, copy: DiskCopy) -> memoryview:
+        """Give a chunk a place of its own, which it keeps, and return the bytes there as memory. What is written to that is
+        found by `read`; whoever holds it holds the room on the disk, also once this is closed.
+
+        Raises:
+            DiskError: the file has no room for it in one place.
+        """
+        assert not copy.is_written
+        self._raise_untold()
+        ranges = self._gaps.take(rounded(copy.num_bytes, DISK_PAGE_BYTES))
+        if not ranges:
+            raise DiskError(f'"{copy.name}" has no room in one place in the scratch file', path=self.file.directory)
+        copy.places = ranges, ()
+        return self.file.map(ranges[0])
+
+    def settle_map(self, copy: DiskCopy, mapped: memoryview) -> None:
+        """Have what was written to a chunk's memory be on the disk, and take no room in host memory until it is used."""
+        self.file.settle_map(copy.places[0][0], mapped)
+
+    @mended
     def remove(self, copy: DiskCopy) -> None:
         """Forget a chunk: its place is free. Waits for its transfer, if that is still under way."""
         self._end_transfer(copy)

@@ -112,6 +112,9 @@ class _ReferenceFile(DiskFile):
                 offset, left = offset + len(memory), left - len(memory)
         return num_bytes - left
 
+    def map(self, place: Range) -> memoryview:
+        return self._content[place[0] : place[1]]
+
     def _forget_cached(self, offset: int, num_bytes: int) -> None:
         pass
 

@@ -55,6 +55,13 @@ class DiskFile(ABC):
     def _forget_cached(self, offset: int, num_bytes: int) -> None:
         """Have the system let go of what it keeps in memory of the file."""
 
+    @abstractmethod
+    def map(self, place: Range) -> memoryview:
+        """Return bytes of the file as memory that may be written to. Who holds it holds the file's room."""
+
+    def settle_map(self, place: Range, mapped: memoryview) -> None:  # noqa: B027  # memory stands for the reference file
+        """Have what was written to such memory be on the disk, and take no room in host memory until it is used."""
+
     def note_free(self, place: Range) -> None:  # noqa: B027  # the reference file poisons it
         """Hear that bytes mean nothing any more."""
 
@@ -199,6 +206,18 @@ class ScratchFile(DiskFile):
 
         flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
         fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT)
+
+    def map(self, place: Range) -> memoryview:
+        start, end = place
+        return memoryview(mmap.mmap(self._handle, end - start, offset=start))
+
+    def settle_map(self, place: Range, mapped: memoryview) -> None:
+        memory = mapped.obj
+        assert isinstance(memory, mmap.mmap)
+        memory.flush()
+        if hasattr(mmap, "MADV_DONTNEED"):
+            memory.madvise(mmap.MADV_DONTNEED)  # of a file's bytes that loses nothing
+        self._forget_cached(place[0], place[1] - place[0])
 
     def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(self._handle, buffers, offset)
