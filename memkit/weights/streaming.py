@@ -128,7 +128,9 @@ class Streamer:
         """A forward begins that is no part of another, nor of a backward."""
         with torch_private.without_python_dispatch(), self.lock:
             self.rest()
-            self._forget()
+            self.ring.invalidate()
+            if self._disk is not None:
+                self._disk.invalidate()
             self._current = None
             self.stalls.tidy()
             for phase in (Phase.FORWARD, Phase.SAMPLING):
@@ -356,12 +358,9 @@ class Streamer:
     def invalidate(self) -> None:
         """The caller may have written to the host copies unseen."""
         with self.lock:
-            self._forget()
-
-    def _forget(self) -> None:
-        self.ring.invalidate()
-        if self._disk is not None:
-            self._disk.invalidate()
+            self.ring.invalidate()
+            if self._disk is not None:
+                self._disk.invalidate()
 
     # Lending
 
