@@ -23,6 +23,8 @@ from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, HostMemoryError, StateOffloadError
 from memkit.plan import state_pieces
 from memkit.states import cut_trial
+from memkit.states.disk_ring import DiskRing
+from memkit.states.host_memory import HostStates
 from memkit.transfer import ReferenceDisk
 from tests.drawn import examples
 from tests.interrupts import interrupts
@@ -542,6 +544,92 @@ def test_a_write_that_fails_is_made_again_at_the_next_step() -> None:
                     assert error.errno == errno.ENOSPC  # noqa: PT017
             optimizer.zero_grad()
         assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
+def test_states_that_are_cleared_while_they_can_not_be_written() -> None:
+    device, faults = ReferenceDevice(), _Faults()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)):
+        train(plain, plain_optimizer, device, range(2))
+        train(model, optimizer, device, range(2))
+        for net in (plain, model):
+            net(batch(device, 50)).square().mean().backward()
+        plain_optimizer.step()
+        faults.arm("write", 0, errno.EIO, lasts=True)
+        with pytest.raises(DiskError):
+            optimizer.step()
+        faults.disarm()
+        optimizer.step()
+        faults.arm("write", 0, errno.EIO, lasts=True)
+        optimizer.state_dict()  # tells that some are in buffers only
+        faults.disarm()
+        for net, own in ((plain, plain_optimizer), (model, optimizer)):
+            own.state.clear()
+            net.zero_grad()
+            train(net, own, device, range(3, 6))
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+class _Growing(torch.optim.Optimizer):
+    """Has more states from its third step on."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                    if state["count"] > 2:
+                        state.setdefault("square", torch.ones_like(parameter)).mul_(1.5)
+                        state.setdefault("cube", torch.ones_like(parameter, dtype=torch.float64)).mul_(1.5)
+                    parameter.sub_(group["lr"] * state["mean"])
+        return None
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_states_that_grow_past_what_was_planned(lasts: bool) -> None:
+    device, faults = ReferenceDevice(), _Faults()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _Growing(plain.parameters()), _Growing(model.parameters())
+    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)) as states:
+        for step in range(6):
+            train(plain, plain_optimizer, device, [step])
+            model(batch(device, 10 * step)).square().mean().backward()
+            faults.arm("write", 2, errno.EIO, lasts=lasts)
+            try:
+                optimizer.step()
+            except DiskError:
+                faults.disarm()
+                optimizer.step()
+            faults.disarm()
+            optimizer.zero_grad()
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+        assert states.stats().disk_written_bytes > states.plan.disk_bytes
+
+
+def test_a_buffer_that_grows_keeps_its_bytes() -> None:
+    device = ReferenceDevice()
+    host = HostStates(device, limit_bytes=None)
+    ring = DiskRing(ReferenceDisk().open(2**20, device), device, host)
+    ring.add(2, 10000)
+    (buffer, _), held = ring.buffers, host.arena.held_bytes
+    assert buffer.room.whole is not None
+    buffer.room.whole[:10000].fill_(7)
+
+    ring.grow(buffer, 3 * MIB)
+
+    assert buffer.room.whole is not None
+    assert buffer.room.whole[:10000].eq(7).all()
+    assert host.arena.held_bytes == held + 2 * MIB
+    ring.store.close()
+    host.close([])
 
 
 def test_a_disk_that_can_not_be_read_at_the_end() -> None:

@@ -118,6 +118,24 @@ def test_writes_between_passes(device: Device, seed: int | None) -> None:
             _assert_same(_results(plain, x), _results(model, x))
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_writes_within_a_pass_to_what_was_read_ahead(seed: int | None) -> None:
+    device, nets = ReferenceDevice(), [_model(), _model()]
+    x = torch.ones(3, WIDTH)
+
+    def write(layer: nn.Module) -> None:
+        with torch.no_grad():
+            layer.up.weight.mul_(0.5)
+
+    for net in nets:
+        for layer, later in zip(net.layers, net.layers[4:], strict=False):
+            layer.register_forward_pre_hook(lambda *_, later=later: write(later))
+    plain, model = nets
+    with _offload(model, device, ReferenceDisk(seed=seed)), torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(plain(x), model(x))
+
+
 def test_weights_from_files(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     device, plain = ReferenceDevice(), _model()
