@@ -251,17 +251,23 @@ class StatesAtRest:
         """Return the states of a piece, read from the disk if they are there. What can't be read is let go."""
         if self._disk is None or not piece.plan.is_on_disk or piece.layout is None:
             return rows
-        try:
-            ((_, found),) = self._disk.read([piece])
-        except DiskError as error:
-            warn_user(
-                f"StateOffload: the states of {piece.names} can't be read from the disk any more, and are lost: {error} The "
-                "optimizer begins anew for them; load a checkpoint to go on as before"
-            )
-            for record in piece.records:
-                self._optimizer.state.pop(record.parameter, None)
-            return rows
-        return found
+        for is_again in (False, True):  # of the first time the error may be another's
+            try:
+                ((_, found),) = self._disk.read([piece])
+            except DiskError as error:
+                if is_again:
+                    self._let_go_of(piece, error)
+            else:
+                return found
+        return rows
+
+    def _let_go_of(self, piece: Piece, error: DiskError) -> None:
+        warn_user(
+            f"StateOffload: the states of {piece.names} can't be read from the disk any more, and are lost: {error} The "
+            "optimizer begins anew for them; load a checkpoint to go on as before"
+        )
+        for record in piece.records:
+            self._optimizer.state.pop(record.parameter, None)
 
 
 def lacks_master(record: StateRecord, entries: Mapping[Any, Any] | None) -> bool:

@@ -260,9 +260,8 @@ class DiskStates:
                     rows = piece.empty_rows()
                     for part in piece.stored:
                         self.read_ahead(parts[num_read:])
-                        self.bring(part)
+                        span = self._brought(part)
                         assert part.layout is not None
-                        span = self.span_of(part)
                         values = [{tensor.name: tensor.on_host(span) for tensor in row} for row in part.layout.tensors]
                         piece.fill(rows, part, values)
                         del values
@@ -272,6 +271,25 @@ class DiskStates:
         finally:
             for part in parts[num_read:]:
                 self.release(part)
+
+    def _brought(self, part: Piece) -> Span:
+        """Return the bytes of a part. Where no buffer can be had for it, since others can't be written, they are read to memory
+        of their own."""
+        try:
+            self.bring(part)
+        except DiskError:
+            if self.ring.find(part) is not None:  # it can't be read itself
+                raise
+        else:
+            return self.span_of(part)
+        assert part.layout is not None
+        assert part.layout.copy is not None
+        copy = part.layout.copy
+        aside = torch.empty(copy.num_bytes, dtype=torch.uint8)
+        span = Span(offset=0, num_bytes=copy.num_bytes, pieces=(aside,), free_events=(), ranges=(), whole=aside, staging=None)
+        self.ring.store.read(copy, span)
+        self.ring.store.wait(copy)
+        return span
 
     def close(self) -> None:
         """Give the room on the disk back, whatever is there. The host has waited for all copies."""

@@ -13,7 +13,7 @@ from memkit.errors import DiskError
 from memkit.plan import disk_bytes
 from memkit.transfer.arena import Arena
 from memkit.transfer.disk import Disk
-from memkit.transfer.disk_store import DiskCopy
+from memkit.transfer.disk_store import DiskCopy, DiskStore
 from memkit.transfer.spans import Span, rounded
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class DiskCopies:
 
     def __init__(self, disk: Disk, device: Device) -> None:
         self._disk, self._device = disk, device
+        self._opened: DiskStore | None = None
+        """Made when layers are to lie there."""
         self._copies: dict[LayerChunk, DiskCopy] = {}
         self._buffers: list[_Buffer] = []
 
@@ -69,14 +71,19 @@ class DiskCopies:
         sizes = [chunk.num_bytes for chunk in chunks]
         if not sizes:
             return
+        self._opened = self._disk.open(disk_bytes(sizes, num_written_at_once=1), self._device)
         largest = rounded(max(sizes), _PAGE_BYTES)
         with torch.inference_mode(False):
             rooms = arena.take_pinned_as_one([largest] * min(NUM_BUFFERS, len(sizes)))
         self._buffers = [_Buffer(room) for room in rooms]
-        self._store = self._disk.open(disk_bytes(sizes, num_written_at_once=1), self._device)
         for chunk in chunks:
             self._copies[chunk] = copy = self._store.add(chunk.name, chunk.num_bytes)
             chunk.mapped = self._store.map(copy)
+
+    @property
+    def _store(self) -> DiskStore:
+        assert self._opened is not None
+        return self._opened
 
     def settle(self, chunk: LayerChunk) -> None:
         """The host copy of a layer is written: have it be on the disk, and take no memory."""
@@ -91,7 +98,7 @@ class DiskCopies:
     @property
     def read_bytes(self) -> int:
         """Bytes that were read from there so far."""
-        return self._store.read_bytes if self._copies else 0
+        return 0 if self._opened is None else self._opened.read_bytes
 
     # A pass
 
@@ -170,6 +177,6 @@ class DiskCopies:
 
     def close(self) -> None:
         """Give the room on the disk back, but for what is mapped. The host has waited for all copies."""
-        if self._copies:
-            with contextlib.suppress(DiskError):
-                self._store.close()
+        if self._opened is not None:
+            with contextlib.suppress(DiskError):  # of what was read ahead
+                self._opened.close()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device, ReferenceDevice
-from memkit.errors import DiskError
+from memkit.errors import DiskError, HostMemoryError
 from memkit.transfer import ReferenceDisk
 from tests.interrupts import interrupts
 from tests.refusing import PinLimit
@@ -245,6 +245,7 @@ def test_host_memory_is_a_few_buffers() -> None:
         ({"offload_ratio": "auto"}, ValueError, "disk= needs a number as offload_ratio"),
         ({"disk": "/tmp"}, TypeError, "disk is a memkit.Disk"),
         ({"disk": ReferenceDisk(limit="4KiB")}, DiskError, "found limit=4.00 KiB"),
+        ({"host_limit_bytes": 0}, HostMemoryError, "more of host memory is needed"),
     ],
 )
 def test_what_does_not_go(options: dict[str, Any], error: type[Exception], text: str) -> None:
