@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from memkit.device.base import Device
 from memkit.errors import DiskError
 from memkit.states.pieces import Layout, Piece
-from memkit.transfer.blocks import DISK_PAGE_BYTES
 from memkit.transfer.disk_store import DiskCopy, DiskStore
+from memkit.transfer.host_memory import PAGE_BYTES
 from memkit.transfer.spans import Span, rounded
 
 if TYPE_CHECKING:
@@ -76,12 +76,12 @@ class DiskRing:
         self._writes = itertools.count()
 
     def add(self, num_buffers: int, num_bytes: int) -> None:
-        """Have so many buffers more, each of so many bytes.
+        """Have so many buffers more, each of so many bytes, rounded up to what is taken for them anyway.
 
         Raises:
             HostMemoryError: there is not as much.
         """
-        rooms = self._host.take([rounded(num_bytes, DISK_PAGE_BYTES)] * num_buffers)
+        rooms = self._host.take([rounded(num_bytes, PAGE_BYTES)] * num_buffers)
         self.buffers += map(Buffer, rooms)
 
     def find(self, part: Piece) -> Buffer | None:
@@ -183,7 +183,7 @@ class DiskRing:
             with contextlib.suppress(DiskError):
                 self.store.wait(buffer.copy)
         self._device.synchronize()
-        (larger,) = self._host.take([rounded(num_bytes, DISK_PAGE_BYTES)])
+        (larger,) = self._host.take([rounded(num_bytes, PAGE_BYTES)])
         assert larger.whole is not None
         assert buffer.room.whole is not None
         larger.whole[: buffer.room.num_bytes].copy_(buffer.room.whole)

@@ -643,6 +643,7 @@ def test_a_buffer_that_grows_keeps_its_bytes() -> None:
     ring = DiskRing(ReferenceDisk().open(2**20, device), device, host)
     ring.add(2, 10000)
     (buffer, _), held = ring.buffers, host.arena.held_bytes
+    assert buffer.room.num_bytes == 2 * MIB
     assert buffer.room.whole is not None
     buffer.room.whole[:10000].fill_(7)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from memkit.device import ReferenceDevice
-from memkit.plan import StateRates, state_pieces
+from memkit.plan import StatePiece, StateRates, state_pieces
+from memkit.plan.state_places import with_disk
 from memkit.states import cut_trial, state_offload
 from memkit.transfer import ReferenceDisk
 from tests.states.cases import Odd, Rebinding, assert_same, offload
@@ -125,7 +126,7 @@ def _run(seed: int, update: str) -> None:
     options: dict[str, Any] = {"update": update, "device_budget": choices.choice([0, 0, "8KiB"])}
     options["overlap_forward"] = choices.random() < 0.3
     if has_disk:
-        options = {"device_budget": options["device_budget"], "host_budget": choices.choice([None, None, "10MiB"])}
+        options = {"device_budget": options["device_budget"]}
         options["disk"] = ReferenceDisk(seed=choices.choice([None, seed]), is_late=choices.random() < 0.8)
     device = ReferenceDevice(seed=choices.choice([None, seed]))
     with contextlib.ExitStack() as stack:
@@ -145,6 +146,12 @@ def _run(seed: int, update: str) -> None:
     assert not device.races
 
 
+def _every_other_on_disk(pieces: Sequence[StatePiece], _: int | None) -> list[StatePiece]:
+    """Stand for `with_disk`, which leaves as much in host memory as is in no small test."""
+    all_on_disk = with_disk(pieces, None)
+    return [other if number % 2 else one for number, (one, other) in enumerate(zip(pieces, all_on_disk, strict=True))]
+
+
 @pytest.mark.parametrize("update", ["device", "host", "both", "disk"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 60))])
 def test_random_program(seed: int, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,4 +160,6 @@ def test_random_program(seed: int, update: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 1200)
     for module in (state_pieces, cut_trial):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 256)
+    if seed % 3 == 1:
+        monkeypatch.setattr(state_pieces, "with_disk", _every_other_on_disk)
     _run(seed, update)
