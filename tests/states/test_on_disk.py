@@ -61,7 +61,7 @@ def _adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
-@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.full)])
 def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
     device = ReferenceDevice(seed=seed)
     plain, model = make_net(device, case), make_net(device, case)
@@ -249,7 +249,7 @@ def test_what_stands_for_a_state_says_what_to_do() -> None:
 # Saving and loading
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", often(case for case in OPTIMIZERS if case.name != "rebinding"), ids=str)
 def test_resumes_into_and_from_plain_torch(case: Case, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
@@ -464,7 +464,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return True
 
 
-@examples(120)
+@examples(60)
 @given(
     what=st.sampled_from(["read", "write"]),
     at=st.integers(0, 14),
@@ -718,7 +718,7 @@ def test_a_state_dict_that_can_not_be_read() -> None:
         assert_same_training(plain, plain_optimizer, model, optimizer)
 
 
-@pytest.mark.parametrize("num_lines", [40, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_lines", [12, pytest.param(400, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_interrupts_at_any_line(is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
@@ -749,7 +749,7 @@ def test_interrupts_at_any_line(is_cut: bool, num_lines: int, monkeypatch: pytes
     assert not device.races
 
 
-@pytest.mark.parametrize("num_lines", [30, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_lines", [8, pytest.param(300, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("what", ["save", "load"])
 def test_interrupts_while_saving_and_loading(what: str, is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:

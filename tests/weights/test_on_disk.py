@@ -57,7 +57,7 @@ class _Quiet(memkit.Disk):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of a reentrant checkpoint without gradients
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("seed", [3, pytest.param(None, marks=pytest.mark.full)])
 def test_the_same_bits_on_a_late_disk(device: Device, run: str, seed: int | None) -> None:
     plain, model = _model(run).to(device.torch_device), _model(run)
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2)).to(device.torch_device)
@@ -165,7 +165,7 @@ class _Faults:
         return num_bytes
 
 
-@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("seed", [1, pytest.param(None, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_late", [True, False])
 def test_a_read_that_fails_at_every_place(seed: int | None, is_late: bool) -> None:
     device, faults = ReferenceDevice(), _Faults()
@@ -198,7 +198,7 @@ def test_a_read_that_fails_at_every_place(seed: int | None, is_late: bool) -> No
     assert not device.races
 
 
-@pytest.mark.parametrize("num_lines", [60, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_lines", [20, pytest.param(400, marks=pytest.mark.full)])
 def test_interrupts(num_lines: int) -> None:
     device = ReferenceDevice()
     plain, model = _model(num_layers=6), _model(num_layers=6)
