@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ import torch.multiprocessing as mp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 Work = Callable[[str], object]
-"""Is given a folder that all ranks share; raises where something is wrong, and may return what can be pickled."""
+"""Is given a folder that all ranks share; raises where something is wrong, and may return what torch saves."""
 TIMEOUT = timedelta(seconds=20)
 
 
@@ -36,28 +38,31 @@ def fake_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _one(rank: int, num_ranks: int, folder: str, works: Mapping[str, Work], results: mp.SimpleQueue) -> None:
+Found = dict[str, list[Any]]
+"""By name, what each rank has returned, or the traceback of what it has raised as a `Failed`."""
+
+
+class Failed(str):
+    """A traceback."""
+
+
+def _one(rank: int, num_ranks: int, folder: str, works: Mapping[str, Work]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+    path = Path(folder)
+    store = f"file://{path / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+    outcomes = {}
     for name, work in works.items():
         try:
-            results.put((name, rank, None, work(folder)))
+            outcomes[name] = (None, work(folder))
         except BaseException:
-            results.put((name, rank, traceback.format_exc(), None))
+            outcomes[name] = (traceback.format_exc(), None)
+    torch.save(outcomes, path / f"outcomes of {rank}")
     dist.destroy_process_group()
 
 
-def run_ranks(num_ranks: int, folder: str, works: Mapping[str, Work]) -> dict[str, dict[int, tuple[str | None, object]]]:
-    """Run functions one after the other on every rank, in one start of all processes.
-
-    Returns:
-        By name and rank: the traceback of what was raised, and what was returned.
-    """
-    results = mp.get_context("spawn").SimpleQueue()
-    context = mp.spawn(_one, (num_ranks, folder, works, results), nprocs=num_ranks, join=False)
-    found: dict[str, dict[int, tuple[str | None, object]]] = {name: {} for name in works}
-    for _ in range(num_ranks * len(works)):
-        name, rank, error, value = results.get()
-        found[name][rank] = (error, value)
-    context.join()
-    return found
+def run_ranks(num_ranks: int, folder: str, works: Mapping[str, Work]) -> Found:
+    """Run functions one after the other on every rank, in one start of all processes."""
+    mp.spawn(_one, (num_ranks, folder, works), nprocs=num_ranks)
+    ranks = [torch.load(Path(folder) / f"outcomes of {rank}") for rank in range(num_ranks)]
+    return {name: [Failed(rank[name][0]) if rank[name][0] else rank[name][1] for rank in ranks] for name in works}
