@@ -135,8 +135,9 @@ class HookSet:
             self._aside = []
 
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
-        """Call `hook(module, args, kwargs, output)` behind a module's other hooks, unless the forward raises."""
-        self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        """Call `hook(module, args, kwargs, output)` behind a module's other hooks, unless the forward raises. It runs as plain
+        Python where the module was compiled."""
+        self._handles.append(module.register_forward_hook(_Untraced(hook), with_kwargs=True))
 
     def before_backward(self, node: torch.autograd.graph.Node, hook: Callable[[], None]) -> None:
         """Call `hook()` each time the autograd engine is about to run `node`; the gradients pass through untouched."""

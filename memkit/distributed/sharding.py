@@ -12,6 +12,8 @@ from torch import nn
 from memkit.distributed.agreement import together
 from memkit.distributed.checks import check_arguments, check_group, check_layers, check_mesh, check_model
 from memkit.errors import warn_user
+from memkit.hooks import HookSet
+from memkit.recording.borders import mark_border
 from memkit.weights.selection import LayerChoice, find_layers
 
 if TYPE_CHECKING:
@@ -133,10 +135,10 @@ def _shard(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    found = [
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-        for layer in layers.values()
-    ]
+    found = []
+    for layer in layers.values():
+        found.append(fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward))
+        HookSet().after_forward(layer, mark_border)  # for `Rematerialize` and `MemoryBudget`: behind FSDP2's hook
     # what is in no layer is needed again at once where it is last in the forward; None leaves that to FSDP2
     return fully_shard(
         model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard_after_forward else False
