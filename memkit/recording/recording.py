@@ -232,6 +232,8 @@ class Recording:
         if tensor is None:
             return False
         if value in self.hidden:
+            if tensor.untyped_storage().nbytes() < root.num_bytes:  # emptied meanwhile: there is nothing to copy
+                return False
             self._copy_root(root, tensor)
             return True
         root.alias = alias_in_dispatch(tensor) if is_in_dispatch else tensor.detach()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from tests.distributed.cases import (
     step,
     train,
 )
+from tests.distributed.composing import CASES, CONTEXTS, check_same, check_two_forwards
 from tests.distributed.groups import Failed, Found, Work, group_of_one, run_ranks
 
 # What each rank does
@@ -133,6 +136,12 @@ def _load_own(folder: str) -> list[torch.Tensor]:
     return train(model, dist.get_rank(), numbers=[7, 8], optimizer=optimizer)
 
 
+def _composed(name: str, case: str, _: str) -> None:
+    """Ranks need not do the same with what they save: their budgets differ by what they find."""
+    warnings.simplefilter("ignore")
+    assert check_same(name, attached=dist.get_rank() == 1 and name != "both", **CASES[case]) > 0
+
+
 def _load_of_one(folder: str) -> list[torch.Tensor]:
     """Return what one process has saved, as two have read it: whole parameters and states."""
     return _whole(*_read(Path(folder) / "of one"))
@@ -150,9 +159,24 @@ WORKS: dict[str, Work] = {
     "another model": _other_model,
     "other arguments": _other_arguments,
     "all ranks": _same_on_all_ranks,
+    "two forwards": check_two_forwards,
     "saved": _save,
     "loaded": _load_own,
     "loaded of one": _load_of_one,
+}
+
+_ACTING = {f"{name}, {case}": (name, case) for name in CONTEXTS for case in ("plain", "LoRA")}
+WORKS |= {
+    title: functools.partial(_composed, name, case)
+    for title, (name, case) in _ACTING.items()
+    if title
+    in (
+        "CPUOffload(0.2), plain",
+        "Rematerialize(0.5), plain",
+        "Rematerialize(0.1), LoRA",
+        "MemoryBudget, least, plain",
+        "both, plain",
+    )
 }
 
 # Checkpoints
