@@ -13,7 +13,7 @@ from memkit.distributed.agreement import together
 from memkit.distributed.checks import check_arguments, check_group, check_layers, check_mesh, check_model
 from memkit.errors import warn_user
 from memkit.hooks import HookSet
-from memkit.recording.borders import mark_border
+from memkit.recording.borders import mark_border, mark_gather
 from memkit.weights.selection import LayerChoice, find_layers
 
 if TYPE_CHECKING:
@@ -138,11 +138,13 @@ def _shard(
     found = []
     for layer in layers.values():
         found.append(fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward))
-        HookSet().after_forward(layer, mark_border)  # for `Rematerialize` and `MemoryBudget`: behind FSDP2's hook
     # what is in no layer is needed again at once where it is last in the forward; None leaves that to FSDP2
-    return fully_shard(
-        model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard_after_forward else False
-    ), found
+    whole = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard_after_forward else False)
+    for part in (model, *layers.values()):  # for `Rematerialize` and `MemoryBudget`: around FSDP2's hooks
+        HookSet().around_hooks_before(part, mark_gather)
+    for layer in layers.values():
+        HookSet().after_forward(layer, mark_border)
+    return whole, found
 
 
 def _set_prefetch(model: FSDPModule, layers: list[FSDPModule], prefetch: int) -> None:

@@ -27,8 +27,8 @@ BORDER = "memkit::border"
 def _op() -> tuple[Any, torch.library.Library]:
     """Return the op, and what has to be held for it to be there."""
     library = torch.library.Library("memkit", "FRAGMENT")
-    library.define("border(Tensor[] tensors) -> ()")
-    library.impl("border", lambda tensors: None, "CompositeExplicitAutograd")
+    library.define("border(Tensor[] tensors, bool? gathers=None) -> ()")
+    library.impl("border", lambda tensors, gathers=None: None, "CompositeExplicitAutograd")
     return torch.ops.memkit.border.default, library
 
 
@@ -41,9 +41,22 @@ def mark_border(_: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: 
                 _op()[0](tensors)
 
 
+def mark_gather(begins: bool, *_: Any) -> None:
+    """Ahead of what FSDP2 does before a forward, and behind it: the recorder looks away meanwhile.
+
+    What is gathered is the caller's, as a parameter that was there all the time, and the same value as when it was there last:
+    to write it back is no write.
+    """
+    if torch_private.num_dispatch_modes() and torch_private.backward_task() == -1:
+        _op()[0]([], begins)
+
+
 def run_border(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
     """What there is of a value that was made here is a root from now on."""
     recording = recorder.recording
+    if len(args) > 1:
+        recording.is_gathering = args[1]
+        return
     for tensor in tensors_in(args):
         storage = tensor.untyped_storage()
         value = recording.find(storage)

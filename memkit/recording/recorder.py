@@ -81,6 +81,10 @@ class Recorder(QuietMode):
             self.recording.note_effect()
             return func(*args, **kwargs) if kwargs else func(*args)
         recording = self.recording
+        if recording.is_gathering:
+            if self.kind_of(func).op_class is OpClass.BORDER:
+                run_border(self, func, types, args, kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
         if recording.unversioned:
             recording.see_versions()
         funcs, expected = recording.funcs, recording.expected

@@ -67,6 +67,8 @@ class Recording:
         self.funcs: list[Any] = []
         """Every op that was seen, made again or not: the sequence that tells one forward from another."""
         self.roots: dict[int, Root] = {}
+        self.is_gathering = False
+        """Whether parameters are being gathered, which is not recorded."""
         self.holder: Holder | None = None
         """Holds values that are made here and that a plan needs, though autograd did not save them."""
         self.pinned: dict[int, KeptHandle] = {}
