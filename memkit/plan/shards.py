@@ -37,7 +37,7 @@ class ShardedParameter:
         return -(-self.shape[0] // num_ranks) * math.prod(self.shape[1:])
 
     def gathered_bytes(self, num_ranks: int) -> int:
-        """Return what it takes while it is gathered: the shards of all ranks side by side, with the rows that fill up the last."""
+        """Return what it takes while it is gathered: the shards of all ranks, with the rows that fill up the last."""
         itemsize = self.itemsize if self.gathered_itemsize is None else self.gathered_itemsize
         return num_ranks * self.shard_numel(num_ranks) * itemsize
 
