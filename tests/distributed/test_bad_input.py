@@ -176,7 +176,7 @@ def test_sharded_model_is_not_streamed(one: None) -> None:
 def test_states_of_shards_are_not_streamed(one: None) -> None:
     optimizer = torch.optim.AdamW(memkit.shard(make()).parameters())
 
-    with pytest.raises(ValueError, match="DTensor|wrap"):
+    with pytest.raises(ValueError, match=r"DTensor|wrap"):
         memkit.StateOffload(optimizer, device=ReferenceDevice())
 
 
