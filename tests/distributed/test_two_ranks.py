@@ -38,7 +38,7 @@ def _same_as_by_hand(_: str, *, lora: bool = False, frozen_dtype: torch.dtype | 
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     plain = train(by_hand(make(lora=lora, frozen_dtype=frozen_dtype), mesh), rank, micro=micro)
-    for prefetch in (0, 1, 2):
+    for prefetch in (1, 2):
         model = memkit.shard(make(lora=lora), frozen_dtype=frozen_dtype, prefetch=prefetch)
         assert_same(train(model, rank, micro=micro), plain)
 
@@ -150,8 +150,6 @@ def _load_of_one(folder: str) -> list[torch.Tensor]:
 WORKS: dict[str, Work] = {
     "by hand": _same_as_by_hand,
     "LoRA": _lora,
-    "frozen in bfloat16": _low_lora,
-    "micro-batches": _micro_batches,
     "reductions": _reductions,
     "raised on one": _raised_on_one,
     "raised on both": _raised_on_both,
@@ -159,25 +157,19 @@ WORKS: dict[str, Work] = {
     "another model": _other_model,
     "other arguments": _other_arguments,
     "all ranks": _same_on_all_ranks,
-    "two forwards": check_two_forwards,
     "saved": _save,
     "loaded": _load_own,
     "loaded of one": _load_of_one,
 }
 
-_ACTING = {f"{name}, {case}": (name, case) for name in CONTEXTS for case in ("plain", "LoRA")}
-WORKS |= {
-    title: functools.partial(_composed, name, case)
-    for title, (name, case) in _ACTING.items()
-    if title
-    in (
-        "CPUOffload(0.2), plain",
-        "Rematerialize(0.5), plain",
-        "Rematerialize(0.1), LoRA",
-        "MemoryBudget, least, plain",
-        "both, plain",
-    )
+MORE: dict[str, Work] = {
+    "frozen in bfloat16": _low_lora,
+    "micro-batches": _micro_batches,
+    "two forwards": check_two_forwards,
+    **{f"{name}, {case}": functools.partial(_composed, name, case) for name in CONTEXTS for case in ("plain", "LoRA")},
 }
+"""What is done as well in a run of all tests."""
+WORKS["Rematerialize(0.5), plain"] = MORE.pop("Rematerialize(0.5), plain")
 
 # Checkpoints
 
@@ -221,12 +213,27 @@ def of_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[torch.Te
 
 
 @pytest.fixture(scope="module")
+def found_more(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(2, str(tmp_path_factory.mktemp("more")), MORE)
+
+
+@pytest.fixture(scope="module")
 def found(of_one: tuple[str, list[torch.Tensor]]) -> Found:
     return run_ranks(2, of_one[0], WORKS)
 
 
 @pytest.mark.parametrize("name", WORKS)
 def test_on_every_rank(found: Found, name: str) -> None:
+    _check(found, name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MORE)
+def test_more_on_every_rank(found_more: Found, name: str) -> None:
+    _check(found_more, name)
+
+
+def _check(found: Found, name: str) -> None:
     failed = [(rank, outcome) for rank, outcome in enumerate(found[name]) if isinstance(outcome, Failed)]
 
     assert not failed, "\n".join(f"rank {rank}: {error}" for rank, error in failed)
