@@ -71,8 +71,8 @@ def test_the_same_bits_on_a_late_disk(device: Device, run: str, seed: int | None
         assert stats.disk_bytes == stats.streamed_bytes > 0
         assert stats.disk_read_bytes > 0
         assert "read from there" in str(stats)
-        assert all(map(torch.equal, before.values(), model.state_dict().values()))
-    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+        assert all(torch.equal(before[name], value.cpu()) for name, value in model.state_dict().items())
+    assert all(torch.equal(before[name], value.cpu()) for name, value in model.state_dict().items())
     model.to(device.torch_device)
     _assert_same(_results(plain, x), _results(model, x))
 
