@@ -118,16 +118,16 @@ def test_packing_and_unpacking_by_a_schedule_crosses_few_files() -> None:
     device.synchronize()
 
 
-def _blocks() -> nn.Sequential:
+def _blocks(num_blocks: int = 40) -> nn.Sequential:
     layers = (lambda: nn.LayerNorm(32), lambda: nn.Linear(32, 64), nn.GELU, lambda: nn.Linear(64, 32))
-    return nn.Sequential(*[make() for _ in range(40) for make in layers])
+    return nn.Sequential(*[make() for _ in range(num_blocks) for make in layers])
 
 
 def _python_calls(
-    make: Callable[[ReferenceDevice], AbstractContextManager[object]], tag: str, num_steps: int
+    make: Callable[[ReferenceDevice], AbstractContextManager[object]], tag: str, num_steps: int, num_blocks: int = 40
 ) -> tuple[int, Any]:
     """Return how many Python functions of memkit, but not of its devices, are called in a steady step, and its figures."""
-    device, model, x = ReferenceDevice(), _blocks(), torch.randn(8, 32)
+    device, model, x = ReferenceDevice(), _blocks(num_blocks), torch.randn(8, 32)
     num_calls = 0
 
     def step() -> None:
@@ -158,7 +158,7 @@ def _calls_of_offload(ratio: float) -> tuple[int, int]:
     return num_calls, stats.num_copies_out
 
 
-def _calls_of_budget(action: Action, every: int) -> tuple[int, Any]:
+def _calls_of_budget(action: Action, every: int, num_blocks: int = 40) -> tuple[int, Any]:
     """Return how many calls a step takes under a plan that does something with one in so many values, and its figures."""
     plans: list[MemoryPlan] = []
 
@@ -173,7 +173,8 @@ def _calls_of_budget(action: Action, every: int) -> tuple[int, Any]:
             plans.append(planner_of("budget").told(told, problem.plain_peak_bytes, 0))
         return memkit.MemoryBudget(1.0, "budget", min_bytes=1, device=device, plan=plans[0] if plans else None)
 
-    found = _python_calls(make, "budget", 6)
+    memkit.reset("budget")
+    found = _python_calls(make, "budget", 6, num_blocks)
     assert found[1].follows_plan
     assert found[1].num_deviations == 0
     return found
@@ -208,9 +209,12 @@ def test_what_moves_under_a_budget_costs_the_host_few_calls() -> None:
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_what_stays_under_a_budget_costs_the_host_few_calls() -> None:
     num_calls, stats = _calls_of_budget(Action.OFFLOAD, 10)
+    calls_of_more, stats_of_more = _calls_of_budget(Action.OFFLOAD, 10, num_blocks=80)
+    num_moved = stats_of_more.num_copies_out - stats.num_copies_out
 
-    assert 20 <= stats.num_copies_out <= 30
-    assert num_calls - 25 * stats.num_copies_out <= 4 * (_NUM_SAVES - stats.num_copies_out)
+    assert 20 <= num_moved <= 30
+    assert calls_of_more - num_calls - 25 * num_moved <= 3 * (_NUM_SAVES - num_moved)
+    assert num_calls <= 2000  # whatever a step takes once
 
 
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
