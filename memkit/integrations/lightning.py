@@ -32,13 +32,17 @@ class LightningFeatures:
     it. Lightning then leaves that where it is. Layers go on streaming after the fit, for validation, tests and saving, until
     `close()`.
 
+    A `StateOffload` is given as the class, or as a `functools.partial` of it with options. It is made over each optimizer when
+    the fit begins, ahead of the states of a checkpoint, and closed when the fit ends.
+
     What was predicted and done is logged as often as the Trainer logs, as `memkit.live_values` returns it:
     "memkit/TAG/peak_gib", "memkit/TAG/predicted_peak_gib", "memkit/layers/waited_ms" and others, as far as it is known.
     Checkpoints are those of the plain model, and resuming works as ever.
 
     Args:
         features: one or several, such as `memkit.MemoryBudget("12GiB")`, `memkit.CPUOffload(0.3)`,
-            `memkit.Rematerialize(0.5)`, `memkit.LayerOffload(lightning_module.model, offload_ratio=0.75)`.
+            `memkit.Rematerialize(0.5)`, `memkit.LayerOffload(lightning_module.model, offload_ratio=0.75)`,
+            `memkit.StateOffload`, `functools.partial(memkit.StateOffload, device_budget="4GiB")`.
         module: the name of a module in the LightningModule to attach to.
 
     Raises:
@@ -83,6 +87,7 @@ class LightningFeatures:
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         optimizers = trainer.optimizers
         optimizer = optimizers[0] if len(optimizers) == 1 else None
+        self._features.begin_states(optimizers)
         if not self._features.contexts:
             return
         target = self._target(pl_module)
@@ -121,8 +126,10 @@ class LightningFeatures:
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take out what the optimizer keeps, where some of it is to be in host memory: Lightning would bring it all to the
-        device. `on_train_start` has each optimizer put it where its parameters are."""
-        if any(offload.train == "host" for offload in self._features.offloads) and checkpoint.get("optimizer_states"):
+        device. `on_train_start` has each optimizer put it where it belongs."""
+        features = self._features
+        leaves = features.states is not None or any(offload.train == "host" for offload in features.offloads)
+        if leaves and checkpoint.get("optimizer_states"):
             self._optimizer_states = checkpoint["optimizer_states"]
             checkpoint["optimizer_states"] = []
 
@@ -144,6 +151,7 @@ class LightningFeatures:
 
     def _end(self) -> None:
         self._features.end()
+        self._features.end_states()
         if self._step is not None:
             self._step.remove()
             self._step = None
@@ -194,6 +202,10 @@ def _loop(trainer: Trainer, pl_module: LightningModule) -> Loop:
             "Lightning, which runs the backward within the optimizer's step," if pl_module.automatic_optimization else None
         ),
         checkpoints="gradient checkpointing" if is_checkpointing(pl_module) else None,
+        clips=f"gradient_clip_val={trainer.gradient_clip_val}" if trainer.gradient_clip_val else None,
+        accumulates=f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        if trainer.accumulate_grad_batches > 1
+        else None,
     )
 
 
