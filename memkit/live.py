@@ -80,8 +80,8 @@ def live_values(*sources: str | Feature) -> dict[str, float]:
 
     Names are "memkit/TAG/NAME_UNIT", those of a `LayerOffload` "memkit/layers/NAME_UNIT", those of a `StateOffload`
     "memkit/states/NAME_UNIT": "memkit/default/peak_gib" beside "memkit/default/predicted_peak_gib", "step_ms" beside
-    "predicted_step_ms", "memkit/states/host_gib" of states in host memory beside the "room_gib" that they take of the device. What is not known yet, or not done by a feature,
-    is left out. A call waits for nothing: seconds cover the work that is done by now.
+    "predicted_step_ms", "memkit/states/host_gib" of host memory beside the "room_gib" on the device. What is not known yet, or
+    not done by a feature, is left out. A call waits for nothing: seconds cover the work that is done by now.
 
     Those of several `LayerOffload` have the same names: a peak, which counts all that is on the device, is the highest of them,
     and any other value is the sum over those that know it. The time of a step is so as well: their models run one after the

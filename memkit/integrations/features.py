@@ -149,8 +149,8 @@ class Features:
         return bool(self._attached) or has_states or any(offload in attached_to(offload.model) for offload in self.offloads)
 
     def figures(self) -> dict[str, float]:
-        """Return what `memkit.live_values` does, of contexts that have done something by now, of layers that stream, and of states
-        in host memory."""
+        """Return what `memkit.live_values` does, of contexts that have done something by now, layers that stream, and states in
+        host memory."""
         streaming = [offload for offload in self.offloads if offload in attached_to(offload.model)]
         found: list[SavedTensorStats | LayerStats | StateStats] = [offload.stats() for offload in streaming]
         found += self.states.figures() if self.states is not None else ()

@@ -192,6 +192,7 @@ def _names_of(module: nn.Module) -> str:
 
 def _loop(trainer: Trainer, pl_module: LightningModule) -> Loop:
     precision, strategy = str(trainer.precision), type(trainer.strategy).__name__
+    clip, backwards = trainer.gradient_clip_val, trainer.accumulate_grad_batches
     return Loop(
         device=trainer.strategy.root_device,
         num_processes=trainer.world_size,
@@ -202,10 +203,8 @@ def _loop(trainer: Trainer, pl_module: LightningModule) -> Loop:
             "Lightning, which runs the backward within the optimizer's step," if pl_module.automatic_optimization else None
         ),
         checkpoints="gradient checkpointing" if is_checkpointing(pl_module) else None,
-        clips=f"gradient_clip_val={trainer.gradient_clip_val}" if trainer.gradient_clip_val else None,
-        accumulates=f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
-        if trainer.accumulate_grad_batches > 1
-        else None,
+        clips=f"gradient_clip_val={clip}" if clip else None,
+        accumulates=f"accumulate_grad_batches={backwards}" if backwards > 1 else None,
     )
 
 

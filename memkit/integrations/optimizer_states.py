@@ -41,8 +41,8 @@ class OptimizerStates:
         if isinstance(asked, functools.partial):
             if asked.args:
                 raise TypeError(
-                    f"{owner} makes the StateOffload over the trainer's optimizer; found functools.partial(memkit.StateOffload, "
-                    f"...) with one of its own, {type(asked.args[0]).__name__}. Leave that out"
+                    f"{owner} makes the StateOffload over the trainer's optimizer; found a functools.partial that has one "
+                    f"already, {type(asked.args[0]).__name__}. Leave that out"
                 )
             self._options = dict(asked.keywords)
         try:

@@ -111,13 +111,13 @@ def _refuse_states(owner: str, states: OptimizerStates, trained: list[str], loop
     for train in trained:
         if train != "frozen":
             raise ValueError(
-                f'{owner}: a LayerOffload with train="{train}" has the states of streamed layers itself, and a StateOffload needs '
-                "an optimizer of its own for the others. Leave the StateOffload out"
+                f'{owner}: a LayerOffload with train="{train}" has the states of streamed layers itself, and a StateOffload '
+                "needs an optimizer of its own for the others. Leave the StateOffload out"
             )
     if states.overlaps:
         raise ValueError(
-            f"{owner}: a StateOffload with overlap_forward=True needs wait() ahead of whatever reads parameters, which a trainer "
-            "does not call before it saves. Leave it out"
+            f"{owner}: a StateOffload with overlap_forward=True needs wait() ahead of whatever reads parameters, and trainers "
+            "read them to save. Leave it out"
         )
     if states.when != "backward":
         return

@@ -29,10 +29,9 @@ class TrainerFeatures:
     then leaves the model where it is, and its optimizer is made of weights that are where they will be. Layers go on streaming
     after the training, for evaluations and saving, until `close()`.
 
-    A `StateOffload` is given as the class, or as a `functools.partial` of it with options, since Trainer makes its optimizer only
-    when the training begins. From then on the states are in host memory, and at the end of the training they are back. Trainer
-    loads the states of a checkpoint before that: give it an optimizer of your own (`optimizers=(optimizer, None)`), and they are
-    loaded into host memory.
+    A `StateOffload` is given as the class, or as a `functools.partial` of it with options: it is made over Trainer's optimizer
+    when the training begins, and closed when it ends, which brings the states back. What Trainer loads of a checkpoint comes by
+    the device, before the training begins, unless it was given an optimizer (`optimizers=(optimizer, None)`).
 
     What was predicted and done is in the logs, beside the loss, as `memkit.live_values` returns it: "memkit/TAG/peak_gib",
     "memkit/TAG/predicted_peak_gib", "memkit/layers/waited_ms" and others, as far as it is known. Checkpoints are those of the
