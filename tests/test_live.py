@@ -113,6 +113,34 @@ def test_values_of_several_models_are_of_those_that_know_them() -> None:
     assert "memkit/layers/peak_gib" not in values
 
 
+def test_states_tell_where_they_are_and_those_of_several_are_added_up() -> None:
+    opened = []
+    for _ in range(2):
+        model = model_of_layers()
+        optimizer = torch.optim.AdamW(model.parameters())
+        opened.append(memkit.StateOffload(optimizer, device=ReferenceDevice()))
+        for _ in range(2):
+            model(torch.randn(4, 64)).sum().backward()
+            optimizer.step()
+    one, other = (states.stats() for states in opened)
+
+    values = memkit.live_values(*opened)
+
+    assert values == {
+        f"memkit/states/{name}_gib": (getattr(one, field) + getattr(other, field)) / GIB
+        for name, field in (
+            ("host", "host_bytes"),
+            ("room", "room_bytes"),
+            ("resident", "resident_bytes"),
+            ("moved_in", "h2d_bytes"),
+            ("moved_out", "d2h_bytes"),
+        )
+    }
+    assert all(value > 0 for name, value in values.items() if name != "memkit/states/resident_gib")
+    for states in opened:
+        states.close()
+
+
 def test_model_that_is_given_twice_counts_once() -> None:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]).requires_grad_(False)
     with memkit.LayerOffload(model, offload_ratio=1.0, device=ReferenceDevice()) as offload:
