@@ -111,6 +111,7 @@ class Features:
                 self._attached.append(attach(model, told))
         except BaseException:
             self.end()
+            self.end_states()
             raise
         _begun[model] = list(self._attached)
 

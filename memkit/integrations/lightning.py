@@ -69,7 +69,8 @@ class LightningFeatures:
         """Of a checkpoint, until the training begins."""
 
     def close(self) -> None:
-        """Take everything off the model, and put weights that stream back to where they were found; may be called again."""
+        """Take everything off the model and the optimizers, and put weights that stream, and states, back to where they were
+        found; may be called again."""
         self._end()
         self._features.close()
 
@@ -129,7 +130,7 @@ class LightningFeatures:
         device. `on_train_start` has each optimizer put it where it belongs."""
         features = self._features
         leaves = features.states is not None or any(offload.train == "host" for offload in features.offloads)
-        if leaves and checkpoint.get("optimizer_states"):
+        if leaves and trainer.state.fn == "fit" and checkpoint.get("optimizer_states"):
             self._optimizer_states = checkpoint["optimizer_states"]
             checkpoint["optimizer_states"] = []
 

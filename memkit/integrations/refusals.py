@@ -123,7 +123,7 @@ def _refuse_states(owner: str, states: OptimizerStates, trained: list[str], loop
         return
     steps = f'{owner}: a StateOffload with when="backward" steps within each backward, and lets gradients go'
     if loop.clips is not None:
-        raise ValueError(f"{steps}, so that {loop.clips} finds none. Leave one of them out")
+        raise ValueError(f"{steps}, so that {loop.clips} finds none. Leave when= out")
     if loop.scales is not None:
         raise ValueError(f"{steps}, and {loop.scales} scales them. Use bfloat16, which needs no scale, or leave when= out")
     if loop.accumulates is not None:

@@ -69,7 +69,8 @@ class TrainerFeatures:
         self.close()
 
     def close(self) -> None:
-        """Take everything off the model, and put weights that stream back to where they were found; may be called again."""
+        """Take everything off the model and the optimizers, and put weights that stream, and states, back to where they were
+        found; may be called again."""
         self._features.close()
 
     def figures(self) -> dict[str, float]:

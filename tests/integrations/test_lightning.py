@@ -463,6 +463,23 @@ def test_states_of_a_checkpoint_go_to_host_memory(tmp_path: Path) -> None:
     assert look.loaded == [0]
 
 
+@pytest.mark.parametrize("make", [tiny_states, tiny_layers])
+def test_states_of_a_checkpoint_that_was_only_validated_are_not_those_of_a_later_fit(make: Make, tmp_path: Path) -> None:
+    _, _, trainer = _fit(tmp_path / "saved", None, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    modules = []
+    for name in ("plain", "memkit"):
+        torch.manual_seed(0)
+        module = OneModel()
+        callback = None if name == "plain" else MemkitLightningCallback(*make(module.model))
+        trainer = _trainer(tmp_path / name, callback, max_epochs=1)
+        trainer.validate(module, _loader(4), ckpt_path=tmp_path / "saved.ckpt", verbose=False)
+        trainer.fit(module, _loader())
+        modules.append(module)
+
+    assert_same_weights(*modules)
+
+
 def test_checkpoint_that_is_written_meanwhile_is_that_of_the_plain_run(tmp_path: Path) -> None:
     class Save(lightning.Callback):  # type: ignore[misc,name-defined]
         def on_train_epoch_end(self, trainer: Any, _: Any) -> None:

@@ -168,6 +168,19 @@ def test_none_is_left_where_one_of_several_is_refused() -> None:
     STATES(optimizer).close()
 
 
+def test_none_is_left_where_another_feature_cannot_be_attached() -> None:
+    model = _model()
+    handle = memkit.attach(model, memkit.CPUOffload(1.0, "mine", device=ReferenceDevice()))
+    features = Features("Callback", [STATES, memkit.CPUOffload(1.0, "other", device=ReferenceDevice())])
+    features.begin_states([_optimizer(model)])
+
+    with pytest.raises(ValueError, match="attach needs a Sequential without such a context"):
+        features.begin(model, None)
+
+    assert _opened(features) == []
+    handle.remove()
+
+
 def test_training_without_an_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="Callback needs the optimizer of the training for its StateOffload; the trainer has"):
         Features("Callback", [STATES]).begin_states([])
@@ -188,7 +201,7 @@ def test_training_without_an_optimizer_is_refused() -> None:
         (
             {"when": "backward"},
             {"clips": "gradient_clip_val=1"},
-            "so that gradient_clip_val=1 finds none. Leave one of them",
+            "so that gradient_clip_val=1 finds none. Leave when= out",
         ),
         ({"when": "backward"}, {"scales": "fp16=True"}, "fp16=True scales them. Use bfloat16"),
         ({"when": "backward"}, {"accumulates": "accumulate_grad_batches=2"}, "accumulate_grad_batches=2 adds them up over sev"),

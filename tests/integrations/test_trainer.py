@@ -540,6 +540,9 @@ def test_states_leave_from_the_beginning_of_a_training_to_its_end(tmp_path: Path
     assert first.optimizer is second.optimizer is trainer.optimizer.optimizer
     assert all("closed" in repr(states) for states in (first, second))
     assert_same_weights(model, plain)
+    (logged,) = [line for line in trainer.state.log_history if line.get("step") == 1]
+    assert logged["memkit/states/host_gib"] > 0
+    assert not any(name.startswith("memkit/states") for line in plain_trainer.state.log_history for name in line)
 
 
 def test_states_of_a_given_optimizer_are_loaded_into_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,7 +595,7 @@ def test_states_are_put_back_by_close_where_a_training_has_failed(tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"when": "backward"}, r"the norm of all gradients \(max_grad_norm=1.0\), finds none. Leave one of them out"),
+        ({"when": "backward"}, r"the norm of all gradients \(max_grad_norm=1.0\), finds none. Leave when= out"),
         ({"overlap_forward": True}, "overlap_forward=True needs wait"),
     ],
 )

@@ -112,8 +112,8 @@ def test_states_that_do_not_fit_may_leave(stateful: MemoryReport) -> None:
     assert found.step_s == fit.plain_s + link_s
     assert str(fit).startswith(
         f"This would fit in 4 GiB with memkit.StateOffload(optimizer), about {fit.slowdown:.2f} times as slow (predicted for "
-        f"an H200). Each step of the optimizer moves 2.0 GiB of states to the GPU and back, {link_s:.2g} s of its link; 288 MiB "
-        "of the GPU are room for those on their way. By comparison: recomputing and offloading alone "
+        f"an H200). Each step of the optimizer moves 2.0 GiB of states to the GPU and back, {link_s:.2g} s of its link; "
+        "288 MiB of the GPU are room for those on their way. By comparison: recomputing and offloading alone "
         '(memkit.MemoryBudget("4GiB")) does not reach it'
     )
 
