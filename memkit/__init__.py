@@ -14,6 +14,7 @@ from memkit._version import __version__ as __version__
 if TYPE_CHECKING:
     from memkit import activations as activations
     from memkit import device
+    from memkit import distributed as distributed
     from memkit import errors as errors
     from memkit import integrations as integrations
     from memkit import plan as plan
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from memkit.activations.attach import attach  # there, since `memkit.activations.attach` is a module as well
     from memkit.activations.stats import stats
     from memkit.attached import detach
+    from memkit.distributed import shard
     from memkit.live import live_values
     from memkit.plan import plan_memory, schedules
     from memkit.profile import profile_memory
@@ -51,10 +53,11 @@ __all__ = [
     "recompute",
     "reset",
     "schedules",
+    "shard",
     "stats",
 ]
 
-_ROOMS = ("activations", "device", "errors", "integrations", "plan", "profile", "states", "weights")
+_ROOMS = ("activations", "device", "distributed", "errors", "integrations", "plan", "profile", "states", "weights")
 _HOMES = {
     "CPUOffload": "memkit.activations",
     "Disk": "memkit.transfer",
@@ -74,6 +77,7 @@ _HOMES = {
     "recompute": "memkit.activations",
     "reset": "memkit.activations",
     "schedules": "memkit.plan",
+    "shard": "memkit.distributed",
     "stats": "memkit.activations",
 }
 

@@ -11,6 +11,7 @@
     ├── BudgetInfeasible           no plan keeps to the budget that was asked for
     ├── LayerOffloadError          streamed weights are not where they were left, or cannot be used like this
     ├── StateOffloadError          a step of streamed optimizer states can't be made exactly
+    ├── ShardError                 a process of the group could not shard the model, or has another model
     ├── ReplayMismatchError        an op that was run again has made something else
     ├── MissingTorchNameError      torch is newer than this memkit, and has not what a feature needs of it
     └── RaceError                  two streams touched the same bytes in no order (only `ReferenceDevice` can tell)
@@ -88,6 +89,18 @@ class LayerOffloadError(MemkitError):
 
 class StateOffloadError(MemkitError):
     """Raised when a step of an optimizer whose states `StateOffload` streams can't be made exactly, or states are lost."""
+
+
+class ShardError(MemkitError):
+    """Raised by `shard` on every rank where it went wrong on another one, or where ranks were given different models.
+
+    Attributes:
+        rank: where it went wrong first; None if that is not known.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class ReplayMismatchError(MemkitError):

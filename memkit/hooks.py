@@ -105,6 +105,12 @@ class HookSet:
         self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(kind(after), always_call=True))
 
+    def around_hooks_before(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        """Call `hook(True, module, args)` ahead of the pre-hooks that a module has by now, and `hook(False, module, args)`
+        behind them, as plain Python where the module was compiled."""
+        self._handles.append(module.register_forward_pre_hook(_Untraced(partial(hook, True)), prepend=True))
+        self._handles.append(module.register_forward_pre_hook(_Untraced(partial(hook, False))))
+
     def add(self, handle: RemovableHandle) -> None:
         """Remove this with the hooks, in its turn."""
         self._handles.append(handle)
@@ -135,8 +141,9 @@ class HookSet:
             self._aside = []
 
     def after_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
-        """Call `hook(module, args, kwargs, output)` behind a module's other hooks, unless the forward raises."""
-        self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        """Call `hook(module, args, kwargs, output)` behind a module's other hooks, unless the forward raises. It runs as plain
+        Python where the module was compiled."""
+        self._handles.append(module.register_forward_hook(_Untraced(hook), with_kwargs=True))
 
     def before_backward(self, node: torch.autograd.graph.Node, hook: Callable[[], None]) -> None:
         """Call `hook()` each time the autograd engine is about to run `node`; the gradients pass through untouched."""

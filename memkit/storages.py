@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit import torch_private
 
@@ -45,6 +45,14 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     else:
         for part in _SPARSE_PARTS.get(tensor.layout, ()):
             yield from storages_of(getattr(tensor, part)())
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a parameter, or a view of one, whoever has written there.
+
+    FSDP2 gathers parameters within the forward, into storages that it empties behind a layer and fills again.
+    """
+    return type(tensor) is nn.Parameter or type(torch_private.base_of(tensor)) is nn.Parameter
 
 
 def is_range_of_bytes(tensor: Tensor) -> bool:

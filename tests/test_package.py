@@ -54,7 +54,7 @@ RANKS = {
     "activations": 9,
     "weights": 9,
     "states": 9,
-    "distributed": 9,
+    "distributed": 10,
     "specs": 10,
     "progress": 10,
     "live": 10,
@@ -305,6 +305,7 @@ def test_names_at_the_top_level() -> None:
         "recompute",
         "reset",
         "schedules",
+        "shard",
         "stats",
     ]
     assert all(hasattr(memkit, name) for name in memkit.__all__)

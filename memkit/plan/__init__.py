@@ -28,6 +28,7 @@ from memkit.plan.residency import (
     spread,
 )
 from memkit.plan.schedules import call_schedule, takes_peak
+from memkit.plan.shards import ShardedParameter, ShardPlan, plan_shards
 from memkit.plan.simulation import Outcome, simulate
 from memkit.plan.spans import find_spans
 from memkit.plan.state_pieces import (
@@ -83,6 +84,8 @@ __all__ = [
     "RegionPlanner",
     "RematPlanner",
     "ResidencyPlan",
+    "ShardPlan",
+    "ShardedParameter",
     "StatePiece",
     "StatePlan",
     "StateRates",
@@ -119,6 +122,7 @@ __all__ = [
     "plan_memory",
     "plan_ratio",
     "plan_resident",
+    "plan_shards",
     "plan_states",
     "plan_streamed_ratio",
     "predict_step",

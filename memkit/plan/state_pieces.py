@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memkit.errors import BudgetInfeasible
+from memkit.plan.disk import terabytes_written
+from memkit.plan.state_places import evenly, ring_bytes, with_disk, with_residents
 from memkit.sizes import format_bytes
 
 PIECE_BYTES = 64 * 2**20
@@ -22,8 +22,6 @@ _LEAST_PIECES = 16
 """Of a small model so many pieces are made, so that copies and steps overlap."""
 _MANY_PIECES = 128
 """Beyond that, larger pieces gain: each costs the host the same, and the first and the last of so many hardly count."""
-_SPREAD = 0.98
-"""So much of what may stay is to stay where that is evenly spread."""
 _NUM_SLOTS = 4
 """One piece comes, one is stepped and one leaves; and pieces are of different sizes."""
 _ALIGNMENT_BYTES = 512
@@ -78,6 +76,7 @@ class StatePiece:
         parameter_bytes: their bytes.
         state_bytes: the bytes of their states, each rounded up to 512.
         is_resident: whether the states stay on the device.
+        is_on_disk: whether they lie on a disk between steps.
         update: where they are stepped.
         slot: which slot they come to; -1 where they need none.
         windows: the parts of a large parameter, in its order: each moves, and is stepped, by itself. None for others.
@@ -88,6 +87,7 @@ class StatePiece:
     parameter_bytes: int
     state_bytes: int
     is_resident: bool = False
+    is_on_disk: bool = False
     update: Update = Update.DEVICE
     slot: int = -1
     windows: tuple[StatePiece, ...] = ()
@@ -125,7 +125,17 @@ class StatePlan:
     @property
     def host_bytes(self) -> int:
         """Bytes of states in host memory."""
-        return sum(piece.state_bytes for piece in self.pieces if not piece.is_resident)
+        return sum(piece.state_bytes for piece in self.pieces if not piece.is_resident and not piece.is_on_disk)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of states on the disk: each step reads and writes them."""
+        return sum(piece.state_bytes for piece in self.pieces if piece.is_on_disk)
+
+    @property
+    def ring_bytes(self) -> tuple[int, ...]:
+        """The buffers in host memory that states pass through on their way from and to the disk, each of so many bytes."""
+        return ring_bytes(self.pieces)
 
     @property
     def room_bytes(self) -> int:
@@ -154,10 +164,12 @@ class StatePlan:
         moving = [piece for piece in self.pieces if not piece.is_resident]
         cut = [piece for piece in moving if piece.windows]
         on_host = sum(piece.update is Update.HOST for piece in moving)
+        on_disk = f" {format_bytes(self.disk_bytes)} on the disk," if self.disk_bytes else ""
         streamed = sum(piece.state_bytes for piece in moving if piece.update is Update.DEVICE)
         lines = [
-            f"{format_bytes(self.host_bytes + self.resident_bytes)} of states in {_count(len(self.pieces), 'piece')}: "
-            f"{format_bytes(self.host_bytes)} in host memory, {format_bytes(self.resident_bytes)} stay on the device.",
+            f"{format_bytes(self.host_bytes + self.disk_bytes + self.resident_bytes)} of states in "
+            f"{_count(len(self.pieces), 'piece')}: {format_bytes(self.host_bytes)} in host memory,{on_disk} "
+            f"{format_bytes(self.resident_bytes)} stay on the device.",
             f"On the device {format_bytes(self.room_bytes)} are for pieces on their way, "
             f"in {_count(len(self.slot_bytes), 'slot')}.",
             f"{_count(len(self.pieces) - on_host, 'piece')} are stepped on the device, {on_host} on the host.",
@@ -166,6 +178,12 @@ class StatePlan:
         if cut:
             num_windows = sum(len(piece.windows) for piece in cut)
             lines.insert(1, f"Of {_count(len(cut), 'large parameter')} parts move by themselves: {num_windows} of them.")
+        if self.disk_bytes:
+            lines.append(
+                f"It reads {format_bytes(self.disk_bytes)} from the disk and writes as many: 1,000 steps write "
+                f"{terabytes_written(self.disk_bytes):.3g} TB. On their way they pass through "
+                f"{_count(len(self.ring_bytes), 'buffer')} in host memory, {format_bytes(sum(self.ring_bytes))} in all."
+            )
         if self.rates is not None:
             lines.append(
                 f"The split is fixed: it was made for {self.rates.link_bytes_per_s / 1e9:.1f} GB/s each way and "
@@ -181,6 +199,8 @@ def plan_states(
     update: str = "device",
     rates: StateRates | None = None,
     apart: bool = False,
+    has_disk: bool = False,
+    host_budget_bytes: int | None = None,
 ) -> StatePlan:
     """Return which parameters make a piece, which pieces stay on the device, and where each is stepped.
 
@@ -192,9 +212,12 @@ def plan_states(
         update: "device", "host" or "both".
         rates: for "both".
         apart: whether each parameter is a piece of its own.
+        has_disk: whether states that leave the device may lie on a disk.
+        host_budget_bytes: with a disk, how much host memory may be taken; None for no more than buffers.
 
     Raises:
         BudgetInfeasible: the budget is above 0, and smaller than the smallest piece.
+        HostMemoryError: with a disk, `host_budget_bytes` has no room for the buffers.
     """
     most = _piece_bytes(costs)
     pieces = [
@@ -207,7 +230,9 @@ def plan_states(
         )
         for members in _cut(costs, most, apart=apart)
     ]
-    pieces = list(_with_residents(pieces, device_budget_bytes))
+    pieces = list(with_residents(pieces, device_budget_bytes))
+    if has_disk:
+        pieces = with_disk(pieces, host_budget_bytes)
     if update != "device":
         pieces = list(_with_sides(pieces, rates if update == "both" else None))
     pieces, slot_bytes = _with_slots(pieces, max(PIECE_BYTES, most))
@@ -259,54 +284,12 @@ def _windows(index: int, cost: ParameterCosts, most: int) -> tuple[StatePiece, .
     return tuple(made)
 
 
-def _with_residents(pieces: list[StatePiece], budget_bytes: int) -> Iterator[StatePiece]:
-    """Yield the pieces, with as many of them staying as fit, evenly spread: others are on their way while these are stepped."""
-    sizes = [piece.state_bytes for piece in pieces]
-    least = min(filter(None, sizes), default=0)
-    if 0 < budget_bytes < least:
-        raise BudgetInfeasible(
-            f"device_budget needs at least {format_bytes(least)}, the smallest piece of states, for anything to stay on the "
-            f"device; found {format_bytes(budget_bytes)}. Raise it, or leave it out: then all states leave",
-            least,
-        )
-    share = min(1.0, budget_bytes / max(1, sum(sizes)))
-    spread = _filled(_evenly(range(len(pieces)), sizes, share, most=budget_bytes), sizes, budget_bytes)
-    packed = _filled(set(), sizes, budget_bytes)
-    spread_bytes, packed_bytes = (sum(sizes[index] for index in chosen) for chosen in (spread, packed))
-    staying = spread if spread_bytes >= _SPREAD * packed_bytes else packed
-    for index, piece in enumerate(pieces):
-        yield replace(piece, is_resident=index in staying)
-
-
-def _filled(chosen: set[int], sizes: Sequence[int], budget_bytes: int) -> set[int]:
-    """Return indices with as many more, from the last one on, as there is room for."""
-    room = budget_bytes - sum(sizes[index] for index in chosen)
-    for index in reversed(range(len(sizes))):
-        if index not in chosen and sizes[index] <= room:
-            chosen.add(index)
-            room -= sizes[index]
-    return chosen
-
-
-def _evenly(indices: Iterable[int], sizes: Sequence[int], share: float, *, most: float = math.inf) -> set[int]:
-    """Return some of the indices, evenly spread, whose sizes come to about a share of all of them, and at most to `most`."""
-    chosen = set[int]()
-    taken = passed = 0
-    for index in indices:
-        passed += sizes[index]
-        # taken where that comes closer to the share of what has passed
-        if taken + sizes[index] / 2 <= share * passed and taken + sizes[index] <= most:
-            chosen.add(index)
-            taken += sizes[index]
-    return chosen
-
-
 def _with_sides(pieces: list[StatePiece], rates: StateRates | None) -> Iterator[StatePiece]:
     """Yield the pieces, those that leave being stepped on the host: all, or evenly spread as many as the rates say."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident]
     share = 1.0 if rates is None else host_share(pieces, rates)
     sizes = [piece.state_bytes for piece in pieces]
-    on_host = set(moving) if rates is None else _evenly(moving, sizes, share)
+    on_host = set(moving) if rates is None else evenly(moving, sizes, share)
     if rates is not None and any(sizes[index] for index in moving) and len(moving) > 1:
         if not on_host:
             on_host.add(moving[0])

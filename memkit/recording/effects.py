@@ -21,6 +21,25 @@ _COLLECTIVES = "c10d"
 """Of these ops no schema says what they write to, and no counter shows it: it may be any of their tensors."""
 
 
+_GATHERS = "fsdp"
+"""FSDP2's ops. Where they write to a parameter's storage, they put there what was there before it was let go of: shards are
+not written to within a step, or what autograd saved of the parameter would be as wrong."""
+
+
+def _run_gather(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run an op of FSDP2: parameters that it gathers are the caller's, and the same values as when it gathered them last."""
+    recording = recorder.recording
+    results = func(*args, **kwargs) if kwargs else func(*args)
+    for target in written_by(recorder.kind_of(func), args, kwargs):
+        storage = _get_storage(target)
+        value = recording.find(storage)
+        if value is None or (value in recording.roots and recording.roots[value].is_inside):  # just allocated, or seen so
+            value = recording.add_root(target, storage, is_inside=False)
+        recording.hidden.discard(value)  # no statistics, though they may be as small
+    recording.add_roots(results, recorder.kind_of(func).why_kept)
+    return results
+
+
 def run_unknown(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Run an op of which only its schema says what it does.
 
@@ -30,6 +49,8 @@ def run_unknown(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...]
     """
     kind, recording = recorder.kind_of(func), recorder.recording
     recording.note_effect()
+    if isinstance(func, torch_private.OpOverload) and func.namespace == _GATHERS:
+        return _run_gather(recorder, func, args, kwargs)
     given = {_address_of(_get_storage(tensor)): tensor for tensor in tensors_in(torch_private.tree_leaves((args, kwargs)))}
     is_collective = isinstance(func, torch_private.OpOverload) and func.namespace == _COLLECTIVES
     targets = list(given.values()) if is_collective else written_by(kind, args, kwargs)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memkit import torch_private
+from memkit.recording.borders import BORDER
 from memkit.recording.recorded import OpClass, OpKind
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ class OpKinds:
                 replayed_by=_BATCH_NORMS[func],
             )
         schema = torch_private.schema_of(func)
+        if schema.name == BORDER:
+            return OpKind(OpClass.BORDER)
         written: list[int | str] = []
         is_out = False
         for position, argument in enumerate(schema.arguments):

@@ -45,6 +45,8 @@ class OpClass(Enum):
     """Can be run again, and then makes the same bytes."""
     OPAQUE = auto()
     """Is not run again: its values are roots."""
+    BORDER = auto()
+    """Makes nothing, but what it is given is not made again: see `memkit.recording.borders`."""
     UNKNOWN = auto()
     """Is not run again either: it may have effects, write to what it does not name, and return what it has returned before."""
 

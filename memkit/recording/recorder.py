@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memkit import torch_private
+from memkit.recording.borders import run_border
 from memkit.recording.dispatch import QuietMode
 from memkit.recording.effects import record_batch_norm, record_in_place, run_on_strangers, run_unknown, run_writer
 from memkit.recording.ops import OpKinds
@@ -80,6 +81,10 @@ class Recorder(QuietMode):
             self.recording.note_effect()
             return func(*args, **kwargs) if kwargs else func(*args)
         recording = self.recording
+        if recording.is_gathering:
+            if self.kind_of(func).op_class is OpClass.BORDER:
+                run_border(self, func, types, args, kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
         if recording.unversioned:
             recording.see_versions()
         funcs, expected = recording.funcs, recording.expected
@@ -181,6 +186,8 @@ class Recorder(QuietMode):
             return _VIEW
         if kind.op_class is OpClass.UNKNOWN:
             return run_unknown
+        if kind.op_class is OpClass.BORDER:
+            return run_border
         if kind.op_class is OpClass.OPAQUE:
             return Recorder.run_opaque
         if kind.statistics:
@@ -329,6 +336,8 @@ class Recorder(QuietMode):
         kind = self.kind_of(func)
         if kind.op_class is OpClass.UNKNOWN:
             return run_unknown(self, func, types, args, kwargs)
+        if kind.op_class is OpClass.BORDER:
+            return run_border(self, func, types, args, kwargs)
         if types or kind.hides_state:
             self.recording.note_effect()
         if not kind.written:

@@ -67,6 +67,8 @@ class Recording:
         self.funcs: list[Any] = []
         """Every op that was seen, made again or not: the sequence that tells one forward from another."""
         self.roots: dict[int, Root] = {}
+        self.is_gathering = False
+        """Whether parameters are being gathered, which is not recorded."""
         self.holder: Holder | None = None
         """Holds values that are made here and that a plan needs, though autograd did not save them."""
         self.pinned: dict[int, KeptHandle] = {}
@@ -232,6 +234,8 @@ class Recording:
         if tensor is None:
             return False
         if value in self.hidden:
+            if tensor.untyped_storage().nbytes() < root.num_bytes:  # emptied meanwhile: there is nothing to copy
+                return False
             self._copy_root(root, tensor)
             return True
         root.alias = alias_in_dispatch(tensor) if is_in_dispatch else tensor.detach()

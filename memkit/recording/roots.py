@@ -66,7 +66,8 @@ class Root:
         if storage.nbytes() < self.num_bytes:
             raise RuntimeError(
                 f"a tensor of {self.num_bytes} bytes, from which Rematerialize makes saved tensors again, has only "
-                f"{storage.nbytes()} bytes now: was it resharded? Mark with memkit.keep what is computed from it."
+                f"{storage.nbytes()} bytes now: was it resharded? Shard by memkit.shard, or mark with "
+                "memkit.keep what is computed from it."
             )
         return storage
 

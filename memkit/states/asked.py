@@ -12,15 +12,19 @@ from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import StateOffloadError, warn_user
 from memkit.owners import owners, steppers
 from memkit.states.pieces import StateRecord
-from memkit.states.trial import needs_master
+from memkit.states.trial import needs_master, refuse_by_kind
+from memkit.transfer.disk import Disk
 
 _UPDATES = ("auto", "device", "host", "both")
 
 
-def check_options(*, update: str, master: torch.dtype | None, when: str, overlap_forward: bool) -> None:
+def check_options(
+    *, update: str, master: torch.dtype | None, when: str, overlap_forward: bool, disk: Disk | None = None
+) -> None:
     """Check what is asked for, and whether it goes together.
 
     Raises:
+        TypeError: the disk is none.
         ValueError: it does not.
     """
     if update not in _UPDATES:
@@ -33,6 +37,21 @@ def check_options(*, update: str, master: torch.dtype | None, when: str, overlap
         raise ValueError(
             'overlap_forward=True needs a step behind the backward; found when="backward", which leaves nothing to overlap. '
             "Leave one of them out"
+        )
+    if disk is None:
+        return
+    if not isinstance(disk, Disk):
+        raise TypeError(f'disk is a memkit.Disk, such as memkit.Disk("/scratch"); found {disk!r}')
+    if update not in ("auto", "device"):
+        raise ValueError(
+            f'disk= is for states that are stepped on the device, update="device"; found update="{update}". Leave one of them '
+            "out"
+        )
+    if when != "step" or overlap_forward:
+        found = 'when="backward"' if when != "step" else "overlap_forward=True"
+        raise ValueError(
+            f"disk= is for steps that optimizer.step() makes as a whole, since states are read ahead in its order; found "
+            f"{found}. Leave one of them out"
         )
 
 
@@ -111,6 +130,19 @@ def _refuse_twice(optimizer: torch.optim.Optimizer) -> None:
                     f"StateOffload needs each parameter once; found {known} again as {place}. Leave it out there when you make "
                     "the optimizer"
                 )
+
+
+def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, where: str) -> None:
+    """Check the groups that an optimizer has now, as they were checked at first.
+
+    Raises:
+        ValueError: it can't be stepped in pieces any more.
+    """
+    refuse_by_kind(optimizer, where)
+    check_parameters(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if parameters:
+        device_of(parameters, device)
 
 
 def check_master(master: torch.dtype | None, parameters: list[Tensor]) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memkit.device.base import Device
-from memkit.errors import warn_user
+from memkit.errors import DiskError, StateOffloadError, warn_user
 from memkit.plan import Update
 from memkit.states.host_memory import HostStates
-from memkit.states.packing import copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import MASTER, Layout, Piece, StateRecord
-from memkit.states.trial import KeptState
+from memkit.states.on_disk import DiskStates, refuse_without_room
+from memkit.states.packing import OnDisk, Packed, copy_state, may_leave, moved_state, pack
+from memkit.states.pieces import MASTER, Piece, Rows, StateRecord
 
 _HOST = torch.device("cpu")
 
@@ -27,16 +26,27 @@ class StatesAtRest:
         optimizer: whose states they are.
         device: where the parameters are.
         host: where the states are.
+        disk: where others are; None for nowhere.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: Device, host: HostStates) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: Device, host: HostStates, disk: DiskStates | None = None
+    ) -> None:
         self._optimizer = optimizer
         self._device = device
         self._host = host
+        self._disk = disk
         self._has_warned = False
 
     def is_at_home(self, piece: Piece) -> bool:
-        """Tell whether `optimizer.state` has what was put there, and nothing else that could leave."""
+        """Tell whether `optimizer.state` has what was put there, and nothing else that could leave, and a piece on a disk lies
+        there as it moves."""
+        has_own = self._has_own(piece)
+        if not has_own or not piece.plan.is_on_disk:
+            return has_own
+        return piece.lies_as_it_goes(self._optimizer.state.get(piece.records[0].parameter) or {})
+
+    def _has_own(self, piece: Piece) -> bool:
         state, layout = self._optimizer.state, piece.layout
         if any(record.has_master and lacks_master(record, state.get(record.parameter)) for record in piece.records):
             return False
@@ -46,7 +56,7 @@ class StatesAtRest:
         for index, record in enumerate(piece.records):
             entries = state.get(record.parameter)
             if layout is None:
-                if entries and any(map(may_leave, entries.values())):
+                if entries and any(map(_could_leave, entries.values())):
                     return False
                 continue
             host = layout.host[index]
@@ -58,7 +68,7 @@ class StatesAtRest:
             for name, value in entries.items():
                 if value is host.get(name, self):
                     num_known += 1
-                elif name in host or may_leave(value) or (is_on_host and _is_elsewhere(value)):
+                elif name in host or _could_leave(value) or (is_on_host and _is_elsewhere(value)):
                     return False
             if num_known != len(host):
                 return False
@@ -76,14 +86,20 @@ class StatesAtRest:
         if piece.plan.is_resident:
             self._make_masters(piece)
             return
-        if warns and not self._has_warned:
+        standing = self._standing_in(piece)
+        if warns and not self._has_warned and not self._has_own(piece):
             self._has_warned = True
             warn_user(
                 f"StateOffload: states of {piece.names} were put elsewhere than where it keeps them, perhaps by a library that "
-                "moves states to the device. They are taken back to host memory. Make the StateOffload after that"
+                "moves states to the device. They are taken back. Make the StateOffload after that"
             )
         if piece.left is not None:
             self._device.synchronize(piece.left.done)
+        if standing:
+            assert self._disk is not None
+            for _, found in self._disk.read([piece]):
+                for number, entries, name in standing:
+                    entries[name] = found[number][name]
         known = [dict(host) for host in piece.layout.host] if piece.layout is not None else [{} for _ in piece.records]
         rows: list[dict[str, Tensor]] = []
         for record in piece.records:
@@ -95,7 +111,9 @@ class StatesAtRest:
             rows.append({name: value for name, value in entries.items() if may_leave(value)})
         tensors, num_bytes = pack(rows)
         with torch.inference_mode(False), torch.no_grad():
-            if piece.layout is not None and tensors == piece.layout.tensors:
+            if piece.plan.is_on_disk:
+                self._put_on_disk(piece, tensors, num_bytes, rows)
+            elif piece.layout is not None and tensors == piece.layout.tensors:
                 for row, mine in zip(rows, piece.layout.host, strict=True):
                     for name, value in row.items():
                         if value is not mine[name]:
@@ -103,20 +121,71 @@ class StatesAtRest:
             elif not num_bytes:
                 piece.layout = None
             else:
-                span = self._host.room_for(piece, num_bytes)
                 own = [
                     {name: moved_state(value, _HOST) if value is before.get(name) else value for name, value in row.items()}
                     for row, before in zip(rows, known, strict=True)
                 ]
-                host = tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors)
-                for mine, values in zip(host, own, strict=True):
+                layout = self._host.layout_of(piece, tensors, num_bytes)
+                for mine, values in zip(layout.host, own, strict=True):
                     for name, tensor in mine.items():
                         copy_state(tensor, values[name])
-                piece.layout = Layout(span, tensors, host)
+                piece.layout = layout
         if piece.layout is not None:
             for record, mine in zip(piece.records, piece.layout.host, strict=True):
                 if mine:
                     self._optimizer.state[record.parameter].update(mine)
+
+    def _standing_in(self, piece: Piece) -> list[tuple[int, dict[Any, Any], str]]:
+        """Return where `optimizer.state` has something that stands for a state on the disk: of which record, in which entries,
+        by which name.
+
+        Raises:
+            StateOffloadError: something stands for states of another parameter, or of an earlier time.
+        """
+        standing = [
+            (number, entries, name)
+            for number, record in enumerate(piece.records)
+            for entries in [self._optimizer.state.get(record.parameter) or {}]
+            for name, value in entries.items()
+            if isinstance(value, OnDisk)
+        ]
+        for number, entries, name in standing:
+            known = {} if piece.layout is None else piece.layout.host[number]
+            if not entries[name].is_of(piece.records[number], name) or name not in known:
+                raise StateOffloadError(
+                    f'optimizer.state has {entries[name]} as "{name}" of {piece.records[number].name}, where it stands for '
+                    "nothing. States on the disk can't be passed on: take them from optimizer.state_dict()"
+                )
+        return standing
+
+    def _put_on_disk(
+        self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: list[dict[str, Tensor]]
+    ) -> None:
+        assert self._disk is not None
+        if num_bytes:
+            entries = self._optimizer.state.get(piece.records[0].parameter) or {}
+            self._disk.put(piece, tensors, num_bytes, rows, entries)
+            return
+        before, piece.layout = piece.copies, None
+        self._disk.forget(before, piece)
+
+    def read(self, pieces: Iterable[Piece]) -> dict[OnDisk, Tensor]:
+        """Return the states that are on the disk, by what stands for each, as new tensors in host memory.
+
+        Raises:
+            DiskError: the disk fails.
+            HostMemoryError: there is no room for all of them.
+        """
+        stored = [piece for piece in pieces if piece.plan.is_on_disk and piece.layout is not None]
+        if not stored or self._disk is None:
+            return {}
+        refuse_without_room(sum(piece.plan.state_bytes for piece in stored))
+        found: dict[OnDisk, Tensor] = {}
+        for piece, rows in self._disk.read(stored):
+            assert piece.layout is not None
+            for host, values in zip(piece.layout.host, rows, strict=True):
+                found.update({host[name]: value for name, value in values.items()})
+        return found
 
     def bring(self, piece: Piece) -> None:
         """Have states that were loaded, and stay on the device, be there."""
@@ -155,27 +224,50 @@ class StatesAtRest:
 
     def give_back(self, pieces: Iterable[Piece]) -> None:
         """Have all states be tensors of their own again, where the parameters are. Where there is no room for some, these are
-        tensors in host memory then, and a warning says so."""
+        tensors in host memory then, and a warning says so. So does one where a disk can't be read: those states are lost."""
         fit = True
         for piece in pieces:
-            rows: Iterable[dict[str, Tensor]] = piece.layout.host if piece.layout is not None else [{} for _ in piece.records]
-            for record, host in zip(piece.records, rows, strict=True):
+            rows = piece.layout.host if piece.layout is not None else [{} for _ in piece.records]
+            found = self._found_in(piece, rows)
+            for record, host, values in zip(piece.records, rows, found, strict=True):
                 entries = self._optimizer.state.get(record.parameter)
                 if piece.plan.update is Update.HOST and entries and record.group >= 0:
                     self._bring_numbers(record, entries)
-                for name, tensor in host.items():
-                    if entries is None or entries.get(name) is not tensor:
+                for name, known in host.items():
+                    if entries is None or entries.get(name) is not known:
                         continue
                     try:
-                        entries[name] = _own_copy(tensor, record.parameter.device)
+                        entries[name] = _own_copy(values[name], record.parameter.device)
                     except torch.OutOfMemoryError:
                         fit = False
-                        entries[name] = _own_copy(tensor, _HOST)
+                        entries[name] = _own_copy(values[name], _HOST)
         if not fit:
             warn_user(
                 "StateOffload: the device has no room for all states. Those without room are in host memory now: move them, or "
                 "save them, before the optimizer steps by itself"
             )
+
+    def _found_in(self, piece: Piece, rows: Sequence[Mapping[str, Any]]) -> Rows:
+        """Return the states of a piece, read from the disk if they are there. What can't be read is let go."""
+        if self._disk is None or not piece.plan.is_on_disk or piece.layout is None:
+            return rows
+        for is_again in (False, True):  # of the first time the error may be another's
+            try:
+                ((_, found),) = self._disk.read([piece])
+            except DiskError as error:
+                if is_again:
+                    self._let_go_of(piece, error)
+            else:
+                return found
+        return rows
+
+    def _let_go_of(self, piece: Piece, error: DiskError) -> None:
+        warn_user(
+            f"StateOffload: the states of {piece.names} can't be read from the disk any more, and are lost: {error} The "
+            "optimizer begins anew for them; load a checkpoint to go on as before"
+        )
+        for record in piece.records:
+            self._optimizer.state.pop(record.parameter, None)
 
 
 def lacks_master(record: StateRecord, entries: Mapping[Any, Any] | None) -> bool:
@@ -186,6 +278,11 @@ def lacks_master(record: StateRecord, entries: Mapping[Any, Any] | None) -> bool
     return any(may_leave(value) or (isinstance(value, Tensor) and value.size() == size) for value in entries.values())
 
 
+def _could_leave(value: object) -> bool:
+    """Tell whether a state is one that leaves the device, or stands for one."""
+    return may_leave(value) or isinstance(value, OnDisk)
+
+
 def _is_elsewhere(value: object) -> bool:
     """Tell whether a state is a number that is not in host memory."""
     return isinstance(value, Tensor) and not value.dim() and value.device.type != "cpu"
@@ -194,71 +291,3 @@ def _is_elsewhere(value: object) -> bool:
 def _own_copy(tensor: Tensor, torch_device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         return moved_state(tensor, torch_device)
-
-
-class Loading:
-    """One `load_state_dict`: torch loads the groups, the states are put where they belong without a way over the device.
-
-    Args:
-        state_dict: what is loaded.
-    """
-
-    def __init__(self, state_dict: Mapping[str, Any]) -> None:
-        self._state = dict(state_dict["state"])
-        self._numbers = [group["params"] for group in state_dict["param_groups"]]
-
-    @staticmethod
-    def without_states(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what torch is to load."""
-        return {**state_dict, "state": {}}
-
-    def finish(self, optimizer: torch.optim.Optimizer, kept: Mapping[int, list[KeptState]], masters: set[int]) -> None:
-        """Put states into `optimizer.state`, each of its own precision, as copies in host memory where they may leave.
-
-        Args:
-            optimizer: what has loaded the groups.
-            kept: what it keeps for a parameter, by the parameter's id.
-            masters: ids of parameters that have a float32 copy.
-        """
-        members = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        found = dict(zip(chain.from_iterable(self._numbers), members, strict=True))
-        state = optimizer.state
-        for key, entries in self._state.items():
-            if key not in found:
-                state[key] = entries
-                continue
-            group, parameter = found[key]
-            dtypes = {item.name: item.dtype for item in kept.get(id(parameter), ())}
-            keeps = id(parameter) in masters
-            state[parameter] = {
-                name: self._placed(name, value, group, parameter, None if keeps else dtypes.get(name))
-                for name, value in entries.items()
-            }
-        optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
-
-    @staticmethod
-    def _placed(name: object, value: Any, group: Mapping[str, Any], parameter: Tensor, dtype: torch.dtype | None) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if name == "step":
-            on_device = group.get("fused") or group.get("capturable")
-            return value.to(torch.float32).to(parameter.device, copy=True) if on_device else value.clone()
-        if may_leave(value) and dtype in (None, value.dtype):
-            return value.detach()  # it is copied as it is adopted
-        if may_leave(value):
-            return value.detach().to(dtype=dtype or value.dtype, device="cpu", copy=value.device.type != "cpu")
-        return value.detach().to(parameter.device, copy=True)
-
-
-def with_host_copies(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Have what is saved be in host memory, also what stays on the device: other code counts on one place for all."""
-    state = {
-        key: {
-            name: value.cpu() if isinstance(value, Tensor) and value.dim() and value.device.type != "cpu" else value
-            for name, value in entries.items()
-        }
-        if isinstance(entries, dict)
-        else entries
-        for key, entries in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}

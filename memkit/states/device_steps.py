@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from memkit.device.base import Device
 from memkit.interrupts import do_at_once
 from memkit.labels import label
 from memkit.plan import aligned
-from memkit.states.host_memory import HostStates
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep, Written
 from memkit.states.packing import copy_state, may_leave, moved_state, pack
@@ -23,6 +22,10 @@ from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, 
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
 from memkit.wrappers import parts_of
+
+if TYPE_CHECKING:
+    from memkit.states.host_memory import HostStates
+    from memkit.states.on_disk import DiskStates
 
 Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]
 """What was stepped: of which parameter, what stood for it, and its states."""
@@ -73,31 +76,53 @@ class DeviceSteps:
         device: where the parameters are.
         slots: where the pieces come to.
         host: where they are between steps.
+        disk: where others are; None for nowhere.
         undo_bytes: of the parameters of the largest piece.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, device: Device, slots: StateSlots, host: HostStates, *, undo_bytes: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: Device,
+        slots: StateSlots,
+        host: HostStates,
+        disk: DiskStates | None,
+        *,
+        undo_bytes: int,
     ) -> None:
         self._optimizer = optimizer
         self._device = device
         self._slots = slots
         self._host = host
+        self._disk = disk
+        self.reads_ahead = disk is not None
+        """Whether any of the pieces may be on a disk."""
         self._undo = Undo(device, undo_bytes)
 
+    @property
+    def disk(self) -> DiskStates:
+        """Where those pieces are that are on a disk."""
+        assert self._disk is not None
+        return self._disk
+
     def begin(self, piece: Piece) -> None:
-        """Have a piece come to its slot."""
+        """Have a piece come to its slot. Waits for the disk, if that is where it comes from."""
         if piece.plan.is_resident:
             return
-        if piece.layout is None:
+        if piece.plan.is_on_disk:
+            self.disk.bring(piece)
+        layout = piece.layout
+        if layout is None:
             self._slots.claim(piece)
         else:
             with label(f"fetch states ({piece.names})"):
-                self._slots.fetch(piece)
+                self._slots.fetch(piece, layout.span or self.disk.span_of(piece))
 
     def is_free_for(self, piece: Piece) -> bool:
-        """Tell whether a piece may come to its slot now."""
-        return piece.plan.is_resident or self._slots.is_free_for(piece)
+        """Tell whether a piece may come to its slot now, and nobody has to wait for the disk."""
+        if piece.plan.is_resident:
+            return True
+        return self._slots.is_free_for(piece) and (not piece.plan.is_on_disk or self.disk.is_here(piece))
 
     def step(self, piece: Piece, run: OneStep) -> None:
         """Step what is due of a piece, and have it go back."""
@@ -109,12 +134,15 @@ class DeviceSteps:
         with label(f"step ({piece.names})"):
             stepped, written = self._step_due(piece, run)
             self._round(piece, stepped)
+        before = piece.copies if piece.plan.is_on_disk else ()
         layout = self._lay_out(piece, stepped) if moves else None
         made = ((record, entries) for record, _, entries in stepped)
         piece.entered = piece.new_entries(piece.states_in(self._optimizer), layout, made)
         marks = piece.marks(self._optimizer, layout)
         do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(written))
         self.finish(piece)
+        if before:
+            self.disk.forget(before, piece)
 
     def finish(self, piece: Piece) -> None:
         """Have what was stepped go to where it stays. Calling it again does what was broken off."""
@@ -123,14 +151,25 @@ class DeviceSteps:
             for record in piece.due:
                 record.numbers = []
         if piece.plan.is_resident or piece.layout is None:
-            if not piece.plan.is_resident:
-                self._slots.release(piece)
+            self._release(piece)
             piece.residency = piece.rest
             for record in piece.due if piece.plan.is_resident else ():
                 record.numbers = []  # all its states, as they were: they would take as much again until the next step
             return
+        span = piece.layout.span
         with label(f"write states back ({piece.names})"):
-            self._slots.write_back(piece)
+            if span is None:
+                self.disk.note_coming(piece)
+            self._slots.write_back(piece, span or self.disk.span_of(piece))
+        if span is None:
+            self.disk.write(piece)
+
+    def _release(self, piece: Piece) -> None:
+        """Have the slot of a piece be free, and what it came through."""
+        if not piece.plan.is_resident:
+            self._slots.release(piece)
+        if piece.plan.is_on_disk:
+            self.disk.release(piece)
 
     def _keep(self, piece: Piece) -> None:
         """Note what a step that fails must find again."""
@@ -165,14 +204,13 @@ class DeviceSteps:
             piece.put_parameters()
         piece.entered.clear()
         piece.let_go()  # the class may have put other tensors into what stands for parameters
-        if not piece.plan.is_resident:
-            self._slots.release(piece)
+        self._release(piece)
         piece.residency = piece.rest
 
     def drop(self, piece: Piece) -> None:
         """A step was broken off before the piece was stepped."""
-        if not piece.plan.is_resident and piece.plan.slot >= 0:
-            self._slots.release(piece)
+        if piece.plan.slot >= 0:
+            self._release(piece)
         piece.residency = piece.rest
 
     def _step_due(self, piece: Piece, run: OneStep) -> tuple[list[Stepped], Written]:
@@ -247,7 +285,7 @@ class DeviceSteps:
         if slot.num_bytes < num_bytes:
             self._slots.grow(slot, num_bytes)
         with torch.inference_mode(False), torch.no_grad():
-            laid_out = piece.lay_out(self._host, tensors, num_bytes)
+            laid_out = piece.lay_out(self.disk if piece.plan.is_on_disk else self._host, tensors, num_bytes)
             for row, values in zip(tensors, copies, strict=True):
                 for tensor in row:
                     copy_state(tensor.over(slot.storage), values[tensor.name])

@@ -9,16 +9,16 @@ import torch
 
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, warn_user
+from memkit.plan.state_places import side_by_side
 from memkit.sizes import format_bytes
-from memkit.states.pieces import Piece
+from memkit.states.packing import Packed
+from memkit.states.pieces import Layout, Piece
 from memkit.storages import byte_view
 from memkit.torch_state import num_users
 from memkit.transfer.arena import Arena
 from memkit.transfer.host_memory import PAGE_BYTES
 from memkit.transfer.spans import Span, rounded
 from memkit.wrappers import parts_of
-
-_BLOCK_BYTES = 256 * 2**20
 
 
 class HostStates:
@@ -49,14 +49,7 @@ class HostStates:
         Raises:
             HostMemoryError: there is not as much.
         """
-        blocks: list[list[int]] = []
-        room = 0
-        for num_bytes in sizes_bytes:
-            if num_bytes > room or not blocks:
-                blocks.append([])
-                room = max(_BLOCK_BYTES, num_bytes)
-            blocks[-1].append(num_bytes)
-            room -= num_bytes
+        blocks = side_by_side(sizes_bytes)
         spans = []
         for block, whole in zip(blocks, self.take(list(map(sum, blocks))), strict=True):
             ends = list(itertools.accumulate(block, initial=0))
@@ -95,9 +88,25 @@ class HostStates:
             (piece.room,) = self.take([num_bytes])
         return piece.room.part(0, num_bytes)
 
+    def layout_of(
+        self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
+    ) -> Layout:
+        """Return where states of a piece are from now on: where they have been, if that is enough and not needed yet.
+
+        Raises:
+            HostMemoryError: there is not as much.
+        """
+        span = self.take([num_bytes])[0] if is_apart else self.room_for(piece, num_bytes)
+        return Layout(span, tensors, tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors))
+
+    def give(self, span: Span) -> None:
+        """Give memory back that was taken by itself. No copy is under way from or to it."""
+        self.arena.give(span)
+        self.arena.trim_gaps()
+
     def close(self, pieces: Sequence[Piece]) -> None:
         """Give all memory back. States that somebody still holds (a `state_dict`) keep their bytes."""
-        layouts = [piece.layout for piece in pieces if piece.layout is not None]
+        layouts = [piece.layout for piece in pieces if piece.layout is not None and not piece.plan.is_on_disk]
         tensors = [tensor for layout in layouts for host in layout.host for tensor in host.values()]
         storages = [part.untyped_storage() for tensor in tensors for part in parts_of(tensor)]
         tensors.clear()

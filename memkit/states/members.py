@@ -35,6 +35,8 @@ class Members:
         self._torch_device = torch_device
         self._where = where
         self._kept: list[Kept] = []
+        self.draws = False
+        """Whether steps draw random numbers, so that they can't come in another order."""
         self._known: list[list[int]] = []
         self.pieces: list[Piece] = []
 
@@ -44,7 +46,8 @@ class Members:
         Raises:
             ValueError: it can't be stepped in pieces.
         """
-        self._kept = try_out(self._optimizer, where=self._where, torch_device=self._torch_device, master=self._master)
+        where, torch_device, master = self._where, self._torch_device, self._master
+        self._kept, self.draws = try_out(self._optimizer, where=where, torch_device=torch_device, master=master)
 
     def costs(self) -> list[ParameterCosts]:
         """Return what each parameter takes: by the states that it has, or else by those of the trial."""

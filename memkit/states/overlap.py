@@ -23,11 +23,15 @@ class ForwardOverlap:
     Gradients are let go by the step: whoever zeroed them would do so while they are still being read. They are held here until
     the stream whose memory they are in has waited for the step.
 
+    Pieces are stepped in the order in which the forward before has come to them: a model that has a head waits for that at
+    once, since it might read what is in it.
+
     Args:
         device: where the parameters are.
+        in_order: whether pieces have to be stepped in the order of the optimizer's groups.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, in_order: bool) -> None:
         self._device = device
         self._stream = device.new_stream("step")
         self._pending: dict[int, Piece] = {}
@@ -36,6 +40,11 @@ class ForwardOverlap:
         """Which of them are stepped on the host, and are yet to come back."""
         self._stepped: dict[Piece, Event] = {}
         self._held: dict[Piece, list[Tensor]] = {}
+        self._in_order = in_order
+        self._places: dict[Piece, int] = {}
+        """Which piece the forward before has come to when."""
+        self._met: dict[Piece, int] = {}
+        """The same of the forward that goes on."""
         self._run: OneStep | None = None
         """What the step reads beside."""
         self._stepping: Stepping | None = None
@@ -43,6 +52,9 @@ class ForwardOverlap:
     def run(self, stepping: Stepping, pieces: Sequence[Piece], run: OneStep) -> None:
         """Step pieces, behind what the current stream has been given so far."""
         self.join()
+        if not self._in_order:
+            self._places, self._met = {**self._places, **self._met}, {}
+            pieces = sorted(pieces, key=lambda piece: self._places.get(piece, len(self._places)))
         self._run, self._stepping = run, stepping
         device, stream = self._device, self._stream
         device.wait_event(stream, device.record_event(timed=False))
@@ -133,6 +145,7 @@ class ForwardOverlap:
         for parameter in parameters.values():
             piece = self._pending.get(id(parameter))
             if piece is not None:
+                self._met.setdefault(piece, len(self._met))
                 self._await_piece(piece)
             if parameter is not None and self._device.takes_notes:
                 self._device.note_read(parameter.untyped_storage())

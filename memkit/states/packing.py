@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.dlpack
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.errors import StateOffloadError
 from memkit.plan import aligned
 from memkit.storages import tensor_over
 from memkit.transfer.spans import Span
@@ -81,6 +83,46 @@ class PackedWrapper:
 
 
 Packed = PackedTensor | PackedWrapper
+
+
+class OnDisk:
+    """What `optimizer.state` has in the place of a state that lies on a disk. It is no tensor: whatever is done with it, but to
+    look at it, raises an error that says what to do instead.
+
+    Args:
+        name: of the state.
+        parameter: of which parameter it is.
+        owner: who has put it there; nobody else's counts.
+    """
+
+    __slots__ = ("_name", "_owner", "_parameter")
+
+    def __init__(self, name: str, parameter: str, owner: object) -> None:
+        self._name, self._parameter, self._owner = name, parameter, weakref.ref(owner)
+
+    def is_of(self, owner: object, name: object) -> bool:
+        """Tell whether it stands for this state of its owner's."""
+        return self._owner() is owner and self._name == name
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise AttributeError(f"{self} has no {attribute}: {_READ}")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise StateOffloadError(f"{self} can't be copied or pickled: {_READ}")
+
+    def __repr__(self) -> str:
+        return f'<"{self._name}" of {self._parameter}, on the disk>'
+
+
+_READ = (
+    "StateOffload(disk=...) keeps it there between steps. optimizer.state_dict() reads it, load_state_dict() writes it, and "
+    "close() brings it back"
+)
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a state is a count, or another one without dimensions."""
+    return not isinstance(value, OnDisk) and (not isinstance(value, Tensor) or not value.dim())
 
 
 def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[tuple[tuple[Packed, ...], ...], int]:

@@ -7,33 +7,37 @@ import weakref
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
 from memkit.plan import StatePiece
-from memkit.states.packing import Packed
+from memkit.states.packing import OnDisk, Packed, moved_state
+from memkit.transfer.disk_store import DiskCopy
 from memkit.transfer.lanes import Transfer
 from memkit.transfer.spans import Span
-
-if TYPE_CHECKING:
-    from memkit.states.host_memory import HostStates
 
 MASTER = "master"
 """The name in `optimizer.state[parameter]` of a parameter's float32 copy."""
 
 
+Rows = Sequence[Mapping[str, Tensor]]
+"""The states of a piece, record by record."""
+
+
 class Residency(enum.Enum):
     """Where the bytes of a piece are that count.
 
-    HOST: in host memory alone. IN_FLIGHT: there, and on their way to a slot. STEPPING: in host memory; in the slot, and in the
-    parameters, a step may have written half of it, and the parameters as they were are kept. DIRTY: in the slot, stepped, and
-    on their way to host memory. DEVICE: they stay there.
+    HOST: in host memory alone. DISK: on a disk, or in a buffer in host memory and on their way there (`DiskStates` knows).
+    IN_FLIGHT: where they were, and on their way to a slot. STEPPING: where they were; in the slot, and in the parameters, a
+    step may have written half of it, and the parameters as they were are kept. DIRTY: in the slot, stepped, and on their way
+    to host memory. DEVICE: they stay there.
     """
 
     HOST = enum.auto()
+    DISK = enum.auto()
     IN_FLIGHT = enum.auto()
     STEPPING = enum.auto()
     DIRTY = enum.auto()
@@ -45,14 +49,36 @@ class Layout:
     """Where the states of a piece are, record by record, once there are any.
 
     Attributes:
-        span: the host memory, of just their bytes.
+        span: the host memory, of just their bytes; None if they are on a disk.
         tensors: how they lie in it.
-        host: the tensors there, by name, which is what `optimizer.state` has.
+        host: the tensors there, by name, which is what `optimizer.state` has; if they are on a disk, `OnDisk` for each.
+        copy: what they are on the disk; None in host memory, and for a parameter whose windows are there one by one.
     """
 
-    span: Span
+    span: Span | None
     tensors: tuple[tuple[Packed, ...], ...]
-    host: tuple[dict[str, Tensor], ...]
+    host: tuple[dict[str, Any], ...]
+    copy: DiskCopy | None = None
+
+
+class Place(Protocol):
+    """Where states are between steps: host memory, or a disk."""
+
+    def layout_of(
+        self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
+    ) -> Layout:
+        """Return where states of a piece are from now on, with room for them.
+
+        Args:
+            piece: whose states they are.
+            tensors: how they lie.
+            num_bytes: of all of them.
+            is_apart: whether what is where they have been is needed yet.
+
+        Raises:
+            HostMemoryError: there is not as much.
+            DiskError: there is not as much.
+        """
 
 
 class StateRecord:
@@ -64,7 +90,7 @@ class StateRecord:
         has_master: whether a copy of higher precision is stepped in its place.
     """
 
-    __slots__ = ("done", "group", "has_master", "name", "numbers", "parameter", "position", "undo")
+    __slots__ = ("__weakref__", "done", "group", "has_master", "name", "numbers", "parameter", "position", "undo")
 
     def __init__(self, name: str, parameter: Tensor, *, has_master: bool) -> None:
         self.name = name
@@ -119,6 +145,8 @@ class Piece:
     @property
     def rest(self) -> Residency:
         """Where the states are between steps."""
+        if self.plan.is_on_disk:
+            return Residency.DISK
         return Residency.DEVICE if self.plan.is_resident else Residency.HOST
 
     @property
@@ -144,6 +172,16 @@ class Piece:
     def parts(self) -> Sequence[Piece]:
         """What moves at once, and is stepped at once: the piece itself, or windows of it."""
         return (self,)
+
+    @property
+    def stored(self) -> Sequence[Piece]:
+        """What lies on a disk at once: as `parts`, but between steps."""
+        return (self,)
+
+    @property
+    def copies(self) -> Sequence[DiskCopy]:
+        """What its states are on a disk."""
+        return () if self.layout is None or self.layout.copy is None else (self.layout.copy,)
 
     @property
     def whole(self) -> Piece:
@@ -199,12 +237,31 @@ class Piece:
         """Tell whether states that have not changed may stay where they are."""
         return True
 
-    def lay_out(self, host: HostStates, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int) -> Layout | None:
-        """Return where states are from now on, in host memory as in the slot; None if there are none."""
-        if not num_bytes:
-            return None
-        span = host.room_for(self, num_bytes)
-        return Layout(span, tensors, tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors))
+    def lay_out(self, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int) -> Layout | None:
+        """Return where states are from now on, there as in the slot; None if there are none."""
+        return place.layout_of(self, tensors, num_bytes) if num_bytes else None
+
+    def lies_as_it_goes(self, entries: Mapping[Any, Any]) -> bool:
+        """Tell whether what lies on a disk at once is what moves at once."""
+        return True
+
+    def cut(
+        self, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: Rows, entries: Mapping[Any, Any]
+    ) -> Sequence[tuple[Piece, tuple[tuple[Packed, ...], ...], int, Rows]]:
+        """Return what of some states is to lie on a disk at once: of which part, how it lies, its bytes, and the states."""
+        return [(self, tensors, num_bytes, rows)]
+
+    def note_put(self, tensors: tuple[tuple[Packed, ...], ...]) -> None:
+        """All parts of these states were put on a disk."""
+
+    def empty_rows(self) -> list[dict[str, Tensor]]:
+        """Return what `fill` fills."""
+        return [{} for _ in self.records]
+
+    def fill(self, rows: list[dict[str, Tensor]], part: Piece, found: Rows) -> None:
+        """Copy the states of a part, or of all, to those of the piece."""
+        for row, values in zip(rows, found, strict=True):
+            row.update({name: moved_state(value, torch.device("cpu")) for name, value in values.items()})
 
     def marks(self, optimizer: torch.optim.Optimizer, layout: Layout | None) -> list[partial[None]]:
         """Return what notes, once called, that what is due was stepped, and where the states are."""
@@ -257,6 +314,12 @@ def stand_in_of(record: StateRecord, master: Tensor) -> nn.Parameter:
     stand_in = nn.Parameter(master, requires_grad=record.parameter.requires_grad)
     vars(stand_in).update(vars(record.parameter))
     return stand_in
+
+
+def stand_ins_for(piece: Piece, tensors: Sequence[Sequence[Packed]]) -> tuple[dict[str, Any], ...]:
+    """Return what `optimizer.state` has of states that are on a disk."""
+    rows = zip(piece.records, tensors, strict=True)
+    return tuple({tensor.name: OnDisk(tensor.name, record.name, record) for tensor in row} for record, row in rows)
 
 
 def mark_of(record: StateRecord) -> tuple[weakref.ref[Tensor], int] | None:

@@ -10,6 +10,7 @@ from memkit.device.base import Device, Event
 from memkit.plan import StatePlan, Update, in_slots
 from memkit.states.pieces import Piece, Residency
 from memkit.transfer.lanes import Lanes, Transfer
+from memkit.transfer.spans import Span
 
 
 class StateSlot:
@@ -98,10 +99,9 @@ class StateSlots:
         self._await_left(slot)
         return slot
 
-    def fetch(self, piece: Piece) -> None:
-        """Put a copy of a piece to its slot on the lane, behind all that uses the slot."""
-        assert piece.layout is not None
-        slot, span = self.of(piece), piece.layout.span
+    def fetch(self, piece: Piece, span: Span) -> None:
+        """Put a copy of a piece, which is in a span, to its slot on the lane, behind all that uses the slot."""
+        slot = self.of(piece)
         if slot.num_bytes < span.num_bytes:
             self.grow(slot, span.num_bytes)
         slot.piece, piece.residency = piece, Residency.IN_FLIGHT
@@ -119,14 +119,13 @@ class StateSlots:
         piece.bind(slot.storage)
         return slot
 
-    def write_back(self, piece: Piece) -> None:
-        """Put a copy of a piece to host memory on the lane, behind what the current stream has done with it."""
-        assert piece.layout is not None
-        slot, span = self.of(piece), piece.layout.span
+    def write_back(self, piece: Piece, span: Span) -> None:
+        """Put a copy of a piece to a span on the lane, behind what the current stream has done with it."""
+        slot = self.of(piece)
         self.note_written(slot)
         slot.freed = self._device.record_event(timed=False)
         slot.left = piece.left = self._lanes.copy_out(slot.storage, span, after=slot.freed)
-        piece.residency, slot.piece = Residency.HOST, None
+        piece.residency, slot.piece = piece.rest, None
         self.d2h_bytes += span.num_bytes
 
     def note_written(self, slot: StateSlot) -> None:

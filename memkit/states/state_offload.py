@@ -15,6 +15,7 @@ from memkit.hooks import HookSet
 from memkit.plan import ParameterCosts, Update, plan_states
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.states.asked import (
+    check_groups,
     check_master,
     check_options,
     check_parameters,
@@ -23,22 +24,25 @@ from memkit.states.asked import (
     refuse_sparse,
     warn_if_unfused,
 )
-from memkit.states.at_rest import Loading, StatesAtRest, with_host_copies
+from memkit.states.at_rest import StatesAtRest
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_memory import HostStates
 from memkit.states.host_steps import HostSteps
 from memkit.states.in_backward import BackwardSteps
 from memkit.states.measured import measure_rates
 from memkit.states.members import Members, are_any_done, parameters_of
+from memkit.states.on_disk import DiskStates
 from memkit.states.one_step import OneStep, run_closure
 from memkit.states.opened import claim, release, weakly
 from memkit.states.overlap import ForwardOverlap
 from memkit.states.pieces import Piece, StateRecord
+from memkit.states.saving import Saving
 from memkit.states.shells import hollow_shell
 from memkit.states.slots import StateSlots
 from memkit.states.stats import StateStats, stats_of
 from memkit.states.stepping import Stepping
 from memkit.states.trial import refuse_by_kind
+from memkit.transfer.disk import Disk
 from memkit.transfer.lanes import lanes_of
 
 _WHERE = "StateOffload"
@@ -71,6 +75,9 @@ class StateOffload:
         overlap_forward: whether `optimizer.step()` returns before the parameters are stepped. The forward of each module waits
             for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Whatever else reads
             parameters (an average of weights, `model.state_dict()`) needs `wait()` first.
+        disk: where states lie that don't stay on the device, and pass through a few buffers in host memory: all, or with
+            `host_budget` those that host memory has no room for. Only with `update="device"` and `when="step"`, and without
+            `overlap_forward`.
         device: where the parameters are; by default what they say.
 
     Raises:
@@ -78,6 +85,7 @@ class StateOffload:
         ValueError: an argument is out of range, or the optimizer can't be stepped piece by piece.
         BudgetInfeasible: `device_budget` is above 0, and smaller than one piece.
         HostMemoryError: there is not enough host memory; nothing was moved.
+        DiskError: the disk has not enough room; nothing was moved.
 
     Example:
         >>> import torch, memkit
@@ -100,10 +108,11 @@ class StateOffload:
         master: torch.dtype | None = None,
         when: str = "step",
         overlap_forward: bool = False,
+        disk: Disk | None = None,
         device: str | torch.device | Device | None = None,
     ) -> None:
         refuse_by_kind(optimizer, _WHERE)
-        check_options(update=update, master=master, when=when, overlap_forward=overlap_forward)
+        check_options(update=update, master=master, when=when, overlap_forward=overlap_forward, disk=disk)
         budget_bytes = check_budget_bytes("device_budget", device_budget, may_be_zero=True)
         limit_bytes = None if host_budget is None else check_budget_bytes("host_budget", host_budget, may_be_zero=True)
         self.optimizer = optimizer
@@ -118,14 +127,15 @@ class StateOffload:
         self.when = when
         self._members = Members(optimizer, master=master, torch_device=self.device.torch_device, where=_WHERE)
         self._members.try_out()
-        self._budget_bytes = budget_bytes
+        self._limits: dict[str, Any] = {"device_budget_bytes": budget_bytes, "has_disk": disk is not None}
+        self._limits["host_budget_bytes"] = limit_bytes
         self._hooks, self._num_steps = HookSet(), 0
         self._is_closed = self._is_entered = False
-        self._loading: Loading | None = None
         self._hollow: torch.optim.Optimizer | None = None
         self._in_backward: BackwardSteps | None = None
-        self._overlap = ForwardOverlap(self.device) if overlap_forward else None
+        self._overlap = ForwardOverlap(self.device, in_order=self._members.draws) if overlap_forward else None
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
+        self._disk = None if disk is None else DiskStates(disk, self.device, self._host)
         self._slots: StateSlots | None = None
         self._undo_bytes, self._is_open = 0, False  # the latter: whether states may have moved
         claim(optimizer, self)
@@ -142,7 +152,7 @@ class StateOffload:
         is_shared, has_master = self.update == "both", self._master is not None
         rates = measure_rates(self.device, self.optimizer, has_master=has_master) if is_shared else None
         apart, costs = self.when == "backward", self._members.costs()
-        self.plan = plan_states(costs, device_budget_bytes=self._budget_bytes, update=self.update, rates=rates, apart=apart)
+        self.plan = plan_states(costs, update=self.update, rates=rates, apart=apart, **self._limits)
         if self.plan.is_empty and self._master is None and self._overlap is None and not apart:
             self._members.place()
         else:
@@ -154,11 +164,11 @@ class StateOffload:
         pieces = self._members.add(self.plan, list(self._members.records()))
         slots = self._slots = StateSlots(device, lanes, self.plan)
         self._undo_bytes = undo_bytes = self.plan.undo_bytes
-        self._on_device = DeviceSteps(optimizer, device, slots, self._host, undo_bytes=undo_bytes)
+        self._on_device = DeviceSteps(optimizer, device, slots, self._host, self._disk, undo_bytes=undo_bytes)
         runs_ahead = self.when == "backward" or self._overlap is not None
         self._on_host = HostSteps(optimizer, device, lanes, slots, self._host, runs_ahead=runs_ahead)
         self._stepping = Stepping(optimizer, device, self._on_device, self._on_host)
-        self._rest = StatesAtRest(optimizer, device, self._host)
+        self._rest = StatesAtRest(optimizer, device, self._host, self._disk)
         if self.when == "backward":
             self._in_backward = BackwardSteps(optimizer, device, self._stepping, self._on_device, self._on_host, self._rest)
         self._is_open = True
@@ -168,10 +178,8 @@ class StateOffload:
             self._hooks.ahead_of_all_forwards(weakly(self._overlap.before_forward, when_gone=self._hooks.remove))
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._hooks.add(self._before)
-        self._hooks.add(optimizer.register_state_dict_pre_hook(self._before_state_dict, prepend=True))
-        self._hooks.add(optimizer.register_state_dict_post_hook(with_host_copies, prepend=True))
-        self._hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
-        self._hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
+        saving = Saving(optimizer, self._members, self._rest, self._settle_for, self._follow_groups, self._forget_step)
+        saving.watch(self._hooks)
 
     # Steps
 
@@ -210,6 +218,8 @@ class StateOffload:
             if is_rest and stepping.unfinished is not None
             else OneStep(optimizer, copies=self._overlap is not None)
         )
+        if self._disk is not None:
+            self._disk.tidy(members.pieces)
         due = members.find_due(leaves_done=is_rest)
         for piece in due:
             refuse_sparse(piece.due)
@@ -274,11 +284,7 @@ class StateOffload:
         members.place()
 
     def _check_groups(self) -> None:
-        refuse_by_kind(self.optimizer, _WHERE)
-        check_parameters(self.optimizer)
-        parameters = parameters_of(self.optimizer)
-        if parameters:
-            device_of(parameters, self.device)
+        check_groups(self.optimizer, self.device, where=_WHERE)
         self._members.try_out()
 
     def _add(self, records: list[StateRecord], costs: list[ParameterCosts]) -> None:
@@ -286,7 +292,8 @@ class StateOffload:
         assert self._slots is not None
         update = "device" if self.update == "both" else self.update
         members, before = self._members, self._members.pieces
-        plan = self._slots.add(plan_states(costs, update=update, apart=self.when == "backward"))
+        planned = plan_states(costs, update=update, apart=self.when == "backward", has_disk=self._disk is not None)
+        plan = self._slots.add(planned)
         try:
             self._open(members.add(plan, records))
         except BaseException:
@@ -296,7 +303,9 @@ class StateOffload:
 
     def _open(self, pieces: list[Piece]) -> None:
         """Set host memory aside for pieces, and move the states there that there are."""
-        self._host.reserve([piece for piece in pieces if not piece.plan.is_resident])
+        if self._disk is not None:
+            self._disk.reserve([piece.plan for piece in pieces])
+        self._host.reserve([piece for piece in pieces if not piece.plan.is_resident and not piece.plan.is_on_disk])
         self._on_host.reserve([piece for piece in pieces if piece.plan.update is Update.HOST])
         for piece in pieces:
             self._rest.adopt(piece)
@@ -319,43 +328,31 @@ class StateOffload:
         """
         return nullcontext() if self._in_backward is None else self._in_backward.accumulate()
 
-    # Saving and loading
-
-    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
-        self._settle()
+    def _settle_for(self, *, is_loading: bool) -> None:
+        """Have nothing be under way. What is loaded takes the place of what a step has left half done."""
+        self._settle(gives_up=is_loading)
         self._wait()
-
-    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._settle(gives_up=True)
-        self._wait()
-        if self._in_backward is not None:
+        if is_loading and self._in_backward is not None:
             self._in_backward.end()
-        self._loading = Loading(state_dict)
-        return Loading.without_states(state_dict)
 
-    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        loading, self._loading = self._loading, None
-        assert loading is not None
-        self._follow_groups()
-        loading.finish(optimizer, self._members.kept(), self._members.masters())
+    def _forget_step(self) -> None:
         self._stepping.unfinished = None
         self._on_host.forget_losses()
-        for piece in self._members.pieces:
-            (self._rest.bring if piece.plan.is_resident else self._rest.adopt)(piece)
 
     # What there is
 
     def stats(self) -> StateStats:
         """Return what was moved so far, and what is taken now."""
-        return stats_of(self.plan, self._host, self._slots, undo_bytes=self._undo_bytes, num_steps=self._num_steps)
+        return stats_of(self.plan, self._host, self._slots, self._disk, undo_bytes=self._undo_bytes, num_steps=self._num_steps)
 
     def __repr__(self) -> str:
         name = type(self.optimizer).__name__
         if self._is_closed:
             return f"<StateOffload of {name}: closed>"
         plan = self.plan
+        on_disk = f"{format_bytes(plan.disk_bytes)} on the disk, " if plan.disk_bytes else ""
         return (
-            f"<StateOffload of {name}: {format_bytes(plan.host_bytes)} of states in host memory, "
+            f"<StateOffload of {name}: {format_bytes(plan.host_bytes)} of states in host memory, {on_disk}"
             f'{format_bytes(plan.resident_bytes)} on {self.device.torch_device}, update="{self.update}">'
         )
 
@@ -394,6 +391,8 @@ class StateOffload:
             self._on_host.close()
         self._is_closed = True
         release(self.optimizer, self)
+        if self._disk is not None:
+            self._disk.close()
         self._host.close(self._members.pieces)
         if self._slots is not None:
             self._slots.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
@@ -10,6 +11,9 @@ from memkit.plan import StatePlan, Update
 from memkit.sizes import format_bytes
 from memkit.states.host_memory import HostStates
 from memkit.states.slots import StateSlots
+
+if TYPE_CHECKING:
+    from memkit.states.on_disk import DiskStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,12 @@ class StateStats:
     """Bytes that were copied to the device."""
     d2h_bytes: int
     """Bytes that were copied to the host."""
+    disk_bytes: int = 0
+    """Bytes of states that lie on the disk, as planned."""
+    disk_read_bytes: int = 0
+    """Bytes that were read from there."""
+    disk_written_bytes: int = 0
+    """Bytes that were written there."""
 
     def __str__(self) -> str:
         rows = [
@@ -45,16 +55,25 @@ class StateStats:
             ("moved to the device", format_bytes(self.h2d_bytes)),
             ("moved to the host", format_bytes(self.d2h_bytes)),
         ]
+        if self.disk_bytes:
+            rows += [
+                ("states on the disk", format_bytes(self.disk_bytes)),
+                ("read from there", format_bytes(self.disk_read_bytes)),
+                ("written there", format_bytes(self.disk_written_bytes)),
+            ]
         return tabulate(rows, tablefmt="plain", disable_numparse=True)
 
 
-def stats_of(plan: StatePlan, host: HostStates, slots: StateSlots | None, *, undo_bytes: int, num_steps: int) -> StateStats:
+def stats_of(
+    plan: StatePlan, host: HostStates, slots: StateSlots | None, disk: DiskStates | None, *, undo_bytes: int, num_steps: int
+) -> StateStats:
     """Return what was moved so far, and what is taken now.
 
     Args:
         plan: where the states are.
         host: the host memory.
         slots: the room on the device; None if there is none any more, or yet.
+        disk: where other states are; None for nowhere.
         undo_bytes: what is taken there beside.
         num_steps: steps so far.
     """
@@ -68,4 +87,7 @@ def stats_of(plan: StatePlan, host: HostStates, slots: StateSlots | None, *, und
         resident_bytes=plan.resident_bytes,
         h2d_bytes=0 if slots is None else slots.h2d_bytes,
         d2h_bytes=0 if slots is None else slots.d2h_bytes,
+        disk_bytes=plan.disk_bytes,
+        disk_read_bytes=0 if disk is None else disk.read_bytes,
+        disk_written_bytes=0 if disk is None else disk.written_bytes,
     )

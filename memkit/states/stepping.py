@@ -132,8 +132,13 @@ class Stepping:
 
     def _step_on_device(self, parts: Sequence[Piece], run: OneStep, note_stepped: Callable[[Piece], object]) -> None:
         num_begun = 0
-        for part in parts:
+        for number, part in enumerate(parts):
+            if self._on_device.reads_ahead:
+                self._on_device.disk.read_ahead(parts[number:])
             num_begun = self._begin(self._on_device, parts, num_begun)
+            if num_begun == number:  # it is not there yet
+                self._on_device.begin(part)
+                num_begun += 1
             self._on_device.step(part, run)
             if part.is_last:
                 note_stepped(part.whole)
@@ -187,7 +192,8 @@ class Stepping:
                 try:
                     side.finish(part)
                 except Exception as error:
-                    failed.append((part, error))
+                    if part.residency is Residency.DIRTY:  # else it is in host memory, and only a disk has failed
+                        failed.append((part, error))
             else:
                 side.drop(part)
         self._device.synchronize()

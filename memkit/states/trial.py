@@ -79,18 +79,19 @@ def refuse_by_kind(optimizer: object, where: str) -> None:
 
 def try_out(
     optimizer: torch.optim.Optimizer, *, where: str, torch_device: torch.device, master: torch.dtype | None
-) -> list[Kept]:
-    """Return what an optimizer keeps for parameters of each of its groups.
+) -> tuple[list[Kept], bool]:
+    """Return what an optimizer keeps for parameters of each of its groups, and whether its steps draw random numbers.
 
     Raises:
         ValueError: a step of each parameter by itself is not bit for bit a step of all, or a step has failed.
     """
     groups = groups_to_try(optimizer)
     if not groups:
-        return [{} for _ in optimizer.param_groups]
+        return [{} for _ in optimizer.param_groups], False
     name = type(optimizer).__name__
     generators = [torch.default_generator, default_generator(torch_device)]
     before = [generator.get_state() for generator in generators]
+    draws = False
     try:
         with torch.inference_mode(False), torch.no_grad():
             is_lazy = makes_states_in_steps(optimizer, groups, torch_device, master)
@@ -104,7 +105,10 @@ def try_out(
                     if is_last:  # it needs all gradients, also without memkit
                         break
                     raise
+                drawn = [generator.get_state() for generator in generators]
                 seed_all(generators, step)
+                undrawn = (torch.equal(one.get_state(), state) for one, state in zip(generators, drawn, strict=True))
+                draws = draws or not all(undrawn)
                 differing = apart.step_each(leaves_out=is_last)
                 differing = differing or whole.differs_from(apart)
                 if differing is not None:
@@ -131,7 +135,7 @@ def try_out(
     kept = whole.kept()
     known = {id(group): found for group, found in zip(groups, kept, strict=True)}
     of_all = {dtype: states for found in reversed(kept) for dtype, states in found.items()}
-    return [{**of_all, **known.get(id(group), {})} for group in optimizer.param_groups]
+    return [{**of_all, **known.get(id(group), {})} for group in optimizer.param_groups], draws
 
 
 def makes_states_in_steps(

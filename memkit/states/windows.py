@@ -7,20 +7,19 @@ from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from memkit import torch_private
 from memkit.errors import StateOffloadError
+from memkit.interrupts import do_at_once
 from memkit.plan import StatePiece, aligned
-from memkit.states.packing import Packed, PackedTensor, pack
-from memkit.states.pieces import Layout, Piece, StateRecord, mark_of, stand_in_of
+from memkit.states.packing import Packed, PackedTensor, is_number, pack
+from memkit.states.pieces import Layout, Piece, Place, Rows, StateRecord, mark_of, stand_in_of, stand_ins_for
+from memkit.transfer.disk_store import DiskCopy
 from memkit.transfer.lanes import Transfer
-
-if TYPE_CHECKING:
-    from memkit.states.host_memory import HostStates
 
 
 class Window(Piece):
@@ -94,8 +93,8 @@ class Window(Piece):
     def may_lie_as_before(self) -> bool:
         return self is self._whole.windows[0] or self._whole.coming is self._whole.layout
 
-    def lay_out(self, host: HostStates, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int) -> Layout | None:
-        return self._whole.lay_out_window(self, host, tensors)
+    def lay_out(self, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int) -> Layout | None:
+        return self._whole.lay_out_window(self, place, tensors, num_bytes)
 
     def marks(self, optimizer: torch.optim.Optimizer, layout: Layout | None) -> list[partial[None]]:
         return [partial(setattr, self, "layout", layout), *self._whole.marks_behind(self, optimizer)]
@@ -173,18 +172,65 @@ class CutPiece(Piece):
                 else:
                     self.states.pop(own.parameter, None)
 
+    def _may_be_cut(self, parameter: Tensor) -> bool:
+        is_dense = parameter.layout is torch.strided and parameter.is_contiguous()
+        return is_dense and parameter.numel() == self.plan.numel
+
     def _is_in_windows(self, parameter: Tensor, entries: Mapping[Any, Any]) -> bool:
         """Tell whether elements of the parameter and of its states lie side by side, in the same order."""
-        if not parameter.is_contiguous() or parameter.numel() != self.plan.numel or parameter.layout is not torch.strided:
+        if not self._may_be_cut(parameter):
             return False
         tensors = self.layout.tensors[0] if self.layout is not None else ()
-        if self.seen is not self.layout or not self.windows:
-            size, stride = parameter.size(), parameter.stride()
-            alike = (isinstance(one, PackedTensor) and (one.size, one.stride) == (size, stride) for one in tensors)
-            if not all(alike):
-                return False
-        num_numbers = sum(not isinstance(value, Tensor) or not value.dim() for value in entries.values())
-        return num_numbers + len(tensors) == len(entries)
+        if (self.seen is not self.layout or not self.windows) and not _lie_like(parameter, tensors):
+            return False
+        return _are_all(entries, tensors)
+
+    # On a disk, its windows lie one by one; or all of it, where it is stepped as a whole.
+
+    @property
+    def stored(self) -> Sequence[Piece]:
+        return self.windows if self.layout is not None and self.layout.copy is None else (self,)
+
+    @property
+    def copies(self) -> Sequence[DiskCopy]:
+        return super().copies or [copy for window in self.windows for copy in window.copies]
+
+    def lies_as_it_goes(self, entries: Mapping[Any, Any]) -> bool:
+        (record,) = self.records
+        return self.layout is None or (self.layout.copy is None) == self._is_in_windows(record.parameter, entries)
+
+    def cut(
+        self, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: Rows, entries: Mapping[Any, Any]
+    ) -> Sequence[tuple[Piece, tuple[tuple[Packed, ...], ...], int, Rows]]:
+        (record,), (row,), (values,) = self.records, tensors, rows
+        if not self._may_be_cut(record.parameter) or not _lie_like(record.parameter, row) or not _are_all(entries, row):
+            return super().cut(tensors, num_bytes, rows, entries)
+        with torch.inference_mode(False), torch.no_grad():
+            self._follow(record.parameter)
+        found: list[tuple[Piece, tuple[tuple[Packed, ...], ...], int, Rows]] = []
+        for window in self.windows:
+            part = _tensors_of_part(row, window.elements)
+            own = {name: value.detach().view(-1)[window.elements] for name, value in values.items()}
+            found.append((window, (part,), sum(aligned(tensor.num_bytes) for tensor in part), [own]))
+        return found
+
+    def note_put(self, tensors: tuple[tuple[Packed, ...], ...]) -> None:
+        layout = Layout(None, tensors, stand_ins_for(self, tensors))
+        do_at_once(partial(setattr, self, "layout", layout), partial(setattr, self, "seen", layout))
+
+    def empty_rows(self) -> list[dict[str, Tensor]]:
+        if self.stored[0] is self:
+            return super().empty_rows()
+        assert self.layout is not None
+        row = [tensor for tensor in self.layout.tensors[0] if isinstance(tensor, PackedTensor)]
+        return [{one.name: torch.empty_strided(one.size, one.stride, dtype=one.dtype) for one in row}]
+
+    def fill(self, rows: list[dict[str, Tensor]], part: Piece, found: Rows) -> None:
+        if not isinstance(part, Window):
+            super().fill(rows, part, found)
+            return
+        for name, value in rows[0].items():
+            value.view(-1)[part.elements].copy_(found[0][name])
 
     def _follow(self, parameter: Tensor) -> None:
         """Have the windows be over the parameter as it is now, and over its states."""
@@ -200,11 +246,14 @@ class CutPiece(Piece):
         self._address = parameter.data_ptr()
         if self.seen is not self.layout:
             for window in self.windows:
-                window.layout = None if self.layout is None else _part_of(self.layout, window.elements)
+                is_apart = self.layout is None or self.plan.is_on_disk
+                window.layout = None if is_apart or self.layout is None else _part_of(self.layout, window.elements)
             self.seen = self.layout
 
-    def lay_out_window(self, window: Window, host: HostStates, tensors: tuple[tuple[Packed, ...], ...]) -> Layout | None:
-        """Return where states of a window are, in host memory, among those of the others.
+    def lay_out_window(
+        self, window: Window, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int
+    ) -> Layout | None:
+        """Return where states of a window are: in host memory among those of the others, on a disk by themselves.
 
         Raises:
             StateOffloadError: others of the same parameter have other states.
@@ -214,16 +263,19 @@ class CutPiece(Piece):
             dtypes = {one.name: self._dtype(one, window) for one in row}
             size = record.parameter.size()
             whole = {name: torch.empty(size, dtype=dtype, device="meta") for name, dtype in dtypes.items()}
-            planned, num_bytes = pack([whole])
-            if self.layout is None or not num_bytes:
-                self.coming = super().lay_out(host, planned, num_bytes)
+            planned, whole_bytes = pack([whole])
+            if not whole_bytes:
+                self.coming = None
+            elif self.plan.is_on_disk:
+                self.coming = Layout(None, planned, stand_ins_for(self, planned))
             else:  # windows that are yet to come have their states where these are
-                (span,) = host.take([num_bytes])
-                self.coming = Layout(span, planned, tuple({one.name: one.on_host(span) for one in row} for row in planned))
-        part = None if self.coming is None else _part_of(self.coming, window.elements)
-        if (part.tensors if part is not None else ((),)) != tensors:
+                self.coming = place.layout_of(self, planned, whole_bytes, is_apart=self.layout is not None)
+        expected = ((),) if self.coming is None else (_tensors_of_part(self.coming.tensors[0], window.elements),)
+        if expected != tensors:
             raise self._not_elementwise()
-        return part
+        if self.coming is None:
+            return None
+        return place.layout_of(window, tensors, num_bytes) if self.plan.is_on_disk else _part_of(self.coming, window.elements)
 
     def _dtype(self, packed: Packed, window: Window) -> torch.dtype:
         if not isinstance(packed, PackedTensor) or packed.size != window.parameter.size():
@@ -236,12 +288,7 @@ class CutPiece(Piece):
         Raises:
             StateOffloadError: others of the same parameter have another count.
         """
-        numbers = {
-            name: value
-            for _, made in window.entered
-            for name, value in made.items()
-            if not isinstance(value, Tensor) or not value.dim()
-        }
+        numbers = {name: value for _, made in window.entered for name, value in made.items() if is_number(value)}
         if window is self.windows[0]:
             self._numbers = numbers
         known = self._numbers
@@ -292,26 +339,46 @@ class CutPiece(Piece):
         self.windows = []  # they hold views of states
 
 
+def _are_all(entries: Mapping[Any, Any], tensors: Sequence[Packed]) -> bool:
+    """Tell whether a parameter has these states, and else only numbers."""
+    return sum(map(is_number, entries.values())) + len(tensors) == len(entries)
+
+
+def _lie_like(parameter: Tensor, tensors: Sequence[Packed]) -> bool:
+    """Tell whether the elements of states lie in memory as those of their parameter."""
+    size, stride = parameter.size(), parameter.stride()
+    return all(isinstance(one, PackedTensor) and (one.size, one.stride) == (size, stride) for one in tensors)
+
+
+def _tensors_of_part(whole: Sequence[Packed], elements: slice) -> tuple[PackedTensor, ...]:
+    """Return how the states of a window lie in a slot: behind each other."""
+    tensors, offset = [], 0
+    for tensor in whole:
+        assert isinstance(tensor, PackedTensor)
+        start, end, _ = elements.indices(tensor.size.numel())
+        num_bytes = (end - start) * tensor.dtype.itemsize
+        tensors.append(PackedTensor(tensor.name, offset, num_bytes, torch.Size([end - start]), (1,), tensor.dtype))
+        offset += aligned(num_bytes)
+    return tuple(tensors)
+
+
 def _part_of(layout: Layout, elements: slice) -> Layout:
     """Return where a window of states is, each of which is of as many elements as the parameter.
 
     In a slot the states of a window lie behind each other. In host memory they have the others' in between: what is copied are
     as many ranges.
     """
-    whole = layout.span.whole
-    assert whole is not None
-    tensors, host, ranges, offset = [], {}, [], 0
-    for tensor in layout.tensors[0]:
+    span = layout.span
+    assert span is not None
+    assert span.whole is not None
+    tensors, ranges = _tensors_of_part(layout.tensors[0], elements), []
+    for tensor, part in zip(layout.tensors[0], tensors, strict=True):
         assert isinstance(tensor, PackedTensor)
-        view = layout.host[0][tensor.name].view(-1)[elements]
-        num_bytes = view.nbytes
-        tensors.append(PackedTensor(tensor.name, offset, num_bytes, view.size(), view.stride(), tensor.dtype))
-        host[tensor.name] = view
         begin = tensor.offset + elements.start * tensor.dtype.itemsize
-        ranges.append(whole[begin : begin + aligned(num_bytes)])
-        offset += aligned(num_bytes)
-    span = replace(layout.span, num_bytes=offset, pieces=tuple(ranges), ranges=(), whole=None)
-    return Layout(span, (tuple(tensors),), (host,))
+        ranges.append(span.whole[begin : begin + aligned(part.num_bytes)])
+    host = {part.name: layout.host[0][part.name].view(-1)[elements] for part in tensors}
+    span = replace(span, num_bytes=sum(map(len, ranges)), pieces=tuple(ranges), ranges=(), whole=None)
+    return Layout(span, (tensors,), (host,))
 
 
 def _own_copy(value: Any) -> Any:

@@ -71,6 +71,21 @@ class Disk:
         Raises:
             DiskError: the limit, or what is free on the disk, is less; or the system makes no file there.
         """
+        file = self._make_file(self._allowed(num_bytes))
+        if file.refusal is not None:
+            warn_user(f"Disk: {file.refusal}")
+        return DiskStore(file, self._make_queue(num_threads), device)
+
+    def extend(self, store: DiskStore, num_bytes: int) -> None:
+        """Have a store that was opened here have room for so many bytes.
+
+        Raises:
+            DiskError: the limit, or what is free on the disk, is less.
+        """
+        store.extend(self._allowed(num_bytes))
+
+    def _allowed(self, num_bytes: int) -> int:
+        """Return a number of bytes in whole pages, if the limit allows as many."""
         num_bytes = rounded(num_bytes, DISK_PAGE_BYTES)
         if self.limit is not None and num_bytes > self.limit:
             raise DiskError(
@@ -78,10 +93,7 @@ class Disk:
                 "Nothing was moved. Raise the limit, or put less on disk.",
                 path=self.directory,
             )
-        file = self._make_file(num_bytes)
-        if file.refusal is not None:
-            warn_user(f"Disk: {file.refusal}")
-        return DiskStore(file, self._make_queue(num_threads), device)
+        return num_bytes
 
     def _make_file(self, num_bytes: int) -> DiskFile:
         return ScratchFile(self.directory, num_bytes)

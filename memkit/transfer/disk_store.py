@@ -80,6 +80,27 @@ class DiskStore:
         """Bytes of the file that chunks have, or are about to have."""
         return self.file.num_bytes - self._gaps.num_bytes
 
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each chunk."""
+        return [copy.num_bytes for copy in self._copies.values()]
+
+    def has(self, copy: DiskCopy) -> bool:
+        """Tell whether a chunk is one of these."""
+        return self._copies.get(id(copy)) is copy
+
+    @mended
+    def extend(self, num_bytes: int) -> None:
+        """Have room for so many bytes in all, whole pages: at least as many as before.
+
+        Raises:
+            DiskError: the disk has not as much.
+        """
+        before = self.file.num_bytes
+        self.file.extend(num_bytes)
+        if num_bytes > before:
+            self._gaps.free((before, num_bytes))
+
     @mended
     def add(self, name: str, num_bytes: int) -> DiskCopy:
         """Return the copy of a chunk of at least one byte, which is nowhere before the first write.
@@ -94,6 +115,26 @@ class DiskStore:
         return copy
 
     @mended
+    def map(self, copy: DiskCopy) -> memoryview:
+        """Give a chunk a place of its own, which it keeps, and return the bytes there as memory. What is written to that is
+        found by `read`; whoever holds it holds the room on the disk, also once this is closed.
+
+        Raises:
+            DiskError: the file has no room for it in one place.
+        """
+        assert not copy.is_written
+        self._raise_untold()
+        ranges = self._gaps.take(rounded(copy.num_bytes, DISK_PAGE_BYTES))
+        if not ranges:
+            raise DiskError(f'"{copy.name}" has no room in one place in the scratch file', path=self.file.directory)
+        copy.places = ranges, ()
+        return self.file.map(ranges[0])
+
+    def settle_map(self, copy: DiskCopy, mapped: memoryview) -> None:
+        """Have what was written to a chunk's memory be on the disk, and take no room in host memory until it is used."""
+        self.file.settle_map(copy.places[0][0], mapped)
+
+    @mended
     def remove(self, copy: DiskCopy) -> None:
         """Forget a chunk: its place is free. Waits for its transfer, if that is still under way."""
         self._end_transfer(copy)
@@ -101,6 +142,13 @@ class DiskStore:
         self._moving.pop(id(copy), None)
         freed, copy.places = copy.places[0], ((), ())
         self._free(freed)
+
+    @mended
+    def keep_only(self, copies: Iterable[DiskCopy]) -> None:
+        """Forget all chunks but these."""
+        kept = {*map(id, copies)}
+        for copy in [copy for key, copy in self._copies.items() if key not in kept]:
+            self.remove(copy)
 
     @mended
     def write(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:

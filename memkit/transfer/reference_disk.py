@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -71,12 +72,24 @@ class _ReferenceFile(DiskFile):
         super().__init__()
         self.directory, self.num_bytes = directory, num_bytes
         self.is_direct, self.refusal = True, None
+        self._lock = threading.Lock()
         self._fault = fault or (lambda _what, _offset, num_bytes: num_bytes)
-        try:
-            self._fault("reserve", 0, num_bytes)
-        except OSError as error:
-            raise DiskError(f"no room: {os.strerror(error.errno or 0)}", path=directory, errno=error.errno) from error
+        self._reserve(0, num_bytes)
         self._content = memoryview(bytearray([POISON]) * num_bytes)
+
+    def _reserve(self, start: int, end: int) -> None:
+        try:
+            self._fault("reserve", start, end - start)
+        except OSError as error:
+            raise DiskError(f"no room: {os.strerror(error.errno or 0)}", path=self.directory, errno=error.errno) from error
+
+    def extend(self, num_bytes: int) -> None:
+        if num_bytes > self.num_bytes:
+            self._reserve(self.num_bytes, num_bytes)
+            added = bytearray([POISON]) * (num_bytes - self.num_bytes)
+            with self._lock:
+                self._content = memoryview(bytearray(self._content) + added)
+            self.num_bytes = num_bytes
 
     def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
         num_bytes = self._fault("read", offset, sum(map(len, buffers)))
@@ -88,15 +101,19 @@ class _ReferenceFile(DiskFile):
 
     def _walk(self, buffers: Sequence[memoryview], offset: int, num_bytes: int, *, is_read: bool) -> int:
         left = num_bytes
-        for memory in buffers:
-            memory = memory[:left]
-            place = self._content[offset : offset + len(memory)]
-            if is_read:
-                memory[:] = place
-            else:
-                place[:] = memory
-            offset, left = offset + len(memory), left - len(memory)
+        with self._lock:
+            for memory in buffers:
+                memory = memory[:left]
+                place = self._content[offset : offset + len(memory)]
+                if is_read:
+                    memory[:] = place
+                else:
+                    place[:] = memory
+                offset, left = offset + len(memory), left - len(memory)
         return num_bytes - left
+
+    def map(self, place: Range) -> memoryview:
+        return self._content[place[0] : place[1]]
 
     def _forget_cached(self, offset: int, num_bytes: int) -> None:
         pass

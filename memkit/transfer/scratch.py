@@ -36,6 +36,14 @@ class DiskFile(ABC):
         self._local = threading.local()
 
     @abstractmethod
+    def extend(self, num_bytes: int) -> None:
+        """Have room for so many bytes, at least as many as before.
+
+        Raises:
+            DiskError: the disk has not as much.
+        """
+
+    @abstractmethod
     def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Read up to as many bytes as the buffers have, and return how many."""
 
@@ -46,6 +54,13 @@ class DiskFile(ABC):
     @abstractmethod
     def _forget_cached(self, offset: int, num_bytes: int) -> None:
         """Have the system let go of what it keeps in memory of the file."""
+
+    @abstractmethod
+    def map(self, place: Range) -> memoryview:
+        """Return bytes of the file as memory that may be written to. Who holds it holds the file's room."""
+
+    def settle_map(self, place: Range, mapped: memoryview) -> None:  # noqa: B027  # memory stands for the reference file
+        """Have what was written to such memory be on the disk, and take no room in host memory until it is used."""
 
     def note_free(self, place: Range) -> None:  # noqa: B027  # the reference file poisons it
         """Hear that bytes mean nothing any more."""
@@ -141,7 +156,7 @@ class ScratchFile(DiskFile):
         self._handle = -1
         try:
             self._handle = _open_unnamed(directory)
-            self._reserve()
+            self._reserve(0, num_bytes)
             self._go_direct()
         except BaseException as error:
             self.close()
@@ -149,11 +164,20 @@ class ScratchFile(DiskFile):
                 raise _refused(directory, num_bytes, error) from error
             raise
 
-    def _reserve(self) -> None:
+    def _reserve(self, start: int, end: int) -> None:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self._handle, 0, self.num_bytes)
+            os.posix_fallocate(self._handle, start, end - start)
         else:  # macOS: a full disk shows when it is written to
-            os.ftruncate(self._handle, self.num_bytes)
+            os.ftruncate(self._handle, end)
+
+    def extend(self, num_bytes: int) -> None:
+        if num_bytes <= self.num_bytes:
+            return
+        try:
+            self._reserve(self.num_bytes, num_bytes)
+        except OSError as error:
+            raise _refused(self.directory, num_bytes - self.num_bytes, error) from error
+        self.num_bytes = num_bytes
 
     def _go_direct(self) -> None:
         """Do without the system's cache, which would take host memory for all that moves, if the file system lets us."""
@@ -182,6 +206,18 @@ class ScratchFile(DiskFile):
 
         flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
         fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT)
+
+    def map(self, place: Range) -> memoryview:
+        start, end = place
+        return memoryview(mmap.mmap(self._handle, end - start, offset=start))
+
+    def settle_map(self, place: Range, mapped: memoryview) -> None:
+        memory = mapped.obj
+        assert isinstance(memory, mmap.mmap)
+        memory.flush()
+        if hasattr(mmap, "MADV_DONTNEED"):
+            memory.madvise(mmap.MADV_DONTNEED)  # of a file's bytes that loses nothing
+        self._forget_cached(place[0], place[1] - place[0])
 
     def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(self._handle, buffers, offset)

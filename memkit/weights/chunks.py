@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,9 @@ class LayerChunk:
         self.module = module
         self.position = position
         self.span: Span | None = None
-        """The host memory for the host copy."""
+        """The host memory for the host copy. None if that is on a disk."""
+        self.mapped: memoryview | None = None
+        """What is there, as memory."""
         self.is_on_host = False
         """Whether the host copies are in the span, and parameters may be those."""
         self.num_changes = 0
@@ -101,10 +103,8 @@ class LayerChunk:
         self.slot = None
 
     def move_to_host(self, read: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        """Copy the parameters to the host copy, in `span`, or read them into that, and let them be that."""
-        assert self.span is not None
-        assert self.span.whole is not None
-        memory = self.span.whole.numpy()
+        """Copy the parameters to the host copy, in `span` or on a disk, or read them into that, and let them be that."""
+        memory = self._memory()
         self._restored, self.held = {}, []
         with without_modes():
             for region, lying in self._regions:
@@ -126,6 +126,22 @@ class LayerChunk:
                 grad = streamed.parameter.grad
                 if grad is not None and grad.device != _HOST:
                     streamed.parameter.grad = grad.to(_HOST)
+
+    def _memory(self) -> Any:
+        """Return the bytes of the host copy."""
+        if self.mapped is not None:
+            return self.mapped
+        assert self.span is not None
+        assert self.span.whole is not None
+        return self.span.whole.numpy()
+
+    def let_go_of_disk(self) -> None:
+        """Hold nothing of a disk any more, once the parameters are restored."""
+        if self.mapped is not None and not self.is_on_host:
+            self.mapped, self.held = None, []
+            for part in self._parts():
+                part.host_copy = torch.empty(0, dtype=part.host_copy.dtype)
+            self.binding.renew()
 
     @property
     def is_at_rest(self) -> bool:

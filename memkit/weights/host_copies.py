@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memkit.device.base import Device
 from memkit.errors import warn_user
 from memkit.storages import byte_view
 from memkit.transfer.arena import Arena
+from memkit.transfer.disk import Disk
 from memkit.transfer.spans import Span
 from memkit.weights import claims
+from memkit.weights.disk_copies import DiskCopies
 
 if TYPE_CHECKING:
     from memkit.weights.accumulation import Accumulation
@@ -28,26 +30,46 @@ class HostCopies:
         model: whose layers they are.
         chunks: what may stream of each layer.
         limit_bytes: the most to take.
+        disk: where host copies are instead; None for nowhere.
     """
 
-    def __init__(self, device: Device, model: nn.Module, chunks: Iterable[LayerChunk], *, limit_bytes: int | None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        model: nn.Module,
+        chunks: Iterable[LayerChunk],
+        *,
+        limit_bytes: int | None,
+        disk: Disk | None = None,
+    ) -> None:
         self.model = model
         self.chunks = tuple(chunks)
         self.arena = Arena(device, limit_bytes=limit_bytes, must_pin=False)
+        self.disk = None if disk is None else DiskCopies(disk, device)
         self._has_warned = False
         self._held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = None
         """Once all is where it was found: storages of host memory that the caller holds, each with one of the same bytes."""
 
     def take(self, chunks: Sequence[LayerChunk]) -> None:
-        """Take memory for layers.
+        """Take memory for layers, or room on the disk.
 
         Raises:
             HostMemoryError: there is not enough of it.
+            DiskError: there is not enough of that.
         """
+        if self.disk is not None:
+            self.disk.take(list(chunks), self.arena)
+            return
         with torch.inference_mode(False):  # else host memory could not be written to outside of that
             spans = self.arena.take_pinned_as_one([chunk.num_bytes for chunk in chunks])
         for chunk, span in zip(chunks, spans, strict=True):
             chunk.span = span
+
+    def move_in(self, chunk: LayerChunk, read: Callable[[Tensor, Tensor], None]) -> None:
+        """Have the parameters of a layer be host copies, which are read by a function."""
+        chunk.move_to_host(read)
+        if self.disk is not None:
+            self.disk.settle(chunk)
 
     def spans(self) -> list[Span]:
         """Return the memory that layers have."""
@@ -83,6 +105,11 @@ class HostCopies:
 
     def close(self) -> None:
         """Give all memory back, once all is restored."""
+        if self.disk is not None:
+            self.disk.close()
+            self._held = []  # whoever holds what was mapped has it there
+            for chunk in self.chunks:
+                chunk.let_go_of_disk()
         self.arena.give_all()
         self.arena.close()
         # The arena has given the memory back; the addresses still are whose tensors are there.

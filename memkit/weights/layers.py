@@ -17,6 +17,7 @@ from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import warn_user
 from memkit.hooks import HookSet, RemovableHandle
 from memkit.sizes import check_budget_bytes, format_bytes
+from memkit.transfer.disk import Disk
 from memkit.weights.adoption import adopt, refuse_tied
 from memkit.weights.binding import StreamedParameter, without_modes
 from memkit.weights.choice import MeasuredChoice
@@ -31,7 +32,7 @@ from memkit.weights.optimizers import MakeOptimizer, state_bytes_per_byte
 from memkit.weights.placement import Placement
 from memkit.weights.scaler import refuse_unscaled
 from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_scripted, refuse_unmovable
-from memkit.weights.shares import choose_mode, chunks_of, plan_layers, why_nothing_is_freed
+from memkit.weights.shares import check_disk, choose_mode, chunks_of, plan_layers, why_nothing_is_freed
 from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
 from memkit.weights.timing import StepTimes, StepTiming
@@ -74,12 +75,15 @@ class LayerOffload(NotCopied):
         weights: safetensors files with the model's weights, as `load_state_dict` would load them: one, or a directory, with an
             index if there are several. The model may be built without data, within `with torch.device("meta")`. What streams is
             read straight into its place in host memory.
+        disk: where the layers that stream lie, in place of host memory, which then has a few buffers that they pass through.
+            They must be frozen, and "auto" does not go with it.
         host_limit_bytes: the most host memory to use.
         device: where the model runs; by default the current CUDA device, or the CPU if there is none.
 
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: an argument is out of range, there are no layers, or the model is managed by another library.
+        DiskError: the disk has not enough room; nothing was moved.
         HostMemoryError: there is not enough host memory; nothing was moved. If there is, and the system does not pin it, that
             is a warning.
         torch.OutOfMemoryError: the device has no room for what stays there.
@@ -108,6 +112,7 @@ class LayerOffload(NotCopied):
         train: str = "auto",
         optimizer: MakeOptimizer | None = None,
         weights: Path | None = None,
+        disk: Disk | None = None,
         host_limit_bytes: int | str | None = None,
         device: str | torch.device | Device | None = None,
     ) -> None:
@@ -122,6 +127,7 @@ class LayerOffload(NotCopied):
         self._layers = find_layers(model, layers)
         refuse_streamed(model)
         self.train = choose_mode(train, self._layers, optimizer)
+        check_disk(disk, train=self.train, offload_ratio=offload_ratio)
         refuse_scripted(model, self._layers, steps_all=self.train == "fused")
         chunks = chunks_of(model, self._layers, is_trained=self.train != "frozen")
         self._candidates = {name: chunks.get(name) for name in self._layers}
@@ -149,7 +155,7 @@ class LayerOffload(NotCopied):
         self._leaving: list[LayerChunk] = []
         """Layers that stay on the device from now on, and have yet to give back what they took."""
         self._is_closed = self._is_entered = False
-        self._host = HostCopies(self.device, model, chunks.values(), limit_bytes=host_limit_bytes)
+        self._host = HostCopies(self.device, model, chunks.values(), limit_bytes=host_limit_bytes, disk=disk)
         self._arena = self._host.arena
         files = FileWeights(model, weights)
         try:
@@ -182,13 +188,13 @@ class LayerOffload(NotCopied):
         """Move everything to where it belongs, and have the model's forwards seen."""
         streamed = {id(item.parameter) for chunk in self._chunks for item in chunk.parameters}
         for chunk in self._chunks:
-            chunk.move_to_host(files.read)
+            self._host.move_in(chunk, files.read)
             for item in chunk.parameters:
                 claim(item, self._host)
         tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if id(tensor) not in streamed]
         files.fill(tensors)
         self._placement.place(tensors, self.device.torch_device)
-        self._streamer = Streamer(self.device, self._chunks, self.plan.slot_bytes)
+        self._streamer = Streamer(self.device, self._chunks, self.plan.slot_bytes, self._host.disk)
         if self._choice.is_open:
             self._streamer.handles = weakref.WeakSet()
         if make is not None:
@@ -265,7 +271,7 @@ class LayerOffload(NotCopied):
         for chunk in self._chunks:
             if not chunk.is_at_rest:
                 chunk.move_to_host()
-        streamer = Streamer(self.device, self._chunks, self.plan.slot_bytes)
+        streamer = Streamer(self.device, self._chunks, self.plan.slot_bytes, self._host.disk)
         streamer.count_on(before)
         self._forwards.watch(streamer, self._gradients)
         if isinstance(self._gradients, FusedSteps):
@@ -377,22 +383,18 @@ class LayerOffload(NotCopied):
 
     def stats(self) -> LayerStats:
         """Return what was moved so far, and what had to be waited for."""
-        streamer, times = self._streams, self._choice.times
-        with streamer.lock:
+        times, disk = self._choice.times, self._host.disk
+        gradients_bytes = 0 if self._gradients is None else self._gradients.d2h_bytes
+        with self._streams.lock:
             return LayerStats(
-                num_streamed=len(self._chunks),
                 num_resident=len(self._layers) - len(self._chunks),
-                streamed_bytes=sum(chunk.num_bytes for chunk in self._chunks),
-                slot_bytes=streamer.ring.num_bytes,
                 host_bytes=self._arena.held_bytes,
-                h2d_bytes=streamer.h2d_bytes,
-                d2h_bytes=0 if self._gradients is None else self._gradients.d2h_bytes,
-                num_fetches=streamer.num_fetches,
-                num_demand_fetches=streamer.num_demand_fetches,
-                num_overflows=streamer.ring.num_overflows,
+                d2h_bytes=gradients_bytes,
                 predicted_s=self.plan.predicted_s,
                 actual_s=None if times is None else times.taken_s,
                 predicted_peak_bytes=self._choice.predicted_peak_bytes,
                 actual_peak_bytes=None if times is None else times.peak_bytes,
-                stall_s=dict(zip((chunk.name for chunk in self._chunks), streamer.stalls.seconds(), strict=True)),
+                disk_bytes=0 if disk is None else disk.num_bytes,
+                disk_read_bytes=0 if disk is None else disk.read_bytes,
+                **self._streams.counts(),
             )

@@ -33,8 +33,13 @@ _MOST, _CLEARLY, _FAR = 1 / 2, 1 / 10, 2
 than the stages would; and so many times as much with all slots."""
 
 
-def find_layers(model: nn.Module, choice: LayerChoice) -> dict[str, nn.Module]:
+def find_layers(model: nn.Module, choice: LayerChoice, *, feature: str = "LayerOffload") -> dict[str, nn.Module]:
     """Return the layers of a model by name, in the order in which they are registered.
+
+    Args:
+        model: whose.
+        choice: which.
+        feature: what needs them, as errors call it.
 
     Raises:
         TypeError: the choice is neither names, modules nor a function.
@@ -50,13 +55,13 @@ def find_layers(model: nn.Module, choice: LayerChoice) -> dict[str, nn.Module]:
         scripted = next((name for name, module in modules.items() if isinstance(module, torch.jit.ScriptModule)), None)
         if not found and scripted is not None:
             raise ValueError(
-                f"LayerOffload needs layers that hooks can be set on; found none, and {_quoted(scripted)} compiled by "
+                f"{feature} needs layers that hooks can be set on; found none, and {_quoted(scripted)} compiled by "
                 "torch.jit.script or torch.jit.trace. Leave it as it is (torch.compile works), or name other layers by layers="
             )
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no layers that could be found: no ModuleList (or Sequential) of at least two "
-                "modules of one class. Name them: LayerOffload(model, layers=[...])"
+                f"modules of one class. Name them: {feature}(model, layers=[...])"
             )
     elif callable(choice):
         found = {name: module for name, module in modules.items() if module is not model and choice(name, module)}

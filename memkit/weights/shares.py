@@ -11,6 +11,7 @@ from memkit.errors import warn_user
 from memkit.plan import LayerCosts, ResidencyPlan, plan_again, plan_auto, plan_budget, plan_resident, plan_streamed_ratio
 from memkit.sizes import check_budget_bytes, format_bytes
 from memkit.storages import unique_storages
+from memkit.transfer.disk import Disk
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.optimizers import MakeOptimizer
 from memkit.weights.placement import shared_between
@@ -48,6 +49,29 @@ def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOpti
     parameters = [parameter for layer in layers.values() for parameter in layer.parameters()]
     trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     return "host" if trained_bytes > _MOSTLY * sum(parameter.nbytes for parameter in parameters) else "frozen"
+
+
+def check_disk(disk: object, *, train: str, offload_ratio: float | str | None) -> None:
+    """Check that layers may lie on a disk.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: they are trained, or their share is to be measured.
+    """
+    if disk is None:
+        return
+    if not isinstance(disk, Disk):
+        raise TypeError(f'disk is a memkit.Disk, such as memkit.Disk("/scratch"); found {disk!r}')
+    if train != "frozen":
+        raise ValueError(
+            f'disk= is for frozen layers, train="frozen": others would be written to the disk in each step; found '
+            f'train="{train}". Leave one of them out'
+        )
+    if isinstance(offload_ratio, str):
+        raise ValueError(
+            f"disk= needs a number as offload_ratio, or budget or num_resident: what is measured is the link, not the disk; "
+            f'found offload_ratio="{offload_ratio}"'
+        )
 
 
 def chunks_of(model: nn.Module, layers: Mapping[str, nn.Module], *, is_trained: bool) -> dict[str, LayerChunk]:

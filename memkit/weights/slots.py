@@ -132,8 +132,8 @@ class Slot:
         """What it holds is not to be found any more."""
         self.state = None
 
-    def fill(self, chunk: LayerChunk, lanes: Lanes) -> Transfer:
-        """Have the bytes of a layer copied here, once all work that uses the slot is done.
+    def fill(self, chunk: LayerChunk, span: Span, lanes: Lanes) -> Transfer:
+        """Have the bytes of a layer, which are in a span, copied here, once all work that uses the slot is done.
 
         Those of the layer that was here are in host memory alone then.
         """
@@ -147,8 +147,7 @@ class Slot:
         for event in (self._left, chunk.written):
             if event is not None:
                 after.append(event)
-        span, known = chunk.span, self._parts.get(chunk)
-        assert span is not None
+        known = self._parts.get(chunk)
         if known is None or known[0] is not span:
             known = self._parts[chunk] = span, self._cut_as(span)
         assert chunk.residency in _FETCHED, chunk.residency

@@ -75,6 +75,10 @@ class LayerStats:
     """How often all slots were in use, so that one more was taken for a while."""
     stall_s: dict[str, float]
     """For each layer that streams, seconds that the device has waited for it, as far as they are known yet."""
+    disk_bytes: int = 0
+    """Bytes of the layers that lie on a disk."""
+    disk_read_bytes: int = 0
+    """Bytes that were read from there."""
 
     def __str__(self) -> str:
         rows = [
@@ -90,6 +94,8 @@ class LayerStats:
             ("peak", f"{_bytes(self.actual_peak_bytes)}, predicted {_bytes(self.predicted_peak_bytes)}"),
             ("stalls", f"{1e3 * sum(self.stall_s.values()):.2f} ms"),
         ]
+        if self.disk_bytes:
+            rows += [("on the disk", format_bytes(self.disk_bytes)), ("read from there", format_bytes(self.disk_read_bytes))]
         return tabulate(rows, tablefmt="plain", disable_numparse=True)
 
 

@@ -24,6 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,14 +32,14 @@ from torch import Tensor
 from memkit import backwards, torch_private
 from memkit.device.base import Device, Event, Stream
 from memkit.errors import LayerOffloadError
-from memkit.kept import KeptHandle, nothing
 from memkit.labels import NO_LABEL, label
 from memkit.owners import StreamedWeights
 from memkit.plan.chunks import Residency
-from memkit.storages import Geometry
 from memkit.torch_state import sharing_counters
 from memkit.transfer.lanes import Transfer, lanes_of
 from memkit.weights.chunks import LayerChunk
+from memkit.weights.disk_copies import DiskCopies
+from memkit.weights.handles import StreamedHandle
 from memkit.weights.order import LayerOrder, Phase
 from memkit.weights.slots import Slot, SlotRing
 from memkit.weights.stats import Stalls
@@ -55,9 +56,12 @@ class Streamer:
         device: where the slots are.
         chunks: the layers that stream, in the order in which they are expected to run.
         slot_bytes: the size of each slot.
+        disk: where their host copies are; None if that is host memory.
     """
 
-    def __init__(self, device: Device, chunks: Sequence[LayerChunk], slot_bytes: Sequence[int]) -> None:
+    def __init__(
+        self, device: Device, chunks: Sequence[LayerChunk], slot_bytes: Sequence[int], disk: DiskCopies | None = None
+    ) -> None:
         self.device = device
         self.chunks = tuple(chunks)
         self.lock = threading.RLock()
@@ -71,6 +75,7 @@ class Streamer:
         self.num_fetches = 0
         self.num_demand_fetches = 0
         """Fetches that began no sooner than the layer was needed."""
+        self._disk = disk
         self._lanes = lanes_of(device)
         self._lanes.join(self)
         order = range(len(self.chunks))
@@ -96,6 +101,19 @@ class Streamer:
         waited_s = dict(zip(before.chunks, before.stalls.seconds(), strict=True))
         self.stalls = Stalls(waited_s.get(chunk, 0.0) for chunk in self.chunks)
 
+    def counts(self) -> dict[str, Any]:
+        """Return what `LayerStats` has of this."""
+        return {
+            "num_streamed": len(self.chunks),
+            "streamed_bytes": sum(chunk.num_bytes for chunk in self.chunks),
+            "slot_bytes": self.ring.num_bytes,
+            "h2d_bytes": self.h2d_bytes,
+            "num_fetches": self.num_fetches,
+            "num_demand_fetches": self.num_demand_fetches,
+            "num_overflows": self.ring.num_overflows,
+            "stall_s": dict(zip((chunk.name for chunk in self.chunks), self.stalls.seconds(), strict=True)),
+        }
+
     def log_transfers(self, log: list[Transfer] | None) -> None:
         """Have each copy to the device added to a list from now on; None: to none."""
         self.transfers = log
@@ -111,6 +129,8 @@ class Streamer:
         with torch_private.without_python_dispatch(), self.lock:
             self.rest()
             self.ring.invalidate()
+            if self._disk is not None:
+                self._disk.invalidate()
             self._current = None
             self.stalls.tidy()
             for phase in (Phase.FORWARD, Phase.SAMPLING):
@@ -267,8 +287,10 @@ class Streamer:
         Returns:
             Whether there was a slot for all of it.
         """
-        current, ring, ahead = self._current, self.ring, self._ahead
+        current, ring, ahead, disk = self._current, self.ring, self._ahead, self._disk
         most = len(ahead)
+        if disk is not None:
+            disk.read_ahead(chunk for chunk in map(self.chunks.__getitem__, ahead) if ring.holding(chunk) is None)
         if until is None:  # as there are slots; unless some were taken for a while, one is that of the current layer
             most = ring.num_planned - (current is not None and len(ring.slots) == ring.num_planned)
         for position, place in ahead.items():
@@ -283,15 +305,19 @@ class Streamer:
             if not is_alone and not self._lanes.is_turn_of(self, chunk.use_order):
                 return False
             slot = ring.find_idle(chunk, ahead, place, current)
-            if slot is None:
+            if slot is None or (disk is not None and not disk.is_here(chunk)):
                 return False
             self._fetch(chunk, slot)
         return True
 
     def _fetch(self, chunk: LayerChunk, slot: Slot) -> None:
         """Put the copy of a layer to a slot on its lane."""
+        span = chunk.span if self._disk is None else self._disk.bring(chunk)
+        assert span is not None
         with label(f"fetch ({chunk.name})") if torch_private.profiler_is_on() else NO_LABEL:
-            transfer = slot.fill(chunk, self._lanes)
+            transfer = slot.fill(chunk, span, self._lanes)
+        if self._disk is not None:
+            self._disk.note_sent(transfer.done)
         if self.transfers is not None:
             self.transfers.append(transfer)
         self.h2d_bytes += chunk.num_bytes
@@ -325,12 +351,16 @@ class Streamer:
                     chunk.binding.unbind()
                 if chunk.span is not None and chunk.span.staging is not None:
                     chunk.span.staging.drain()
+            if self._disk is not None:
+                self._disk.drain()
             self.device.synchronize()
 
     def invalidate(self) -> None:
         """The caller may have written to the host copies unseen."""
         with self.lock:
             self.ring.invalidate()
+            if self._disk is not None:
+                self._disk.invalidate()
 
     # Lending
 
@@ -364,34 +394,3 @@ class Streamer:
             self.rest()
             self.device.synchronize()
             self.ring.close()
-
-
-class StreamedHandle(KeptHandle):
-    """A saved tensor that lies in a slot: a parameter, or a view of one. It holds none of its bytes."""
-
-    __slots__ = ("_chunk", "_geometry", "_num_changes", "_streamer")
-
-    def __init__(self, streamer: Streamer, tensor: Tensor) -> None:
-        super().__init__(tensor)
-        slot = streamer.ring.at(tensor.untyped_storage())
-        assert slot is not None
-        assert slot.chunk is not None
-        self._streamer = streamer
-        if streamer.handles is not None:
-            streamer.handles.add(self)
-        self._chunk = slot.chunk
-        self._num_changes = slot.chunk.num_changes
-        self._geometry = Geometry.of(tensor)
-        self.alias.data = nothing(tensor.dtype, tensor.device)
-
-    @property
-    def size(self) -> torch.Size:
-        return self._geometry.size
-
-    @property
-    def version_now(self) -> int:
-        return super().version_now + self._chunk.num_changes - self._num_changes
-
-    def unpack(self) -> Tensor:
-        self.check_version()
-        return self._geometry.over(self._streamer.use(self._chunk).storage)

@@ -34,6 +34,7 @@ NUMEL = 10**9
         ("nothing", 3),
         ("streamed", 2),
         ("capped", 1),
+        ("disk", 2),
         ("peer_by_hand", 2),
         ("peer_fsdp", 1),
     ],

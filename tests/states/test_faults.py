@@ -17,6 +17,7 @@ from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.plan import StateRates, state_pieces
 from memkit.states import cut_trial, state_offload
+from memkit.transfer import ReferenceDisk
 from tests.drawn import examples
 from tests.interrupts import count_lines, interrupt, spread
 from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, train
@@ -86,10 +87,10 @@ def _failing(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 
 def _snapshot(model: Net, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    optimizer.state_dict()  # which waits
+    saved = optimizer.state_dict()["state"]  # which waits, and reads what is on a disk
     return [
-        (parameter.detach().clone(), copy.deepcopy(dict(optimizer.state.get(parameter) or {})))
-        for parameter in model.parameters()
+        (parameter.detach().clone(), copy.deepcopy(dict(saved.get(number) or {})))
+        for number, parameter in enumerate(model.parameters())
     ]
 
 
@@ -127,7 +128,7 @@ ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError]
 @examples(100)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
-    update=st.sampled_from(["device", "device", "host", "both"]),
+    update=st.sampled_from(["device", "device", "host", "both", "disk", "disk"]),
     budget=st.sampled_from([0, 16384]),
     at=st.integers(1, 120),
     error=st.sampled_from(ERRORS),
@@ -138,6 +139,7 @@ ERRORS = [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError]
 def test_a_fault_of_the_device(
     name: str, update: str, budget: int, at: int, error: type[BaseException], has_states: bool, again: int, is_cut: bool
 ) -> None:
+    options: dict[str, Any] = {"disk": ReferenceDisk(seed=at % 3 or None)} if update == "disk" else {"update": update}
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             _cut(patch)
@@ -145,7 +147,7 @@ def test_a_fault_of_the_device(
         device = Faulty()
         plain, model = make_net(device), make_net(device)
         plain_optimizer, optimizer = (OPTIMIZERS[name](lambda kind: kind, net.parameters()) for net in (plain, model))
-        with memkit.StateOffload(optimizer, device=device, update=update, device_budget=budget):
+        with memkit.StateOffload(optimizer, device=device, device_budget=budget, **options):
             steps = 2 if has_states else 0
             train(plain, plain_optimizer, device, range(steps))
             train(model, optimizer, device, range(steps))
@@ -188,25 +190,41 @@ def test_a_fault_of_the_device(
     is_behind=st.booleans(),
     goes_on=st.booleans(),
     is_cut=st.booleans(),
+    disk=st.sampled_from([None, None, ReferenceDisk(), ReferenceDisk(seed=1)]),
 )
 def test_a_fault_of_the_optimizer(
-    name: str, budget: int, at: int, error: type[BaseException], has_states: bool, is_behind: bool, goes_on: bool, is_cut: bool
+    name: str,
+    budget: int,
+    at: int,
+    error: type[BaseException],
+    has_states: bool,
+    is_behind: bool,
+    goes_on: bool,
+    is_cut: bool,
+    disk: memkit.Disk | None,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             _cut(patch)
-        _fail_within_the_optimizer(name, budget, at, error, has_states, is_behind, goes_on)
+        _fail_within_the_optimizer(name, budget, at, error, has_states, is_behind, goes_on, disk)
 
 
 def _fail_within_the_optimizer(
-    name: str, budget: int, at: int, error: type[BaseException], has_states: bool, is_behind: bool, goes_on: bool
+    name: str,
+    budget: int,
+    at: int,
+    error: type[BaseException],
+    has_states: bool,
+    is_behind: bool,
+    goes_on: bool,
+    disk: memkit.Disk | None,
 ) -> None:
     device = ReferenceDevice()
     plain, model = make_net(device), make_net(device)
     plain_optimizer = OPTIMIZERS[name](lambda kind: kind, plain.parameters())
     optimizer = OPTIMIZERS[name](_failing, model.parameters())
     failing: Any = type(optimizer)
-    with memkit.StateOffload(optimizer, device=device, device_budget=budget):
+    with memkit.StateOffload(optimizer, device=device, device_budget=budget, disk=disk):
         steps = 2 if has_states else 0
         train(plain, plain_optimizer, device, range(steps))
         train(model, optimizer, device, range(steps))

@@ -11,7 +11,7 @@ from torch import nn
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import RaceError, StateOffloadError
 from memkit.plan import StateRates
-from memkit.states import state_offload
+from memkit.states import device_steps, host_steps, state_offload
 from tests.states.cases import (
     OPTIMIZERS,
     Case,
@@ -109,6 +109,60 @@ def test_modules_wait_for_their_own_parameters_only() -> None:
                 handle.remove()
             assert numbers == sorted(numbers, reverse=True)
             assert numbers[0] > numbers[5] > numbers[-1] == 0
+
+
+class Drawing(torch.optim.SGD):
+    """Adds noise, in the order in which it steps parameters."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(torch.rand(()).item(), alpha=1e-3)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_what_the_forward_comes_to_first_is_stepped_first(monkeypatch: pytest.MonkeyPatch, draws: bool, update: str) -> None:
+    """A model waits for its head when it begins, since it might read what is in it."""
+    device = ReferenceDevice()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(6)])
+            self.head = nn.Linear(32, 32, bias=False)
+
+        def forward(self, x):
+            return self.head(self.body(x))
+
+    torch.manual_seed(0)
+    plain, model, x = Model(), Model(), torch.randn(8, 32)
+    model.load_state_dict(plain.state_dict())
+    optimizers = [
+        Drawing(net.parameters(), lr=0.1, momentum=0.9) if draws else torch.optim.AdamW(net.parameters())
+        for net in (plain, model)
+    ]
+    stepped, side = list[str](), host_steps.HostSteps if update == "host" else device_steps.DeviceSteps
+    name = "begin" if update == "host" else "step"
+    step_of = getattr(side, name)
+    monkeypatch.setattr(side, name, lambda self, piece, *args: (stepped.append(piece.names), step_of(self, piece, *args))[1])
+    with offload(optimizers[1], device, overlap_forward=True, update=update) as states:
+        for step in range(4):
+            for net, own in zip((plain, model), optimizers, strict=True):
+                torch.manual_seed(step)
+                net(x).square().mean().backward()
+                own.step()
+                own.zero_grad()
+                if net is model:
+                    model(x)
+        states.wait()
+        in_order = [f"parameter 0.{number}" for number in range(7)]
+        assert stepped[:7] == in_order
+        assert stepped[-7:] == (in_order if draws else [in_order[-1], *in_order[:-1]])
+        assert_same_training(plain, optimizers[0], model, optimizers[1])
 
 
 def test_a_module_that_reads_those_of_another(device: Device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from memkit.device import ReferenceDevice
-from memkit.plan import StateRates, state_pieces
+from memkit.plan import StatePiece, StateRates, state_pieces
+from memkit.plan.state_places import with_disk
 from memkit.states import cut_trial, state_offload
+from memkit.transfer import ReferenceDisk
 from tests.states.cases import Odd, Rebinding, assert_same, offload
 
 pytestmark = [
@@ -42,13 +44,15 @@ class Program:
     Args:
         seed: says what.
         has_master: whether float32 copies are stepped.
+        edits_loaded: whether states are edited in what is saved, and loaded, since `optimizer.state` may not have them.
     """
 
-    def __init__(self, seed: int, *, has_master: bool) -> None:
+    def __init__(self, seed: int, *, has_master: bool, edits_loaded: bool = False) -> None:
         self._random = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         self._dtypes = [torch.float32, torch.bfloat16] if has_master else [torch.float32, torch.float64, torch.bfloat16]
         self._saved: dict[str, Any] | None = None
+        self._edits_loaded = edits_loaded
         self.parameters = self._more(self._random.choice([1, 4, 12, 40]))
         if has_master:
             self.parameters.append(nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16)))
@@ -79,7 +83,7 @@ class Program:
                 if isinstance(value, torch.Tensor) and name != "master":
                     entries[name] = value.clone()
         elif what == "edit":
-            for value in entries.values():
+            for value in self._entries_to_edit(parameter).values():
                 if isinstance(value, torch.Tensor) and value.dim():
                     value.mul_(0.5)
             with torch.no_grad():
@@ -93,6 +97,18 @@ class Program:
             if [len(group["params"]) for group in groups] == [len(group["params"]) for group in optimizer.param_groups]:
                 optimizer.load_state_dict(copy.deepcopy(self._saved))
 
+    def _entries_to_edit(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the states of a parameter, which are in `optimizer.state`."""
+        optimizer = self.optimizer
+        if self._edits_loaded and parameter in optimizer.state:
+            number = next(index for index, other in enumerate(self._all()) if other is parameter)
+            found = optimizer.state_dict()["state"][number]
+            optimizer.state[parameter].update({name: value for name, value in found.items() if isinstance(value, torch.Tensor)})
+        return optimizer.state.get(parameter, {})
+
+    def _all(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def step(self) -> None:
         """Give gradients to all parameters, or some, and step."""
         share = self._random.choice([1.0, 1.0, 0.7, 0.2])
@@ -105,9 +121,13 @@ class Program:
 def _run(seed: int, update: str) -> None:
     choices = random.Random(seed)
     has_master = choices.random() < 0.25
-    plain, own = Program(seed, has_master=has_master), Program(seed, has_master=has_master)
+    has_disk = update == "disk"
+    plain, own = (Program(seed, has_master=has_master, edits_loaded=has_disk) for _ in range(2))
     options: dict[str, Any] = {"update": update, "device_budget": choices.choice([0, 0, "8KiB"])}
     options["overlap_forward"] = choices.random() < 0.3
+    if has_disk:
+        options = {"device_budget": options["device_budget"]}
+        options["disk"] = ReferenceDisk(seed=choices.choice([None, seed]), is_late=choices.random() < 0.8)
     device = ReferenceDevice(seed=choices.choice([None, seed]))
     with contextlib.ExitStack() as stack:
         if has_master:
@@ -126,7 +146,13 @@ def _run(seed: int, update: str) -> None:
     assert not device.races
 
 
-@pytest.mark.parametrize("update", ["device", "host", "both"])
+def _every_other_on_disk(pieces: Sequence[StatePiece], _: int | None) -> list[StatePiece]:
+    """Stand for `with_disk`, which leaves as much in host memory as is in no small test."""
+    all_on_disk = with_disk(pieces, None)
+    return [other if number % 2 else one for number, (one, other) in enumerate(zip(pieces, all_on_disk, strict=True))]
+
+
+@pytest.mark.parametrize("update", ["device", "host", "both", "disk"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 60))])
 def test_random_program(seed: int, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
@@ -134,4 +160,6 @@ def test_random_program(seed: int, update: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 1200)
     for module in (state_pieces, cut_trial):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 256)
+    if seed % 3 == 1:
+        monkeypatch.setattr(state_pieces, "with_disk", _every_other_on_disk)
     _run(seed, update)

@@ -671,3 +671,86 @@ def test_slow_disk_does_not_hold_up_the_caller(host: Host) -> None:
     store.wait(copy)
     assert torch.equal(bytes_of(span), filled(5000, 1))
     store.close()
+
+
+@pytest.mark.filterwarnings("ignore:Disk")
+def test_a_store_is_extended_while_bytes_move(disk: memkit.Disk, host: Host) -> None:
+    store = disk.open(4 * PAGE, host.device)
+    copies = []
+    for number in range(6):
+        disk.extend(store, (4 + 2 * number) * PAGE)
+        copies.append(store.add(str(number), 2 * PAGE - 5))
+        store.write(copies[-1], host.span(2 * PAGE - 5, seed=number))
+        assert store.file.num_bytes == (4 + 2 * number) * PAGE
+    for number, copy in enumerate(copies):
+        span = host.span(copy.num_bytes)
+        store.read(copy, span)
+        store.wait(copy)
+        assert torch.equal(bytes_of(span), filled(copy.num_bytes, number))
+    assert store.sizes == [2 * PAGE - 5] * 6
+    assert_places_are_apart(store, copies)
+    store.close()
+
+
+@pytest.mark.filterwarnings("ignore:Disk")
+def test_a_store_is_extended_up_to_the_limit_and_to_what_is_free(host: Host, tmp_path: Path) -> None:
+    for disk in (memkit.Disk(tmp_path, limit=8 * PAGE), ReferenceDisk(limit=8 * PAGE)):
+        store = disk.open(4 * PAGE, host.device)
+        with pytest.raises(DiskError, match="Raise the limit"):
+            disk.extend(store, 9 * PAGE)
+        disk.extend(store, 8 * PAGE)
+        assert store.file.num_bytes == 8 * PAGE
+        store.close()
+    disk = memkit.Disk(tmp_path)
+    store = disk.open(PAGE, host.device)
+    with pytest.raises(DiskError) as caught:
+        disk.extend(store, 2**50)
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+    assert store.file.num_bytes == PAGE
+    store.close()
+
+
+@pytest.mark.filterwarnings("ignore:Disk")
+def test_only_what_is_kept_has_room(disk: memkit.Disk, host: Host) -> None:
+    store = disk.open(8 * PAGE, host.device)
+    copies = [store.add(str(number), PAGE) for number in range(4)]
+    for number, copy in enumerate(copies):
+        store.write(copy, host.span(PAGE, seed=number))
+
+    store.keep_only(copies[1:3])
+
+    assert [store.has(copy) for copy in copies] == [False, True, True, False]
+    assert store.in_use_bytes == 2 * PAGE
+    store.close()
+
+
+@pytest.mark.filterwarnings("ignore:Disk")
+def test_mapped_bytes_are_those_that_are_read(disk: memkit.Disk, host: Host) -> None:
+    """What is written through a mapping is read past the system's cache, before it is settled and after."""
+    store = disk.open(16 * PAGE, host.device)
+    copies = [store.add(str(number), 3 * PAGE + 7) for number in range(3)]
+    mapped = [store.map(copy) for copy in copies]
+    for seed in range(4):
+        for number, (copy, memory) in enumerate(zip(copies, mapped, strict=True)):
+            content = filled(copy.num_bytes, 10 * seed + number)
+            memory[: copy.num_bytes] = content.numpy().data
+            if seed % 2:
+                store.settle_map(copy, memory)
+            span = host.span(copy.num_bytes)
+            store.read(copy, span)
+            store.wait(copy)
+            assert torch.equal(bytes_of(span), content)
+    assert_places_are_apart(store, copies)
+    store.close()
+    assert bytes(mapped[0][:5]) == bytes(filled(3 * PAGE + 7, 30)[:5].numpy())
+
+
+def test_mapping_needs_room_in_one_place(host: Host) -> None:
+    store = ReferenceDisk().open(4 * PAGE, host.device)
+    first, second, third = (store.add(str(number), PAGE) for number in range(3))
+    for copy in (first, second, third):
+        store.map(copy)
+    store.remove(second)
+    with pytest.raises(DiskError, match="no room in one place"):
+        store.map(store.add("large", 2 * PAGE))
+    store.close()

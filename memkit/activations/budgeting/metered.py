@@ -24,7 +24,7 @@ class WatchedRecorder(Recorder):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         meter, notes = self.meter, self.notes
-        if torch_private.backward_task() != -1:
+        if self.recording.is_gathering or torch_private.backward_task() != -1:
             return super().__torch_dispatch__(func, types, args, kwargs)
         if notes is not None:
             notes.begin_op(self.recording)

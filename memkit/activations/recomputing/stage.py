@@ -30,7 +30,7 @@ from memkit.plan import Action
 from memkit.recording.expected import num_writes
 from memkit.recording.recording import Recording
 from memkit.recording.trail import ModuleTrail
-from memkit.storages import is_range_of_bytes
+from memkit.storages import is_parameter, is_range_of_bytes
 from memkit.torch_state import dynamo_is_loaded, has_own_dispatch, is_traced, leave_mode
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class RecordingStage(Stage):
             return self._hand_on(tensor)  # it was there before
         num_bytes = storage.nbytes()
         root = recording.roots.get(value)
-        if root is not None and not root.is_inside:
+        if (root is not None and not root.is_inside) or is_parameter(tensor):
             return self._hand_on(tensor)  # it is the caller's
         if num_bytes < self._min_bytes:
             if self._small_bytes is not None:

@@ -1,0 +1,97 @@
+"""Saying on every rank what went wrong on one, so that no rank waits for another that has raised."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from memkit.errors import ShardError, note_on
+
+_Value = TypeVar("_Value")
+
+_FINE = torch.iinfo(torch.int64).max
+"""In the place of a rank: none has raised."""
+
+
+def together(work: Callable[[], _Value], describe: Callable[[_Value], Iterable[object]], *, doing: str) -> _Value:
+    """Run something on every rank of the default group, and return what it has returned here, once all ranks have.
+
+    Args:
+        work: what is run. It may raise on some ranks, and must not communicate.
+        describe: what has to be the same on all ranks of what was returned, by its `repr`.
+        doing: what that is, for errors.
+
+    Raises:
+        ShardError: it raised on another rank, or was not the same on all, or a rank has not come this far.
+        Exception: what it raised here.
+    """
+    value: _Value | None = None
+    raised: Exception | None = None
+    digest = 0
+    try:
+        value = work()
+        digest = _digest(describe(value))
+    except Exception as error:
+        raised = error
+    rank = dist.get_rank()
+    try:
+        _wait_for_all()
+        found = torch.tensor([_FINE if raised is None else rank, digest, -digest], device=_device())
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        first, least, greatest = found.tolist()
+        text = "" if first == _FINE else _sent_by(first, "" if raised is None else f"{type(raised).__name__}: {raised}")
+    except (RuntimeError, ValueError) as error:
+        if raised is not None:
+            raise raised from None
+        raise ShardError(
+            f"shard needs every rank of the group to call it; rank {rank} waited for others while {doing}, and one did not "
+            f"come or has ended: {error}. See what that rank says"
+        ) from error
+    if raised is not None:
+        note_on(raised, f"memkit: raised on rank {rank} of {dist.get_world_size()} while {doing}")
+        raise raised
+    if first != _FINE:
+        raise ShardError(f"shard: while {doing}, rank {first} raised {text}", rank=first)
+    if least != -greatest:
+        raise ShardError(
+            "shard needs the same model on every rank; found that ranks differ in names, shapes, dtypes or requires_grad of "
+            "parameters, in layers, or in arguments. Build it in the same way on all"
+        )
+    return value  # type: ignore[return-value]  # it was returned, or else this has raised
+
+
+def _digest(items: Iterable[object]) -> int:
+    """Return a number of 62 bits, which fits int64 with either sign."""
+    text = "\n".join(map(repr, items))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+def _device() -> torch.device:
+    """Return where the group's collectives run: on the CPU if they can."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # such as "cpu:gloo,cuda:nccl"
+    if "cpu" in backends:
+        return torch.device("cpu")
+    kind = next(iter(backends))
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _wait_for_all() -> None:
+    """Wait for all ranks where the group can say which one has not come within its timeout."""
+    if dist.get_backend() == dist.Backend.GLOO:
+        dist.monitored_barrier(wait_all_ranks=True)
+
+
+def _sent_by(source: int, text: str) -> str:
+    """Return the text of one rank. Everybody calls it."""
+    encoded = text.encode()
+    length = torch.tensor([len(encoded)], device=_device())
+    dist.broadcast(length, source)
+    sent = torch.zeros(int(length), dtype=torch.uint8, device=_device())
+    if dist.get_rank() == source:
+        sent.copy_(torch.tensor(list(encoded), dtype=torch.uint8))
+    dist.broadcast(sent, source)
+    return bytes(sent.tolist()).decode()

@@ -1,0 +1,114 @@
+"""What one of several devices takes of a model that is split between them layer by layer, as FSDP2 does.
+
+Numbers alone: which layers there are is found elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from memkit.sizes import check_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedParameter:
+    """One parameter, whose first dimension is split."""
+
+    shape: tuple[int, ...]
+    """Of the whole, with one dimension at least."""
+    itemsize: int
+    """Bytes of an element at rest."""
+    gathered_itemsize: int | None = None
+    """Bytes of an element while it is gathered; None if these are the same."""
+    is_trained: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.shape or min(self.shape) < 0:
+            raise ValueError(f"shape of a sharded parameter has one dimension at least; found {self.shape}")
+        check_bytes("itemsize", self.itemsize)
+
+    def shard_numel(self, num_ranks: int) -> int:
+        """Return the elements of the largest shard, that of the first rank. All ranks keep room for as many.
+
+        Source: `torch.chunk`, by which `torch.distributed.tensor.Shard(0)` splits.
+        """
+        return -(-self.shape[0] // num_ranks) * math.prod(self.shape[1:])
+
+    def gathered_bytes(self, num_ranks: int) -> int:
+        """Return what it takes while it is gathered: the shards of all ranks, with the rows that fill up the last."""
+        itemsize = self.itemsize if self.gathered_itemsize is None else self.gathered_itemsize
+        return num_ranks * self.shard_numel(num_ranks) * itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """What the first rank takes, which takes the most. Activations and temporaries are not in it."""
+
+    num_ranks: int
+    param_bytes: int
+    """Shards of all parameters."""
+    grad_bytes: int
+    """Shards of gradients, of what is trained."""
+    state_bytes: int
+    """Optimizer states of these shards."""
+    gathered_bytes: int
+    """The most that is gathered at once: what is in no layer, and the layers that are in use or gathered ahead."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.param_bytes + self.grad_bytes + self.state_bytes + self.gathered_bytes
+
+
+def plan_shards(
+    layers: Sequence[Iterable[ShardedParameter]],
+    rest: Iterable[ShardedParameter] = (),
+    *,
+    num_ranks: int,
+    prefetch: int = 1,
+    states_per_element: int = 2,
+    state_itemsize: int | None = None,
+) -> ShardPlan:
+    """Return what one rank takes of a model that `shard` has split.
+
+    Args:
+        layers: the parameters of each layer, in the order in which they are gathered.
+        rest: those that are in no layer, and stay gathered from a forward to its backward.
+        num_ranks: between how many it is split.
+        prefetch: how many layers ahead are gathered.
+        states_per_element: how many numbers an optimizer keeps for each that it steps: AdamW two. Single numbers for a whole
+            parameter, such as counts of steps, are not in it.
+        state_itemsize: bytes of each; by default as the parameter has.
+
+    Raises:
+        ValueError: a count is out of range.
+
+    Example:
+        >>> from memkit.plan.shards import ShardedParameter, plan_shards
+        >>> weight = ShardedParameter(shape=(1000, 10), itemsize=4)
+        >>> plan_shards([[weight]] * 4, num_ranks=8).param_bytes
+        20000
+    """
+    for name, count, least in (
+        ("num_ranks", num_ranks, 1),
+        ("prefetch", prefetch, 0),
+        ("states_per_element", states_per_element, 0),
+    ):
+        if count < least:
+            raise ValueError(f"{name} is {least} or more; found {count}")
+    groups = [list(layer) for layer in layers]
+    outside = list(rest)
+    every = [item for group in (*groups, outside) for item in group]
+    trained = [item for item in every if item.is_trained]
+    sizes_bytes = [sum(item.gathered_bytes(num_ranks) for item in group) for group in groups]
+    at_once = [sum(sizes_bytes[first : first + prefetch + 1]) for first in range(len(groups))]
+    return ShardPlan(
+        num_ranks=num_ranks,
+        param_bytes=sum(item.shard_numel(num_ranks) * item.itemsize for item in every),
+        grad_bytes=sum(item.shard_numel(num_ranks) * item.itemsize for item in trained),
+        state_bytes=sum(
+            states_per_element * item.shard_numel(num_ranks) * (state_itemsize or item.itemsize) for item in trained
+        ),
+        gathered_bytes=max(at_once, default=0) + sum(item.gathered_bytes(num_ranks) for item in outside),
+    )

@@ -1,0 +1,64 @@
+"""Borders in a forward: behind one, nothing is made again by what ran before it.
+
+A layer that FSDP2 shards lets go of its parameters when its forward is over, and gathers them again for its own backward. What
+the layer has returned is asked for before that, by the backward of the next one; all else that it has made, within its own. So
+what it returns is a root, and needs no gathering of which the other ranks don't know.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memkit import torch_private
+from memkit.recording.recorded import tensors_in
+
+if TYPE_CHECKING:
+    from memkit.recording.recorder import Recorder
+
+BORDER = "memkit::border"
+"""An op that does nothing, so that it is among those that are seen in every forward, and shifts no numbers."""
+
+
+@functools.cache
+def _op() -> tuple[Any, torch.library.Library]:
+    """Return the op, and what has to be held for it to be there."""
+    library = torch.library.Library("memkit", "FRAGMENT")
+    library.define("border(Tensor[] tensors, bool? gathers=None) -> ()")
+    library.impl("border", lambda tensors, gathers=None: None, "CompositeExplicitAutograd")
+    return torch.ops.memkit.border.default, library
+
+
+def mark_border(_: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: Any) -> None:
+    """A hook behind the forward of a module: a border runs through what it has returned."""
+    if torch_private.num_dispatch_modes() and torch_private.backward_task() == -1:
+        tensors = tensors_in(torch_private.tree_leaves(output))
+        if tensors:
+            with torch.no_grad():
+                _op()[0](tensors)
+
+
+def mark_gather(begins: bool, *_: Any) -> None:
+    """Ahead of what FSDP2 does before a forward, and behind it: the recorder looks away meanwhile.
+
+    What is gathered is the caller's, as a parameter that was there all the time, and the same value as when it was there last:
+    to write it back is no write.
+    """
+    if torch_private.num_dispatch_modes() and torch_private.backward_task() == -1:
+        _op()[0]([], begins)
+
+
+def run_border(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    """What there is of a value that was made here is a root from now on."""
+    recording = recorder.recording
+    if len(args) > 1:
+        recording.is_gathering = args[1]
+        return
+    for tensor in tensors_in(args):
+        storage = tensor.untyped_storage()
+        value = recording.find(storage)
+        if value is not None and value not in recording.roots:
+            recording.add_root(tensor, storage, is_inside=True)

@@ -1,0 +1,310 @@
+"""States that lie on a disk between steps: room for them, their way there and back, and what they are at rest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memkit.device.base import Device
+from memkit.errors import DiskError
+from memkit.interrupts import do_at_once
+from memkit.labels import label
+from memkit.plan import StatePiece, disk_bytes
+from memkit.plan.state_places import NUM_BUFFERS
+from memkit.states.disk_ring import DiskRing, Holds
+from memkit.states.packing import Packed, copy_state
+from memkit.states.pieces import Layout, Piece, Rows, stand_ins_for
+from memkit.transfer.disk import Disk
+from memkit.transfer.disk_store import DiskCopy
+from memkit.transfer.host_memory import refusal_of
+from memkit.transfer.spans import Span
+
+if TYPE_CHECKING:
+    from memkit.states.host_memory import HostStates
+
+
+class DiskStates:
+    """The states on a disk of one `StateOffload`: a `Place` for those pieces.
+
+    Args:
+        disk: where.
+        device: whose copies use the buffers that they pass through.
+        host: gives the memory for these.
+    """
+
+    def __init__(self, disk: Disk, device: Device, host: HostStates) -> None:
+        self._disk, self._device, self._host = disk, device, host
+        self._ring: DiskRing | None = None
+        """Made when the first states are to lie on the disk."""
+        self._planned: list[int] = []
+        """Bytes of each part that is to have room."""
+
+    @property
+    def read_bytes(self) -> int:
+        """What was read so far."""
+        return 0 if self._ring is None else self._ring.store.read_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """What was written so far."""
+        return 0 if self._ring is None else self._ring.store.written_bytes
+
+    @property
+    def ring(self) -> DiskRing:
+        assert self._ring is not None, "nothing was planned to be on the disk"
+        return self._ring
+
+    def reserve(self, plans: Sequence[StatePiece]) -> None:
+        """Set room aside on the disk and in host memory, beside what is there.
+
+        Raises:
+            DiskError: there is not as much on the disk, or its limit is lower.
+            HostMemoryError: there is not as much in host memory.
+        """
+        sizes = [part.state_bytes for plan in plans if plan.is_on_disk for part in plan.parts]
+        if not sizes:
+            return
+        planned = [*self._planned, *sizes]
+        num_bytes = disk_bytes(planned, num_written_at_once=NUM_BUFFERS)
+        if self._ring is None:
+            self._ring = DiskRing(self._disk.open(num_bytes, self._device), self._device, self._host)
+        self._make_room(num_bytes)
+        ring = self._ring
+        ring.add(min(NUM_BUFFERS, len(planned)) - len(ring.buffers), max(planned))
+        self._planned = planned
+
+    def _make_room(self, num_bytes: int) -> None:
+        if self.ring.store.file.num_bytes < num_bytes:
+            self._disk.extend(self.ring.store, num_bytes)
+
+    # A step
+
+    def tidy(self, pieces: Sequence[Piece]) -> None:
+        """A step begins: write again what could not be written, and forget what no piece has any more."""
+        if self._ring is not None:
+            self._ring.note_written()
+            self._ring.keep_only({copy for piece in pieces for copy in piece.copies})
+            self._ring.write_again()
+
+    def read_ahead(self, parts: Sequence[Piece]) -> None:
+        """Have parts be read that come next, as many as there are free buffers for.
+
+        Raises:
+            DiskError: another read or write has failed.
+        """
+        ring = self._ring
+        if ring is None:
+            return
+        ring.note_written()
+        for part in parts:
+            if not part.plan.is_on_disk or ring.find(part) is not None:
+                continue
+            buffer = ring.give_free(part)
+            if buffer is None:
+                return
+            if part.layout is not None:
+                ring.read(buffer, part.layout)
+
+    def is_here(self, part: Piece) -> bool:
+        """Tell whether a part may go to its slot without anybody waiting for the disk."""
+        buffer = self.ring.find(part)
+        if buffer is None:
+            return False
+        if part.layout is None or buffer.holds is Holds.DIRTY:
+            return True
+        is_over = buffer.copy is not None and (buffer.copy.transfer is None or buffer.copy.transfer.is_over)
+        return buffer.holds is not Holds.NOTHING and is_over
+
+    def bring(self, part: Piece) -> None:
+        """Have the bytes of a part, if there are any yet, be in its buffer: waits for the disk.
+
+        Raises:
+            DiskError: a read has failed, or no buffer is free since writes have.
+        """
+        buffer = self.ring.claim(part)
+        if buffer.holds is Holds.WRITTEN:
+            self.ring.end_write(buffer, Holds.READ)
+        if part.layout is None:
+            buffer.holds = Holds.NOTHING
+            return
+        if buffer.holds is Holds.NOTHING:
+            self.ring.read(buffer, part.layout)
+        if buffer.holds is Holds.READ:
+            assert buffer.copy is not None
+            try:
+                self.ring.store.wait(buffer.copy)
+            except DiskError:
+                buffer.holds = Holds.NOTHING
+                raise
+        if part.left is not None:
+            self._device.synchronize(part.left.done)
+
+    def span_of(self, part: Piece) -> Span:
+        """Return the host memory that a part goes from and comes back to."""
+        buffer = self.ring.find(part)
+        assert buffer is not None
+        assert part.layout is not None
+        assert part.layout.copy is not None
+        return buffer.room.part(0, part.layout.copy.num_bytes)
+
+    def layout_of(
+        self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
+    ) -> Layout:
+        """Return where states of a piece are from now on: what they become on the disk is another chunk than before.
+
+        Raises:
+            HostMemoryError: its buffer has too little room, and there is no more.
+            DiskError: so has the disk.
+        """
+        buffer = self.ring.claim(piece)
+        if buffer.room.num_bytes < num_bytes:
+            self.ring.grow(buffer, num_bytes)
+        sizes = [*self.ring.store.sizes, num_bytes]
+        self._make_room(disk_bytes(sizes, num_written_at_once=NUM_BUFFERS))
+        return Layout(None, tensors, stand_ins_for(piece, tensors), self.ring.store.add(piece.names, num_bytes))
+
+    def note_coming(self, part: Piece) -> None:
+        """A copy of a part is about to be put on the way from its slot to its buffer."""
+        buffer = self.ring.claim(part)
+        assert part.layout is not None
+        do_at_once(partial(setattr, buffer, "copy", part.layout.copy), partial(setattr, buffer, "holds", Holds.DIRTY))
+
+    def write(self, part: Piece) -> None:
+        """Have the bytes in the buffer of a part be written, once they are there.
+
+        Raises:
+            DiskError: another read or write has failed. The bytes stay in the buffer.
+        """
+        buffer = self.ring.find(part)
+        assert buffer is not None
+        with label(f"write states to the disk ({part.names})"):
+            self.ring.write(buffer)
+
+    def forget(self, copies: Sequence[DiskCopy], piece: Piece) -> None:
+        """Let go of what a piece was on the disk, where it is that no more."""
+        self.ring.forget([copy for copy in copies if copy not in piece.copies])
+
+    def release(self, part: Piece) -> None:
+        """Have the buffer of a part be free, unless it has bytes that are not on the disk."""
+        self.ring.release(part)
+
+    # At rest
+
+    def put(
+        self,
+        piece: Piece,
+        tensors: tuple[tuple[Packed, ...], ...],
+        num_bytes: int,
+        rows: Rows,
+        entries: Mapping[Any, Any],
+    ) -> None:
+        """Have states be those of a piece, and be written.
+
+        Args:
+            piece: whose they are.
+            tensors: how they lie side by side.
+            num_bytes: what they take so.
+            rows: the states.
+            entries: what `optimizer.state` has of the first of its parameters.
+
+        Raises:
+            HostMemoryError: there is too little host memory for a buffer.
+            DiskError: the disk has too little room, or fails.
+        """
+        before = piece.copies
+        parts = piece.cut(tensors, num_bytes, rows, entries)
+        for part, own_tensors, own_bytes, own_rows in parts:
+            self._put(part, own_tensors, own_bytes, own_rows)
+        if parts[0][0] is not piece:
+            piece.note_put(tensors)
+        self.forget(before, piece)
+
+    def _put(self, part: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: Rows) -> None:
+        before, layout = part.copies, part.layout
+        buffer = self.ring.claim(part)
+        if buffer.holds is Holds.WRITTEN:
+            self.ring.end_write(buffer, Holds.READ)
+        buffer.holds = Holds.NOTHING
+        if layout is None or layout.copy is None or layout.tensors != tensors:
+            layout = self.layout_of(part, tensors, num_bytes)
+        assert layout.copy is not None
+        span = buffer.room.part(0, layout.copy.num_bytes)
+        for row, values in zip(tensors, rows, strict=True):
+            for tensor in row:
+                copy_state(tensor.on_host(span), values[tensor.name])
+        do_at_once(
+            partial(setattr, buffer, "copy", layout.copy),
+            partial(setattr, part, "layout", layout),
+            partial(setattr, buffer, "holds", Holds.DIRTY),
+        )
+        self.forget(before, part)
+        self.ring.write(buffer)
+
+    def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Rows]]:
+        """Yield pieces with their states, as new tensors in host memory, with the next ones on their way.
+
+        Raises:
+            DiskError: a read has failed: ask for the other pieces then.
+            HostMemoryError: there is too little host memory for all.
+        """
+        self.ring.end_writes()
+        parts = [part for piece in pieces for part in piece.stored]
+        num_read = 0
+        try:
+            for piece in pieces:
+                with torch.inference_mode(False), torch.no_grad():
+                    rows = piece.empty_rows()
+                    for part in piece.stored:
+                        self.read_ahead(parts[num_read:])
+                        span = self._brought(part)
+                        assert part.layout is not None
+                        values = [{tensor.name: tensor.on_host(span) for tensor in row} for row in part.layout.tensors]
+                        piece.fill(rows, part, values)
+                        del values
+                        self.release(part)
+                        num_read += 1
+                yield piece, rows
+        finally:
+            for part in parts[num_read:]:
+                self.release(part)
+
+    def _brought(self, part: Piece) -> Span:
+        """Return the bytes of a part. Where no buffer can be had for it, since others can't be written, they are read to memory
+        of their own."""
+        try:
+            self.bring(part)
+        except DiskError:
+            if self.ring.find(part) is not None:  # it can't be read itself
+                raise
+        else:
+            return self.span_of(part)
+        assert part.layout is not None
+        assert part.layout.copy is not None
+        copy = part.layout.copy
+        aside = torch.empty(copy.num_bytes, dtype=torch.uint8)
+        span = Span(offset=0, num_bytes=copy.num_bytes, pieces=(aside,), free_events=(), ranges=(), whole=aside, staging=None)
+        self.ring.store.read(copy, span)
+        self.ring.store.wait(copy)
+        return span
+
+    def close(self) -> None:
+        """Give the room on the disk back, whatever is there. The host has waited for all copies."""
+        if self._ring is not None:
+            self._ring.buffers.clear()
+            with contextlib.suppress(DiskError):  # of bytes that nobody needs any more
+                self._ring.store.close()
+
+
+def refuse_without_room(num_bytes: int) -> None:
+    """Raise if host memory has no room for all states at once, as tensors.
+
+    Raises:
+        HostMemoryError: it has not.
+    """
+    refusal = refusal_of(num_bytes, 0)
+    if refusal is not None:
+        raise refusal

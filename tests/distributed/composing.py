@@ -1,0 +1,97 @@
+"""What runs in sharded layers for the tests of composing: each context beside what shows that it has done something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import memkit
+from memkit.device import ReferenceDevice
+from tests.distributed.cases import assert_same, local, make, tokens_of, train
+
+Make = Callable[[], AbstractContextManager[Any]]
+
+TAG = "sharded"
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _options(seed: int | None = None) -> dict[str, Any]:
+    return {"tag": TAG, "min_bytes": 0, "device": ReferenceDevice() if seed is None else ReferenceDevice(seed=seed)}
+
+
+def _both() -> AbstractContextManager[None]:
+    @contextmanager
+    def entered() -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(memkit.CPUOffload(0.5, **{**_options(), "tag": f"{TAG} outside"}))
+            stack.enter_context(memkit.Rematerialize(0.6, **_options()))
+            yield
+
+    return entered()
+
+
+CONTEXTS: dict[str, Make] = {
+    "CPUOffload(0.2)": lambda: memkit.CPUOffload(0.2, **_options()),
+    "CPUOffload(1.0)": lambda: memkit.CPUOffload(1.0, **_options(seed=0)),
+    "Rematerialize(0.5)": lambda: memkit.Rematerialize(0.5, **_options()),
+    "Rematerialize(0.1)": lambda: memkit.Rematerialize(0.1, **_options()),
+    "both": _both,
+    "MemoryBudget, half": lambda: memkit.MemoryBudget("22KiB", **_options()),
+    "MemoryBudget, least": lambda: memkit.MemoryBudget("12KiB", **_options()),
+}
+"""A step of the model saves about 46 KiB."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "LoRA": {"lora": True},
+    "two ahead": {"prefetch": 2},
+    "low": {"mp_policy": LOW},
+    "whole": {"reshard_after_forward": False},
+    "micro-batches": {"micro": 2},
+}
+
+
+def check_same(context: str, *, attached: bool, num_steps: int = 7, lora: bool = False, micro: int = 1, **options: Any) -> int:
+    """Compare each step in a context with one without it; return how many bytes the context has moved or dropped."""
+    rank, numbers = dist.get_rank(), range(num_steps)
+    plain = train(memkit.shard(make(lora=lora), **options), rank, numbers=numbers, micro=micro)
+    model = memkit.shard(make(lora=lora), **options)
+    if attached:
+        attachment = memkit.attach(model, CONTEXTS[context]())
+        found = train(model, rank, numbers=numbers, micro=micro)
+        attachment.remove()
+    else:
+        found = train(model, rank, numbers=numbers, micro=micro, context=CONTEXTS[context])
+    assert_same(found, plain)
+    stats = memkit.stats(TAG)
+    assert stats.live_records == 0
+    memkit.reset(TAG)
+    memkit.reset(f"{TAG} outside")
+    return stats.moved_out_bytes + stats.dropped_bytes
+
+
+def check_two_forwards(_: str = "") -> None:
+    """Each layer is gathered, let go of and gathered again before a backward needs any of it."""
+
+    def run(budget: float | None) -> list[torch.Tensor]:
+        model, found = memkit.shard(make()), []
+        for number in range(6):
+            torch.manual_seed(number)
+            context = memkit.Rematerialize(budget, **_options()) if budget is not None else torch.enable_grad()
+            with context:
+                loss = sum(model(tokens_of(dist.get_rank(), 2 * number + part)).square().mean() for part in range(2))
+            loss.backward()
+            found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters())]
+            model.zero_grad()
+        return found
+
+    plain = run(None)
+    for budget in (0.7, 0.4, 0.1):
+        assert_same(run(budget), plain)
+        assert memkit.stats(TAG).num_dropped > 0
+        memkit.reset(TAG)

@@ -1,0 +1,48 @@
+"""A rank that raises or dies: no other one waits for ever, and what torchrun says names it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def _torchrun(*command: str) -> subprocess.CompletedProcess[str]:
+    starting = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(starting, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120, check=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("how", "last_step", "expected"),
+    [
+        ("raises", 1, "ValueError: bad batch"),
+        ("dies", 1, "Signal 9 (SIGKILL)"),
+        ("before", -1, "Signal 9 (SIGKILL)"),
+    ],
+)
+def test_no_rank_hangs_where_another_fails(how: str, last_step: int, expected: str) -> None:
+    start = time.monotonic()
+    done = _torchrun("-m", "tests.distributed.failing", how)
+
+    assert done.returncode != 0
+    assert time.monotonic() - start < 60
+    assert done.stdout.count("has made step") == 2 * (last_step + 1)
+    assert expected in done.stderr
+    assert "rank      : 1 (local_rank: 1)" in done.stderr  # the first failure, as torchrun reports it
+
+
+@pytest.mark.full
+def test_example_runs_on_two_ranks() -> None:
+    done = _torchrun("examples/shard.py", "--tiny")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the same bits") == 2
+    assert "NOT" not in done.stdout

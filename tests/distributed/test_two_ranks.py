@@ -1,0 +1,264 @@
+"""`shard` on two ranks over gloo. All processes are started once, and do everything; each test looks at one part."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import memkit
+from memkit.errors import ShardError
+from tests.distributed.cases import (
+    Collectives,
+    assert_same,
+    by_hand,
+    groups_of,
+    make,
+    optimizer_of,
+    padded_bytes,
+    step,
+    train,
+)
+from tests.distributed.composing import CASES, CONTEXTS, check_same, check_two_forwards
+from tests.distributed.groups import Failed, Found, Work, group_of_one, run_ranks
+
+# What each rank does
+
+
+def _same_as_by_hand(_: str, *, lora: bool = False, frozen_dtype: torch.dtype | None = None, micro: int = 1) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    plain = train(by_hand(make(lora=lora, frozen_dtype=frozen_dtype), mesh), rank, micro=micro)
+    for prefetch in (1, 2):
+        model = memkit.shard(make(lora=lora), frozen_dtype=frozen_dtype, prefetch=prefetch)
+        assert_same(train(model, rank, micro=micro), plain)
+
+
+def _lora(folder: str) -> None:
+    _same_as_by_hand(folder, lora=True)
+
+
+def _low_lora(folder: str) -> None:
+    _same_as_by_hand(folder, lora=True, frozen_dtype=torch.bfloat16)
+
+
+def _micro_batches(folder: str) -> None:
+    _same_as_by_hand(folder, micro=3)
+
+
+def _same_on_all_ranks(_: str) -> list[torch.Tensor]:
+    model = memkit.shard(make())
+    train(model, dist.get_rank())
+    return [item.full_tensor().detach() for item in model.parameters() if isinstance(item, DTensor)]
+
+
+def _reductions(_: str) -> None:
+    whole = make(lora=True)
+    trained = [padded_bytes([item for item in group if item.requires_grad], 2) for group in groups_of(whole)]
+    model = memkit.shard(make(lora=True))
+    with Collectives() as seen:
+        step(model, dist.get_rank(), 0)
+
+    assert seen.reduced_bytes == [num for num in reversed(trained) if num]
+    assert [item.grad is None for item in model.parameters()] == [not item.requires_grad for item in model.parameters()]
+
+
+def _raised_on_one(_: str) -> None:
+    """Rank 1 is given what can't be sharded: rank 0 hears of it, and nothing hangs."""
+    bad = ["blocks.0", "nowhere"]
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match='the model has no module "nowhere"') as own:
+            memkit.shard(make(), layers=bad)
+        assert any("raised on rank 1 of 2" in note for note in own.value.__notes__)
+    else:
+        model = make()
+        with pytest.raises(ShardError, match=r'looking at the model, rank 1 raised ValueError: .*no module "nowhere"') as error:
+            memkit.shard(model)
+        assert error.value.rank == 1
+        assert type(model) is type(make())  # nothing was begun
+
+
+def _raised_on_both(_: str) -> None:
+    with pytest.raises(ValueError, match='no module "nowhere"'):
+        memkit.shard(make(), layers=["nowhere"])
+
+
+def _raised_while_sharding(_: str) -> None:
+    """Rank 0 has no room in the middle of it."""
+    model = make()
+    if dist.get_rank() == 0:
+        model.blocks[2].register_forward_pre_hook = _no_room  # type: ignore[method-assign]
+        with pytest.raises(MemoryError, match="no room"):
+            memkit.shard(model)
+    else:
+        with pytest.raises(ShardError, match="sharding it, which is done in part now, rank 0 raised MemoryError: no room"):
+            memkit.shard(model)
+
+
+def _no_room(*_: object, **__: object) -> None:
+    raise MemoryError("no room")
+
+
+def _other_model(_: str) -> None:
+    model = make()
+    if dist.get_rank() == 1:
+        model.head = nn.Linear(13, 18, bias=False)
+    with pytest.raises(ShardError, match="the same model on every rank; found that ranks differ in names, shapes") as error:
+        memkit.shard(model)
+    assert error.value.rank is None
+
+
+def _other_arguments(_: str) -> None:
+    with pytest.raises(ShardError, match="or in arguments"):
+        memkit.shard(make(), prefetch=1 + dist.get_rank())
+
+
+def _save(folder: str) -> list[torch.Tensor]:
+    """Train, save, and go on: what is loaded elsewhere goes on like this."""
+    model = memkit.shard(make())
+    optimizer = optimizer_of(model)
+    train(model, dist.get_rank(), optimizer=optimizer)
+    _write(Path(folder) / "of two", model, optimizer)
+    return train(model, dist.get_rank(), numbers=[7, 8], optimizer=optimizer)
+
+
+def _load_own(folder: str) -> list[torch.Tensor]:
+    model, optimizer = _read(Path(folder) / "of two")
+    return train(model, dist.get_rank(), numbers=[7, 8], optimizer=optimizer)
+
+
+def _composed(name: str, case: str, _: str) -> None:
+    """Ranks need not do the same with what they save: their budgets differ by what they find."""
+    warnings.simplefilter("ignore")
+    assert check_same(name, attached=dist.get_rank() == 1 and name != "both", **CASES[case]) > 0
+
+
+def _load_of_one(folder: str) -> list[torch.Tensor]:
+    """Return what one process has saved, as two have read it: whole parameters and states."""
+    return _whole(*_read(Path(folder) / "of one"))
+
+
+WORKS: dict[str, Work] = {
+    "by hand": _same_as_by_hand,
+    "LoRA": _lora,
+    "reductions": _reductions,
+    "raised on one": _raised_on_one,
+    "raised on both": _raised_on_both,
+    "raised while sharding": _raised_while_sharding,
+    "another model": _other_model,
+    "other arguments": _other_arguments,
+    "all ranks": _same_on_all_ranks,
+    "saved": _save,
+    "loaded": _load_own,
+    "loaded of one": _load_of_one,
+}
+
+MORE: dict[str, Work] = {
+    "frozen in bfloat16": _low_lora,
+    "micro-batches": _micro_batches,
+    "two forwards": check_two_forwards,
+    **{f"{name}, {case}": functools.partial(_composed, name, case) for name in CONTEXTS for case in ("plain", "LoRA")},
+}
+"""What is done as well in a run of all tests."""
+WORKS["Rematerialize(0.5), plain"] = MORE.pop("Rematerialize(0.5), plain")
+
+# Checkpoints
+
+
+def _write(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    states, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": states, "optimizer": of_optimizer}, checkpoint_id=path)
+
+
+def _read(path: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = memkit.shard(make())
+    with torch.no_grad():
+        for item in model.parameters():
+            item.zero_()
+    optimizer = optimizer_of(model)
+    states, of_optimizer = get_state_dict(model, optimizer)
+    dcp.load({"model": states, "optimizer": of_optimizer}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=states, optim_state_dict=of_optimizer)
+    return model, optimizer
+
+
+def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    found = [item.full_tensor() if isinstance(item, DTensor) else item for item in (*model.parameters(), *states)]
+    return [item.detach() for item in found]
+
+
+# What is looked at
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[torch.Tensor]]:
+    """Return the folder, with a checkpoint of one process in it, and what that has."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with group_of_one():
+        model = memkit.shard(make())
+        optimizer = optimizer_of(model)
+        train(model, 0, optimizer=optimizer)
+        _write(folder / "of one", model, optimizer)
+        return str(folder), _whole(model, optimizer)
+
+
+@pytest.fixture(scope="module")
+def found_more(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(2, str(tmp_path_factory.mktemp("more")), MORE)
+
+
+@pytest.fixture(scope="module")
+def found(of_one: tuple[str, list[torch.Tensor]]) -> Found:
+    return run_ranks(2, of_one[0], WORKS)
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_on_every_rank(found: Found, name: str) -> None:
+    _check(found, name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MORE)
+def test_more_on_every_rank(found_more: Found, name: str) -> None:
+    _check(found_more, name)
+
+
+def _check(found: Found, name: str) -> None:
+    failed = [(rank, outcome) for rank, outcome in enumerate(found[name]) if isinstance(outcome, Failed)]
+
+    assert not failed, "\n".join(f"rank {rank}: {error}" for rank, error in failed)
+
+
+def test_parameters_are_the_same_on_all_ranks(found: Found) -> None:
+    one, other = found["all ranks"]
+
+    assert_same(one, other)
+
+
+def test_training_goes_on_from_a_checkpoint_of_two_ranks(found: Found) -> None:
+    for saved, loaded in zip(found["saved"], found["loaded"], strict=True):
+        assert_same(loaded, saved)
+
+
+def test_two_ranks_load_what_one_has_saved(found: Found, of_one: tuple[str, list[torch.Tensor]]) -> None:
+    for loaded in found["loaded of one"]:
+        assert_same(loaded, of_one[1])
+
+
+def test_one_rank_loads_what_two_have_saved(found: Found, of_one: tuple[str, list[torch.Tensor]]) -> None:
+    """After the steps before the checkpoint the parameters are those that all ranks had then."""
+    with group_of_one():
+        model, optimizer = _read(Path(of_one[0]) / "of two")
+        whole = _whole(model, optimizer)
+
+    assert_same(whole[: len(list(model.parameters()))], found["all ranks"][0])

@@ -1,0 +1,816 @@
+"""States on a disk: the same bits as plain steps, however late the disk is; nothing is lost when it fails; nothing is left."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import memkit
+from memkit.device import Device, ReferenceDevice
+from memkit.errors import DiskError, HostMemoryError, StateOffloadError
+from memkit.plan import state_pieces
+from memkit.states import cut_trial
+from memkit.states.disk_ring import DiskRing
+from memkit.states.host_memory import HostStates
+from memkit.transfer import ReferenceDisk
+from tests.drawn import examples
+from tests.interrupts import interrupts
+from tests.refusing import PinLimit
+from tests.states.cases import (
+    OPTIMIZERS,
+    Case,
+    Net,
+    assert_same,
+    assert_same_training,
+    batch,
+    groups_of,
+    make_net,
+    offload,
+    often,
+    train,
+)
+
+MIB = 2**20
+
+
+def _cut(patch: pytest.MonkeyPatch) -> None:
+    """Have matrices be stepped in three windows each."""
+    patch.setattr(state_pieces, "PIECE_BYTES", 1200)
+    for module in (state_pieces, cut_trial):
+        patch.setattr(module, "WINDOW_NUMEL", 256)
+
+
+def _adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("case", often(OPTIMIZERS), ids=str)
+@pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.full)])
+def test_the_same_bits_on_a_late_disk(case: Case, seed: int | None) -> None:
+    device = ReferenceDevice(seed=seed)
+    plain, model = make_net(device, case), make_net(device, case)
+    plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
+    with offload(optimizer, device, disk=ReferenceDisk(seed=seed)) as states:
+        for steps in (range(3), range(3, 5)):
+            train(plain, plain_optimizer, device, steps, clip=1.0)
+            train(model, optimizer, device, steps, clip=1.0)
+            assert_same_training(plain, plain_optimizer, model, optimizer)
+        assert states.plan.host_bytes == 0 < states.plan.disk_bytes
+        assert states.stats().disk_written_bytes > 0
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+    train(plain, plain_optimizer, device, range(5, 7))
+    train(model, optimizer, device, range(5, 7))
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+    device.synchronize()
+    assert not device.races
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("budget", [0, "10KiB"])
+def test_the_same_bits_on_a_real_disk(
+    device: Device, budget: int | str, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    threads = threading.active_count()
+    with offload(optimizer, device, disk=_real_disk(tmp_path), device_budget=budget) as states:
+        train(plain, plain_optimizer, device, range(4), accumulate=2)
+        train(model, optimizer, device, range(4), accumulate=2)
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+        assert (states.plan.resident_bytes > 0) == (budget != 0)
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
+
+
+def _real_disk(directory: Path) -> memkit.Disk:
+    """Return a disk whose scratch file may go through the system's cache, as on tmpfs: that warns."""
+    return _Quiet(directory)
+
+
+class _Quiet(memkit.Disk):
+    def _make_file(self, num_bytes: int) -> Any:
+        file = super()._make_file(num_bytes)
+        file.refusal = None
+        return file
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_float32_copies(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+    device = ReferenceDevice()
+    nets = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
+    optimizers = [_adamw(net) for net in nets]
+    with (
+        offload(optimizers[0], device, master=torch.float32, device_budget="1GiB"),
+        offload(optimizers[1], device, master=torch.float32, disk=ReferenceDisk()),
+    ):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            train(net, optimizer, device, range(4), dtype=torch.bfloat16)
+            with torch.no_grad():
+                net.head.weight.mul_(0.5)
+            train(net, optimizer, device, range(4, 6), dtype=torch.bfloat16)
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+    assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+def test_steps_that_miss_parameters_or_are_left_out() -> None:
+    device = ReferenceDevice()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    with offload(optimizer, device, disk=ReferenceDisk()):
+        for step in range(8):
+            for net, own in ((plain, plain_optimizer), (model, optimizer)):
+                net.zero_grad()
+                if step == 3:
+                    with torch.no_grad():
+                        net(batch(device, step))
+                    continue
+                loss = net.layers[0](batch(device, step)) if step % 2 else net(batch(device, step))
+                loss.square().mean().backward()
+                own.step()
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+def test_parameters_that_come_later() -> None:
+    device = ReferenceDevice()
+    nets = [make_net(device) for _ in range(2)]
+    later = [Net(width=24, depth=8) for _ in range(2)]
+    for net in later:
+        net.load_state_dict(later[0].state_dict())
+    optimizers = [_adamw(net) for net in nets]
+    with offload(optimizers[1], device, disk=ReferenceDisk()) as states:
+        for net, extra, optimizer in zip(nets, later, optimizers, strict=True):
+            train(net, optimizer, device, range(2))
+            optimizer.add_param_group({"params": extra.parameters(), "lr": 1e-3})
+            for step in range(3):
+                (net(batch(device, step)) + extra(batch(device, step))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        assert_same(later[0].state_dict(), later[1].state_dict())
+        assert states.plan.disk_bytes > 2 * 13312
+
+
+# Where states are
+
+
+def test_host_budget_says_how_much_is_in_host_memory() -> None:
+    device = ReferenceDevice()
+    width, found = 512, []
+    for budget in (None, "9MiB", "20MiB", "1GiB"):
+        torch.manual_seed(1)
+        model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(12)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        with offload(optimizer, device, disk=ReferenceDisk(), host_budget=budget) as states:
+            for _ in range(2):
+                model(torch.ones(2, width)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert states.stats().host_bytes <= {None: 8 * MIB, "9MiB": 9 * MIB, "20MiB": 20 * MIB, "1GiB": 26 * MIB}[budget]
+            assert states.plan.host_bytes + states.plan.disk_bytes == 24 * MIB
+            found.append((states.plan.disk_bytes // MIB, optimizer.state_dict()))
+
+    assert [num for num, _ in found] == [24, 24, 12, 0]
+    for _, state_dict in found[1:]:
+        assert_same(found[0][1], state_dict)
+
+
+def test_a_host_budget_without_room_for_the_buffers() -> None:
+    optimizer = _adamw(make_net(ReferenceDevice()))
+    disk = ReferenceDisk()
+
+    with pytest.raises(HostMemoryError, match=r"needs a host_budget of at least 8\.00 MiB, for the buffers"):
+        offload(optimizer, ReferenceDevice(), disk=disk, host_budget="1MiB")
+    train(make_net(ReferenceDevice()), optimizer, ReferenceDevice(), range(1))
+
+
+def test_what_is_told() -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = _adamw(model)
+    with offload(optimizer, device, disk=ReferenceDisk()) as states:
+        train(model, optimizer, device, range(3))
+        text = states.plan.explain()
+        assert "26.00 KiB on the disk" in text
+        assert "1,000 steps write 2.66e-05 TB" in text
+        assert "pass through 4 buffers in host memory" in text
+        assert "26.00 KiB on the disk" in repr(states)
+        stats = states.stats()
+        assert stats.disk_bytes == states.plan.disk_bytes == 26 * 1024
+        assert stats.disk_written_bytes == stats.h2d_bytes + 8 * 1024 or stats.disk_written_bytes > 0
+        assert "states on the disk" in str(stats)
+    assert states.stats().disk_written_bytes == stats.disk_written_bytes
+
+
+def test_what_stands_for_a_state_says_what_to_do() -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = _adamw(model)
+    with offload(optimizer, device, disk=ReferenceDisk()):
+        train(model, optimizer, device, range(2))
+        entries = optimizer.state[model.head.weight]
+        standing = entries["exp_avg"]
+        assert isinstance(entries["step"], torch.Tensor)
+        assert repr(standing).startswith('<"exp_avg" of ')
+        with pytest.raises(AttributeError, match=r"state_dict\(\) reads it"):
+            standing.mul_(0.5)
+        for duplicate in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(StateOffloadError, match="can't be copied or pickled"):
+                duplicate(standing)
+
+        entries["exp_avg"] = entries["exp_avg_sq"]
+        model(batch(device, 5)).sum().backward()
+        with pytest.raises(StateOffloadError, match="where it stands for nothing"):
+            optimizer.step()
+        entries["exp_avg"] = standing
+        optimizer.step()
+
+
+# Saving and loading
+
+
+@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", often(case for case in OPTIMIZERS if case.name != "rebinding"), ids=str)
+def test_resumes_into_and_from_plain_torch(case: Case, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+    device = ReferenceDevice()
+    plain = make_net(device, case)
+    plain_optimizer = case.make(groups_of(plain))
+    train(plain, plain_optimizer, device, range(3))
+    torch.save(plain_optimizer.state_dict(), tmp_path / "plain.pt")
+
+    model = make_net(device, case)
+    model.load_state_dict(plain.state_dict())
+    optimizer = case.make(groups_of(model))
+    with offload(optimizer, device, disk=ReferenceDisk()):
+        train(model, optimizer, device, range(1))
+        model.load_state_dict(plain.state_dict())
+        optimizer.load_state_dict(torch.load(tmp_path / "plain.pt", weights_only=True))
+        train(plain, plain_optimizer, device, range(3, 5))
+        train(model, optimizer, device, range(3, 5))
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+        torch.save(optimizer.state_dict(), tmp_path / "disk.pt")
+
+    again = make_net(device, case)
+    again.load_state_dict(model.state_dict())
+    again_optimizer = case.make(groups_of(again))
+    again_optimizer.load_state_dict(torch.load(tmp_path / "disk.pt", weights_only=True))
+    train(plain, plain_optimizer, device, range(5, 7))
+    train(again, again_optimizer, device, range(5, 7))
+    assert_same_training(plain, plain_optimizer, again, again_optimizer)
+
+
+def test_begins_with_states_that_are_there() -> None:
+    device = ReferenceDevice()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    train(plain, plain_optimizer, device, range(4))
+    train(model, optimizer, device, range(2))
+    with offload(optimizer, device, disk=ReferenceDisk(seed=1)):
+        train(model, optimizer, device, range(2, 4))
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+def test_a_state_dict_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = _adamw(model)
+    with offload(optimizer, device, disk=ReferenceDisk()):
+        train(model, optimizer, device, range(2))
+        with monkeypatch.context() as patch:
+            patch.setattr("memkit.transfer.host_memory.available_bytes", lambda: 1000)
+            with pytest.raises(HostMemoryError, match="more of host memory is needed"):
+                optimizer.state_dict()
+        train(model, optimizer, device, range(2, 3))
+        assert len(optimizer.state_dict()["state"]) == 9
+
+
+def test_parameters_that_lie_otherwise_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large parameter is stepped in windows, or as a whole where it isn't contiguous: what is on the disk follows."""
+    _cut(monkeypatch)
+    device = ReferenceDevice()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    with offload(optimizer, device, disk=ReferenceDisk(seed=2)):
+        for step in range(8):
+            for net, own in ((plain, plain_optimizer), (model, optimizer)):
+                for weight in (net.layers[0].weight, net.layers[1].weight):
+                    data = weight.data
+                    weight.data = data.mT.contiguous().mT if step in (2, 3, 6) else data.contiguous()
+                train(net, own, device, [step])
+            assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"update": "host"},
+            ValueError,
+            'are stepped on the device, update="device"; found update="host"',
+        ),
+        ({"update": "both"}, ValueError, 'found update="both"'),
+        ({"when": "backward"}, ValueError, 'as a whole, since states are read ahead in its order; found when="backward"'),
+        ({"overlap_forward": True}, ValueError, "found overlap_forward=True"),
+        ({"disk": "/tmp"}, TypeError, "disk is a memkit.Disk"),
+    ],
+)
+def test_what_does_not_go_together(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    optimizer = _adamw(make_net(ReferenceDevice()))
+
+    with pytest.raises(error) as caught:
+        offload(optimizer, ReferenceDevice(), **{"disk": ReferenceDisk(), **options})
+
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ReferenceDisk(limit="8KiB"),
+        lambda: ReferenceDisk(fault=_no_room),
+    ],
+    ids=["limit", "full"],
+)
+def test_a_disk_without_room(make: Callable[[], memkit.Disk], has_states: bool) -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = _adamw(model)
+    if has_states:
+        train(model, optimizer, device, range(2))
+    before, threads = copy.deepcopy(optimizer.state_dict()), threading.active_count()
+
+    with pytest.raises(DiskError):
+        offload(optimizer, device, disk=make())
+
+    assert_same(before, optimizer.state_dict())
+    assert threading.active_count() == threads
+    train(model, optimizer, device, range(2, 3))
+
+
+def _no_room(what: str, offset: int, num_bytes: int) -> int:
+    if what == "reserve":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return num_bytes
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_is_not_writable(tmp_path: Path) -> None:
+    optimizer = _adamw(make_net(ReferenceDevice()))
+    tmp_path.chmod(0o500)
+    with pytest.raises(DiskError, match="Permission denied"):
+        offload(optimizer, ReferenceDevice(), disk=memkit.Disk(tmp_path))
+
+
+def test_a_directory_that_all_may_write_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(ValueError, match="all users may write"):
+        memkit.Disk(tmp_path)
+
+
+def test_a_file_system_without_direct_reads_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, is_direct: bool) -> None:
+        if is_direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr("memkit.transfer.scratch.ScratchFile._set_direct", refuse)
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = _adamw(model)
+    with pytest.warns(UserWarning, match="has no direct reads and writes") as caught:
+        states = offload(optimizer, device, disk=memkit.Disk(tmp_path))
+    assert len(caught) == 1
+    train(model, optimizer, device, range(3))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(64, 64))]})
+    train(model, optimizer, device, range(3, 5))
+    states.close()
+
+
+def test_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = ReferenceDevice()
+    PinLimit(device, monkeypatch, 0)
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    with pytest.warns(UserWarning, match="StateOffload"):
+        states = offload(optimizer, device, disk=ReferenceDisk(seed=3))
+    with states:
+        train(plain, plain_optimizer, device, range(4))
+        train(model, optimizer, device, range(4))
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+class _Faults:
+    """Fails reads or writes at chosen calls: once, or from then on."""
+
+    def __init__(self) -> None:
+        self.fails_at = self.num_calls = -1
+        self.what, self.errno, self.lasts = "read", errno.EIO, False
+        self._lock = threading.Lock()
+
+    def arm(self, what: str, at: int, number: int, *, lasts: bool) -> None:
+        self.what, self.fails_at, self.errno, self.lasts, self.num_calls = what, at, number, lasts, 0
+
+    def disarm(self) -> None:
+        self.fails_at = -1
+
+    def __call__(self, what: str, offset: int, num_bytes: int) -> int:
+        with self._lock:
+            if what == self.what and self.fails_at >= 0:
+                is_now = self.num_calls >= self.fails_at if self.lasts else self.num_calls == self.fails_at
+                self.num_calls += 1
+                if is_now:
+                    raise OSError(self.errno, os.strerror(self.errno))
+        return num_bytes
+
+
+def _copied(net: Net, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Any]]:
+    saved = optimizer.state_dict()["state"]
+    return [
+        (parameter.detach().clone(), copy.deepcopy(saved.get(number, {}))) for number, parameter in enumerate(net.parameters())
+    ]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        assert_same(one, other)
+    except AssertionError:
+        return False
+    return True
+
+
+@examples(60)
+@given(
+    what=st.sampled_from(["read", "write"]),
+    at=st.integers(0, 14),
+    number=st.sampled_from([errno.EIO, errno.ENOSPC]),
+    lasts=st.booleans(),
+    budget=st.sampled_from([0, "8KiB"]),
+    has_states=st.booleans(),
+    is_cut=st.booleans(),
+    seed=st.sampled_from([None, 1, 2]),
+    is_late=st.booleans(),
+)
+def test_a_disk_that_fails(
+    what: str,
+    at: int,
+    number: int,
+    lasts: bool,
+    budget: int | str,
+    has_states: bool,
+    is_cut: bool,
+    seed: int | None,
+    is_late: bool,
+) -> None:
+    """Each parameter is as before the step or as after it, the next step goes on, and nothing is lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            _cut(patch)
+        device, faults = ReferenceDevice(), _Faults()
+        disk = ReferenceDisk(fault=faults, seed=seed, is_late=is_late)
+        plain, model = make_net(device), make_net(device)
+        plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+        with offload(optimizer, device, disk=disk, device_budget=budget):
+            train(plain, plain_optimizer, device, range(2 * has_states))
+            train(model, optimizer, device, range(2 * has_states))
+            old = _copied(plain, plain_optimizer)
+            for net in (plain, model):
+                net(batch(device, 50)).square().mean().backward()
+            plain_optimizer.step()
+            new = _copied(plain, plain_optimizer)
+
+            faults.arm(what, at, number, lasts=lasts)
+            for _ in range(2):
+                try:
+                    optimizer.step()
+                except (DiskError, StateOffloadError):
+                    continue
+                break
+            faults.disarm()
+            optimizer.state_dict()  # what is stepped in part is stepped to its end
+            for mine, before, after in zip(_copied(model, optimizer), old, new, strict=True):
+                assert _is_same(mine, before) or _is_same(mine, after)
+            if not _is_same(_copied(model, optimizer), new):
+                optimizer.step()
+            assert_same(_copied(model, optimizer), new)
+            for net, own in ((plain, plain_optimizer), (model, optimizer)):
+                net.zero_grad()
+                train(net, own, device, range(7, 9))
+            assert_same_training(plain, plain_optimizer, model, optimizer)
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+        device.synchronize()
+        assert not device.races
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+@pytest.mark.parametrize("at", [0, 3, 7])
+def test_a_disk_that_fails_when_states_are_put_there(at: int, lasts: bool) -> None:
+    device, faults = ReferenceDevice(), _Faults()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    for net, own in ((plain, plain_optimizer), (model, optimizer)):
+        train(net, own, device, range(2))
+    faults.arm("write", at, errno.EIO, lasts=lasts)
+    try:
+        states = offload(optimizer, device, disk=ReferenceDisk(fault=faults))
+    except DiskError:
+        states = None
+    faults.disarm()
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+    for net, own in ((plain, plain_optimizer), (model, optimizer)):
+        train(net, own, device, range(2, 4))
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+    if states is not None:
+        states.close()
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+def test_a_write_that_fails_is_made_again_at_the_next_step() -> None:
+    device, faults = ReferenceDevice(), _Faults()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    with offload(optimizer, device, disk=ReferenceDisk(fault=faults, is_late=False)):
+        for step in range(6):
+            train(plain, plain_optimizer, device, [step])
+            model(batch(device, 10 * step)).square().mean().backward()
+            faults.arm("write", 3, errno.ENOSPC, lasts=False)
+            while True:
+                try:
+                    optimizer.step()
+                    break
+                except DiskError as error:
+                    assert error.errno == errno.ENOSPC  # noqa: PT017
+            optimizer.zero_grad()
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
+def test_states_that_are_cleared_while_they_can_not_be_written() -> None:
+    device, faults = ReferenceDevice(), _Faults()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)):
+        train(plain, plain_optimizer, device, range(2))
+        train(model, optimizer, device, range(2))
+        for net in (plain, model):
+            net(batch(device, 50)).square().mean().backward()
+        plain_optimizer.step()
+        faults.arm("write", 0, errno.EIO, lasts=True)
+        with pytest.raises(DiskError):
+            optimizer.step()
+        faults.disarm()
+        optimizer.step()
+        faults.arm("write", 0, errno.EIO, lasts=True)
+        optimizer.state_dict()  # tells that some are in buffers only
+        faults.disarm()
+        for net, own in ((plain, plain_optimizer), (model, optimizer)):
+            own.state.clear()
+            net.zero_grad()
+            train(net, own, device, range(3, 6))
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+class _Growing(torch.optim.Optimizer):
+    """Has more states from its third step on."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                    if state["count"] > 2:
+                        state.setdefault("square", torch.ones_like(parameter)).mul_(1.5)
+                        state.setdefault("cube", torch.ones_like(parameter, dtype=torch.float64)).mul_(1.5)
+                    parameter.sub_(group["lr"] * state["mean"])
+        return None
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_states_that_grow_past_what_was_planned(lasts: bool) -> None:
+    device, faults = ReferenceDevice(), _Faults()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _Growing(plain.parameters()), _Growing(model.parameters())
+    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)) as states:
+        for step in range(6):
+            train(plain, plain_optimizer, device, [step])
+            model(batch(device, 10 * step)).square().mean().backward()
+            faults.arm("write", 2, errno.EIO, lasts=lasts)
+            try:
+                optimizer.step()
+            except DiskError:
+                faults.disarm()
+                optimizer.step()
+            faults.disarm()
+            optimizer.zero_grad()
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+        assert states.stats().disk_written_bytes > states.plan.disk_bytes
+
+
+def test_a_buffer_that_grows_keeps_its_bytes() -> None:
+    device = ReferenceDevice()
+    host = HostStates(device, limit_bytes=None)
+    ring = DiskRing(ReferenceDisk().open(2**20, device), device, host)
+    ring.add(2, 10000)
+    (buffer, _), held = ring.buffers, host.arena.held_bytes
+    assert buffer.room.num_bytes == 2 * MIB
+    assert buffer.room.whole is not None
+    buffer.room.whole[:10000].fill_(7)
+
+    ring.grow(buffer, 3 * MIB)
+
+    assert buffer.room.whole is not None
+    assert buffer.room.whole[:10000].eq(7).all()
+    assert host.arena.held_bytes == held + 2 * MIB
+    ring.store.close()
+    host.close([])
+
+
+def test_a_disk_that_can_not_be_read_at_the_end() -> None:
+    device, faults = ReferenceDevice(), _Faults()
+    model = make_net(device)
+    optimizer = _adamw(model)
+    states = offload(optimizer, device, disk=ReferenceDisk(fault=faults))
+    train(model, optimizer, device, range(3))
+    optimizer.state_dict()  # nothing is in a buffer any more
+    faults.arm("read", 8, errno.EIO, lasts=True)
+
+    with pytest.warns(UserWarning, match=r"the states of .* can't be read from the disk any more, and are lost"):
+        states.close()
+
+    assert 0 < len(optimizer.state) < 9
+    faults.disarm()
+    train(model, optimizer, device, range(3, 5))
+    assert len(optimizer.state) == 9
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_disk_that_takes_no_more_writes(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All can still be saved, and is there once closed."""
+    if is_cut:
+        _cut(monkeypatch)
+    device, faults = ReferenceDevice(), _Faults()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)):
+        for net, own in ((plain, plain_optimizer), (model, optimizer)):
+            train(net, own, device, range(3))
+            net(batch(device, 50)).square().mean().backward()
+        old = _copied(plain, plain_optimizer)
+        plain_optimizer.step()
+        new = _copied(plain, plain_optimizer)
+        faults.arm("write", 0, errno.ENOSPC, lasts=True)
+        for _ in range(2):
+            with pytest.raises((DiskError, StateOffloadError)):
+                optimizer.step()
+        if not is_cut:  # else one may be stepped in part, which state_dict() would go on with
+            for mine, before, after in zip(_copied(model, optimizer), old, new, strict=True):
+                assert _is_same(mine, before) or _is_same(mine, after)
+        else:
+            faults.disarm()
+            optimizer.state_dict()
+            faults.arm("write", 0, errno.ENOSPC, lasts=True)
+    for mine, before, after in zip(_copied(model, optimizer), old, new, strict=True):
+        assert _is_same(mine, before) or _is_same(mine, after)
+
+
+def test_a_state_dict_that_can_not_be_read() -> None:
+    device, faults = ReferenceDevice(), _Faults()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)):
+        train(plain, plain_optimizer, device, range(3))
+        train(model, optimizer, device, range(3))
+        faults.arm("read", 4, errno.EIO, lasts=False)
+        with pytest.raises(DiskError, match="reading"):
+            optimizer.state_dict()
+        faults.disarm()
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+@pytest.mark.parametrize("num_lines", [12, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_interrupts_at_any_line(is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+    device = ReferenceDevice()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    train(plain, plain_optimizer, device, range(2))
+    begin = copy.deepcopy((plain.state_dict(), plain_optimizer.state_dict()))
+    plain(batch(device, 50)).square().mean().backward()
+    plain_optimizer.step()
+    new = _copied(plain, plain_optimizer)
+    with offload(optimizer, device, disk=ReferenceDisk()) as states:
+
+        def begin_anew() -> None:
+            model.load_state_dict(begin[0])
+            optimizer.load_state_dict(begin[1])
+            model.zero_grad()
+            model(batch(device, 50)).square().mean().backward()
+
+        held = set()
+        for place in interrupts(optimizer.step, num_lines, prepare=begin_anew):
+            optimizer.step()
+            assert_same(_copied(model, optimizer), new, place)
+            held.add(states.stats().host_bytes)
+        assert len(held) == 1
+    device.synchronize()
+    assert not device.races
+
+
+@pytest.mark.parametrize("num_lines", [8, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_interrupts_while_saving_and_loading(what: str, is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_cut:
+        _cut(monkeypatch)
+    device = ReferenceDevice()
+    plain, model = make_net(device), make_net(device)
+    plain_optimizer, optimizer = _adamw(plain), _adamw(model)
+    train(plain, plain_optimizer, device, range(2))
+    saved = copy.deepcopy((plain.state_dict(), plain_optimizer.state_dict()))
+    with offload(optimizer, device, disk=ReferenceDisk()):
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+
+        def act() -> None:
+            if what == "save":
+                optimizer.state_dict()
+            else:
+                optimizer.load_state_dict(saved[1])
+
+        for place in interrupts(act, num_lines):
+            act()
+            assert_same(optimizer.state_dict(), saved[1], place)
+        train(plain, plain_optimizer, device, range(2, 4))
+        train(model, optimizer, device, range(2, 4))
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+
+
+# What is taken
+
+
+def test_a_long_run_takes_no_more_than_a_short_one() -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = _adamw(model)
+    counter = device.memory_counter()
+    assert counter is not None
+    with offload(optimizer, device, disk=ReferenceDisk(is_late=False)) as states:
+        found = []
+        for step in range(60):
+            train(model, optimizer, device, [step])
+            if step % 10 == 5:
+                optimizer.state_dict()
+            if step in (8, 20) or step > 57:
+                gc.collect()
+                disk: Any = states._disk
+                taken = disk.ring.store.file.num_bytes, len(disk.ring.store.sizes), disk.ring.store.in_use_bytes > 0
+                found.append((states.stats().host_bytes, threading.active_count(), *taken))
+
+    assert len(set(found)) == 1
+
+
+def test_nothing_is_left_where_nobody_closes(tmp_path: Path) -> None:
+    device = ReferenceDevice()
+    threads = threading.active_count()
+    model = make_net(device)
+    optimizer = _adamw(model)
+    offload(optimizer, device, disk=_real_disk(tmp_path))
+    train(model, optimizer, device, range(2))
+    del optimizer
+    gc.collect()
+
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
