@@ -62,6 +62,7 @@ _OF_STATES = {
     "moved_in": "h2d_bytes",
     "moved_out": "d2h_bytes",
 }
+_OF_DISK = {"disk": "disk_bytes", "read": "disk_read_bytes", "written": "disk_written_bytes"}
 """Names of values, and the fields of the figures that they are of."""
 
 _OF_DEVICE = ("peak", "predicted_peak")
@@ -151,7 +152,8 @@ def _of_layers(figures: list[LayerStats]) -> dict[str, float]:
 def _of_states(figures: list[StateStats]) -> dict[str, float]:
     if not figures:
         return {}
-    found = {name: (field, sum(getattr(of_one, field) for of_one in figures)) for name, field in _OF_STATES.items()}
+    names = {**_OF_STATES, **(_OF_DISK if any(of_one.disk_bytes for of_one in figures) else {})}
+    found = {name: (field, sum(getattr(of_one, field) for of_one in figures)) for name, field in names.items()}
     return _named("memkit/states", found)
 
 

@@ -50,7 +50,7 @@ class OptimizerStates:
         except TypeError as error:
             raise TypeError(f"{owner}: StateOffload {error}") from None
         bound.apply_defaults()
-        options = {name: bound.arguments[name] for name in ("update", "master", "when", "overlap_forward")}
+        options = {name: bound.arguments[name] for name in ("update", "master", "when", "overlap_forward", "disk")}
         check_options(**options)
         self.when: str = options["when"]
         self.overlaps: bool = options["overlap_forward"]

@@ -59,6 +59,7 @@ def _opened(features: Features) -> list[memkit.StateOffload]:
         ([STATES, memkit.StateOffload], ValueError, "Callback needs at most one StateOffload; found two. Leave one of them"),
         ([partial(memkit.StateOffload, _optimizer())], TypeError, "a functools.partial that has one already, AdamW. Leave"),
         ([partial(memkit.StateOffload, budget=1)], TypeError, "Callback: StateOffload got an unexpected keyword.* 'budget'"),
+        ([partial(memkit.StateOffload, disk="disk")], TypeError, "disk is a memkit.Disk, such as"),
         ([partial(memkit.StateOffload, when="later")], ValueError, "when is 'step' or 'backward'; found 'later'"),
         ([partial(memkit.LayerOffload, offload_ratio=1.0)], TypeError, "Callback needs features such as .* found functools"),
     ],
