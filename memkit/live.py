@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from memkit.activations.stats import SavedTensorStats, stats
+from memkit.states.stats import StateStats
 from memkit.weights.stats import LayerStats
 
 _GIB = 2**30
@@ -54,6 +55,14 @@ _OF_LAYERS = {
     "moved_out": "d2h_bytes",
     "num_demand_fetches": "num_demand_fetches",
 }
+_OF_STATES = {
+    "host": "host_bytes",
+    "room": "room_bytes",
+    "resident": "resident_bytes",
+    "moved_in": "h2d_bytes",
+    "moved_out": "d2h_bytes",
+}
+_OF_DISK = {"disk": "disk_bytes", "read": "disk_read_bytes", "written": "disk_written_bytes"}
 """Names of values, and the fields of the figures that they are of."""
 
 _OF_DEVICE = ("peak", "predicted_peak")
@@ -61,7 +70,7 @@ _OF_DEVICE = ("peak", "predicted_peak")
 
 
 class Feature(Protocol):
-    """What has figures: a `MemoryBudget`, `CPUOffload`, `Rematerialize` or `LayerOffload`."""
+    """What has figures: a `MemoryBudget`, `CPUOffload`, `Rematerialize`, `LayerOffload` or `StateOffload`."""
 
     def stats(self) -> Any:  # Any: of each its own
         """Return its figures."""
@@ -70,9 +79,10 @@ class Feature(Protocol):
 def live_values(*sources: str | Feature) -> dict[str, float]:
     """Return what features predicted and did, as a flat dict of numbers for a logger or a progress bar.
 
-    Names are "memkit/TAG/NAME_UNIT", those of a `LayerOffload` "memkit/layers/NAME_UNIT": "memkit/default/peak_gib" beside
-    "memkit/default/predicted_peak_gib", "step_ms" beside "predicted_step_ms". What is not known yet, or not done by a feature,
-    is left out. A call waits for nothing: seconds cover the work that is done by now.
+    Names are "memkit/TAG/NAME_UNIT", those of a `LayerOffload` "memkit/layers/NAME_UNIT", those of a `StateOffload`
+    "memkit/states/NAME_UNIT": "memkit/default/peak_gib" beside "memkit/default/predicted_peak_gib", "step_ms" beside
+    "predicted_step_ms", "memkit/states/host_gib" of host memory beside the "room_gib" on the device. What is not known yet, or
+    not done by a feature, is left out. A call waits for nothing: seconds cover the work that is done by now.
 
     Those of several `LayerOffload` have the same names: a peak, which counts all that is on the device, is the highest of them,
     and any other value is the sum over those that know it. The time of a step is so as well: their models run one after the
@@ -80,7 +90,7 @@ def live_values(*sources: str | Feature) -> dict[str, float]:
 
     Args:
         sources: tags, or features themselves; without any, the tag "default". Give a context another tag than "layers" beside
-            a `LayerOffload`.
+            a `LayerOffload`, and another one than "states" beside a `StateOffload`.
 
     Raises:
         TypeError: a source is neither.
@@ -101,22 +111,24 @@ def live_values(*sources: str | Feature) -> dict[str, float]:
     return values_of([_figures_of(source) for source in given.values()])
 
 
-def values_of(figures: Iterable[SavedTensorStats | LayerStats]) -> dict[str, float]:
+def values_of(figures: Iterable[SavedTensorStats | LayerStats | StateStats]) -> dict[str, float]:
     """Return the values of what features have told of themselves: see `live_values`."""
-    values, layers = dict[str, float](), list[LayerStats]()
+    values, layers, states = dict[str, float](), list[LayerStats](), list[StateStats]()
     for found in figures:
         if isinstance(found, LayerStats):
             layers.append(found)
+        elif isinstance(found, StateStats):
+            states.append(found)
         else:
             values |= _of_tag(found)
-    return {**values, **_of_layers(layers)}
+    return {**values, **_of_layers(layers), **_of_states(states)}
 
 
 def _figures_of(source: str | Feature) -> Any:
     if isinstance(source, str):
         return stats(source)
     figures = source.stats() if hasattr(source, "stats") else None
-    if not isinstance(figures, (SavedTensorStats, LayerStats)):
+    if not isinstance(figures, (SavedTensorStats, LayerStats, StateStats)):
         raise TypeError(f"live_values needs tags, or features that have stats(); found {type(source).__name__}")
     return figures
 
@@ -135,6 +147,14 @@ def _of_layers(figures: list[LayerStats]) -> dict[str, float]:
     if figures:
         found["waited"] = "stall_s", sum(sum(of_one.stall_s.values()) for of_one in figures)
     return _named("memkit/layers", found)
+
+
+def _of_states(figures: list[StateStats]) -> dict[str, float]:
+    if not figures:
+        return {}
+    names = {**_OF_STATES, **(_OF_DISK if any(of_one.disk_bytes for of_one in figures) else {})}
+    found = {name: (field, sum(getattr(of_one, field) for of_one in figures)) for name, field in names.items()}
+    return _named("memkit/states", found)
 
 
 def _named(prefix: str, fields: dict[str, tuple[str, float | None]]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,49 @@ def test_values_of_several_models_are_of_those_that_know_them() -> None:
 
     assert values["memkit/layers/step_ms"] == 500
     assert "memkit/layers/peak_gib" not in values
+
+
+def test_states_tell_where_they_are_and_those_of_several_are_added_up() -> None:
+    opened = []
+    for _ in range(2):
+        model = model_of_layers()
+        optimizer = torch.optim.AdamW(model.parameters())
+        opened.append(memkit.StateOffload(optimizer, device=ReferenceDevice()))
+        for _ in range(2):
+            model(torch.randn(4, 64)).sum().backward()
+            optimizer.step()
+    one, other = (states.stats() for states in opened)
+
+    values = memkit.live_values(*opened)
+
+    assert values == {
+        f"memkit/states/{name}_gib": (getattr(one, field) + getattr(other, field)) / GIB
+        for name, field in (
+            ("host", "host_bytes"),
+            ("room", "room_bytes"),
+            ("resident", "resident_bytes"),
+            ("moved_in", "h2d_bytes"),
+            ("moved_out", "d2h_bytes"),
+        )
+    }
+    assert all(value > 0 for name, value in values.items() if name != "memkit/states/resident_gib")
+    for states in opened:
+        states.close()
+
+
+def test_states_on_a_disk_are_told_where_there_are_some(tmp_path: Path) -> None:
+    model = model_of_layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with memkit.StateOffload(optimizer, disk=memkit.Disk(tmp_path, limit="1MiB"), device=ReferenceDevice()) as states:
+        for _ in range(2):
+            model(torch.randn(4, 64)).sum().backward()
+            optimizer.step()
+
+        values, stats = memkit.live_values(states), states.stats()
+
+    found = [values[f"memkit/states/{name}_gib"] * GIB for name in ("disk", "read", "written")]
+    assert found == [stats.disk_bytes, stats.disk_read_bytes, stats.disk_written_bytes]
+    assert all(value > 0 for value in found)
 
 
 def test_model_that_is_given_twice_counts_once() -> None:

@@ -13,7 +13,9 @@ from memkit.activations import Attachment, MemoryBudget, SavedTensorStats, attac
 from memkit.activations.context import ForwardContext
 from memkit.attached import attached_to
 from memkit.integrations.in_place import keep_in_place
+from memkit.integrations.optimizer_states import OptimizerStates, inside, is_asked_for
 from memkit.live import values_of
+from memkit.states import StateOffload, StateStats
 from memkit.weights import LayerOffload, LayerStats
 
 Feature = ForwardContext | LayerOffload
@@ -23,7 +25,8 @@ _begun: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKey
 
 
 class Features:
-    """Contexts that are attached to a model while it trains, and the `LayerOffload`s of models that stream already.
+    """Contexts that are attached to a model while it trains, the `LayerOffload`s of models that stream already, and what makes
+    a `StateOffload` of the optimizer.
 
     Args:
         owner: the name of the callback, for errors.
@@ -38,6 +41,7 @@ class Features:
         self.owner = owner
         self.contexts: list[ForwardContext] = []
         self.offloads: list[LayerOffload] = []
+        self.states: OptimizerStates | None = None
         self._attached: list[Attachment] = []
         self._known: list[frozenset[str | int]] = []
         """The parameters of each model whose layers stream, as it was given here: their names and ids."""
@@ -53,6 +57,10 @@ class Features:
                 self.offloads.append(keep_in_place(feature))
                 named = list(feature.model.named_parameters())
                 self._known.append(frozenset((*(name for name, _ in named), *(id(parameter) for _, parameter in named))))
+            elif is_asked_for(feature) or isinstance(feature, StateOffload):
+                if self.states is not None:
+                    raise ValueError(f"{owner} needs at most one StateOffload; found two. Leave one of them out")
+                self.states = OptimizerStates(owner, feature)
             else:
                 raise TypeError(
                     f'{owner} needs features such as memkit.MemoryBudget("12GiB") or memkit.LayerOffload(model, '
@@ -103,29 +111,50 @@ class Features:
                 self._attached.append(attach(model, told))
         except BaseException:
             self.end()
+            self.end_states()
             raise
         _begun[model] = list(self._attached)
+
+    def begin_states(self, optimizers: Iterable[object]) -> None:
+        """Have the states of the training's optimizers be in host memory, if that was asked for: ahead of `begin`, so that what
+        they take of the device is there when a budget is planned.
+
+        Raises:
+            ValueError: there is no optimizer, or it can't be stepped in pieces.
+        """
+        if self.states is not None:
+            self.states.begin(optimizers)
 
     def end(self) -> None:
         """Take the contexts off. Layers go on streaming."""
         while self._attached:
             self._attached.pop().remove()
 
+    def end_states(self) -> None:
+        """Put the states of optimizers back."""
+        if self.states is not None:
+            self.states.end()
+
     def close(self) -> None:
-        """Take all off: the contexts, and what streams, whose weights are then where they were found."""
+        """Take all off: the contexts, the states in host memory, and what streams, whose weights are then where they were
+        found."""
         self.end()
+        self.end_states()
         for offload in self.offloads:
             offload.close()
 
     @property
     def is_on(self) -> bool:
         """Whether anything is done now."""
-        return bool(self._attached) or any(offload in attached_to(offload.model) for offload in self.offloads)
+        has_states = self.states is not None and bool(self.states.opened)
+        return bool(self._attached) or has_states or any(offload in attached_to(offload.model) for offload in self.offloads)
 
     def figures(self) -> dict[str, float]:
-        """Return what `memkit.live_values` does, of contexts that have done something by now, and of layers that stream."""
+        """Return what `memkit.live_values` does, of contexts that have done something by now, layers that stream, and states in
+        host memory."""
         streaming = [offload for offload in self.offloads if offload in attached_to(offload.model)]
-        found: list[SavedTensorStats | LayerStats] = [offload.stats() for offload in streaming]
+        found: list[SavedTensorStats | LayerStats | StateStats] = [offload.stats() for offload in streaming]
+        found += self.states.figures() if self.states is not None else ()
         for tag in dict.fromkeys(context.tag for context in self.contexts if context.tag):
             with suppress(ValueError):  # nothing has run under it yet
                 found.append(stats(tag))
@@ -133,5 +162,5 @@ class Features:
 
 
 def _told(budget: MemoryBudget, optimizer: torch.optim.Optimizer | None, *, looks_ahead: bool) -> MemoryBudget:
-    inner = getattr(optimizer, "optimizer", optimizer)  # what accelerate has wrapped
+    inner = inside(optimizer)
     return budget.told(optimizer=inner if isinstance(inner, torch.optim.Optimizer) else None, look_ahead=looks_ahead)

@@ -32,13 +32,17 @@ class LightningFeatures:
     it. Lightning then leaves that where it is. Layers go on streaming after the fit, for validation, tests and saving, until
     `close()`.
 
+    A `StateOffload` is given as the class, or as a `functools.partial` of it with options. It is made over each optimizer when
+    the fit begins, ahead of the states of a checkpoint, and closed when the fit ends.
+
     What was predicted and done is logged as often as the Trainer logs, as `memkit.live_values` returns it:
     "memkit/TAG/peak_gib", "memkit/TAG/predicted_peak_gib", "memkit/layers/waited_ms" and others, as far as it is known.
     Checkpoints are those of the plain model, and resuming works as ever.
 
     Args:
         features: one or several, such as `memkit.MemoryBudget("12GiB")`, `memkit.CPUOffload(0.3)`,
-            `memkit.Rematerialize(0.5)`, `memkit.LayerOffload(lightning_module.model, offload_ratio=0.75)`.
+            `memkit.Rematerialize(0.5)`, `memkit.LayerOffload(lightning_module.model, offload_ratio=0.75)`,
+            `memkit.StateOffload`, `functools.partial(memkit.StateOffload, device_budget="4GiB")`.
         module: the name of a module in the LightningModule to attach to.
 
     Raises:
@@ -65,7 +69,8 @@ class LightningFeatures:
         """Of a checkpoint, until the training begins."""
 
     def close(self) -> None:
-        """Take everything off the model, and put weights that stream back to where they were found; may be called again."""
+        """Take everything off the model and the optimizers, and put weights that stream, and states, back to where they were
+        found; may be called again."""
         self._end()
         self._features.close()
 
@@ -83,6 +88,7 @@ class LightningFeatures:
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         optimizers = trainer.optimizers
         optimizer = optimizers[0] if len(optimizers) == 1 else None
+        self._features.begin_states(optimizers)
         if not self._features.contexts:
             return
         target = self._target(pl_module)
@@ -121,8 +127,10 @@ class LightningFeatures:
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take out what the optimizer keeps, where some of it is to be in host memory: Lightning would bring it all to the
-        device. `on_train_start` has each optimizer put it where its parameters are."""
-        if any(offload.train == "host" for offload in self._features.offloads) and checkpoint.get("optimizer_states"):
+        device. `on_train_start` has each optimizer put it where it belongs."""
+        features = self._features
+        leaves = features.states is not None or any(offload.train == "host" for offload in features.offloads)
+        if leaves and trainer.state.fn == "fit" and checkpoint.get("optimizer_states"):
             self._optimizer_states = checkpoint["optimizer_states"]
             checkpoint["optimizer_states"] = []
 
@@ -144,6 +152,7 @@ class LightningFeatures:
 
     def _end(self) -> None:
         self._features.end()
+        self._features.end_states()
         if self._step is not None:
             self._step.remove()
             self._step = None
@@ -184,6 +193,7 @@ def _names_of(module: nn.Module) -> str:
 
 def _loop(trainer: Trainer, pl_module: LightningModule) -> Loop:
     precision, strategy = str(trainer.precision), type(trainer.strategy).__name__
+    clip, backwards = trainer.gradient_clip_val, trainer.accumulate_grad_batches
     return Loop(
         device=trainer.strategy.root_device,
         num_processes=trainer.world_size,
@@ -194,6 +204,8 @@ def _loop(trainer: Trainer, pl_module: LightningModule) -> Loop:
             "Lightning, which runs the backward within the optimizer's step," if pl_module.automatic_optimization else None
         ),
         checkpoints="gradient checkpointing" if is_checkpointing(pl_module) else None,
+        clips=f"gradient_clip_val={clip}" if clip else None,
+        accumulates=f"accumulate_grad_batches={backwards}" if backwards > 1 else None,
     )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from memkit.activations import MemoryBudget, Rematerialize
 from memkit.errors import warn_user
 from memkit.integrations.features import Features
+from memkit.integrations.optimizer_states import OptimizerStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,10 @@ class Loop:
     """The setting by which it compiles the model as a whole."""
     checkpoints: str | None = None
     """The setting by which each layer is checkpointed."""
+    clips: str | None = None
+    """What clips gradients behind the backward, or takes their norm: the setting, or the loop itself."""
+    accumulates: str | None = None
+    """The setting by which it accumulates gradients over several backwards."""
 
 
 def refuse(features: Features, loop: Loop) -> None:
@@ -54,6 +59,8 @@ def refuse(features: Features, loop: Loop) -> None:
         )
     for offload in features.offloads:
         _refuse_streaming(owner, offload.train, offload.device.torch_device, loop)
+    if features.states is not None:
+        _refuse_states(owner, features.states, [offload.train for offload in features.offloads], loop)
     if loop.compiles is not None and features.offloads:
         warn_user(
             f"{owner}: {loop.compiles} compiles the model as one, and its graph breaks at each layer that streams, so that "
@@ -96,6 +103,33 @@ def _refuse_streaming(owner: str, train: str, device: torch.device, loop: Loop) 
             f"{owner}: layers stream to {device}, and inputs go to {loop.device}. Make the LayerOffload with "
             f'device="{loop.device}", or have the trainer use {device}'
         )
+
+
+def _refuse_states(owner: str, states: OptimizerStates, trained: list[str], loop: Loop) -> None:
+    if loop.shards is not None:
+        raise ValueError(f"{owner}: a StateOffload moves the optimizer's states, and so does {loop.shards}. Use one of the two")
+    for train in trained:
+        if train != "frozen":
+            raise ValueError(
+                f'{owner}: a LayerOffload with train="{train}" has the states of streamed layers itself, and a StateOffload '
+                "needs an optimizer of its own for the others. Leave the StateOffload out"
+            )
+    if states.overlaps:
+        raise ValueError(
+            f"{owner}: a StateOffload with overlap_forward=True needs wait() ahead of whatever reads parameters, and trainers "
+            "read them to save. Leave it out"
+        )
+    if states.when != "backward":
+        return
+    steps = f'{owner}: a StateOffload with when="backward" steps within each backward, and lets gradients go'
+    if loop.clips is not None:
+        raise ValueError(f"{steps}, so that {loop.clips} finds none. Leave when= out")
+    if loop.scales is not None:
+        raise ValueError(f"{steps}, and {loop.scales} scales them. Use bfloat16, which needs no scale, or leave when= out")
+    if loop.accumulates is not None:
+        raise ValueError(f"{steps}, and {loop.accumulates} adds them up over several. Leave one of them out")
+    if loop.num_processes > 1:
+        raise ValueError(f"{steps}, before {loop.num_processes} processes have reduced them. Leave when= out")
 
 
 def is_checkpointing(model: nn.Module) -> bool:

@@ -29,6 +29,10 @@ class TrainerFeatures:
     then leaves the model where it is, and its optimizer is made of weights that are where they will be. Layers go on streaming
     after the training, for evaluations and saving, until `close()`.
 
+    A `StateOffload` is given as the class, or as a `functools.partial` of it with options: it is made over Trainer's optimizer
+    when the training begins, and closed when it ends, which brings the states back. What Trainer loads of a checkpoint comes by
+    the device, before the training begins, unless it was given an optimizer (`optimizers=(optimizer, None)`).
+
     What was predicted and done is in the logs, beside the loss, as `memkit.live_values` returns it: "memkit/TAG/peak_gib",
     "memkit/TAG/predicted_peak_gib", "memkit/layers/waited_ms" and others, as far as it is known. Checkpoints are those of the
     plain model, and resuming works as ever.
@@ -38,12 +42,14 @@ class TrainerFeatures:
 
     Args:
         features: one or several, such as `memkit.MemoryBudget("12GiB")`, `memkit.CPUOffload(0.3)`,
-            `memkit.Rematerialize(0.5)`, `memkit.LayerOffload(model, offload_ratio=0.75)`.
+            `memkit.Rematerialize(0.5)`, `memkit.LayerOffload(model, offload_ratio=0.75)`, `memkit.StateOffload`,
+            `functools.partial(memkit.StateOffload, device_budget="4GiB")`.
 
     Raises:
         TypeError: there is none, or one is no feature of memkit.
         ValueError: two are of a kind. Also when the Trainer is made, or the training begins, if a feature does not go with the
-            Trainer's arguments: several GPUs in one process, a model that is cast, sharded or compiled as a whole.
+            Trainer's arguments: several GPUs in one process, a model that is cast, sharded or compiled as a whole. And
+            if a `StateOffload` cannot step the optimizer in pieces.
 
     Example:
         >>> import memkit
@@ -63,7 +69,8 @@ class TrainerFeatures:
         self.close()
 
     def close(self) -> None:
-        """Take everything off the model, and put weights that stream back to where they were found; may be called again."""
+        """Take everything off the model and the optimizers, and put weights that stream, and states, back to where they were
+        found; may be called again."""
         self._features.close()
 
     def figures(self) -> dict[str, float]:
@@ -73,11 +80,20 @@ class TrainerFeatures:
     # What Trainer calls
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        **_: Any,
     ) -> None:
         self._refuse(args)
         if self._features.offloads:
             self._features.check(model)
+        if optimizer is not None:  # the user's own: what Trainer loads of a checkpoint then goes straight to host memory
+            self._features.begin_states([optimizer])
 
     def on_train_begin(
         self,
@@ -91,6 +107,7 @@ class TrainerFeatures:
     ) -> None:
         self._features.check(model)
         self._refuse(args, is_checkpointing=is_checkpointing(model))
+        self._features.begin_states([] if optimizer is None else [optimizer])
         self._features.begin(model, optimizer)
 
     def on_log(
@@ -111,6 +128,7 @@ class TrainerFeatures:
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._features.end()
+        self._features.end_states()
 
     def _refuse(self, args: TrainingArguments, *, is_checkpointing: bool = False) -> None:
         halves = {name: getattr(args, name, False) for name in ("fp16_full_eval", "bf16_full_eval")}
@@ -127,12 +145,18 @@ class TrainerFeatures:
                 takes_gradients="Trainer, which takes the norm of all gradients,",
                 compiles="torch_compile=True" if args.torch_compile else None,
                 checkpoints="gradient_checkpointing=True" if is_checkpointing else None,
+                clips=f"Trainer, which takes the norm of all gradients (max_grad_norm={args.max_grad_norm}),",
+                accumulates=_above_one("gradient_accumulation_steps", args.gradient_accumulation_steps),
             ),
         )
 
 
 def _first(found: dict[str, bool]) -> str | None:
     return next((f"{name}=True" if name.endswith("eval") else f"{name}=..." for name, is_on in found.items() if is_on), None)
+
+
+def _above_one(name: str, number: int) -> str | None:
+    return f"{name}={number}" if number > 1 else None
 
 
 if TYPE_CHECKING:

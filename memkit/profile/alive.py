@@ -90,6 +90,9 @@ class OptimizerMemory:
     """Bytes of its states on the device."""
     there_bytes: int = 0
     """Of these, bytes that were on the device during the profile already, and so in its measured peaks."""
+    room_bytes: int | None = None
+    """What `memkit.StateOffload` would need on the device for states on their way, with all of them in host memory, as far as
+    that is known without a trial of the optimizer. None where there are no states, or they cannot leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memkit.errors import BudgetInfeasible
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 _ALONE = {Action.RECOMPUTE: "memkit.Rematerialize", Action.OFFLOAD: "memkit.CPUOffload"}
 _HOW = {Action.RECOMPUTE: "recomputing", Action.OFFLOAD: "offloading"}
+_STATES = "memkit.StateOffload(optimizer)"
 _CLOSE = 0.9
 """A step that takes more than this of what there is may not fit: workspaces and fragmentation come on top."""
 _MOSTLY = 0.5
+_LEAST_STAYING_BYTES = 2**28
+"""Where fewer states could stay on the device, that is not worth telling: a piece of them has up to 168 MiB."""
 
 DEFAULT_GPU = "H200"
 """The GPU that predictions are for where none is asked for."""
@@ -33,13 +36,17 @@ class FeatureFit:
     feature: str
     """What to write, such as 'memkit.MemoryBudget("12GiB")', or the feature that does only a part of it."""
     how: str
-    """What it does: "recomputing and offloading", "recomputing", "offloading"."""
+    """What it does: "recomputing and offloading", "recomputing", "offloading", "moving optimizer states", or several."""
     peak_bytes: int | None
     """What the step then takes; None where the feature cannot keep to the budget."""
     step_s: float | None
-    """Predicted seconds of forward and backward."""
+    """Predicted seconds of forward and backward, and of what `link_bytes` take beside them."""
     least_bytes: int
     """The least budget that the feature can keep to."""
+    link_bytes: int = 0
+    """Bytes of optimizer states that pass through the link in each step of the optimizer, as many each way."""
+    room_bytes: int = 0
+    """Bytes of the device for those on their way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +67,10 @@ class Fit:
     grad_bytes: int
     """Of the gradients of the parameters, at the end of the backward."""
     features: tuple[FeatureFit, ...]
-    """The mix of all, then each alone; empty where the step fits as it is."""
+    """The mix of all that is done to activations, then each alone. Then `memkit.StateOffload`, where that makes the step fit by
+    itself, or together with the mix where nothing does by itself. Empty where the step fits as it is."""
+    link_bytes_per_s: float | None = None
+    """Of the GPU's link, each way, while both go on."""
 
     @property
     def fits_as_it_is(self) -> bool:
@@ -96,6 +106,7 @@ class Fit:
         if found is None:
             return self._too_small(budget)
         best = f"This would fit in {budget} with {found.feature}, about {self._said(found)} ({self._predicted()})."
+        best += self._moved(found)
         others = [feature for feature in self.features if feature is not found]
         able = [
             f"{other.how} alone ({other.feature}) {self._times(other):.2f} times"
@@ -106,18 +117,33 @@ class Fit:
         return " ".join([best, *([f"By comparison: {', '.join([*able, *unable])}."] if others else [])])
 
     def _too_small(self, budget: str) -> str:
+        alone = min((feature for feature in self.features if not feature.link_bytes), key=lambda feature: feature.least_bytes)
         least = min(self.features, key=lambda feature: feature.least_bytes)
         static = self.resident_bytes + self.grad_bytes
+        also = f", together with {_STATES} {_size(least.least_bytes, up=True)}" if least.link_bytes else ""
         said = (
             f"This does not fit in {budget}: the least that memkit.MemoryBudget can keep to is "
-            f"{_size(least.least_bytes, up=True)} ({self._predicted()})."
+            f"{_size(alone.least_bytes, up=True)}{also} ({self._predicted()})."
         )
-        if static > _MOSTLY * least.least_bytes:
+        if static > _MOSTLY * alone.least_bytes:
             return (
                 f"{said} {_size(static)} are parameters, gradients, optimizer states and inputs: memkit.LayerOffload streams "
                 "weights from host memory; a smaller dtype or LoRA makes all of them smaller."
             )
         return f"{said} Make the batch smaller."
+
+    def _moved(self, feature: FeatureFit) -> str:
+        """Return what optimizer states that leave cost, as a sentence; "" where none do."""
+        if not feature.link_bytes:
+            return ""
+        seconds = "" if self.link_bytes_per_s is None else f", {feature.link_bytes / self.link_bytes_per_s:.2g} s of its link"
+        spare_bytes = int(_CLOSE * self.budget_bytes) - (feature.peak_bytes or 0)
+        may_stay = spare_bytes >= _LEAST_STAYING_BYTES and feature.least_bytes == feature.peak_bytes
+        return (
+            f" Each step of the optimizer moves {_size(feature.link_bytes)} of states to the GPU and back{seconds}; "
+            f"{_size(feature.room_bytes, up=True)} of the GPU are room for those on their way."
+            + (f' With device_budget="{_written(spare_bytes)}" a part of them stays there.' if may_stay else "")
+        )
 
     def _call(self) -> str:
         return f'memkit.MemoryBudget("{self.budget}")'
@@ -171,6 +197,8 @@ def fit_step(
         planner = JointPlanner(problem)
         features.append(_feature(planner, f'memkit.MemoryBudget("{written}")', "recomputing and offloading", budget_bytes))
         features += [_feature(planner.alone[action], feature, _HOW[action], budget_bytes) for action, feature in _ALONE.items()]
+        if optimizer is not None:
+            features += _with_states(trace, spec, optimizer, features, budget_bytes)
     return Fit(
         budget_bytes=budget_bytes,
         budget=written,
@@ -181,7 +209,47 @@ def fit_step(
         resident_bytes=problem.base_bytes,
         grad_bytes=trace.trainable_bytes,
         features=tuple(features),
+        link_bytes_per_s=spec.both_bytes_per_s,
     )
+
+
+def _with_states(
+    trace: StepTrace, spec: GpuSpec, optimizer: OptimizerMemory, features: list[FeatureFit], budget_bytes: int
+) -> Iterator[FeatureFit]:
+    """Yield what `StateOffload` does: by itself where that is enough, else together with the mix where nothing else is.
+
+    While the optimizer steps, states go both ways; its step without memkit is not in the seconds of either.
+
+    Args:
+        trace: the step.
+        spec: for which GPU.
+        optimizer: what it keeps.
+        features: what else there is; the first one is the mix.
+    """
+    room_bytes = optimizer.room_bytes
+    if room_bytes is None or room_bytes >= optimizer.state_bytes:
+        return
+    problem = make_problem(trace, spec, optimizer_bytes=room_bytes)
+    least_bytes = problem.plain_peak_bytes
+    if least_bytes <= budget_bytes:
+        yield FeatureFit(
+            feature=_STATES,
+            how="moving optimizer states",
+            peak_bytes=least_bytes,
+            step_s=problem.plain_s + optimizer.state_bytes / spec.both_bytes_per_s,
+            least_bytes=least_bytes,
+            link_bytes=optimizer.state_bytes,
+            room_bytes=room_bytes,
+        )
+    elif all(feature.step_s is None for feature in features):
+        mix = _feature(JointPlanner(problem), f"{_STATES} and {features[0].feature}", features[0].how, budget_bytes)
+        yield replace(
+            mix,
+            how=f"moving optimizer states, {mix.how}",
+            step_s=None if mix.step_s is None else mix.step_s + optimizer.state_bytes / spec.both_bytes_per_s,
+            link_bytes=optimizer.state_bytes,
+            room_bytes=room_bytes,
+        )
 
 
 def _feature(planner: JointPlanner, feature: str, how: str, budget_bytes: int) -> FeatureFit:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit.errors import ProfileError
+from memkit.plan import ParameterCosts, aligned, plan_states
 from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory
 from memkit.profile.step import Step
 from memkit.profile.storage_log import parameter_names
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 _META = torch.device("meta")
 _AS_ONE = ("foreach", "fused", "capturable")
 """Options of how a step runs, which change no state but where its counters are."""
+_BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+"""Classes of `torch.optim` that step each element by itself, so that a large parameter's states can move in parts. Of others it
+is not known without data: that they cannot is assumed."""
+_AS_A_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
+"""Classes whose parameters cannot be stepped one by one, so that their states cannot leave."""
 
 
 def check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:
@@ -109,7 +115,39 @@ def optimizer_memory(
         )
     there = [] if instance is None else [tensor for state in instance.state.values() for _, tensor in _tensors_in(state)]
     there_bytes = storage_bytes(tensor for tensor in there if tensor.device == device and not tensor.is_meta)
-    return OptimizerMemory(name=kind.__name__, state_bytes=state_bytes, there_bytes=there_bytes), tuple(states)
+    leaving = [(parameter, num_bytes) for parameter, _, num_bytes in found if id(parameter) not in streamed]
+    memory = OptimizerMemory(
+        name=kind.__name__, state_bytes=state_bytes, there_bytes=there_bytes, room_bytes=_room_bytes(kind, leaving)
+    )
+    return memory, tuple(states)
+
+
+def _room_bytes(kind: type[torch.optim.Optimizer], states: list[tuple[Tensor, int]]) -> int | None:
+    """Return what `StateOffload` would need on the device for states on their way: see `OptimizerMemory`.
+
+    Args:
+        kind: the class of the optimizer.
+        states: parameter by parameter, in the order of its groups, the bytes of each.
+    """
+    if not states or issubclass(kind, _AS_A_WHOLE):
+        return None
+    is_known = any(kind is getattr(torch.optim, name) for name in _BY_ELEMENT)
+    parameters = {id(parameter): parameter for parameter, _ in states}
+    sizes = dict.fromkeys(parameters, 0)
+    for parameter, num_bytes in states:
+        sizes[id(parameter)] += aligned(num_bytes)
+    costs = [
+        ParameterCosts(
+            name=str(number),
+            numel=parameter.numel(),
+            parameter_bytes=aligned(parameter.nbytes),
+            state_bytes=sizes[key],
+            is_elementwise=is_known and parameter.is_contiguous(),
+        )
+        for number, (key, parameter) in enumerate(parameters.items())
+    ]
+    plan = plan_states(costs)
+    return plan.room_bytes + plan.undo_bytes
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,13 @@ def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
     if found is not None and found is not states:
         raise ValueError(f"this {type(optimizer).__name__} has a StateOffload already: {found!r}. Call close() of that first")
     _opened[optimizer] = weakref.ref(states)
-    with_offloaded_states.add(optimizer)
+    with_offloaded_states[optimizer] = partial(_coming_bytes, _opened[optimizer])
+
+
+def _coming_bytes(ref: weakref.ref[Any]) -> int:
+    """Return the bytes of states that stay on the device, where no step has made any yet."""
+    states = ref()
+    return 0 if states is None or states.optimizer.state else int(states.plan.resident_bytes)
 
 
 def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
@@ -32,7 +39,7 @@ def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
     known = _opened.get(optimizer)
     if known is not None and known() is states:
         del _opened[optimizer]
-        with_offloaded_states.discard(optimizer)
+        with_offloaded_states.pop(optimizer, None)
 
 
 def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:

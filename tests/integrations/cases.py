@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ MARKS = [
     pytest.mark.integrations,
     # others' warnings are theirs; memkit's own are errors
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.filterwarnings("error:.*(memkit|Memkit|MemoryBudget|CPUOffload|Rematerialize|LayerOffload|attach)"),
+    pytest.mark.filterwarnings(
+        "error:.*(memkit|Memkit|MemoryBudget|CPUOffload|Rematerialize|LayerOffload|StateOffload|attach)"
+    ),
 ]
 VOCABULARY, LENGTH = 64, 16
 MISSING = 'needs the libraries of the extra: pip install "torch-memkit[integrations]"'
@@ -70,12 +73,22 @@ def tiny_layers_and_offload(model: nn.Module) -> list[object]:
     return [*tiny_layers(model), *tiny_offload(model)]
 
 
+def tiny_states(model: nn.Module) -> list[object]:
+    return [partial(memkit.StateOffload, device=ReferenceDevice())]
+
+
+def tiny_states_and_remat(model: nn.Module) -> list[object]:
+    return [*tiny_states(model), *tiny_remat(model)]
+
+
 FEATURES: dict[str, Make] = {
     "MemoryBudget": tiny_budget,
     "CPUOffload": tiny_offload,
     "Rematerialize": tiny_remat,
     "LayerOffload": tiny_layers,
     "LayerOffload and CPUOffload": tiny_layers_and_offload,
+    "StateOffload": tiny_states,
+    "StateOffload and Rematerialize": tiny_states_and_remat,
 }
 
 EVERY_FEATURE = pytest.mark.parametrize(
@@ -95,6 +108,7 @@ def assert_same_weights(model: nn.Module, plain: nn.Module) -> None:
 
 
 def assert_has_worked(figures: dict[str, float]) -> None:
-    """See in a callback's figures that its features have done something."""
-    moved = ("memkit/tiny/moved_gib", "memkit/tiny/recomputed_gib", "memkit/layers/moved_in_gib")
-    assert sum(figures.get(name, 0) for name in moved) > 0
+    """See in a callback's figures that each of its features has done something."""
+    rooms = {name.split("/")[1] for name in figures}
+    moved = ("memkit/tiny/moved_gib", "memkit/tiny/recomputed_gib", "memkit/layers/moved_in_gib", "memkit/states/moved_in_gib")
+    assert rooms == {name.split("/")[1] for name in moved if figures.get(name, 0) > 0}

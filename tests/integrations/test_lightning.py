@@ -34,6 +34,7 @@ from tests.integrations.cases import (
     tiny_layers_and_offload,
     tiny_offload,
     tiny_remat,
+    tiny_states,
     token_rows,
 )
 
@@ -396,3 +397,158 @@ def test_other_package_trains_the_same_weights(tmp_path: Path) -> None:
         modules.append(module)
 
     assert_same_weights(*modules)
+
+
+# States of the optimizer in host memory
+
+
+class TwoOptimizers(Manual):
+    """Has an optimizer for each of its models."""
+
+    def training_step(self, rows: Tensor, _: int) -> None:
+        optimizers = self.optimizers()
+        self.manual_backward(self.loss(rows))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in (self.model, self.probe)]
+
+
+class LookAtStates(lightning.Callback):  # type: ignore[misc,name-defined]
+    """Notes the `StateOffload`s of a callback, and what Lightning is to load by itself."""
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+        self.found: list[memkit.StateOffload] = []
+        self.loaded: list[int] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        self.found = list(self.callback._features.states.opened)
+
+    def on_load_checkpoint(self, _: Any, __: Any, checkpoint: dict[str, Any]) -> None:
+        self.loaded.append(len(checkpoint["optimizer_states"]))
+
+
+def test_each_optimizer_has_its_states_in_host_memory_until_the_end(tmp_path: Path) -> None:
+    plain, _, _ = _fit(tmp_path / "plain", None, kind=TwoOptimizers)
+    torch.manual_seed(0)
+    module = TwoOptimizers()
+    callback = MemkitLightningCallback(*tiny_states(module))
+    look = LookAtStates(callback)
+    trainer = _trainer(tmp_path / "memkit", callback, callbacks=[callback, look])
+
+    trainer.fit(module, _loader(), _loader(4))
+
+    assert_same_weights(module, plain)
+    assert [states.optimizer for states in look.found] == trainer.optimizers
+    assert len(look.found) == 2
+    assert all("closed" in repr(states) for states in look.found)
+    assert_has_worked(callback.figures())
+
+
+def test_states_of_a_checkpoint_go_to_host_memory(tmp_path: Path) -> None:
+    plain, _, _ = _fit(tmp_path / "plain", None)
+    _, _, trainer = _fit(tmp_path / "saved", None, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    torch.manual_seed(0)
+    module = OneModel()
+    callback = MemkitLightningCallback(*tiny_states(module))
+    look = LookAtStates(callback)
+
+    _trainer(tmp_path, callback, callbacks=[callback, look]).fit(module, _loader(), ckpt_path=tmp_path / "saved.ckpt")
+
+    assert_same_weights(module, plain)
+    assert look.loaded == [0]
+
+
+@pytest.mark.parametrize("make", [tiny_states, tiny_layers])
+def test_states_of_a_checkpoint_that_was_only_validated_are_not_those_of_a_later_fit(make: Make, tmp_path: Path) -> None:
+    _, _, trainer = _fit(tmp_path / "saved", None, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    modules = []
+    for name in ("plain", "memkit"):
+        torch.manual_seed(0)
+        module = OneModel()
+        callback = None if name == "plain" else MemkitLightningCallback(*make(module.model))
+        trainer = _trainer(tmp_path / name, callback, max_epochs=1)
+        trainer.validate(module, _loader(4), ckpt_path=tmp_path / "saved.ckpt", verbose=False)
+        trainer.fit(module, _loader())
+        modules.append(module)
+
+    assert_same_weights(*modules)
+
+
+def test_checkpoint_that_is_written_meanwhile_is_that_of_the_plain_run(tmp_path: Path) -> None:
+    class Save(lightning.Callback):  # type: ignore[misc,name-defined]
+        def on_train_epoch_end(self, trainer: Any, _: Any) -> None:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "meanwhile.ckpt")
+
+    for name, make in {"plain": None, "memkit": tiny_states}.items():
+        torch.manual_seed(0)
+        module = OneModel()
+        callbacks = [Save()] if make is None else [MemkitLightningCallback(*make(module)), Save()]
+        _trainer(tmp_path / name, None, callbacks=callbacks, max_epochs=1).fit(module, _loader())
+
+    plain, found = (torch.load(tmp_path / name / "meanwhile.ckpt", weights_only=False) for name in ("plain", "memkit"))
+    (expected,), (state,) = plain["optimizer_states"], found["optimizer_states"]
+    assert state["param_groups"] == expected["param_groups"]
+    assert state["state"].keys() == expected["state"].keys()
+    for key, entries in expected["state"].items():
+        assert all(torch.equal(state["state"][key][name], tensor) for name, tensor in entries.items())
+
+
+def test_states_leave_with_clipping_and_accumulation(tmp_path: Path) -> None:
+    settings = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    plain, _, _ = _fit(tmp_path / "plain", None, **settings)
+
+    module, callback, _ = _fit(tmp_path / "memkit", tiny_states, **settings)
+
+    assert_same_weights(module, plain)
+    assert_has_worked(callback.figures())
+
+
+def _in_backward(_: nn.Module) -> list[object]:
+    return [partial(memkit.StateOffload, when="backward", device=ReferenceDevice())]
+
+
+@pytest.mark.parametrize("kind", [OneModel, Manual])
+def test_states_are_stepped_within_the_backward(kind: Callable[[], Any], tmp_path: Path) -> None:
+    plain, _, _ = _fit(tmp_path / "plain", None, kind=kind)
+
+    module, callback, _ = _fit(tmp_path / "memkit", _in_backward, kind=kind)
+
+    assert_same_weights(module, plain)
+    assert_has_worked(callback.figures())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gradient_clip_val": 0.5}, "so that gradient_clip_val=0.5 finds none"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 adds them up over several"),
+    ],
+)
+def test_settings_that_do_not_go_with_steps_within_the_backward_are_named(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _fit(tmp_path, _in_backward, **settings)
+
+
+def test_states_are_put_back_by_a_fit_that_fails(tmp_path: Path) -> None:
+    class Failing(OneModel):
+        def validation_step(self, rows: Tensor, _: int) -> None:
+            raise RuntimeError("the disk is full")
+
+    module = Failing()
+    callback = MemkitLightningCallback(*tiny_states(module))
+    look = LookAtStates(callback)
+    trainer = _trainer(tmp_path, callback, callbacks=[callback, look], num_sanity_val_steps=0)
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        trainer.fit(module, _loader(), _loader())
+
+    (states,) = look.found
+    assert "closed" in repr(states)

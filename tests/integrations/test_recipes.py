@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import sys
@@ -140,10 +141,13 @@ SETTINGS: dict[str, Callable[[Path], Names]] = {
     "Hugging Face Trainer: A budget": _trainer,
     "Hugging Face Trainer: Layers that stream": _trainer,
     "TRL": sft,
+    "Hugging Face Trainer: Optimizer states in host memory": _trainer,
     "Lightning: A budget": _lightning,
+    "Lightning: Optimizer states in host memory": _lightning,
     "Lightning: Layers that stream": _lightning,
     "Accelerate: A budget": _accelerate,
     "Accelerate: Layers that stream": _accelerate,
+    "Accelerate: Optimizer states in host memory": _accelerate,
     "timm": _timm,
     "diffusers": _diffusers,
     "PEFT (LoRA)": _peft,
@@ -161,7 +165,7 @@ class _Nothing:
 
 
 def _without_memkit(patch: pytest.MonkeyPatch) -> None:
-    for name in ("MemoryBudget", "LayerOffload", "attach"):
+    for name in ("MemoryBudget", "LayerOffload", "StateOffload", "attach"):
         patch.setattr(memkit, name, _Nothing)
     patch.setattr(memkit.integrations, "keep_in_place", _Nothing)
     for library, base, name in (
@@ -173,8 +177,11 @@ def _without_memkit(patch: pytest.MonkeyPatch) -> None:
             patch.setattr(memkit.integrations, name, made, raising=False)
 
 
-def _at_a_small_scale(patch: pytest.MonkeyPatch, offloads: list[memkit.LayerOffload]) -> None:
+def _at_a_small_scale(
+    patch: pytest.MonkeyPatch, offloads: list[memkit.LayerOffload], opened: list[memkit.StateOffload]
+) -> None:
     """Have a budget be half of what a step takes, and all layers stream, on a device that stands in for a GPU."""
+    make_states, init = memkit.StateOffload, memkit.StateOffload.__init__
     make_budget, make_offload, device = memkit.MemoryBudget, memkit.LayerOffload, ReferenceDevice()
 
     def budget(asked: str, **given: Any) -> memkit.MemoryBudget:
@@ -186,6 +193,12 @@ def _at_a_small_scale(patch: pytest.MonkeyPatch, offloads: list[memkit.LayerOffl
         offloads.append(make_offload(model, offload_ratio=1.0, device=device))
         return offloads[-1]
 
+    def note(states: memkit.StateOffload, *args: Any, **given: Any) -> None:
+        init(states, *args, **given)
+        opened.append(states)
+
+    patch.setattr(make_states, "__init__", functools.wraps(init)(note))
+    patch.setattr(memkit, "StateOffload", functools.partial(make_states, device=device))
     patch.setattr(memkit, "MemoryBudget", budget)
     patch.setattr(memkit, "LayerOffload", offload)
 
@@ -202,17 +215,21 @@ def _run(recipe: str, folder: Path) -> nn.Module:
 @pytest.mark.parametrize("recipe", SETTINGS)
 def test_recipe_leaves_the_weights_of_the_plain_run(recipe: str, tmp_path: Path) -> None:
     offloads: list[memkit.LayerOffload] = []
+    opened: list[memkit.StateOffload] = []
     with pytest.MonkeyPatch.context() as patch:
         _without_memkit(patch)
         plain = _run(recipe, tmp_path / "plain")
 
     with pytest.MonkeyPatch.context() as patch:
-        _at_a_small_scale(patch, offloads)
+        _at_a_small_scale(patch, offloads, opened)
         model = _run(recipe, tmp_path / "memkit")
 
     assert_same_weights(model, plain)
     if offloads:
         assert offloads[0].stats().num_fetches > 0
+    elif opened:
+        assert opened[0].stats().num_steps == 4
+        assert opened[0].stats().h2d_bytes > 0
     else:
         stats = memkit.stats("recipe")
         assert stats.num_iterations == 4
@@ -227,7 +244,11 @@ def test_all_recipes_of_the_page_are_run() -> None:
 def test_recipe_has_at_most_two_lines_of_memkit(recipe: str) -> None:
     lines = [line for line in RECIPES[recipe].splitlines() if line and not line.startswith(("import ", "from "))]
 
-    assert 1 <= sum(bool(re.search("memkit|Memkit|keep_in_place|device_placement|offload|budget", line)) for line in lines) <= 2
+    assert (
+        1
+        <= sum(bool(re.search("memkit|Memkit|keep_in_place|device_placement|offload|budget|states", line)) for line in lines)
+        <= 2
+    )
 
 
 def test_reporter_is_put_behind_the_callback(monkeypatch: pytest.MonkeyPatch) -> None:

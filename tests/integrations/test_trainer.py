@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.integrations.cases import (
     tiny_layers_and_offload,
     tiny_offload,
     tiny_remat,
+    tiny_states,
     token_rows,
 )
 
@@ -447,3 +449,171 @@ def test_casting_a_model_that_streams_raises() -> None:
 
     callback.close()
     assert model.to(torch.bfloat16).get_parameter("lm_head.weight").dtype == torch.bfloat16
+
+
+# States of the optimizer in host memory
+
+
+def test_checkpoints_are_those_of_the_plain_run_while_states_are_in_host_memory(tmp_path: Path) -> None:
+    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    for name, make in (("plain", None), ("memkit", tiny_states)):
+        _train(tmp_path / name, make, **saving)
+
+    plain, found = (torch.load(tmp_path / name / "checkpoint-2" / "optimizer.pt") for name in ("plain", "memkit"))
+    sizes = [(tmp_path / name / "checkpoint-2" / "optimizer.pt").stat().st_size for name in ("plain", "memkit")]
+    assert sizes[0] == sizes[1]
+    assert found["param_groups"] == plain["param_groups"]
+    assert found["state"].keys() == plain["state"].keys()
+    for key, entries in plain["state"].items():
+        assert list(found["state"][key]) == list(entries)
+        assert all(torch.equal(found["state"][key][name], tensor) for name, tensor in entries.items())
+
+
+def test_states_leave_with_clipping_accumulation_evaluation_and_a_scheduler(tmp_path: Path) -> None:
+    settings = {
+        "max_grad_norm": 0.5,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+    }
+    plain, _ = _train(tmp_path / "plain", None, **settings)
+
+    model, callback = _train(tmp_path / "memkit", tiny_states, **settings)
+
+    assert_same_weights(model, plain)
+    assert_has_worked(callback.figures())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [tiny_offload, tiny_budget])
+def test_states_leave_beside_another_feature(make: Make, tmp_path: Path) -> None:
+    plain, _ = _train(tmp_path / "plain", None)
+
+    model, callback = _train(tmp_path / "memkit", lambda model: [*tiny_states(model), *make(model)])
+
+    assert_same_weights(model, plain)
+    assert_has_worked(callback.figures())
+
+
+def test_states_of_what_is_trained_leave_beside_frozen_layers_that_stream(tmp_path: Path) -> None:
+    plain, model = llama(), llama()
+    for each in (plain, model):
+        each.get_submodule("model.layers").requires_grad_(False)
+    _trainer(tmp_path / "plain", plain, max_steps=2).train()
+    callback = MemkitCallback(*tiny_layers(model), *tiny_states(model))
+
+    _trainer(tmp_path / "memkit", model, callback, max_steps=2).train()
+
+    assert_same_weights(model, plain)
+    assert_has_worked(callback.figures())
+
+
+class _Look(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+    """Notes the `StateOffload` of a callback at the beginning and the end of a training."""
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+        self.found: list[list[memkit.StateOffload]] = []
+        self.are_at_home: list[bool] = []
+        """Whether there were states when the training began, and all where they are kept."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.found.append(list(self.callback._features.states.opened))
+        for states in self.found[-1]:
+            are_there = all(map(states._rest.is_at_home, states._members.pieces))
+            self.are_at_home.append(bool(states.optimizer.state) and are_there)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.found.append(list(self.callback._features.states.opened))
+
+
+def test_states_leave_from_the_beginning_of_a_training_to_its_end(tmp_path: Path) -> None:
+    model, plain = llama(), llama()
+    callback = MemkitCallback(*tiny_states(model))
+    look = _Look(callback)
+    trainer, plain_trainer = _trainer(tmp_path, model, callback, max_steps=2), _trainer(tmp_path, plain, max_steps=2)
+    trainer.add_callback(look)
+    for each in (trainer, plain_trainer):
+        each.train()
+        each.train()  # by the same optimizer
+
+    (first,), last, (second,), end = look.found
+    assert last == end == []
+    assert first is not second
+    assert first.optimizer is second.optimizer is trainer.optimizer.optimizer
+    assert all("closed" in repr(states) for states in (first, second))
+    assert_same_weights(model, plain)
+    (logged,) = [line for line in trainer.state.log_history if line.get("step") == 1]
+    assert logged["memkit/states/host_gib"] > 0
+    assert not any(name.startswith("memkit/states") for line in plain_trainer.state.log_history for name in line)
+
+
+def test_states_of_a_given_optimizer_are_loaded_into_host_memory(tmp_path: Path) -> None:
+    def train(name: str, make: Make | None, resume: str | None = None, **settings: Any) -> tuple[nn.Module, Any]:
+        model = llama()
+        callbacks = [] if make is None else [MemkitCallback(*make(model))]
+        rows = [{"input_ids": row, "labels": row} for row in token_rows()]
+        trainer = transformers.Trainer(
+            model,
+            _arguments(tmp_path / name, **settings),
+            train_dataset=rows,
+            callbacks=callbacks,
+            optimizers=(torch.optim.AdamW(model.parameters(), lr=1e-3), None),
+        )
+        look = _Look(callbacks[0]) if callbacks else None
+        found = list(callbacks[0]._features.states.opened) if callbacks else []
+        if look is not None:
+            trainer.add_callback(look)
+        trainer.train(resume_from_checkpoint=resume)
+        return model, (found, look)
+
+    plain, _ = train("plain", None, save_strategy="steps", save_steps=2)
+    model, (found, look) = train("memkit", tiny_states, resume=str(tmp_path / "plain" / "checkpoint-2"))
+
+    assert_same_weights(model, plain)
+    assert look.found == [found, []]  # it was there since the Trainer was made
+    assert look.are_at_home == [True]
+
+
+def test_states_are_put_back_by_close_where_a_training_has_failed(tmp_path: Path) -> None:
+    model = llama()
+    with MemkitCallback(*tiny_states(model)) as callback:
+        trainer = _trainer(tmp_path, model, callback)
+        trainer.add_callback(_Stop())
+        with pytest.raises(RuntimeError, match="the disk is full"):
+            trainer.train()
+        (states,) = callback._features.states.opened
+        assert "closed" not in repr(states)
+
+    assert "closed" in repr(states)
+    assert "memkit/states/moved_out_gib" in callback.figures()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"when": "backward"}, r"the norm of all gradients \(max_grad_norm=1.0\), finds none. Leave when= out"),
+        ({"overlap_forward": True}, "overlap_forward=True needs wait"),
+    ],
+)
+def test_options_of_states_that_trainer_does_not_go_with_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _trainer(tmp_path, llama(), MemkitCallback(partial(memkit.StateOffload, **options)))
+
+
+def test_optimizer_that_cannot_be_stepped_in_pieces_is_named(tmp_path: Path) -> None:
+    model = llama()
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    with pytest.raises(ValueError, match="LBFGS needs a closure"):
+        transformers.Trainer(
+            model,
+            _arguments(tmp_path),
+            train_dataset=token_rows(),
+            callbacks=[MemkitCallback(*tiny_states(model))],
+            optimizers=(optimizer, None),
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,7 +69,7 @@ def test_step_that_cannot_fit_says_what_is_least(traced: MemoryReport) -> None:
     fit = traced.fit_in("600MiB")
 
     assert (fit.fits, fit.slowdown, fit.feature) == (False, None, None)
-    least = min(feature.least_bytes for feature in fit.features)
+    least = min(feature.least_bytes for feature in fit.features if not feature.link_bytes)
     assert memkit.plan_memory(traced, budget=least, gpu="H200", optimizer="adamw").predicted_peak_bytes <= least
     said = re.search(r"does not fit in 600 MiB: the least that memkit.MemoryBudget can keep to is ([\d.]+) GiB", str(fit))
     assert said is not None
@@ -80,6 +82,117 @@ def test_weights_that_fill_the_memory_are_told(traced: MemoryReport) -> None:
     report = memkit.profile_memory(model, x, optimizer="adamw", fit="1GiB", print_table=False)
 
     assert "2.0 GiB are parameters, gradients, optimizer states and inputs: memkit.LayerOffload streams" in str(report.fit)
+
+
+# States of the optimizer
+
+
+@pytest.fixture(scope="module")
+def stateful() -> MemoryReport:
+    """A step whose states take more than anything else: 1 GiB of parameters, as much of gradients, and 2 GiB of states."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(16)])
+        x = torch.empty(4096, 4096)
+    report: MemoryReport = memkit.profile_memory(model, x, optimizer="adamw", trace=True, print_table=False)
+    return report
+
+
+def test_states_that_do_not_fit_may_leave(stateful: MemoryReport) -> None:
+    fit, states = stateful.fit_in("4GiB"), stateful.optimizer
+    assert states is not None
+    assert states.room_bytes is not None
+
+    found = fit.feature
+
+    assert found is not None
+    assert found.feature == "memkit.StateOffload(optimizer)"
+    assert found.peak_bytes == found.least_bytes == fit.plain_peak_bytes - states.state_bytes + states.room_bytes
+    assert (found.link_bytes, found.room_bytes) == (states.state_bytes, states.room_bytes)
+    link_s = states.state_bytes / find_gpu("H200").both_bytes_per_s
+    assert found.step_s == fit.plain_s + link_s
+    assert str(fit).startswith(
+        f"This would fit in 4 GiB with memkit.StateOffload(optimizer), about {fit.slowdown:.2f} times as slow (predicted for "
+        f"an H200). Each step of the optimizer moves 2.0 GiB of states to the GPU and back, {link_s:.2g} s of its link; "
+        "288 MiB of the GPU are room for those on their way. By comparison: recomputing and offloading alone "
+        '(memkit.MemoryBudget("4GiB")) does not reach it'
+    )
+
+
+def test_states_that_leave_are_compared_where_activations_may_as_well(stateful: MemoryReport) -> None:
+    fit = stateful.fit_in("5GiB")
+
+    assert fit.feature is not None
+    assert fit.feature.feature == 'memkit.MemoryBudget("5GiB")'
+    assert re.search(r"moving optimizer states alone \(memkit.StateOffload\(optimizer\)\) [\d.]+ times\.$", str(fit))
+
+
+def test_part_of_the_states_may_stay_where_there_is_room() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*[nn.Linear(8192, 8192) for _ in range(8)]), torch.empty(16, 8192)
+    report = memkit.profile_memory(model, x, optimizer="adamw", fit="7.5GiB", print_table=False)
+    fit = report.fit
+    assert fit is not None
+    assert fit.feature is not None
+    assert fit.feature.peak_bytes is not None
+
+    said = re.search(r'With device_budget="([\d.]+)GiB" a part of them stays there\.', str(fit))
+
+    assert said is not None
+    assert 0 <= 0.9 * 7.5 - fit.feature.peak_bytes / 2**30 - float(said[1]) < 0.01
+
+
+def test_states_and_activations_leave_where_nothing_else_is_enough(stateful: MemoryReport) -> None:
+    fit = stateful.fit_in("3GiB")
+
+    found = fit.feature
+
+    assert found is fit.features[-1]
+    assert found.feature == 'memkit.StateOffload(optimizer) and memkit.MemoryBudget("3GiB")'
+    assert found.how == "moving optimizer states, recomputing and offloading"
+    assert found.peak_bytes is not None
+    assert found.least_bytes <= found.peak_bytes <= 3 * 2**30
+    assert [feature.step_s for feature in fit.features[:-1]] == [None] * 3
+    assert fit.fits
+    assert "device_budget" not in str(fit)
+
+
+def test_least_is_told_with_states_and_without(stateful: MemoryReport) -> None:
+    fit = stateful.fit_in("1GiB")
+
+    assert re.search(
+        r"does not fit in 1 GiB: the least that memkit.MemoryBudget can keep to is 4\.\d GiB, together with "
+        r"memkit.StateOffload\(optimizer\) 2\.\d GiB \(predicted",
+        str(fit),
+    )
+    assert not fit.fits
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", None])
+def test_states_that_are_few_or_none_are_not_told_of(optimizer: str | None) -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]), torch.empty(16, 1024)
+
+    report = memkit.profile_memory(model, x, optimizer=optimizer, fit="16MiB", print_table=False)
+
+    assert "StateOffload" not in str(report.fit)
+
+
+def test_answer_with_states_goes_with_the_report_and_one_of_before_is_read(stateful: MemoryReport) -> None:
+    report = replace(stateful, fit=stateful.fit_in("4GiB"))
+    assert MemoryReport.from_json(report.to_json()) == report
+    content = json.loads(report.to_json())
+    del content["optimizer"]["room_bytes"], content["fit"]["link_bytes_per_s"]
+    for feature in content["fit"]["features"]:
+        del feature["link_bytes"], feature["room_bytes"]
+
+    again = MemoryReport.from_json(json.dumps(content))
+
+    assert again.optimizer is not None
+    assert again.optimizer.room_bytes is None
+    assert again.fit is not None
+    assert again.fit.feature is not None
+    assert again.fit.feature.link_bytes == 0
+    assert "StateOffload" not in str(again.fit_in("4GiB"))
 
 
 def test_gpu_decides_what_is_predicted(traced: MemoryReport) -> None:

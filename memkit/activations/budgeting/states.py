@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
+from memkit.owners import with_offloaded_states
 from memkit.storages import storage_bytes
 
 UNKNOWN_STATE_BYTES = 8
@@ -20,8 +21,11 @@ UNKNOWN_STATE_BYTES = 8
 def coming_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the states that a step of an optimizer will make: of its parameters that have none yet.
 
-    What it keeps is tried on one small parameter with its defaults. Where that fails, 8 bytes an element are counted.
+    What it keeps is tried on one small parameter with its defaults. Where that fails, 8 bytes an element are counted. Of an
+    optimizer with a `StateOffload` only what stays on the device counts: the room for the rest is taken already.
     """
+    if optimizer in with_offloaded_states:
+        return with_offloaded_states[optimizer]()
     waiting = [
         parameter
         for group in optimizer.param_groups

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import memkit
 from memkit.activations.budgeting.limits import Limits
 from memkit.activations.budgeting.states import UNKNOWN_STATE_BYTES, ComingStates, coming_state_bytes
+from memkit.device import ReferenceDevice
 from memkit.storages import storage_bytes
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -82,6 +84,27 @@ def test_dtypes_are_told_apart() -> None:
     optimizer = OPTIMIZERS["AdamW"]([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))])
 
     assert coming_state_bytes(optimizer) == 8 * 2 * (4 + 2)
+
+
+@pytest.mark.parametrize("budget", [0, "1MiB"])
+def test_of_states_that_a_state_offload_has_only_those_that_stay_come(budget: int | str) -> None:
+    optimizer = OPTIMIZERS["AdamW"](_parameters())
+    needed = coming_state_bytes(optimizer)
+
+    with memkit.StateOffload(optimizer, device_budget=budget, device=ReferenceDevice()) as states:
+        assert coming_state_bytes(optimizer) == states.plan.resident_bytes
+        assert needed <= states.plan.resident_bytes if budget else states.plan.resident_bytes == 0
+        _step(optimizer)
+        assert coming_state_bytes(optimizer) == 0
+
+
+def test_all_states_come_once_a_state_offload_is_closed() -> None:
+    optimizer = OPTIMIZERS["AdamW"](_parameters())
+    needed = coming_state_bytes(optimizer)
+
+    memkit.StateOffload(optimizer, device=ReferenceDevice()).close()
+
+    assert coming_state_bytes(optimizer) == needed > 0
 
 
 class MadeInAnotherWay(torch.optim.SGD):
