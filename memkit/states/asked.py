@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,11 @@ from memkit.device import CpuDevice, Device, open_device
 from memkit.errors import StateOffloadError, warn_user
 from memkit.owners import owners, steppers
 from memkit.states.pieces import StateRecord
+from memkit.states.shards import described, lie_alike, local_of
 from memkit.states.trial import needs_master, refuse_by_kind
+from memkit.torch_state import is_dtensor
 from memkit.transfer.disk import Disk
+from memkit.wrappers import is_plain
 
 _UPDATES = ("auto", "device", "host", "both")
 
@@ -59,13 +63,15 @@ def device_of(parameters: list[Tensor], asked: str | torch.device | Device | Non
     """Return the device that all parameters are on.
 
     Raises:
-        ValueError: they are on several, or on another than was asked for.
+        ValueError: they are on several, or on another than was asked for, or can't be stepped there.
     """
     for parameter in parameters:
-        if torch_private.is_wrapper(parameter):
+        if is_dtensor(parameter):
+            _refuse_shard(parameter)
+        elif torch_private.is_wrapper(parameter):
             raise ValueError(
-                f"StateOffload needs plain parameters; found a {type(parameter).__name__}, which wraps others. Leave "
-                "these parameters to another optimizer"
+                f"StateOffload needs plain parameters, or shards of such; found a {type(parameter).__name__}, which wraps "
+                "others. Leave these parameters to another optimizer"
             )
     places = {parameter.device for parameter in parameters}
     if len(places) > 1:
@@ -88,14 +94,39 @@ def device_of(parameters: list[Tensor], asked: str | torch.device | Device | Non
     return device
 
 
-def check_parameters(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_shard(parameter: Any) -> None:
+    """Raise if the part of a parameter that is here can't be stepped by itself."""
+    found = None
+    if any(placement.is_partial() for placement in parameter.placements):
+        found = f"with placements {tuple(parameter.placements)}, of which each rank has a summand"
+    elif not parameter.dim():
+        found = "without dimensions, whose states can't be told from counts"
+    elif not is_plain(local_of(parameter)):
+        found = f"of a {type(local_of(parameter)).__name__}"
+    if found is not None:
+        raise ValueError(
+            f"StateOffload steps shards (DTensor) whose local tensors are plain; found one {found}. Leave it to "
+            "another optimizer"
+        )
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, *, is_beside: bool) -> None:
     """Check that an optimizer has each parameter once, and that nobody else has its states, or steps it.
 
+    Args:
+        optimizer: what to look at.
+        is_beside: whether it steps beside the backward or the forward.
+
     Raises:
-        ValueError: that isn't so.
+        ValueError: that isn't so, or shards would be stepped beside what gathers them.
     """
     _refuse_twice(optimizer)
     _refuse_streamed(optimizer)
+    if is_beside and any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            'StateOffload steps shards (DTensor) with when="step" and without overlap_forward, since FSDP2 sets their '
+            "gradients itself, and gathers them ahead of the forward; found the other. Leave it out"
+        )
 
 
 def _refuse_streamed(optimizer: torch.optim.Optimizer) -> None:
@@ -132,14 +163,14 @@ def _refuse_twice(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, where: str) -> None:
+def check_groups(optimizer: torch.optim.Optimizer, device: Device, *, where: str, is_beside: bool) -> None:
     """Check the groups that an optimizer has now, as they were checked at first.
 
     Raises:
         ValueError: it can't be stepped in pieces any more.
     """
     refuse_by_kind(optimizer, where)
-    check_parameters(optimizer)
+    check_parameters(optimizer, is_beside=is_beside)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if parameters:
         device_of(parameters, device)
@@ -176,8 +207,8 @@ def warn_if_unfused(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def refuse_sparse(records: Sequence[StateRecord]) -> None:
-    """Raise if a gradient is sparse.
+def refuse_gradients(records: Sequence[StateRecord]) -> None:
+    """Raise if a gradient is sparse, or is split otherwise than its parameter.
 
     Raises:
         StateOffloadError: it is.
@@ -187,4 +218,10 @@ def refuse_sparse(records: Sequence[StateRecord]) -> None:
         if grad is not None and grad.layout is not torch.strided:
             raise StateOffloadError(
                 f"StateOffload streams dense states; the gradient of {record.name} is sparse. Use sparse=False"
+            )
+        if grad is not None and record.is_shard and not lie_alike(grad, record.parameter):
+            raise StateOffloadError(
+                f"StateOffload steps {record.name}, a shard, by a gradient that is split in the same way, a "
+                f"{described(record.parameter)}; found a {described(grad)}. Call "
+                "parameter.grad = parameter.grad.redistribute(placements=parameter.placements) ahead of the step"
             )

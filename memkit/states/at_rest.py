@@ -15,6 +15,7 @@ from memkit.states.host_memory import HostStates
 from memkit.states.on_disk import DiskStates, refuse_without_room
 from memkit.states.packing import OnDisk, Packed, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import MASTER, Piece, Rows, StateRecord
+from memkit.states.shards import local_of
 
 _HOST = torch.device("cpu")
 
@@ -213,13 +214,13 @@ class StatesAtRest:
 
     def _bring_numbers(self, record: StateRecord, entries: dict[Any, Any]) -> None:
         """Have the count of steps be where the optimizer keeps it for a parameter on the device, and the states of a parameter
-        without dimensions, which are numbers as well, where that is."""
+        without dimensions, which are numbers as well, or without elements, where that is."""
         group = self._optimizer.param_groups[record.group]
         step = entries.get("step")
         if isinstance(step, Tensor) and (group.get("fused") or group.get("capturable")):
             entries["step"] = step.to(record.parameter.device)
-        if record.parameter.dim() == 0:
-            numbers = {name: value for name, value in entries.items() if isinstance(value, Tensor) and not value.dim()}
+        if local_of(record.parameter).dim() == 0 or not local_of(record.parameter).numel():
+            numbers = {name: value for name, value in entries.items() if isinstance(value, Tensor) and not may_leave(value)}
             entries.update({name: value.to(record.parameter.device) for name, value in numbers.items() if name != "step"})
 
     def give_back(self, pieces: Iterable[Piece]) -> None:
@@ -284,8 +285,8 @@ def _could_leave(value: object) -> bool:
 
 
 def _is_elsewhere(value: object) -> bool:
-    """Tell whether a state is a number that is not in host memory."""
-    return isinstance(value, Tensor) and not value.dim() and value.device.type != "cpu"
+    """Tell whether a state is a number, or one without elements, that is not in host memory."""
+    return isinstance(value, Tensor) and value.device.type != "cpu" and (not value.dim() or not local_of(value).numel())
 
 
 def _own_copy(tensor: Tensor, torch_device: torch.device) -> Tensor:

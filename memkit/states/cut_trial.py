@@ -6,6 +6,7 @@ Only then can a large parameter be stepped in windows. No list of classes decide
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from memkit.plan import WINDOW_NUMEL
 from memkit.states.own_copies import are_alike
 from memkit.states.shells import Group
 from memkit.states.trial import Trial, have_same_bits, makes_states_in_steps, seed_all, values_of
+from memkit.torch_state import is_dtensor
 
 _MOST_GROUPS = 16
 _NUM_STEPS = 6
@@ -31,6 +33,28 @@ def find_elementwise(
     """
     found = [_is_elementwise(optimizer, group, torch_device, master) for group in groups[:_MOST_GROUPS]]
     return found + [all(found)] * (len(groups) - len(found))
+
+
+def refuse_mixed_shards(
+    optimizer: torch.optim.Optimizer, *, where: str, torch_device: torch.device, master: torch.dtype | None
+) -> None:
+    """Raise if an optimizer has shards, and steps an element by others of its parameter: these may be on other ranks.
+
+    Raises:
+        ValueError: it does.
+    """
+    by_dim = defaultdict[int, list[Group]](list)
+    for group in optimizer.param_groups:
+        shards = [parameter for parameter in group["params"] if is_dtensor(parameter)]
+        for dim in sorted({shard.dim() for shard in shards}):
+            by_dim[dim].append({**group, "params": [shard for shard in shards if shard.dim() == dim]})
+    for dim, groups in by_dim.items():
+        if not all(find_elementwise(optimizer, groups, torch_device=torch_device, master=master)):
+            raise ValueError(
+                f"{where} steps shards (DTensor) on each rank by itself, for which each element has to be stepped by itself; "
+                f"found {type(optimizer).__name__}, which steps those of {dim} dimensions otherwise. Use an optimizer such as "
+                "AdamW for them, or leave them to one without a StateOffload"
+            )
 
 
 def _is_elementwise(

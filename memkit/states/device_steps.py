@@ -19,6 +19,7 @@ from memkit.states.masters import follow
 from memkit.states.one_step import OneStep, Written
 from memkit.states.packing import copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, stand_in_of
+from memkit.states.shards import are_one, local_of, write_local
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over
 from memkit.wrappers import parts_of
@@ -47,7 +48,7 @@ class Undo:
         """Note the parameters of a piece that are due."""
         offset = 0
         for record in piece.due:
-            parameter = record.parameter
+            parameter = local_of(record.parameter) if record.is_shard else record.parameter
             if record.undo is None or not self._is_room(record.undo, parameter, offset):
                 with torch.inference_mode(False):
                     record.undo = self._over(parameter, offset)
@@ -198,7 +199,7 @@ class DeviceSteps:
         with torch.no_grad():
             for record in piece.due:
                 if record.undo is not None:
-                    record.parameter.copy_(record.undo)
+                    write_local(record.parameter, record.undo)
                 for value, before in record.numbers:
                     value.copy_(before)
             piece.put_parameters()
@@ -250,7 +251,7 @@ class DeviceSteps:
             if found is None:
                 known = entries.get(MASTER)
                 found = stand_in_of(record, parameter.detach().to(torch.float32) if known is None else known)
-            follow(found.data, parameter)
+            follow(*((local_of(found.data), local_of(parameter)) if record.is_shard else (found.data, parameter)))
             assert parameter.grad is not None
             found.grad = parameter.grad.to(torch.float32)
         return found
@@ -310,7 +311,7 @@ class DeviceSteps:
                     continue
                 if not isinstance(value, Tensor) or not tensor.is_like(value):
                     return False
-                if tensor.name == MASTER and value.data_ptr() == view.data_ptr():
+                if tensor.name == MASTER and (are_one(value, view) if record.is_shard else value.data_ptr() == view.data_ptr()):
                     continue
                 if any(part.untyped_storage().data_ptr() == slot_address for part in parts_of(value)):
                     return False  # they have changed places: one would be written over before it is read

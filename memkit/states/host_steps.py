@@ -22,6 +22,7 @@ from memkit.states.masters import follow_on_host
 from memkit.states.one_step import OneStep
 from memkit.states.packing import copy_state, may_leave, moved_state, pack, storage_of_part
 from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, stand_in_of
+from memkit.states.shards import are_one, local_gradient, local_of, shard_like, write_local
 from memkit.states.slots import StateSlot, StateSlots
 from memkit.storages import tensor_over
 from memkit.transfer.lanes import Lanes, Transfer
@@ -35,7 +36,7 @@ _Traits = tuple[int, torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...], 
 
 
 def _traits_of(record: StateRecord) -> _Traits:
-    parameter, grad = record.parameter, record.parameter.grad
+    parameter, grad = local_of(record.parameter), local_gradient(record.parameter)
     assert grad is not None
     return id(record), parameter.dtype, parameter.size(), parameter.stride(), grad.stride(), record.has_master
 
@@ -130,9 +131,10 @@ class HostSteps:
         route = self._route(piece, slot)
         with torch.no_grad():
             for record, grad, parameter in zip(piece.due, route.grads, route.parameters, strict=True):
-                assert record.parameter.grad is not None
-                grad.copy_(record.parameter.grad)
-                parameter.copy_(record.parameter)
+                own = local_gradient(record.parameter)
+                assert own is not None
+                grad.copy_(own)
+                parameter.copy_(local_of(record.parameter))
         self._slots.note_written(slot)
         slot.freed = self._device.record_event(timed=False)
         span = route.room.part(0, route.num_bytes)
@@ -204,7 +206,7 @@ class HostSteps:
                     copied = route.host_parameters[number]
                     master = entries.pop(MASTER, None)
                     if master is not None:
-                        key.data = master
+                        key.data = local_of(master)
                         if not may_leave(master):
                             numbers.append((master, master.clone()))
                         follow_on_host(key.data, copied, route.rounded[number])
@@ -229,7 +231,7 @@ class HostSteps:
                 for number, (record, key) in enumerate(zip(piece.due, keys, strict=True)):
                     view = route.host_parameters[number]
                     if record.has_master:
-                        made[number][MASTER] = key.data
+                        made[number][MASTER] = shard_like(record.parameter, key.data)
                         view.copy_(key)
                     elif key.data_ptr() != view.data_ptr():  # the class has put another tensor there
                         view.copy_(key)
@@ -266,7 +268,7 @@ class HostSteps:
             leaving = {name: value for name, value in entries.items() if may_leave(value)}
             is_as_before = is_as_before and leaving.keys() == rows[index].keys()
             is_as_before = is_as_before and all(
-                value is rows[index][name] or (name == MASTER and value.data_ptr() == rows[index][name].data_ptr())
+                value is rows[index][name] or (name == MASTER and are_one(value, rows[index][name]))
                 for name, value in leaving.items()
             )
             rows[index] = leaving
@@ -294,7 +296,7 @@ class HostSteps:
         self._device.note_read(route.storage)
         with torch.no_grad():
             for record, parameter in zip(piece.due, route.parameters, strict=True):
-                record.parameter.copy_(parameter)
+                write_local(record.parameter, parameter)
         self._slots.release(piece)
         self._out.pop(piece, None)
         piece.residency = Residency.HOST
@@ -321,7 +323,7 @@ class HostSteps:
         offset, places = 0, []
         for kind in ("parameter", "grad"):
             for record in piece.due:
-                tensor = record.parameter
+                tensor = local_of(record.parameter)
                 places.append((kind, record, offset))
                 offset += aligned(tensor.nbytes)
             if kind == "parameter":
@@ -336,8 +338,8 @@ class HostSteps:
         with torch.inference_mode(False):
             own = storage_of_part(room.whole)
             for kind, record, start in places:
-                tensor = record.parameter
-                lies = tensor.grad if kind == "grad" and tensor.grad is not None else tensor
+                tensor, grad = local_of(record.parameter), local_gradient(record.parameter)
+                lies = grad if kind == "grad" and grad is not None else tensor
                 dense = may_leave(lies)
                 stride = lies.stride() if dense else torch.empty(tensor.size(), device="meta").stride()
                 for where, storage in (("", slot.storage), ("host ", own)):

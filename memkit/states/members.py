@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
-from memkit.states.cut_trial import find_elementwise
+from memkit.states.cut_trial import find_elementwise, refuse_mixed_shards
 from memkit.states.packing import bytes_of, may_leave
 from memkit.states.pieces import MASTER, Piece, StateRecord
+from memkit.states.shards import local_of
 from memkit.states.stepped import ConsumedGradient
 from memkit.states.trial import Kept, KeptState, needs_master, try_out
 from memkit.states.windows import piece_of
@@ -44,10 +45,11 @@ class Members:
         """Find out what the optimizer keeps.
 
         Raises:
-            ValueError: it can't be stepped in pieces.
+            ValueError: it can't be stepped in pieces, or has shards, and can't step these by themselves.
         """
-        where, torch_device, master = self._where, self._torch_device, self._master
-        self._kept, self.draws = try_out(self._optimizer, where=where, torch_device=torch_device, master=master)
+        optimizer, where, torch_device, master = self._optimizer, self._where, self._torch_device, self._master
+        self._kept, self.draws = try_out(optimizer, where=where, torch_device=torch_device, master=master)
+        refuse_mixed_shards(optimizer, where=where, torch_device=torch_device, master=master)
 
     def costs(self) -> list[ParameterCosts]:
         """Return what each parameter takes: by the states that it has, or else by those of the trial."""
@@ -61,7 +63,7 @@ class Members:
         large: dict[int, list[Tensor]] = {}
         places = {id(parameter): n for n, group in enumerate(self._optimizer.param_groups) for parameter in group["params"]}
         for cost, record in zip(costs, records, strict=True):
-            if is_large(cost) and record.parameter.is_contiguous():
+            if is_large(cost) and local_of(record.parameter).is_contiguous():
                 large.setdefault(places[id(record.parameter)], []).append(record.parameter)
         groups = [{**self._optimizer.param_groups[number], "params": found} for number, found in large.items()]
         found = find_elementwise(self._optimizer, groups, torch_device=self._torch_device, master=self._master)
@@ -72,8 +74,8 @@ class Members:
             yield replace(cost, is_elementwise=True) if id(record.parameter) in elementwise else cost
 
     def _cost(self, record: StateRecord, kept: list[KeptState]) -> ParameterCosts:
-        parameter = record.parameter
-        entries = self._optimizer.state.get(parameter) or {}
+        parameter = local_of(record.parameter)
+        entries = self._optimizer.state.get(record.parameter) or {}
         sizes = [bytes_of(value) for value in entries.values() if may_leave(value)]
         if not sizes:
             sizes = [round(item.bytes_per_element * parameter.numel()) for item in kept]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memkit.errors import StateOffloadError
+from memkit.states.shards import LocalStep
 from memkit.states.shells import (
     Changes,
     Group,
@@ -64,12 +65,16 @@ class OneStep:
             state: their states, which the step reads and writes.
 
         Raises:
-            StateOffloadError: the optimizer has written other entries than with another part.
+            StateOffloadError: the optimizer has written other entries than with another part, or states don't fit their shards.
         """
         groups = self._groups
+        has_shards = False
         members: dict[int, list[int]] = {}
         for index, record in enumerate(records):
             members.setdefault(record.group, []).append(index)
+            has_shards = has_shards or record.is_shard
+        local = LocalStep(records, keys, state) if has_shards else None
+        keys = keys if local is None else local.keys
         cuts: dict[int, Group] = {}
         for number, indices in members.items():
             group = groups[number]
@@ -77,7 +82,7 @@ class OneStep:
             if len(group.get("param_names") or ()) == len(group["params"]):
                 cut["param_names"] = [group["param_names"][records[index].position] for index in indices]
         versions = {number: versions_in(group) for number, group in cuts.items()}
-        shell = shell_of(self._optimizer, list(cuts.values()), state)
+        shell = shell_of(self._optimizer, list(cuts.values()), state if local is None else local.state)
         known = vars(self._optimizer)
         if self._attributes:
             known = {**known, **self._attributes}
@@ -93,6 +98,8 @@ class OneStep:
             for name, version in versions_in(groups[number]):
                 if before.get(name) != version:
                     self._refuse(name)
+        if local is not None:
+            local.finish()
         return found, of_optimizer
 
     def _check(self, known: Changes | None, found: Changes) -> None:

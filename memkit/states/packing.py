@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -59,6 +59,8 @@ class PackedWrapper:
     num_bytes: int
     kind: type[Any]
     inner: tuple[PackedTensor | PackedWrapper, ...]
+    others: tuple[tuple[str, Any], ...]
+    """What it has of else than tensors, such as the mesh of a shard."""
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -78,7 +80,7 @@ class PackedWrapper:
         return self._made({packed.name: packed.on_host(span) for packed in self.inner})
 
     def _made(self, inner: Mapping[str, Tensor]) -> Tensor:
-        made: Tensor = self.kind.__tensor_unflatten__(dict(inner), self.context, self.size, self.stride)
+        made: Tensor = self.kind.__tensor_unflatten__({**inner, **dict(self.others)}, self.context, self.size, self.stride)
         return made
 
 
@@ -140,12 +142,28 @@ def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[tuple[tuple[Packed, ..
 def _packed(name: str, tensor: Tensor, offset: int) -> Packed:
     if not torch_private.is_wrapper(tensor):
         return PackedTensor(name, offset, tensor.nbytes, tensor.size(), tensor.stride(), tensor.dtype)
-    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
+    tensors, others, context = _inside(tensor)
     inner, begin = [], offset
-    for part in names:
-        inner.append(_packed(part, getattr(tensor, part), offset))
+    for part, value in tensors.items():
+        inner.append(_packed(part, value, offset))
         offset += inner[-1].num_bytes if isinstance(inner[-1], PackedWrapper) else aligned(inner[-1].num_bytes)
-    return PackedWrapper(name, offset - begin, type(tensor), tuple(inner), context, tensor.size(), tensor.stride())
+    kept = tuple(others.items())
+    return PackedWrapper(name, offset - begin, type(tensor), tuple(inner), kept, context, tensor.size(), tensor.stride())
+
+
+def _inside(wrapper: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
+    """Return the tensors that one wraps, what it has beside, and how they are made to one."""
+    names, context = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
+    found = {name: getattr(wrapper, name) for name in names}
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in found.items() if name not in tensors}, context
+
+
+def local_packed(packed: Packed) -> Packed:
+    """Return how the local tensor of a shard lies; of any other state, how that lies."""
+    if isinstance(packed, PackedWrapper) and packed.kind.__name__ == "DTensor":
+        return replace(packed.inner[0], name=packed.name)
+    return packed
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -164,8 +182,8 @@ def moved_state(source: Tensor, torch_device: torch.device) -> Tensor:
     if not torch_private.is_wrapper(source):
         made = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=torch_device)
         return made.copy_(source.detach())
-    names, context = source.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
-    inner = {name: moved_state(getattr(source, name), torch_device) for name in names}
+    tensors, others, context = _inside(source)
+    inner = {name: moved_state(value, torch_device) for name, value in tensors.items()} | others
     moved: Tensor = type(source).__tensor_unflatten__(inner, context, source.size(), source.stride())  # type: ignore[attr-defined]
     return moved
 
@@ -187,9 +205,7 @@ def may_leave(tensor: object) -> bool:
         return _is_plain(tensor)
     if not torch_private.is_wrapper(tensor):
         return False
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
-    inner = [getattr(tensor, name) for name in names]
-    return all(isinstance(part, Tensor) for part in inner) and all(map(_is_plain, parts_of(tensor)))
+    return all(map(_is_plain, parts_of(tensor)))
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from memkit import torch_private
 from memkit.plan import StatePiece
 from memkit.states.packing import OnDisk, Packed, moved_state
+from memkit.states.shards import version_of
+from memkit.torch_state import is_dtensor
 from memkit.transfer.disk_store import DiskCopy
 from memkit.transfer.lanes import Transfer
 from memkit.transfer.spans import Span
@@ -90,12 +92,14 @@ class StateRecord:
         has_master: whether a copy of higher precision is stepped in its place.
     """
 
-    __slots__ = ("__weakref__", "done", "group", "has_master", "name", "numbers", "parameter", "position", "undo")
+    __slots__ = ("__weakref__", "done", "group", "has_master", "is_shard", "name", "numbers", "parameter", "position", "undo")
 
     def __init__(self, name: str, parameter: Tensor, *, has_master: bool) -> None:
         self.name = name
         self.parameter = parameter
         self.has_master = has_master
+        self.is_shard = is_dtensor(parameter)
+        """Whether the part of the parameter that this rank has is what is stepped: see `memkit.states.shards`."""
         self.group = self.position = -1
         """Where the optimizer has it: which group, and which parameter there; -1 where it has it no more."""
         self.undo: Tensor | None = None
@@ -111,7 +115,7 @@ class StateRecord:
         if self.done is None or grad is None:
             return False
         ref, version = self.done
-        return ref() is grad and version == torch_private.version_of(grad)
+        return ref() is grad and version == (version_of(grad) if self.is_shard else torch_private.version_of(grad))
 
 
 class Piece:
@@ -325,4 +329,6 @@ def stand_ins_for(piece: Piece, tensors: Sequence[Sequence[Packed]]) -> tuple[di
 def mark_of(record: StateRecord) -> tuple[weakref.ref[Tensor], int] | None:
     """Return what tells the gradient of a parameter, as it is now, from others."""
     grad = record.parameter.grad
-    return None if grad is None else (weakref.ref(grad), torch_private.version_of(grad))
+    if grad is None:
+        return None
+    return weakref.ref(grad), version_of(grad) if record.is_shard else torch_private.version_of(grad)

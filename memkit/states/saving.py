@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
@@ -131,7 +132,7 @@ class Loading:
 
 def with_host_copies(state_dict: dict[str, Any], on_disk: Mapping[OnDisk, Tensor]) -> dict[str, Any]:
     """Have what is saved be tensors in host memory, also what stays on the device, and what is on a disk: other code counts on
-    one place for all.
+    one place for all. It comes in the order of the parameters, whatever was stepped first: ranks gather shards in this order.
 
     Args:
         state_dict: what torch has made of `optimizer.state`.
@@ -145,6 +146,11 @@ def with_host_copies(state_dict: dict[str, Any], on_disk: Mapping[OnDisk, Tensor
 
     state = {
         key: {name: saved(value) for name, value in entries.items()} if isinstance(entries, dict) else entries
-        for key, entries in state_dict["state"].items()
+        for key, entries in sorted(state_dict["state"].items(), key=_place_of)
     }
     return {**state_dict, "state": state}
+
+
+def _place_of(item: tuple[Any, Any]) -> float:
+    """Return where a key of a state dict comes: the numbers of parameters, then what is of none."""
+    return item[0] if isinstance(item[0], int) else math.inf

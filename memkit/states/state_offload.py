@@ -21,7 +21,7 @@ from memkit.states.asked import (
     check_parameters,
     device_of,
     refuse_captured,
-    refuse_sparse,
+    refuse_gradients,
     warn_if_unfused,
 )
 from memkit.states.at_rest import StatesAtRest
@@ -60,7 +60,7 @@ class StateOffload:
     them without a way over the device, each of its own precision. It goes on until `close()`, or the end of a `with`.
 
     Args:
-        optimizer: over parameters that are on the device.
+        optimizer: over parameters that are on the device; of shards (`DTensor`) each rank steps its own part.
         device_budget: how many bytes of states may stay on the device, such as "4GiB"; the room for pieces on their way is
             needed beside.
         host_budget: the most host memory to use.
@@ -117,7 +117,7 @@ class StateOffload:
         limit_bytes = None if host_budget is None else check_budget_bytes("host_budget", host_budget, may_be_zero=True)
         self.optimizer = optimizer
         self._master = master
-        check_parameters(optimizer)
+        check_parameters(optimizer, is_beside=when == "backward" or overlap_forward)
         parameters = parameters_of(optimizer)
         self.device = device_of(parameters, device)
         check_master(master, parameters)
@@ -222,7 +222,7 @@ class StateOffload:
             self._disk.tidy(members.pieces)
         due = members.find_due(leaves_done=is_rest)
         for piece in due:
-            refuse_sparse(piece.due)
+            refuse_gradients(piece.due)
             self._rest.adopt(piece, warns=True)
         if self._overlap is not None:
             self._overlap.run(stepping, due, run)
@@ -284,7 +284,8 @@ class StateOffload:
         members.place()
 
     def _check_groups(self) -> None:
-        check_groups(self.optimizer, self.device, where=_WHERE)
+        is_beside = self.when == "backward" or self._overlap is not None
+        check_groups(self.optimizer, self.device, where=_WHERE, is_beside=is_beside)
         self._members.try_out()
 
     def _add(self, records: list[StateRecord], costs: list[ParameterCosts]) -> None:

@@ -16,6 +16,7 @@ from memkit import torch_private
 from memkit.device import default_generator
 from memkit.states.own_copies import are_alike, may_be_written, own_attributes, own_group
 from memkit.states.packing import may_leave
+from memkit.states.shards import local_of
 from memkit.states.shells import (
     Changes,
     Group,
@@ -197,14 +198,17 @@ class Trial:
         for group in groups:
             small = []
             for kind in _dtypes_in(group):
-                first = max((parameter for parameter in group["params"] if parameter.dtype == kind), key=Tensor.numel)
+                first = max((each for each in group["params"] if each.dtype == kind), key=lambda each: local_of(each).numel())
                 dtype = master if master is not None and needs_master(first, master) else kind
                 entries = (optimizer.state.get(first) or {}) if has_states else {}
+                entries = {name: local_of(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
                 start = 0
                 for values in self._tensors_like(first, dtype, generator):
                     small.append(nn.Parameter(values.to(torch_device), requires_grad=dtype.is_floating_point))
                     if entries:
-                        self.state[small[-1]] = {name: _part(value, first, small[-1], start) for name, value in entries.items()}
+                        self.state[small[-1]] = {
+                            name: _part(value, local_of(first), small[-1], start) for name, value in entries.items()
+                        }
                     start += values.numel()
             trial = own_group(optimizer, group)
             if "param_names" in group:
@@ -335,8 +339,10 @@ def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
 def _part(value: Any, parameter: Tensor, small: Tensor, start: int) -> Any:
     """Return what a small parameter begins with where the parameter that it is like has this state: its elements from the
     start on, again and again."""
-    if not isinstance(value, Tensor) or value.size() != parameter.size() or not value.numel():
+    if not isinstance(value, Tensor) or value.size() != parameter.size():
         return value.clone() if isinstance(value, Tensor) else value
+    if not value.numel():  # of a shard that is empty here
+        return torch.zeros_like(small, dtype=small.dtype if value.dtype == parameter.dtype else value.dtype)
     elements = torch.arange(start, start + small.numel(), device=value.device) % value.numel()
     dtype = small.dtype if value.dtype == parameter.dtype else value.dtype
     return value.reshape(-1)[elements].reshape(small.size()).to(small.device, dtype)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memkit import torch_private
 from memkit.errors import StateOffloadError
 from memkit.interrupts import do_at_once
 from memkit.plan import StatePiece, aligned
-from memkit.states.packing import Packed, PackedTensor, is_number, pack
+from memkit.states.packing import Packed, PackedTensor, is_number, local_packed, pack
 from memkit.states.pieces import Layout, Piece, Place, Rows, StateRecord, mark_of, stand_in_of, stand_ins_for
+from memkit.states.shards import local_of, note_written, shard_like, version_of
+from memkit.states.window_layouts import lie_like, part_of, tensors_of_part
+from memkit.torch_state import is_dtensor
 from memkit.transfer.disk_store import DiskCopy
 from memkit.transfer.lanes import Transfer
 
@@ -131,6 +132,8 @@ class CutPiece(Piece):
         self._as_left: tuple[int, int] | None = None
         """Where the parameter was, and how often it was written to, when a step was left half way."""
         self._address = self._version = -1
+        self._shard: Tensor | None = None
+        """The gradient, if it is a shard: a write to it doesn't count in the windows, which are of its local tensor."""
         self._is_cut = False
         """Whether the step under way, or the last one, is made in windows."""
 
@@ -148,16 +151,17 @@ class CutPiece(Piece):
 
     def prepare(self, state: Mapping[Any, Any]) -> None:
         (record,) = self.records
-        parameter, grad = record.parameter, record.parameter.grad
-        entries = state.get(parameter) or {}
+        parameter, grad = local_of(record.parameter), record.parameter.grad
+        entries = state.get(record.parameter) or {}
         assert grad is not None
         self._is_cut = self._is_in_windows(parameter, entries)
         if not self._is_cut:
             return
         with torch.inference_mode(False), torch.no_grad():
             self._follow(parameter)
-            flat = grad.detach().reshape(-1)
-            self.coming, self._version = self.layout, torch_private.version_of(flat)
+            flat = local_of(grad).detach().reshape(-1)
+            self._shard = grad if is_dtensor(grad) else None
+            self.coming, self._version = self.layout, version_of(flat if self._shard is None else grad)
             for window in self.windows:
                 own = window.records[0]
                 own.group, own.position = record.group, record.position
@@ -181,7 +185,7 @@ class CutPiece(Piece):
         if not self._may_be_cut(parameter):
             return False
         tensors = self.layout.tensors[0] if self.layout is not None else ()
-        if (self.seen is not self.layout or not self.windows) and not _lie_like(parameter, tensors):
+        if (self.seen is not self.layout or not self.windows) and not lie_like(parameter, tensors):
             return False
         return _are_all(entries, tensors)
 
@@ -197,20 +201,21 @@ class CutPiece(Piece):
 
     def lies_as_it_goes(self, entries: Mapping[Any, Any]) -> bool:
         (record,) = self.records
-        return self.layout is None or (self.layout.copy is None) == self._is_in_windows(record.parameter, entries)
+        return self.layout is None or (self.layout.copy is None) == self._is_in_windows(local_of(record.parameter), entries)
 
     def cut(
         self, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: Rows, entries: Mapping[Any, Any]
     ) -> Sequence[tuple[Piece, tuple[tuple[Packed, ...], ...], int, Rows]]:
         (record,), (row,), (values,) = self.records, tensors, rows
-        if not self._may_be_cut(record.parameter) or not _lie_like(record.parameter, row) or not _are_all(entries, row):
+        parameter = local_of(record.parameter)
+        if not self._may_be_cut(parameter) or not lie_like(parameter, row) or not _are_all(entries, row):
             return super().cut(tensors, num_bytes, rows, entries)
         with torch.inference_mode(False), torch.no_grad():
-            self._follow(record.parameter)
+            self._follow(parameter)
         found: list[tuple[Piece, tuple[tuple[Packed, ...], ...], int, Rows]] = []
         for window in self.windows:
-            part = _tensors_of_part(row, window.elements)
-            own = {name: value.detach().view(-1)[window.elements] for name, value in values.items()}
+            part = tensors_of_part(row, window.elements)
+            own = {name: local_of(value).detach().view(-1)[window.elements] for name, value in values.items()}
             found.append((window, (part,), sum(aligned(tensor.num_bytes) for tensor in part), [own]))
         return found
 
@@ -222,15 +227,17 @@ class CutPiece(Piece):
         if self.stored[0] is self:
             return super().empty_rows()
         assert self.layout is not None
-        row = [tensor for tensor in self.layout.tensors[0] if isinstance(tensor, PackedTensor)]
-        return [{one.name: torch.empty_strided(one.size, one.stride, dtype=one.dtype) for one in row}]
+        (record,) = self.records
+        row = [tensor for tensor in map(local_packed, self.layout.tensors[0]) if isinstance(tensor, PackedTensor)]
+        made = {one.name: torch.empty_strided(one.size, one.stride, dtype=one.dtype) for one in row}
+        return [{name: shard_like(record.parameter, local) for name, local in made.items()}]
 
     def fill(self, rows: list[dict[str, Tensor]], part: Piece, found: Rows) -> None:
         if not isinstance(part, Window):
             super().fill(rows, part, found)
             return
         for name, value in rows[0].items():
-            value.view(-1)[part.elements].copy_(found[0][name])
+            local_of(value).view(-1)[part.elements].copy_(found[0][name])
 
     def _follow(self, parameter: Tensor) -> None:
         """Have the windows be over the parameter as it is now, and over its states."""
@@ -247,7 +254,7 @@ class CutPiece(Piece):
         if self.seen is not self.layout:
             for window in self.windows:
                 is_apart = self.layout is None or self.plan.is_on_disk
-                window.layout = None if is_apart or self.layout is None else _part_of(self.layout, window.elements)
+                window.layout = None if is_apart or self.layout is None else part_of(self.layout, window.elements)
             self.seen = self.layout
 
     def lay_out_window(
@@ -261,8 +268,9 @@ class CutPiece(Piece):
         (record,), (row,) = self.records, tensors
         if window is self.windows[0]:
             dtypes = {one.name: self._dtype(one, window) for one in row}
-            size = record.parameter.size()
-            whole = {name: torch.empty(size, dtype=dtype, device="meta") for name, dtype in dtypes.items()}
+            size = local_of(record.parameter).size()
+            made = {name: torch.empty(size, dtype=dtype, device="meta") for name, dtype in dtypes.items()}
+            whole = {name: shard_like(record.parameter, local) for name, local in made.items()}
             planned, whole_bytes = pack([whole])
             if not whole_bytes:
                 self.coming = None
@@ -270,12 +278,12 @@ class CutPiece(Piece):
                 self.coming = Layout(None, planned, stand_ins_for(self, planned))
             else:  # windows that are yet to come have their states where these are
                 self.coming = place.layout_of(self, planned, whole_bytes, is_apart=self.layout is not None)
-        expected = ((),) if self.coming is None else (_tensors_of_part(self.coming.tensors[0], window.elements),)
+        expected = ((),) if self.coming is None else (tensors_of_part(self.coming.tensors[0], window.elements),)
         if expected != tensors:
             raise self._not_elementwise()
         if self.coming is None:
             return None
-        return place.layout_of(window, tensors, num_bytes) if self.plan.is_on_disk else _part_of(self.coming, window.elements)
+        return place.layout_of(window, tensors, num_bytes) if self.plan.is_on_disk else part_of(self.coming, window.elements)
 
     def _dtype(self, packed: Packed, window: Window) -> torch.dtype:
         if not isinstance(packed, PackedTensor) or packed.size != window.parameter.size():
@@ -301,25 +309,30 @@ class CutPiece(Piece):
         entered = self.new_entries(optimizer.state, self.coming, [(record, made)])
         marks = [partial(setattr, record, "done", mark_of(record)), partial(setattr, self, "entered", entered)]
         marks += [partial(setattr, self, "layout", self.coming), partial(setattr, self, "seen", self.coming)]
+        marks.append(partial(setattr, self, "_shard", None))
         return marks + [partial(setattr, other, "is_stepped", False) for other in self.windows]
+
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
+        super().enter(optimizer)
+        note_written(self.records[0].parameter)
 
     def remaining(self) -> Sequence[Piece]:
         (record,) = self.records
         rest = [window for window in self.windows if not window.is_stepped]
         grad = rest[0].parameter.grad
-        if grad is None or torch_private.version_of(grad) != self._version:
+        if grad is None or version_of(grad if self._shard is None else self._shard) != self._version:
             raise StateOffloadError(f"the gradient of {record.name} was let go, or written to, meanwhile")
-        if self._as_left not in (None, (record.parameter.data_ptr(), torch_private.version_of(record.parameter))):
+        if self._as_left not in (None, _place_of(record.parameter)):
             raise StateOffloadError(f"{record.name} was written to meanwhile")
         self._as_left = None
         return rest
 
     def note_left_half_way(self) -> None:
         (record,) = self.records
-        self._as_left = record.parameter.data_ptr(), torch_private.version_of(record.parameter)
+        self._as_left = _place_of(record.parameter)
 
     def give_up(self) -> None:
-        self._as_left = None
+        self._as_left = self._shard = None
         for window in self.windows:
             window.is_stepped = False
             window.let_gradients_go()
@@ -334,51 +347,19 @@ class CutPiece(Piece):
     def let_go(self) -> None:
         super().let_go()
         self.states.clear()
-        self.coming = self.seen = None
+        self.coming = self.seen = self._shard = None
         self._is_cut = False
         self.windows = []  # they hold views of states
+
+
+def _place_of(parameter: Tensor) -> tuple[int, int]:
+    """Return where a parameter is, and how often it was written to."""
+    return local_of(parameter).data_ptr(), version_of(parameter)
 
 
 def _are_all(entries: Mapping[Any, Any], tensors: Sequence[Packed]) -> bool:
     """Tell whether a parameter has these states, and else only numbers."""
     return sum(map(is_number, entries.values())) + len(tensors) == len(entries)
-
-
-def _lie_like(parameter: Tensor, tensors: Sequence[Packed]) -> bool:
-    """Tell whether the elements of states lie in memory as those of their parameter."""
-    size, stride = parameter.size(), parameter.stride()
-    return all(isinstance(one, PackedTensor) and (one.size, one.stride) == (size, stride) for one in tensors)
-
-
-def _tensors_of_part(whole: Sequence[Packed], elements: slice) -> tuple[PackedTensor, ...]:
-    """Return how the states of a window lie in a slot: behind each other."""
-    tensors, offset = [], 0
-    for tensor in whole:
-        assert isinstance(tensor, PackedTensor)
-        start, end, _ = elements.indices(tensor.size.numel())
-        num_bytes = (end - start) * tensor.dtype.itemsize
-        tensors.append(PackedTensor(tensor.name, offset, num_bytes, torch.Size([end - start]), (1,), tensor.dtype))
-        offset += aligned(num_bytes)
-    return tuple(tensors)
-
-
-def _part_of(layout: Layout, elements: slice) -> Layout:
-    """Return where a window of states is, each of which is of as many elements as the parameter.
-
-    In a slot the states of a window lie behind each other. In host memory they have the others' in between: what is copied are
-    as many ranges.
-    """
-    span = layout.span
-    assert span is not None
-    assert span.whole is not None
-    tensors, ranges = _tensors_of_part(layout.tensors[0], elements), []
-    for tensor, part in zip(layout.tensors[0], tensors, strict=True):
-        assert isinstance(tensor, PackedTensor)
-        begin = tensor.offset + elements.start * tensor.dtype.itemsize
-        ranges.append(span.whole[begin : begin + aligned(part.num_bytes)])
-    host = {part.name: layout.host[0][part.name].view(-1)[elements] for part in tensors}
-    span = replace(span, num_bytes=sum(map(len, ranges)), pieces=tuple(ranges), ranges=(), whole=None)
-    return Layout(span, (tensors,), (host,))
 
 
 def _own_copy(value: Any) -> Any:

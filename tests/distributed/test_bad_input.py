@@ -173,13 +173,6 @@ def test_sharded_model_is_not_streamed(one: None) -> None:
         memkit.LayerOffload(model, offload_ratio=0.5, device=ReferenceDevice())
 
 
-def test_states_of_shards_are_not_streamed(one: None) -> None:
-    optimizer = torch.optim.AdamW(memkit.shard(make()).parameters())
-
-    with pytest.raises(ValueError, match=r"DTensor|wrap"):
-        memkit.StateOffload(optimizer, device=ReferenceDevice())
-
-
 def test_group_goes_on_after_bad_input(one: None) -> None:
     with pytest.raises(ValueError, match="no module"):
         memkit.shard(make(), layers=["nowhere"])

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import memkit
 from memkit.errors import ShardError
+from tests.distributed import offloading
 from tests.distributed.cases import (
     Collectives,
     assert_same,
@@ -160,6 +161,7 @@ WORKS: dict[str, Work] = {
     "saved": _save,
     "loaded": _load_own,
     "loaded of one": _load_of_one,
+    **{f"StateOffload, {name}": work for name, work in offloading.OFTEN.items()},
 }
 
 MORE: dict[str, Work] = {
@@ -167,6 +169,7 @@ MORE: dict[str, Work] = {
     "micro-batches": _micro_batches,
     "two forwards": check_two_forwards,
     **{f"{name}, {case}": functools.partial(_composed, name, case) for name in CONTEXTS for case in ("plain", "LoRA")},
+    **{f"StateOffload, {name}": work for name, work in offloading.FULL.items()},
 }
 """What is done as well in a run of all tests."""
 WORKS["Rematerialize(0.5), plain"] = MORE.pop("Rematerialize(0.5), plain")
