@@ -9,6 +9,8 @@ A Llama of 3.2 billion parameters in bfloat16, 4 x 2048 tokens on each GPU, step
     full      all is trained: `shard` and FSDP2 by hand
     lora      a frozen base with adaptors: the same
     acting    all is trained, by `shard`: plain, and under CPUOffload(0.2), Rematerialize(0.5) and half a MemoryBudget
+    states    all is trained, by `shard`: plain, and with a StateOffload that steps on the device, or on the host, whose last
+              bits differ from those of a GPU. Of AdamW the fused kernel steps, in all three
 
 Each line has the median seconds of a step, on the slowest rank; the largest peak bytes of a rank; and whether losses
 and parameters have the bits of the first line of its part, on every rank.
@@ -45,6 +47,7 @@ TAG = "bench"
 Context = Callable[[], AbstractContextManager[Any]]
 Build = Callable[[], nn.Module]
 Split = Callable[[nn.Module], nn.Module]
+Offload = Callable[[torch.optim.Optimizer], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +97,24 @@ def by_hand(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def measure(bench: Bench, build: Build, split: Split, context: Context = nullcontext) -> Run:
-    """Train for some steps, and return what they took; the first third is not timed."""
+def measure(
+    bench: Bench, build: Build, split: Split, context: Context = nullcontext, offload: Offload | None = None, **options: Any
+) -> Run:
+    """Train for some steps, and return what they took; the first third is not timed.
+
+    Args:
+        context: around each forward.
+        offload: has the optimizer's states leave the device.
+        options: the optimizer's.
+    """
     gc.collect()  # FSDP2's groups are cycles: the model before is gone only now
     model = split(build())
-    optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad], lr=1e-4)
+    optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad], lr=1e-4, **options)
+    with offload(optimizer) if offload is not None else nullcontext():
+        return train(bench, model, optimizer, context)
+
+
+def train(bench: Bench, model: nn.Module, optimizer: torch.optim.Optimizer, context: Context) -> Run:
     counter = bench.device.memory_counter()
     losses, times, peaks = [], [], [0]
     for step in range(bench.num_steps):
@@ -143,10 +159,18 @@ def acting(bench: Bench) -> Iterator[tuple[str, Run]]:
         memkit.reset(TAG)
 
 
+def states(bench: Bench) -> Iterator[tuple[str, Run]]:
+    yield "plain", measure(bench, bench.llama, memkit.shard, fused=True)
+    for update in ("device", "host"):
+        offload = functools.partial(memkit.StateOffload, update=update, device=bench.device)
+        yield f"StateOffload {update}", measure(bench, bench.llama, memkit.shard, offload=offload, fused=True)
+
+
 PARTS: Mapping[str, Callable[[Bench], Iterator[tuple[str, Run]]]] = {
     "full": full,
     "lora": functools.partial(full, lora=True),
     "acting": acting,
+    "states": states,
 }
 
 

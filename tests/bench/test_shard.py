@@ -20,5 +20,5 @@ def test_parts_run() -> None:
 
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [line["part"] for line in lines] == ["full"] * 3 + ["lora"] * 3 + ["acting"] * 4
+    assert [line["part"] for line in lines] == ["full"] * 3 + ["lora"] * 3 + ["acting"] * 4 + ["states"] * 3
     assert all(line["same_bits"] and line["step_s"] > 0 and line["num_ranks"] == 2 for line in lines)
