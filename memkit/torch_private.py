@@ -393,11 +393,7 @@ DYNAMO_CONFIG = "torch._dynamo.config"  # says that a trace may run what is comp
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes of a module that are its hooks, and with `_global` ahead those of all: a region has none of the user's."""
 SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"  # what a fused optimizer says of itself: `GradScaler` scales for it
-MODULE_STATE = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-)  # no tensors of a module's own, where `profile_memory` looks
+MODULE_STATE = ("_parameters", "_buffers", "_modules")  # no tensors of a module's own: a profile without data leaves them
 READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})
 """What is asked of a gradient whose module is moved: allowed on one that `LayerOffload` has used up."""
 ZEROING_ALL = "_foreach_zero_"  # how `zero_grad` zeroes many gradients at once: the same

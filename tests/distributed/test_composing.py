@@ -213,7 +213,7 @@ def test_weights_that_are_let_go_of_by_hand_are_missed_by_name() -> None:
     model = make()
     block = fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (1,)))
 
-    def step() -> None:
+    def step(_: int) -> None:
         with memkit.Rematerialize(0.01, tag=TAG, min_bytes=0, device=ReferenceDevice()):
             block.unshard()
             loss = functional.linear(torch.ones(8, 13), block.up.weight).sigmoid().exp().square().mean()
@@ -221,5 +221,4 @@ def test_weights_that_are_let_go_of_by_hand_are_missed_by_name() -> None:
         loss.backward()
 
     with pytest.raises(RuntimeError, match=r"only 0 bytes now: was it resharded since.* Mark with memkit.keep"):
-        for _ in range(3):
-            step()
+        list(map(step, range(3)))
