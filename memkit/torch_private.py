@@ -378,8 +378,8 @@ VIEW_NODES = frozenset(
     )
 )
 """Those of views, which are looked through for the other two."""
-CHECKPOINT_HOOKS = "torch.utils.checkpoint"
-"""The module of the saved-tensor hooks that a checkpoint sets: no context may be entered inside."""
+CHECKPOINT_HOOKS = "torch.utils.checkpoint"  # the module of a checkpoint's hooks: no context may be entered inside
+GATHERED_MARK = "_is_fsdp_managed_module"  # what FSDP2 sets on all modules whose parameters it gathers: they are no regions
 JAGGED_VALUES = "_values"  # the one tensor of a jagged one that may leave
 UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None}
 """What Dynamo reads on a function that it is not to look into: memkit's hooks."""
