@@ -69,8 +69,6 @@ def plan(options: argparse.Namespace) -> None:
 
     shards = None
     if options.ranks is not None:
-        if options.html is not None:
-            raise UsageError("--html draws the step of the whole model: leave out --html or --ranks")
         shards = said_as("--ranks", lambda: shards_of(model, options.ranks, optimizer=options.optimizer))
 
     def problem_in(report: MemoryReport) -> Problem:
