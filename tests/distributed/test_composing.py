@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import memkit
 from memkit import torch_private
+from memkit.activations.recomputing.region_reasons import why_not_region
 from memkit.device import ReferenceDevice
 from memkit.recording.borders import FSDP
 from tests.distributed.cases import assert_same, by_hand, local, make, train
@@ -139,6 +140,12 @@ BY_HAND_RUNS = [
 @pytest.mark.parametrize(("how", "context", "reshards", "forwards", "attached"), BY_HAND_RUNS)
 def test_what_was_sharded_by_hand(how: str, context: str, reshards: str, forwards: int, attached: bool) -> None:
     assert check_by_hand(how, context, reshards=reshards, forwards=forwards, attached=attached) > 0
+
+
+def test_modules_inside_of_what_is_sharded_are_no_regions() -> None:
+    model = fully_shard(make(), mesh=init_device_mesh("cpu", (1,)))
+
+    assert "FSDP2 puts its parameters in place" in why_not_region(model.blocks[0])
 
 
 def test_what_is_sharded_after_it_was_attached_to() -> None:
