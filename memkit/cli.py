@@ -239,6 +239,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         help="count this optimizer's states as well, such as adamw; default: none, as before its first step",
     )
     parser.add_argument(
+        "--ranks",
+        type=arguments.positive,
+        metavar="N",
+        help="plan for one of N GPUs between which memkit.shard splits the model; --input is what each of them is given",
+    )
+    parser.add_argument(
         "--batch-search",
         action="store_true",
         help="find the largest batch, the first size of all inputs, that fits the largest --budget, or the GPU's memory",

@@ -111,6 +111,8 @@ def _write(report: MemoryReport, options: argparse.Namespace) -> None:
 
 def plan(options: argparse.Namespace) -> None:
     """Predict a step under memory budgets."""
+    if options.ranks is not None and options.html is not None:
+        raise UsageError("--html draws the step of the whole model: leave out --html or --ranks")
     _check_output(options)
     _check_html(options)
     said_as("--optimizer", lambda: check_optimizer(options.optimizer))

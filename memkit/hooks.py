@@ -105,11 +105,15 @@ class HookSet:
         self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(kind(after), always_call=True))
 
-    def around_hooks_before(self, module: nn.Module, hook: Callable[..., None]) -> None:
-        """Call `hook(True, module, args)` ahead of the pre-hooks that a module has by now, and `hook(False, module, args)`
-        behind them, as plain Python where the module was compiled."""
-        self._handles.append(module.register_forward_pre_hook(_Untraced(partial(hook, True)), prepend=True))
-        self._handles.append(module.register_forward_pre_hook(_Untraced(partial(hook, False))))
+    def around_hooks_of(self, library: str, module: nn.Module, hook: Callable[..., None]) -> None:
+        """Call `hook(True, module, args)` just ahead of the pre-hook that a library has set on a module, and
+        `hook(False, module, args)` just behind it, as plain Python where the module was compiled."""
+        self._handles += [module.register_forward_pre_hook(_Untraced(partial(hook, begins))) for begins in (True, False)]
+        handles: list[Any] = self._handles[-2:]
+        hooks, (before, after) = handles[0].hooks_dict_ref(), [handle.id for handle in handles]
+        for number, other in list(hooks.items())[:-2]:  # around it, and so with all others where they are
+            is_theirs = getattr(other, "__module__", "").startswith(library)
+            do_at_once(*(partial(hooks.move_to_end, it) for it in ((before, number, after) if is_theirs else (number,))))
 
     def add(self, handle: RemovableHandle) -> None:
         """Remove this with the hooks, in its turn."""

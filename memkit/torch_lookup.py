@@ -24,6 +24,7 @@ class Feature(Enum):
     LAYERS = "LayerOffload"
     PURE_OPS = "Rematerialize(pure_ops=...)"
     REPLICAS = "LayerOffload within DistributedDataParallel"
+    SHARDED = "Rematerialize of what FSDP2 has sharded"
     SCALER = "a GradScaler with LayerOffload"
     PROFILE = "profile_memory"
     META = 'profile_memory(device="meta")'

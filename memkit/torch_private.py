@@ -12,7 +12,7 @@ Names of operators in tables (of what autocast casts, of what is not run again) 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -162,6 +162,7 @@ set_in_mode: Callable[[Any], None]
 set_in_mode_of_program: Callable[[Any], None]
 set_shows_to_compiler: Callable[[Any], None]
 set_shows_to_guards: Callable[[bool], None]
+sharded_modules: Mapping[nn.Module, object]
 shows_to_compiler: Callable[[], bool]
 sleep_on_device: Callable[[int], None]
 sparse_indices: Callable[[Tensor], Tensor]
@@ -347,6 +348,7 @@ NAMES: dict[str, PrivateName] = {
     "buffers_of": _field(f"{_MODULE}._buffers", "to put another buffer in place", _REMAT, _LAYERS, _META),
     "children_of": _field(f"{_MODULE}._modules", "to find the parts of a module", _REMAT),
     "hooks_with_keywords": _of("torch.nn.modules.module._global_forward_hooks_with_kwargs", "to leave none of ours", _REMAT),
+    "sharded_modules": _of("torch.distributed._composable_state._module_state_mapping", "to find them", Feature.SHARDED),
     "active_replica": _field("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "to refuse it", Feature.REPLICAS),
     "parameters_of_replica": _instance_field(
         "torch.nn.parallel.DistributedDataParallel._module_parameters", "to refuse it", Feature.REPLICAS
@@ -376,13 +378,12 @@ VIEW_NODES = frozenset(
     )
 )
 """Those of views, which are looked through for the other two."""
-CHECKPOINT_HOOKS = "torch.utils.checkpoint"
-"""The module of the saved-tensor hooks that a checkpoint sets: no context may be entered inside."""
+CHECKPOINT_HOOKS = "torch.utils.checkpoint"  # the module of a checkpoint's hooks: no context may be entered inside
+GATHERED_MARK = "_is_fsdp_managed_module"  # what FSDP2 sets on all modules whose parameters it gathers: they are no regions
 JAGGED_VALUES = "_values"  # the one tensor of a jagged one that may leave
 UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None}
 """What Dynamo reads on a function that it is not to look into: memkit's hooks."""
-COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"
-"""What Dynamo sets on a function that it compiles: `profile_memory` and `Rematerialize` look for it on modules."""
+COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"  # what Dynamo sets on a function that it compiles: modules are asked
 COMPILED_CALL, COMPILED_CALLER = "_compiled_call_impl", ("torch._dynamo.eval_frame", "compile_wrapper")
 """The attribute by which a module has compiled code called, and the function that does; `Rematerialize` stands around it."""
 COMPILED_SAVER = "torch._functorch._aot_autograd"  # the modules that save for compiled code: refused where it is not known
@@ -392,8 +393,7 @@ DYNAMO_CONFIG = "torch._dynamo.config"  # says that a trace may run what is comp
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes of a module that are its hooks, and with `_global` ahead those of all: a region has none of the user's."""
 SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"  # what a fused optimizer says of itself: `GradScaler` scales for it
-MODULE_STATE = ("_parameters", "_buffers", "_modules")
-"""The attributes of a module that are no tensors of its own: `profile_memory` without data leaves them."""
+MODULE_STATE = ("_parameters", "_buffers", "_modules")  # no tensors of a module's own: a profile without data leaves them
 READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})
 """What is asked of a gradient whose module is moved: allowed on one that `LayerOffload` has used up."""
 ZEROING_ALL = "_foreach_zero_"  # how `zero_grad` zeroes many gradients at once: the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import subprocess
@@ -20,7 +21,7 @@ from memkit.activations.offloading.stage import is_from_leaf
 from memkit.device import ReferenceDevice
 from memkit.errors import MissingTorchNameError
 from memkit.profile.simulate import attention, autocast, dtypes, target, twins
-from memkit.recording import ops
+from memkit.recording import borders, ops
 from memkit.storages import storages_of
 from memkit.torch_private import NAMES, Feature
 from memkit.torch_state import is_sharded_by_fsdp
@@ -38,6 +39,7 @@ def take_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has torch be without a name, for memkit alone: torch itself uses most of them."""
     look_up, taken = torch_lookup.look_up, set[str]()
     monkeypatch.setattr(torch_private, "_complete", set())
+    monkeypatch.delitem(sys.modules, borders.FSDP, raising=False)  # what a test imports first asks for more names
 
     def take(name: str) -> None:
         taken.update((NAMES[name].symbol, NAMES[name].sample))
@@ -121,8 +123,14 @@ USES: dict[str, Callable[[], object]] = {
     "dispatch_registrations": names_autocast,
     "nn_functions": lambda: pad_as_on_target(),
     "backward_task": lambda: move_as_on_target(),
+    "sharded_modules": lambda: ask_what_is_sharded(),
 }
 """The same of names that only some models, or some arguments, need."""
+
+
+def ask_what_is_sharded() -> None:
+    importlib.import_module(borders.FSDP)
+    borders.mark_sharded()
 
 
 def pad_as_on_target() -> None:

@@ -14,6 +14,7 @@ from memkit.activations.stats import SavedTensorStats, stats
 from memkit.device import is_capturing
 from memkit.hooks import end_left, in_checkpoint
 from memkit.interrupts import Block, Exclusive
+from memkit.recording.borders import mark_sharded, num_unmarked
 from memkit.torch_state import leave_untraced
 
 Shapes = tuple[torch.Size, ...]
@@ -113,9 +114,19 @@ class RecordedContext(ForwardContext):
     """Around whose forward it is, if that is known."""
 
     def attached_to(self: _Recorded, model: nn.Module) -> _Recorded:
+        mark_sharded()  # ahead of the hook that enters it: the model may be what is sharded
         made = self.again()
         made._model = weakref.ref(model)
         return made
+
+    def end_block(self, *, has_failed: bool) -> None:
+        was_on = self._entry is not None
+        super().end_block(has_failed=has_failed)
+        if was_on and not has_failed and (number := num_unmarked()):
+            raise ValueError(
+                f"FSDP2 has sharded {number} modules within {self._title}, which was recording and can't make again what they "
+                "save. Shard before it is entered"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_model": None}

@@ -31,6 +31,7 @@ from memkit.interrupts import Block
 from memkit.plan import MemoryPlan, Plan, budget_or_share
 from memkit.profile import find_report
 from memkit.profiled import refuse_in_profile
+from memkit.recording.borders import mark_sharded
 from memkit.recording.ops import names_of_ops, op_kinds
 from memkit.sizes import check_bytes, format_bytes
 
@@ -173,6 +174,7 @@ class MemoryBudget(RecordedContext):
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return
         refuse_in_profile(self._title)
+        mark_sharded()
         from memkit.activations.budgeting.opening import open_budget  # only now: what it needs is a long way down
 
         self._entry = entry = Entry("MemoryBudget", self.tag, is_last=True, block=block)

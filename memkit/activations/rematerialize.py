@@ -25,6 +25,7 @@ from memkit.interrupts import Block
 from memkit.plan import DTRScore, Plan
 from memkit.profile.step import Step as ProfiledStep
 from memkit.profiled import refuse_in_profile
+from memkit.recording.borders import mark_sharded
 from memkit.recording.ops import names_of_ops, op_kinds
 from memkit.sizes import check_budget, check_bytes, format_bytes
 
@@ -132,6 +133,7 @@ class Rematerialize(RecordedContext):
         is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if is_on:
             refuse_in_profile(self._title)
+            mark_sharded()
         self._refuse_in_checkpoint()
         stop_recording()
         outer = next((entry.name for entry in entries_around() if entry.recording is not None), None)

@@ -12,8 +12,6 @@ from torch import nn
 from memkit.distributed.agreement import together
 from memkit.distributed.checks import check_arguments, check_group, check_layers, check_mesh, check_model
 from memkit.errors import warn_user
-from memkit.hooks import HookSet
-from memkit.recording.borders import mark_border, mark_gather
 from memkit.weights.selection import LayerChoice, find_layers
 
 if TYPE_CHECKING:
@@ -140,10 +138,6 @@ def _shard(
         found.append(fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward))
     # what is in no layer is needed again at once where it is last in the forward; None leaves that to FSDP2
     whole = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard_after_forward else False)
-    for part in (model, *layers.values()):  # for `Rematerialize` and `MemoryBudget`: around FSDP2's hooks
-        HookSet().around_hooks_before(part, mark_gather)
-    for layer in layers.values():
-        HookSet().after_forward(layer, mark_border)
     return whole, found
 
 

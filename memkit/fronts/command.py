@@ -13,10 +13,11 @@ import torch
 from memkit.fronts.batches import largest
 from memkit.fronts.front import LargestBatch
 from memkit.fronts.picture import draw
+from memkit.fronts.ranks import shards_of, trace_on_rank
 from memkit.fronts.rows import make_front
 from memkit.fronts.table import to_text
 from memkit.plan.asked import budget_bytes_of, problem_of
-from memkit.plan.budget import Problem, least_budget
+from memkit.plan.budget import Problem, least_budget, make_problem
 from memkit.plan.gpus import find_gpu
 from memkit.profile import MemoryReport, profile_memory
 from memkit.specs import UsageError, autocast, build_model, loss_of, make_inputs, said_as
@@ -66,15 +67,25 @@ def plan(options: argparse.Namespace) -> None:
                 print_table=False,
             )
 
+    shards = None
+    if options.ranks is not None:
+        shards = said_as("--ranks", lambda: shards_of(model, options.ranks, optimizer=options.optimizer))
+
+    def problem_in(report: MemoryReport) -> Problem:
+        if shards is None:
+            return problem_of(report, gpu)
+        return make_problem(trace_on_rank(report, model, shards), gpu, optimizer_bytes=shards.state_bytes)
+
     def problem_with(batch: int | None) -> Problem:
-        return problem_of(report_with(batch), gpu)
+        return problem_in(report_with(batch))
 
     _logger.info("tracing %s", options.spec)
     report = report_with(None)
-    problem = problem_of(report, gpu)
+    problem = problem_in(report)
     limits = said_as("--budget", lambda: [budget_bytes_of(budget, problem) for budget in options.budgets or ()])
     _logger.info("planning for the %s", gpu.name)
     front, plans = make_front(problem, limits or None, num_budgets=options.steps or _NUM_BUDGETS, optimizer=options.optimizer)
+    front = replace(front, ranks=shards)
     if options.batch_search:
         limit = max(limits) if limits else gpu.memory_bytes
         front = replace(front, batch=_largest_batch(problem, problem_with, limit, options))

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memkit._version import __version__
+from memkit.plan.shards import ShardPlan
 
 SCHEMA = "memkit.Front"
 SCHEMA_VERSION = 1
@@ -76,6 +77,8 @@ class Front:
     least_op: str
     rows: tuple[FrontRow, ...]
     batch: LargestBatch | None = None
+    ranks: ShardPlan | None = None
+    """Where the model is split: what each rank takes, which is in all peaks."""
     notes: tuple[str, ...] = ()
     """What makes the figures unsure."""
 

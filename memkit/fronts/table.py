@@ -90,6 +90,14 @@ def _below(front: Front, columns: int) -> list[str]:
         *textwrap.wrap(f"plain peak: {size_text(front.plain_peak_bytes)}, step {front.plain_s * 1e3:.1f} ms", columns),
         *textwrap.wrap(least, columns),
     ]
+    ranks = front.ranks
+    if ranks is not None:
+        said = (
+            f"on each of {ranks.num_ranks} ranks: parameters {size_text(ranks.param_bytes)}, gradients "
+            f"{size_text(ranks.grad_bytes)}, states {size_text(ranks.state_bytes)}, gathered at a time "
+            f"{size_text(ranks.gathered_bytes)}"
+        )
+        lines += textwrap.wrap(said, columns)
     batch = front.batch
     if batch is not None:
         plain = f"{batch.num_plain}{'' if batch.is_plain_found else ' or more'}"

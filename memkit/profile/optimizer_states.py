@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -89,14 +89,8 @@ def optimizer_memory(
         instance, kind = None, optimizer_names()[optimizer.lower()] if isinstance(optimizer, str) else optimizer
     streamed = {id(parameter) for parameter in step.streamed.parameters}
     names = parameter_names(step, tree)
-    try:
-        found = list(_stepped(step, kind, instance, {"momentum": 0.9} if optimizer == "momentum" else {}))
-    except (RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
-        raise ProfileError(
-            f"the states of {kind.__name__} cannot be counted without data: its step on parameters without data raises "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Pass a torch.optim optimizer with "
-            "states of the same size, or leave optimizer out"
-        ) from error
+    own = [parameter for module in step.modules() for parameter in module.parameters() if parameter.requires_grad]
+    found = _counted(own, kind, instance, _options_of(optimizer))
     states, state_bytes = [], 0
     for parameter, what, num_bytes in found:
         if id(parameter) in streamed:
@@ -150,6 +144,37 @@ def _room_bytes(kind: type[torch.optim.Optimizer], states: list[tuple[Tensor, in
     return plan.room_bytes + plan.undo_bytes
 
 
+def state_bytes_of(parameters: Iterable[Tensor], optimizer: str) -> int:
+    """Return what an optimizer keeps for parameters of which only shapes and dtypes count.
+
+    Args:
+        parameters: those that it steps.
+        optimizer: a name, as `check_optimizer` takes it.
+
+    Raises:
+        ProfileError: its step does not run without data.
+    """
+    found = _counted(list(parameters), optimizer_names()[optimizer.lower()], None, _options_of(optimizer))
+    return sum(num_bytes for _, _, num_bytes in found)
+
+
+def _options_of(optimizer: object) -> dict[str, Any]:
+    return {"momentum": 0.9} if optimizer == "momentum" else {}
+
+
+def _counted(
+    trainable: list[Any], kind: type[torch.optim.Optimizer], instance: torch.optim.Optimizer | None, options: dict[str, Any]
+) -> list[tuple[Tensor, str, int]]:
+    try:
+        return list(_stepped(trainable, kind, instance, options))
+    except (RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
+        raise ProfileError(
+            f"the states of {kind.__name__} cannot be counted without data: its step on parameters without data raises "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Pass a torch.optim optimizer with "
+            "states of the same size, or leave optimizer out"
+        ) from error
+
+
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer inside of one that wraps it, as accelerate's does."""
     inside = getattr(optimizer, "optimizer", None)
@@ -168,7 +193,7 @@ def _check_parameters(step: Step, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _stepped(
-    step: Step, kind: type[torch.optim.Optimizer], instance: torch.optim.Optimizer | None, options: dict[str, Any]
+    trainable: list[Any], kind: type[torch.optim.Optimizer], instance: torch.optim.Optimizer | None, options: dict[str, Any]
 ) -> Iterator[tuple[Tensor, str, int]]:
     """Step a copy of an optimizer without data; yield each state's parameter, name and bytes."""
     twins: dict[int, nn.Parameter] = {}
@@ -187,7 +212,6 @@ def _stepped(
     with warnings.catch_warnings(), torch.device("cpu"), torch.enable_grad():
         warnings.simplefilter("ignore")
         if instance is None:
-            trainable = [parameter for module in step.modules() for parameter in module.parameters() if parameter.requires_grad]
             clone = kind([twin_of(parameter) for parameter in dict.fromkeys(trainable)], **_as_kind(kind, options))
         else:
             clone = _clone(instance, twin_of)

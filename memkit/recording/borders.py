@@ -1,19 +1,24 @@
 """Borders in a forward: behind one, nothing is made again by what ran before it.
 
-A layer that FSDP2 shards lets go of its parameters when its forward is over, and gathers them again for its own backward. What
-the layer has returned is asked for before that, by the backward of the next one; all else that it has made, within its own. So
-what it returns is a root, and needs no gathering of which the other ranks don't know.
+A module that FSDP2 shards lets go of its parameters when its forward is over, and gathers them again for its own backward. What
+it has returned is asked for before that, by the backward of what comes next; all else that it has made, within its own. So what
+it returns is a root, and needs no gathering of which the other ranks don't know.
+
+`mark_sharded` finds these modules by themselves, so that it doesn't matter who has sharded them, or when.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memkit import torch_private
+from memkit.hooks import HookSet
 from memkit.recording.recorded import tensors_in
 
 if TYPE_CHECKING:
@@ -32,7 +37,44 @@ def _op() -> tuple[Any, torch.library.Library]:
     return torch.ops.memkit.border.default, library
 
 
-def mark_border(_: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: Any) -> None:
+FSDP = "torch.distributed.fsdp"
+"""The library. What it has not been imported for, it has not sharded."""
+_marked = weakref.WeakSet[nn.Module]()
+"""What FSDP2 has sharded, as far as `mark_sharded` has seen it."""
+
+
+def num_unmarked() -> int:
+    """Return how many modules FSDP2 has sharded in this process since `mark_sharded`. Where it was never imported, that is one
+    look into a dict.
+
+    Raises:
+        MissingTorchNameError: torch doesn't say which it has sharded.
+    """
+    if FSDP not in sys.modules:
+        return 0
+    return len(torch_private.sharded_modules) - len(_marked)
+
+
+def mark_sharded() -> None:
+    """Set hooks on the modules that FSDP2 has sharded in this process and that have none yet. They stay, and do nothing but in
+    a forward that is recorded.
+
+    Raises:
+        MissingTorchNameError: torch doesn't say which it has sharded.
+    """
+    if not num_unmarked():
+        return
+    for module in list(torch_private.sharded_modules):
+        if module in _marked:
+            continue
+        if isinstance(module, sys.modules[FSDP].FSDPModule):  # else sharding it has failed
+            hooks = HookSet()
+            hooks.around_hooks_of(FSDP, module, _mark_gather)
+            hooks.after_forward(module, _mark_border)
+        _marked.add(module)  # last: hooks that an interrupt has let be set twice do the same
+
+
+def _mark_border(_: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: Any) -> None:
     """A hook behind the forward of a module: a border runs through what it has returned."""
     if torch_private.num_dispatch_modes() and torch_private.backward_task() == -1:
         tensors = tensors_in(torch_private.tree_leaves(output))
@@ -41,7 +83,7 @@ def mark_border(_: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: 
                 _op()[0](tensors)
 
 
-def mark_gather(begins: bool, *_: Any) -> None:
+def _mark_gather(begins: bool, *_: Any) -> None:
     """Ahead of what FSDP2 does before a forward, and behind it: the recorder looks away meanwhile.
 
     What is gathered is the caller's, as a parameter that was there all the time, and the same value as when it was there last:

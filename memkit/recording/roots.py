@@ -66,7 +66,7 @@ class Root:
         if storage.nbytes() < self.num_bytes:
             raise RuntimeError(
                 f"a tensor of {self.num_bytes} bytes, from which Rematerialize makes saved tensors again, has only "
-                f"{storage.nbytes()} bytes now: was it resharded? Shard by memkit.shard, or mark with "
+                f"{storage.nbytes()} bytes now: was it resharded since, in the midst of a forward or a backward? Mark with "
                 "memkit.keep what is computed from it."
             )
         return storage

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import memkit
 from memkit.device import ReferenceDevice
-from tests.distributed.cases import assert_same, local, make, tokens_of, train
+from tests.distributed.cases import Model, assert_same, local, make, tokens_of, train
 
 Make = Callable[[], AbstractContextManager[Any]]
 
@@ -68,6 +70,59 @@ def check_same(context: str, *, attached: bool, num_steps: int = 7, lora: bool =
     else:
         found = train(model, rank, numbers=numbers, micro=micro, context=CONTEXTS[context])
     assert_same(found, plain)
+    stats = memkit.stats(TAG)
+    assert stats.live_records == 0
+    memkit.reset(TAG)
+    memkit.reset(f"{TAG} outside")
+    return stats.moved_out_bytes + stats.dropped_bytes
+
+
+def _root(model: Model, **options: Any) -> nn.Module:
+    return fully_shard(model, **options)
+
+
+def _layers(model: Model, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return model
+
+
+def _layers_and_root(model: Model, **options: Any) -> nn.Module:
+    return fully_shard(_layers(model, **options), **options)
+
+
+BY_HAND: dict[str, Callable[..., nn.Module]] = {"root": _root, "layers": _layers, "layers and root": _layers_and_root}
+"""How `fully_shard` is called without `memkit.shard`."""
+RESHARDS: dict[str, dict[str, Any]] = {
+    "": {},
+    "always": {"reshard_after_forward": True},
+    "never": {"reshard_after_forward": False},
+}
+
+
+def check_by_hand(how: str, context: str, *, reshards: str = "", forwards: int = 2, attached: bool = False) -> int:
+    """Compare steps of several forwards in one context, or each in an attached one, with those without; return how many bytes
+    the context has moved or dropped."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def run(make_context: Make | None) -> list[torch.Tensor]:
+        model, found = BY_HAND[how](make(), mesh=mesh, **RESHARDS[reshards]), []
+        # what is not sharded is each rank's own here: its gradients are not reduced
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attachment = memkit.attach(model, make_context()) if attached and make_context else None
+        for number in range(6):
+            torch.manual_seed(10 * rank + number)
+            with make_context() if make_context and not attached else torch.enable_grad():
+                loss = sum(model(tokens_of(rank, forwards * number + part)).square().mean() for part in range(forwards))
+            loss.backward()
+            found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        if attachment is not None:
+            attachment.remove()
+        return found
+
+    assert_same(run(CONTEXTS[context]), run(None))
     stats = memkit.stats(TAG)
     assert stats.live_records == 0
     memkit.reset(TAG)

@@ -6,6 +6,7 @@ On two ranks see test_two_ranks.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,11 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 
 import memkit
+from memkit import torch_private
+from memkit.activations.recomputing.region_reasons import why_not_region
 from memkit.device import ReferenceDevice
-from tests.distributed.cases import assert_same, make, train
-from tests.distributed.composing import CASES, CONTEXTS, TAG, check_same, check_two_forwards
+from memkit.recording.borders import FSDP
+from tests.distributed.cases import assert_same, by_hand, local, make, train
+from tests.distributed.composing import BY_HAND, CASES, CONTEXTS, RESHARDS, TAG, check_by_hand, check_same, check_two_forwards
 from tests.distributed.groups import group_of_one
 
 pytestmark = pytest.mark.filterwarnings("ignore:Rematerialize .* cannot be kept to", "ignore:MemoryBudget")
@@ -116,12 +121,111 @@ def test_results_of_layers_are_roots(budget: float) -> None:
     assert memkit.stats(TAG).num_dropped > 0
 
 
-def test_layers_that_were_sharded_by_hand_are_refused_where_others_are_needed() -> None:
-    """Nothing wrong is computed: what a layer needs of another one's parameters raises."""
-    mesh, model = init_device_mesh("cpu", (1,)), make()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def _is_short(how: str, context: str, reshards: str, forwards: int, attached: bool) -> bool:
+    """Tell whether one is run always: those that were wrong without an error, and each context once."""
+    if how == "root":
+        return (
+            reshards == "always" and forwards == 2 and not attached and context in ("Rematerialize(0.5)", "MemoryBudget, half")
+        )
+    return how == "layers and root" and reshards == "" and forwards == 2 and attached == (context == "Rematerialize(0.1)")
 
-    with pytest.raises(RuntimeError, match=r"was it resharded\? Shard by memkit.shard, or mark"):
-        train(model, 0, context=lambda: memkit.Rematerialize(0.1, tag=TAG, min_bytes=0, device=ReferenceDevice()))
+
+BY_HAND_RUNS = [
+    pytest.param(*run, marks=() if _is_short(*run) else pytest.mark.full)
+    for run in itertools.product(BY_HAND, CONTEXTS, RESHARDS, (1, 2), (False, True))
+    if run[1] != "both" or not run[4]
+]
+
+
+@pytest.mark.parametrize(("how", "context", "reshards", "forwards", "attached"), BY_HAND_RUNS)
+def test_what_was_sharded_by_hand(how: str, context: str, reshards: str, forwards: int, attached: bool) -> None:
+    assert check_by_hand(how, context, reshards=reshards, forwards=forwards, attached=attached) > 0
+
+
+def test_modules_inside_of_what_is_sharded_are_no_regions() -> None:
+    model = fully_shard(make(), mesh=init_device_mesh("cpu", (1,)))
+
+    assert "FSDP2 puts its parameters in place" in why_not_region(model.blocks[0])
+
+
+def test_what_is_sharded_after_it_was_attached_to() -> None:
+    mesh, model = init_device_mesh("cpu", (1,)), make()
+    memkit.attach(model, memkit.Rematerialize(0.1, tag=TAG, min_bytes=0, device=ReferenceDevice()))
+
+    assert_same(train(by_hand(model, mesh), 0), train(by_hand(make(), mesh), 0))
+    assert memkit.stats(TAG).num_dropped > 0
+
+
+def test_marks_are_set_once_and_around_the_hook_of_fsdp_alone() -> None:
+    """What others do ahead of a forward, also to what they are given, is seen."""
+
+    def run(context: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = _Doubled()
+        fully_shard(model.second, mesh=init_device_mesh("cpu", (1,)))
+        model.second.register_forward_pre_hook(lambda _, args: (args[0].cos() * 2,))
+        model.second.register_forward_pre_hook(lambda _, args: (args[0].mul_(3),), prepend=True)
+        counts, found = [], []
+        for number in range(4):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
+            with memkit.Rematerialize(0.1, tag=TAG, min_bytes=0, device=ReferenceDevice()) if context else torch.enable_grad():
+                loss = model(x).square().mean()
+            loss.backward()
+            found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters())]
+            counts.append(len(model.second._forward_pre_hooks) + len(model.second._forward_hooks))
+        assert set(counts) == {counts[0]}
+        return found
+
+    assert_same(run(True), run(False))
+    assert memkit.stats(TAG).num_dropped > 0
+
+
+class _Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take and return [batch, 16]."""
+        return torch.sigmoid(self.second(self.first(x).exp() + 1).tanh())
+
+
+def test_models_without_shards_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where FSDP2 was not imported, its names are not asked for, and nothing has hooks."""
+    monkeypatch.delitem(sys.modules, FSDP)
+    monkeypatch.setitem(vars(torch_private), "sharded_modules", None)
+    model = nn.Linear(4, 4)
+    with memkit.Rematerialize(0.5, tag=TAG, min_bytes=0, device=ReferenceDevice()):
+        loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("context", [name for name in CONTEXTS if name != "both" and not name.startswith("CPUOffload")])
+def test_what_is_sharded_within_a_context_is_refused(context: str) -> None:
+    model = make()
+    with (
+        pytest.raises(ValueError, match=r"FSDP2 has sharded 5 modules within .*tag \"sharded\".*Shard before it is entered"),
+        CONTEXTS[context](),
+    ):
+        by_hand(model, init_device_mesh("cpu", (1,)))
+
+    train(model, 0, context=CONTEXTS[context])  # which is fine
+
+
+def test_weights_that_are_let_go_of_by_hand_are_missed_by_name() -> None:
+    """What is computed from them outside of their module's forward, nothing can make again."""
+    model = make()
+    block = fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (1,)))
+
+    def step(_: int) -> None:
+        with memkit.Rematerialize(0.01, tag=TAG, min_bytes=0, device=ReferenceDevice()):
+            block.unshard()
+            loss = functional.linear(torch.ones(8, 13), block.up.weight).sigmoid().exp().square().mean()
+            block.reshard()
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match=r"only 0 bytes now: was it resharded since.* Mark with memkit.keep"):
+        list(map(step, range(3)))

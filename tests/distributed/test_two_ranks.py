@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from tests.distributed.cases import (
     step,
     train,
 )
-from tests.distributed.composing import CASES, CONTEXTS, check_same, check_two_forwards
+from tests.distributed.composing import BY_HAND, CASES, CONTEXTS, check_by_hand, check_same, check_two_forwards
 from tests.distributed.groups import Failed, Found, Work, group_of_one, run_ranks
 
 # What each rank does
@@ -143,6 +144,11 @@ def _composed(name: str, case: str, _: str) -> None:
     assert check_same(name, attached=dist.get_rank() == 1 and name != "both", **CASES[case]) > 0
 
 
+def _sharded_by_hand(how: str, context: str, reshards: str, _: str) -> None:
+    warnings.simplefilter("ignore")
+    assert check_by_hand(how, context, reshards=reshards, attached=dist.get_rank() == 1 and context != "both") > 0
+
+
 def _load_of_one(folder: str) -> list[torch.Tensor]:
     """Return what one process has saved, as two have read it: whole parameters and states."""
     return _whole(*_read(Path(folder) / "of one"))
@@ -170,9 +176,14 @@ MORE: dict[str, Work] = {
     "two forwards": check_two_forwards,
     **{f"{name}, {case}": functools.partial(_composed, name, case) for name in CONTEXTS for case in ("plain", "LoRA")},
     **{f"StateOffload, {name}": work for name, work in offloading.FULL.items()},
+    **{
+        f"by hand: {how}, {context}, {reshards}": functools.partial(_sharded_by_hand, how, context, reshards)
+        for how, context, reshards in itertools.product(BY_HAND, CONTEXTS, ("", "always"))
+    },
 }
 """What is done as well in a run of all tests."""
-WORKS["Rematerialize(0.5), plain"] = MORE.pop("Rematerialize(0.5), plain")
+for often in ("Rematerialize(0.5), plain", "by hand: root, Rematerialize(0.1), always"):
+    WORKS[often] = MORE.pop(often)
 
 # Checkpoints
 

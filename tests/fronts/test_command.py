@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import memkit
+from memkit.fronts.ranks import shards_of, trace_on_rank
 from memkit.plan import MemoryPlan
 from memkit.plan.gpus import find_gpu
 from tests.bench.cases import assert_fails, run_command
@@ -89,6 +93,44 @@ def test_states_of_the_optimizer_and_dtypes_count(capsys: pytest.CaptureFixture[
     assert plain_peak_mib("--autocast", "bf16") < plain
 
 
+def test_one_of_several_ranks_is_planned_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "front.json"
+
+    def front_of(*options: str) -> tuple[str, dict[str, Any]]:
+        out = run_command(capsys, *PLAN, "--budget", "1.0", "--optimizer", "adamw", "--json", str(path), *options)[1]
+        return " ".join(out.split()), json.loads(path.read_text())
+
+    layer = (256 * 1024 * 2 + 1024 + 256) * 4
+    (_, whole), (text, one) = front_of(), front_of("--ranks", "8")
+    shards = one["ranks"]
+
+    assert whole["ranks"] is None
+    assert (shards["num_ranks"], shards["param_bytes"], shards["grad_bytes"]) == (8, 6 * layer // 8, 6 * layer // 8)
+    assert shards["state_bytes"] == 2 * 6 * layer // 8
+    assert shards["gathered_bytes"] == 2 * layer
+    assert "on each of 8 ranks: parameters 1.50 MiB, gradients 1.50 MiB, states 3.01 MiB, gathered at a time 4.01 MiB" in text
+    assert one["plain_peak_bytes"] < whole["plain_peak_bytes"] - 2 * 6 * layer
+    assert one["plain_s"] == whole["plain_s"]
+
+
+def test_the_base_of_a_rank_is_its_shards() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU()) for _ in range(4)))
+        x = torch.empty(512, 64)
+    report = memkit.profile_memory(model, x, device="meta", backward=True, trace=True, print_table=False)
+    shards = shards_of(model, 4, optimizer=None)
+
+    trace = trace_on_rank(report, model, shards)
+
+    weight, inputs = 64 * 64 * 4, 512 * 64 * 4
+    assert shards.state_bytes == 0
+    assert trace.base_bytes == inputs + weight + weight + 2 * weight  # shards of four, their gradients, two gathered
+    assert report.trace is not None
+    less = [whole - one for whole, one in zip(report.trace.live_bytes, trace.live_bytes, strict=True)]
+    assert less == sorted(less)
+    assert less[-1] == 2 * weight  # of four whole gradients, those of the last two layers are there at the end
+
+
 def test_a_budget_that_is_too_small_is_a_row_without_figures(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(run_command(capsys, *PLAN, "--budget", "150MiB,10MiB")[1])
 
@@ -129,6 +171,15 @@ def test_models_without_blocks_have_no_checkpoints(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([*PLAN, "--ranks", "0"], "--ranks: needs a whole number, 1 or more; found '0'"),
+        (
+            [*PLAN, "--ranks", "2", "--html", "plan.html"],
+            "--html draws the step of the whole model: leave out --html or --ranks",
+        ),
+        (
+            ["plan", "models_to_plan:bilinear", *["--input", "8x64"] * 2, "--gpu", "H200", "--ranks", "2"],
+            "Bilinear has no layers that could be found",
+        ),
         (["plan", "torch.nn:ReLU", "--input", "2"], "required: --gpu (see `memkit plan --help`)"),
         (["plan", "torch.nn:ReLU", "--gpu", "H200"], "required: --input"),
         (

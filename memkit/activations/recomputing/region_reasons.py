@@ -42,6 +42,8 @@ def _why_not_inside(part: nn.Module) -> str:
         return "it is scripted, and what that saves depends on how often it has run"
     if is_sharded_by_fsdp(part) or isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "its forward talks to other processes or devices"
+    if torch_private.GATHERED_MARK in vars(part):
+        return "FSDP2 puts its parameters in place and takes them away"
     if isinstance(part, nn.SyncBatchNorm) and part.training:
         return "its forward talks to other processes"
     if isinstance(part, NORMS) and type(part) not in UPDATED_UNREAD and part.running_mean is not None and not part.training:
