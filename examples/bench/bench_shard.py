@@ -187,6 +187,8 @@ def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace) -> 
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(rank)
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)  # else bits differ from run to run
     dist.init_process_group("gloo" if args.tiny else "nccl", rank=rank, world_size=num_ranks)
     device = ReferenceDevice() if args.tiny else open_device(f"cuda:{rank}")
     bench = Bench(device=device, is_tiny=args.tiny, num_steps=args.steps)
