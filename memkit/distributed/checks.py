@@ -56,8 +56,11 @@ def check_arguments(
         raise TypeError(f"shard: frozen_dtype is a torch.dtype; found {frozen_dtype!r}")
     if frozen_dtype is not None and not frozen_dtype.is_floating_point:
         raise ValueError(f"shard: frozen_dtype is a floating-point type; found {frozen_dtype}")
-    if not isinstance(reshard_after_forward, int):
-        raise TypeError(f"shard: reshard_after_forward is a bool, or a number of ranks; found {reshard_after_forward!r}")
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(
+            f"shard: reshard_after_forward is True or False; found {reshard_after_forward!r}. "
+            "torch.distributed.fsdp.fully_shard takes a number of ranks as well"
+        )
     if isinstance(prefetch, bool) or not isinstance(prefetch, int):
         raise TypeError(f"shard: prefetch is a number of layers; found {prefetch!r}")
     if prefetch < 0:
@@ -89,6 +92,9 @@ def check_model(model: nn.Module) -> None:
             )
         if is_lazy(parameter):
             raise ValueError(f'shard: "{name}" has no data: its module is lazy. Run the model once first')
+        if not parameter.is_contiguous() or not parameter.numel():
+            kind = "has no elements" if not parameter.numel() else "is not contiguous"
+            raise ValueError(f'shard: "{name}" {kind}, which FSDP2 can\'t shard. Leave it out, or make it contiguous')
         if parameter.dim() == 0:
             raise ValueError(f'shard: "{name}" is a scalar, which can\'t be sharded. Make it a tensor of shape [1]')
     _refuse_views_of_one(model)

@@ -28,7 +28,7 @@ def shard(
     layers: LayerChoice = None,
     frozen_dtype: torch.dtype | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | int = True,
+    reshard_after_forward: bool = True,
     prefetch: int = 1,
 ) -> _Model:
     """Split a model between the processes of the default group, layer by layer, with FSDP2.
@@ -49,7 +49,7 @@ def shard(
             whose elements are of one class; if they are stages, the blocks inside them: as `LayerOffload` finds them.
         frozen_dtype: what frozen floating-point parameters are converted to first. By default they stay as they are.
         mp_policy: FSDP2's, for every layer: in which dtypes parameters are gathered and gradients reduced.
-        reshard_after_forward: whether layers are let go of after their forward; or among how many ranks each is split then.
+        reshard_after_forward: whether layers are let go of after their forward.
         prefetch: how many layers ahead are gathered, in the order in which they are registered in forward, and the other way
             round in backward. 0 leaves it to FSDP2, which goes by the order in which they ran.
 
@@ -127,7 +127,7 @@ def _shard(
     layers: Mapping[str, nn.Module],
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None,
-    reshard_after_forward: bool | int,
+    reshard_after_forward: bool,
 ) -> tuple[FSDPModule, list[FSDPModule]]:
     """Return the model and its layers as what they have become."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -28,7 +28,7 @@ def check_options(
     """Check what is asked for, and whether it goes together.
 
     Raises:
-        TypeError: the disk is none.
+        TypeError: the disk is none, or `overlap_forward` no bool.
         ValueError: it does not.
     """
     if update not in _UPDATES:
@@ -37,6 +37,8 @@ def check_options(
         raise ValueError(f"master is torch.float32 or None; found {master!r}")
     if when not in ("step", "backward"):
         raise ValueError(f"when is 'step' or 'backward'; found {when!r}")
+    if not isinstance(overlap_forward, bool):
+        raise TypeError(f"overlap_forward is True or False; found {overlap_forward!r}")
     if overlap_forward and when == "backward":
         raise ValueError(
             'overlap_forward=True needs a step behind the backward; found when="backward", which leaves nothing to overlap. '

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memkit import torch_private
 from memkit.device.base import Device
 from memkit.errors import StateOffloadError
 from memkit.interrupts import do_at_once
@@ -29,7 +30,6 @@ from memkit.transfer.lanes import Lanes, Transfer
 from memkit.transfer.spans import Span
 
 _HOST = torch.device("cpu")
-
 
 _Traits = tuple[int, torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...], bool]
 """What a route depends on of a parameter that is due: which it is, how it lies, and whether a copy is stepped in its place."""
@@ -170,10 +170,10 @@ class HostSteps:
         """Tell whether the thread has made the step of a piece, or failed."""
         return self._running[piece].done()
 
-    def has_failed(self, piece: Piece) -> bool:
-        """Tell whether the step of a piece was begun, and has failed."""
+    def failure_of(self, piece: Piece) -> BaseException | None:
+        """Return why the step of a piece has failed; None if it hasn't, or was not begun."""
         running = self._running.get(piece)
-        return running is not None and running.done() and running.exception() is not None
+        return running.exception() if running is not None and running.done() else None
 
     @staticmethod
     def _await(steps: list[Future[None]]) -> None:
@@ -297,6 +297,9 @@ class HostSteps:
         with torch.no_grad():
             for record, parameter in zip(piece.due, route.parameters, strict=True):
                 write_local(record.parameter, parameter)
+                if self._device.takes_notes:
+                    own = local_of(record.parameter)
+                    self._device.note_written(own.untyped_storage(), torch_private.version_of(own))
         self._slots.release(piece)
         self._out.pop(piece, None)
         piece.residency = Residency.HOST

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit import backwards, torch_private
 from memkit.device.base import Device, Event, Stream
@@ -98,9 +98,23 @@ class BackwardSteps:
                 before, after = partial(weakly(self._before), ref), partial(weakly(self._after), ref)
                 hooks.add(record.parameter.register_hook(before))
                 hooks.add(record.parameter.register_post_accumulate_grad_hook(after))
+        if not self._pieces:
+            hooks.ahead_of_all_forwards(weakly(self._refuse_replica))
         self._pieces = [*self._pieces, *pieces]
         self._has_host = any(piece.plan.update is Update.HOST for piece in self._pieces)
         self._follow([*reversed(pieces), *self._order])
+
+    def _refuse_replica(self, module: nn.Module, _: object) -> None:
+        """A forward begins: raise if gradients of what is stepped here would be reduced afterwards."""
+        if not isinstance(module, nn.parallel.DistributedDataParallel):
+            return
+        reduced = {id(parameter) for parameter in module.parameters()}
+        for piece in self._pieces:
+            if id(piece.records[0].parameter) in reduced:
+                raise StateOffloadError(
+                    f'{piece.records[0].name} is trained within DistributedDataParallel, and when="backward" would step it '
+                    'with the gradient of one process, before it is reduced. Use when="step"'
+                )
 
     def _follow(self, order: list[Piece]) -> None:
         self._order, self._places = order, {piece: place for place, piece in enumerate(order)}
@@ -186,7 +200,8 @@ class BackwardSteps:
     def _let_go(self, has_failed: bool = False) -> None:
         """Let the current stream, and those that gradients come from, wait for all that is stepped."""
         device, current = self._device, self._device.current_stream()
-        for stream, stepped, _ in self._held:
+        held, self._held = self._held, deque()  # a backward that has failed may end in its own thread, beside a step
+        for stream, stepped, _ in held:
             device.wait_event(stream, stepped)
         device.wait_event(current, device.record_event(self._stream, timed=False))
         self._forget_held()
@@ -220,6 +235,7 @@ class BackwardSteps:
         """
         try:
             if self._leaving:
+                self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters
                 with self._device.on_stream(self._stream):
                     self._stepping.join(list(self._leaving))
         finally:

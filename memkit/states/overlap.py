@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.device.base import Device, Event
+from memkit.device.base import Device, Event, Stream
 
 if TYPE_CHECKING:
     from memkit.states.one_step import OneStep
@@ -45,6 +45,8 @@ class ForwardOverlap:
         """Which piece the forward before has come to when."""
         self._met: dict[Piece, int] = {}
         """The same of the forward that goes on."""
+        self._own: Stream | None = None
+        """The stream that has begun the step: gradients are in its memory, and it waits for every piece."""
         self._run: OneStep | None = None
         """What the step reads beside."""
         self._stepping: Stepping | None = None
@@ -57,6 +59,7 @@ class ForwardOverlap:
             pieces = sorted(pieces, key=lambda piece: self._places.get(piece, len(self._places)))
         self._run, self._stepping = run, stepping
         device, stream = self._device, self._stream
+        self._own = device.current_stream()
         device.wait_event(stream, device.record_event(timed=False))
         try:
             with device.on_stream(stream):
@@ -153,7 +156,10 @@ class ForwardOverlap:
     def _await_piece(self, piece: Piece) -> None:
         if piece in self._leaving:
             self._join([piece])
-        self._device.wait_event(self._device.current_stream(), self._stepped[piece])
+        current = self._device.current_stream()
+        self._device.wait_event(current, self._stepped[piece])
+        if current != self._own:
+            return  # other streams have yet to wait
         for record in piece.due:
             self._pending.pop(id(record.parameter), None)
         self._stepped.pop(piece, None)
@@ -171,3 +177,7 @@ class ForwardOverlap:
             self._join(list(self._leaving))
         for piece in list(self._stepped):
             self._await_piece(piece)
+        if self._stepped and self._own is not None:  # this stream has waited, and another one has begun the step
+            with self._device.on_stream(self._own):
+                for piece in list(self._stepped):
+                    self._await_piece(piece)

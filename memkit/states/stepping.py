@@ -13,6 +13,7 @@ from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_steps import HostSteps
 from memkit.states.one_step import OneStep
 from memkit.states.pieces import Piece, Residency
+from memkit.states.stepped import ConsumedGradient
 
 
 class Stepping:
@@ -34,6 +35,8 @@ class Stepping:
         """A step that has begun, and of which torch has not said yet that it is over: it may have been broken off."""
         self.is_broken = False
         """Whether pieces may be half way."""
+        self._untold: StateOffloadError | None = None
+        """A step on the host that has failed, whose gradient is gone, and of which nobody has heard since an interrupt came."""
 
     def run(
         self,
@@ -52,6 +55,9 @@ class Stepping:
             note_left: called behind each piece whose gradients are on their way to be stepped on the host. Where it is given,
                 nobody waits for these: see `join`.
         """
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            raise untold
         self.unfinished, self.is_broken = run, True
         try:
             for piece in pieces:
@@ -102,13 +108,10 @@ class Stepping:
                     self._on_host.join(part)
         except Exception as error:
             self._on_host.settle()
-            failed = [piece for piece in under_way if any(map(self._on_host.has_failed, piece.parts))]
-            names = ", ".join(piece.names for piece in failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
+            failed = [piece for piece in under_way if any(map(self._on_host.failure_of, piece.parts))]
             self.mend(under_way)
-            raise StateOffloadError(
-                f"the step of {names or 'parameters'} on the host has failed: {type(error).__name__}: {error}. Its gradient "
-                "was let go: what has failed is as before the step, all else as after it"
-            ) from error
+            self._untold = None
+            raise _failure(failed, error) from error
         except BaseException:
             self.mend(under_way)
             raise
@@ -184,6 +187,11 @@ class Stepping:
         self._on_host.settle()
         self._device.synchronize()
         failed: list[tuple[Piece, Exception]] = []
+        gone = [piece for piece in pieces if any(map(self._on_host.failure_of, piece.parts)) and _has_let_go(piece)]
+        if gone:
+            error = next(filter(None, map(self._on_host.failure_of, gone[0].parts)))
+            self._untold = _failure(gone, error)
+            self._untold.__cause__ = error
         for part in [part for piece in pieces for part in piece.parts]:
             side = self._on_host if part.plan.update is Update.HOST else self._on_device
             if part.residency is Residency.STEPPING:
@@ -228,3 +236,17 @@ class Stepping:
                 "optimizer"
             ) from error
         self._device.synchronize()
+
+
+def _has_let_go(piece: Piece) -> bool:
+    """Tell whether a gradient is gone that a piece was to be stepped with."""
+    gradients = [record.parameter.grad for record in piece.due]
+    return any(gradient is None or type(gradient) is ConsumedGradient for gradient in gradients)
+
+
+def _failure(failed: Sequence[Piece], error: BaseException) -> StateOffloadError:
+    names = ", ".join(piece.names for piece in failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
+    return StateOffloadError(
+        f"the step of {names or 'parameters'} on the host has failed: {type(error).__name__}: {error}. Its gradient "
+        "was let go: what has failed is as before the step, all else as after it"
+    )

@@ -83,7 +83,7 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] =
     ),
     "dtype": (make, {"frozen_dtype": "bfloat16"}, TypeError, "frozen_dtype is a torch.dtype; found 'bfloat16'"),
     "integers": (make, {"frozen_dtype": torch.int8}, ValueError, r"frozen_dtype is a floating-point type; found torch\.int8"),
-    "reshard": (make, {"reshard_after_forward": None}, TypeError, "reshard_after_forward is a bool, or a number of ranks"),
+    "reshard": (make, {"reshard_after_forward": None}, TypeError, "reshard_after_forward is True or False; found None"),
     "prefetch": (make, {"prefetch": 1.0}, TypeError, r"prefetch is a number of layers; found 1\.0"),
     "prefetch yes": (make, {"prefetch": True}, TypeError, "prefetch is a number of layers; found True"),
     "backwards": (make, {"prefetch": -1}, ValueError, "prefetch is a number of layers, 0 or more; found -1"),
@@ -99,6 +99,9 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] =
     ),
     "lazy": (_with("extra", nn.LazyLinear(3)), {}, ValueError, r'"extra\.weight" has no data: its module is lazy'),
     "scalar": (_with("scale", torch.ones(())), {}, ValueError, r'"scale" is a scalar.*Make it a tensor of shape \[1\]'),
+    "transposed": (_with("extra", nn.Parameter(torch.ones(3, 2).mT)), {}, ValueError, '"extra" is not contiguous'),
+    "empty": (_with("extra", nn.Parameter(torch.ones(0, 2))), {}, ValueError, '"extra" has no elements'),
+    "ranks": (make, {"reshard_after_forward": 2}, TypeError, "True or False; found 2. torch.distributed.fsdp.fully_shard"),
     "views": (_views, {}, ValueError, r'"embedding.weight" and "head.weight" are parameters over the same bytes'),
     "tied layers": (_tied("blocks.0.up", "blocks.2.up"), {}, ValueError, r'"blocks.0.up.weight", "blocks.2.up.weight" are one'),
     "tied to the rest": (

@@ -136,8 +136,8 @@ def test_mixed_precision_is_that_of_fsdp(one: None) -> None:
     assert all(item.dtype == torch.float32 for item in model.parameters())
 
 
-@pytest.mark.parametrize(("reshard", "parts"), [(True, 8), (False, 1), (4, 4)])
-def test_layers_are_let_go_of_after_their_forward(reshard: bool | int, parts: int) -> None:
+@pytest.mark.parametrize(("reshard", "parts"), [(True, 8), (False, 1)])
+def test_layers_are_let_go_of_after_their_forward(reshard: bool, parts: int) -> None:
     with fake_group(8):
         model = memkit.shard(make(), reshard_after_forward=reshard)
         model(torch.arange(8))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.plan import StateRates
-from memkit.states import in_backward, state_offload
+from memkit.states import host_steps, in_backward, state_offload
 from tests.states.cases import (
     OPTIMIZERS,
     Case,
@@ -372,3 +372,77 @@ def test_parameters_may_be_read_once_the_backward_is_over() -> None:
             device.note_read(parameter.untyped_storage())
         device.synchronize()
     assert not device.races
+
+
+def test_what_reads_parameters_behind_the_backward_is_not_overtaken_by_the_host() -> None:
+    """`optimizer.step()` writes to what was stepped on the host: behind whatever the current stream was given before."""
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with offload(optimizer, device, when="backward", update="host") as states:
+        _train(model, optimizer, states, device, range(2))
+        model(batch(device, 2)).square().mean().backward()
+        for parameter in model.parameters():
+            device.note_read(parameter.untyped_storage())
+        optimizer.step()
+        device.synchronize()
+    assert not device.races
+
+
+@pytest.mark.parametrize("options", [{"when": "backward"}, {"overlap_forward": True}], ids=str)
+def test_a_failed_step_on_the_host_is_told_of_though_an_interrupt_came_first(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if Failing.fails and threading.current_thread().name.startswith("memkit-step"):
+                Failing.fails = False
+                raise ArithmeticError("no")
+            return super().step(closure)
+
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = Failing(model.parameters(), lr=1e-2, momentum=0.9)
+
+    def interrupted(self: Any, piece: Any) -> None:
+        self.settle()
+        raise KeyboardInterrupt
+
+    with offload(optimizer, device, update="host", **options) as states:
+        Failing.fails = True
+        model(batch(device, 0)).square().mean().backward()
+        if "overlap_forward" in options:
+            optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(host_steps.HostSteps, "join", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                states.wait()
+        with pytest.raises(StateOffloadError, match=r"the step of .* on the host has failed: ArithmeticError: no"):
+            optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        _train(model, optimizer, states, device, range(2))
+
+
+def test_a_replica_is_refused(tmp_path: Any) -> None:
+    """`DistributedDataParallel` reduces gradients when they are complete: behind the step that would have used them."""
+    device = ReferenceDevice()
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = make_net(device)
+        replica = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        states = offload(optimizer, device, when="backward")
+        with pytest.raises(StateOffloadError, match="is trained within DistributedDataParallel"):
+            replica(batch(device, 0))
+        states.close()
+        assert_same(before, [parameter.detach() for parameter in model.parameters()])
+        with offload(optimizer, device):
+            replica(batch(device, 0)).square().mean().backward()
+            optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -209,6 +209,31 @@ def test_gradients_are_held_until_they_were_read(device: Device) -> None:
         assert not states._overlap._held
 
 
+def test_a_forward_on_another_stream_takes_no_wait_away() -> None:
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with offload(optimizer, device, overlap_forward=True) as states:
+        train(model, optimizer, device, range(2))
+        side = device.new_stream("side")
+        device.wait_event(side, device.record_event(timed=False))
+        with device.on_stream(side), torch.no_grad():
+            model(batch(device, 2))
+        train(model, optimizer, device, range(2, 4))
+        with device.on_stream(side):
+            states.wait()
+        model(batch(device, 4))
+        device.synchronize()
+    assert not device.races
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_beside_the_forward_or_not(value) -> None:
+    optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters())
+    with pytest.raises(TypeError, match="overlap_forward is True or False; found"):
+        offload(optimizer, ReferenceDevice(), overlap_forward=value)
+
+
 def test_within_the_backward_is_refused() -> None:
     optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters(), fused=True)
 
