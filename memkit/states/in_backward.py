@@ -76,6 +76,7 @@ class BackwardSteps:
         self._leaving: dict[Piece, None] = {}
         """What is stepped on the host, and whose parameters are yet to come back."""
         self._pieces: list[Piece] = []
+        self._watches_replicas = False
         self._has_host = False
         """Whether any are stepped on the host, perhaps behind the backward."""
         self._order: list[Piece] = []
@@ -98,8 +99,9 @@ class BackwardSteps:
                 before, after = partial(weakly(self._before), ref), partial(weakly(self._after), ref)
                 hooks.add(record.parameter.register_hook(before))
                 hooks.add(record.parameter.register_post_accumulate_grad_hook(after))
-        if not self._pieces:
-            hooks.ahead_of_all_forwards(weakly(self._refuse_replica))
+        if not self._watches_replicas and torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._watches_replicas = True  # without a group of processes there are none
+            hooks.ahead_of_all_forwards(weakly(self._refuse_replica, when_gone=hooks.remove))
         self._pieces = [*self._pieces, *pieces]
         self._has_host = any(piece.plan.update is Update.HOST for piece in self._pieces)
         self._follow([*reversed(pieces), *self._order])
