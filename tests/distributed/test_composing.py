@@ -70,6 +70,7 @@ def test_gathered_parameters_do_not_move() -> None:
     assert moved_bytes(memkit.shard(make())) == moved_bytes(make())
 
 
+@pytest.mark.full
 def test_two_forwards_in_one_context() -> None:
     check_two_forwards()
 
@@ -99,7 +100,7 @@ class _Chain(nn.Module):
         return given["x"]
 
 
-@pytest.mark.parametrize("budget", [0.7, 0.4, 0.1])
+@pytest.mark.parametrize("budget", [pytest.param(0.7, marks=pytest.mark.full), 0.4, pytest.param(0.1, marks=pytest.mark.full)])
 def test_results_of_layers_are_roots(budget: float) -> None:
     def run(context: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -122,12 +123,9 @@ def test_results_of_layers_are_roots(budget: float) -> None:
 
 
 def _is_short(how: str, context: str, reshards: str, forwards: int, attached: bool) -> bool:
-    """Tell whether one is run always: those that were wrong without an error, and each context once."""
-    if how == "root":
-        return (
-            reshards == "always" and forwards == 2 and not attached and context in ("Rematerialize(0.5)", "MemoryBudget, half")
-        )
-    return how == "layers and root" and reshards == "" and forwards == 2 and attached == (context == "Rematerialize(0.1)")
+    """Tell whether one is run always: those that were wrong without an error."""
+    is_twice = how == "root" and reshards == "always" and forwards == 2
+    return is_twice and not attached and context in ("Rematerialize(0.5)", "MemoryBudget, half")
 
 
 BY_HAND_RUNS = [
