@@ -17,7 +17,7 @@ from memkit.device import default_generator
 from memkit.plan import WINDOW_NUMEL
 from memkit.states.own_copies import are_alike
 from memkit.states.shells import Group
-from memkit.states.trial import Trial, have_same_bits, makes_states_in_steps, seed_all, values_of
+from memkit.states.trial import Trial, are_in_states, have_same_bits, makes_states_in_steps, seed_all, values_of
 from memkit.torch_state import is_dtensor
 
 _MOST_GROUPS = 16
@@ -72,7 +72,7 @@ def _is_elementwise(
                 whole.step_all(leaves_out=False)
                 drawn = [generator.get_state() for generator in generators]
                 seed_all(generators, step)
-                if any(not torch.equal(one.get_state(), state) for one, state in zip(generators, drawn, strict=True)):
+                if not are_in_states(generators, drawn):
                     return False  # random numbers of windows are others than those of the whole
                 if cut.step_each(leaves_out=False) is not None or not cut.is_like(whole):
                     return False

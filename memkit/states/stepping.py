@@ -54,6 +54,9 @@ class Stepping:
             note_stepped: called behind each piece that was stepped on the device.
             note_left: called behind each piece whose gradients are on their way to be stepped on the host. Where it is given,
                 nobody waits for these: see `join`.
+
+        Raises:
+            StateOffloadError: a step on the host has failed, and nobody has heard of it. Nothing is stepped then.
         """
         untold, self._untold = self._untold, None
         if untold is not None:

@@ -108,8 +108,7 @@ def try_out(
                     raise
                 drawn = [generator.get_state() for generator in generators]
                 seed_all(generators, step)
-                undrawn = (torch.equal(one.get_state(), state) for one, state in zip(generators, drawn, strict=True))
-                draws = draws or not all(undrawn)
+                draws = draws or not are_in_states(generators, drawn)
                 differing = apart.step_each(leaves_out=is_last)
                 differing = differing or whole.differs_from(apart)
                 if differing is not None:
@@ -168,6 +167,11 @@ def groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def seed_all(generators: list[torch.Generator], seed: int) -> None:
     for generator in generators:
         generator.manual_seed(seed)
+
+
+def are_in_states(generators: list[torch.Generator], states: list[Tensor]) -> bool:
+    """Tell whether generators are as they were: nothing has drawn random numbers in between."""
+    return all(torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True))
 
 
 class _NotSeparableError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,6 +278,42 @@ def train(
         if scheduler is not None:
             scheduler.step()
         optimizer.zero_grad()
+
+
+def assert_resumes(case: Case, device: Device, folder: Path, *, num_steps_before: int = 0, **options: Any) -> None:
+    """Assert that a training goes on with the same bits when its states are loaded from plain torch, and then there again.
+
+    Args:
+        case: the optimizer.
+        device: where it is trained.
+        folder: where states are saved.
+        num_steps_before: how many steps what is loaded into has made.
+        options: of the `StateOffload`.
+    """
+    plain = make_net(device, case)
+    plain_optimizer = case.make(groups_of(plain))
+    train(plain, plain_optimizer, device, range(3))
+    torch.save(plain_optimizer.state_dict(), folder / "plain.pt")
+
+    model = make_net(device, case)
+    model.load_state_dict(plain.state_dict())
+    optimizer = case.make(groups_of(model))
+    with offload(optimizer, device, **options):
+        train(model, optimizer, device, range(num_steps_before))
+        model.load_state_dict(plain.state_dict())
+        optimizer.load_state_dict(torch.load(folder / "plain.pt", weights_only=True))
+        train(plain, plain_optimizer, device, range(3, 5))
+        train(model, optimizer, device, range(3, 5))
+        assert_same_training(plain, plain_optimizer, model, optimizer)
+        torch.save(optimizer.state_dict(), folder / "offload.pt")
+
+    again = make_net(device, case)
+    again.load_state_dict(model.state_dict())
+    again_optimizer = case.make(groups_of(again))
+    again_optimizer.load_state_dict(torch.load(folder / "offload.pt", weights_only=True))
+    train(plain, plain_optimizer, device, range(5, 7))
+    train(again, again_optimizer, device, range(5, 7))
+    assert_same_training(plain, plain_optimizer, again, again_optimizer)
 
 
 def assert_same(one: Any, other: Any, where: str = "") -> None:

@@ -33,6 +33,7 @@ from tests.states.cases import (
     OPTIMIZERS,
     Case,
     Net,
+    assert_resumes,
     assert_same,
     assert_same_training,
     batch,
@@ -254,31 +255,7 @@ def test_what_stands_for_a_state_says_what_to_do() -> None:
 def test_resumes_into_and_from_plain_torch(case: Case, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_cut:
         _cut(monkeypatch)
-    device = ReferenceDevice()
-    plain = make_net(device, case)
-    plain_optimizer = case.make(groups_of(plain))
-    train(plain, plain_optimizer, device, range(3))
-    torch.save(plain_optimizer.state_dict(), tmp_path / "plain.pt")
-
-    model = make_net(device, case)
-    model.load_state_dict(plain.state_dict())
-    optimizer = case.make(groups_of(model))
-    with offload(optimizer, device, disk=ReferenceDisk()):
-        train(model, optimizer, device, range(1))
-        model.load_state_dict(plain.state_dict())
-        optimizer.load_state_dict(torch.load(tmp_path / "plain.pt", weights_only=True))
-        train(plain, plain_optimizer, device, range(3, 5))
-        train(model, optimizer, device, range(3, 5))
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-        torch.save(optimizer.state_dict(), tmp_path / "disk.pt")
-
-    again = make_net(device, case)
-    again.load_state_dict(model.state_dict())
-    again_optimizer = case.make(groups_of(again))
-    again_optimizer.load_state_dict(torch.load(tmp_path / "disk.pt", weights_only=True))
-    train(plain, plain_optimizer, device, range(5, 7))
-    train(again, again_optimizer, device, range(5, 7))
-    assert_same_training(plain, plain_optimizer, again, again_optimizer)
+    assert_resumes(case, ReferenceDevice(), tmp_path, num_steps_before=1, disk=ReferenceDisk())
 
 
 def test_begins_with_states_that_are_there() -> None:

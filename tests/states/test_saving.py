@@ -12,7 +12,17 @@ import torch
 from torch.distributed.checkpoint import state_dict as dcp
 
 from memkit.device import Device
-from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, groups_of, make_net, offload, often, train
+from tests.states.cases import (
+    OPTIMIZERS,
+    Case,
+    assert_resumes,
+    assert_same,
+    assert_same_training,
+    make_net,
+    offload,
+    often,
+    train,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
@@ -20,28 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the ho
 @pytest.mark.parametrize("case", often(case for case in OPTIMIZERS if case.name != "rebinding"), ids=str)  # it counts outside
 @pytest.mark.parametrize("budget", [0, 8192])
 def test_resumes_into_and_from_plain_torch(device: Device, case: Case, budget: int, tmp_path: Path) -> None:
-    plain = make_net(device, case)
-    plain_optimizer = case.make(groups_of(plain))
-    train(plain, plain_optimizer, device, range(3))
-    torch.save(plain_optimizer.state_dict(), tmp_path / "plain.pt")
-
-    model = make_net(device, case)
-    model.load_state_dict(plain.state_dict())
-    optimizer = case.make(groups_of(model))
-    with offload(optimizer, device, device_budget=budget):
-        optimizer.load_state_dict(torch.load(tmp_path / "plain.pt", weights_only=True))
-        train(plain, plain_optimizer, device, range(3, 5))
-        train(model, optimizer, device, range(3, 5))
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-        torch.save(optimizer.state_dict(), tmp_path / "offload.pt")
-
-    again = make_net(device, case)
-    again.load_state_dict(model.state_dict())
-    again_optimizer = case.make(groups_of(again))
-    again_optimizer.load_state_dict(torch.load(tmp_path / "offload.pt", weights_only=True))
-    train(plain, plain_optimizer, device, range(5, 7))
-    train(again, again_optimizer, device, range(5, 7))
-    assert_same_training(plain, plain_optimizer, again, again_optimizer)
+    assert_resumes(case, device, tmp_path, device_budget=budget)
 
 
 def test_a_saved_state_has_no_more_than_its_own_bytes(device: Device) -> None:
