@@ -43,6 +43,7 @@ class ParameterCosts:
         numel: its elements.
         parameter_bytes: its bytes.
         state_bytes: bytes of its states, with the float32 copy if there is one.
+        has_master: whether a float32 copy of it is stepped.
         is_elementwise: whether parts of it can be stepped apart.
     """
 
@@ -50,7 +51,13 @@ class ParameterCosts:
     numel: int
     parameter_bytes: int
     state_bytes: int
+    has_master: bool = False
     is_elementwise: bool = False
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of its gradient as it is stepped, and of what is stepped."""
+        return aligned(4 * self.numel) if self.has_master else self.parameter_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +81,7 @@ class StatePiece:
         parameters: their numbers, in the order of the optimizer's groups.
         numel: their elements.
         parameter_bytes: their bytes.
+        gradient_bytes: of their gradients as they are stepped, in float32 where float32 copies are; so many bytes are stepped.
         state_bytes: the bytes of their states, each rounded up to 512.
         is_resident: whether the states stay on the device.
         is_on_disk: whether they lie on a disk between steps.
@@ -85,6 +93,7 @@ class StatePiece:
     parameters: tuple[int, ...]
     numel: int
     parameter_bytes: int
+    gradient_bytes: int
     state_bytes: int
     is_resident: bool = False
     is_on_disk: bool = False
@@ -96,6 +105,13 @@ class StatePiece:
     def parts(self) -> tuple[StatePiece, ...]:
         """What moves at once: the windows, or else the piece."""
         return self.windows if self.windows and not self.is_resident else (self,)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that go to the host where it is stepped there: gradients and parameters, with what lies between them. What
+        comes back are `gradient_bytes`."""
+        between = (2 * len(self.parameters) + 1) * _ALIGNMENT_BYTES
+        return aligned(self.gradient_bytes) + aligned(self.parameter_bytes) + between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +241,7 @@ def plan_states(
             parameters=tuple(members),
             numel=sum(costs[index].numel for index in members),
             parameter_bytes=sum(costs[index].parameter_bytes for index in members),
+            gradient_bytes=sum(costs[index].gradient_bytes for index in members),
             state_bytes=sum(costs[index].state_bytes for index in members),
             windows=_windows(members[0], costs[members[0]], most) if len(members) == 1 else (),
         )
@@ -278,9 +295,12 @@ def _windows(index: int, cost: ParameterCosts, most: int) -> tuple[StatePiece, .
         is_last = start + numel == cost.numel
         sizes = [
             whole - whole // cost.numel * start if is_last else whole // cost.numel * numel
-            for whole in (cost.parameter_bytes, cost.state_bytes)
+            for whole in (cost.parameter_bytes, cost.gradient_bytes, cost.state_bytes)
         ]
-        made.append(StatePiece(parameters=(index,), numel=numel, parameter_bytes=sizes[0], state_bytes=sizes[1]))
+        one = StatePiece(
+            parameters=(index,), numel=numel, parameter_bytes=sizes[0], gradient_bytes=sizes[1], state_bytes=sizes[2]
+        )
+        made.append(one)
     return tuple(made)
 
 
@@ -300,18 +320,20 @@ def _with_sides(pieces: list[StatePiece], rates: StateRates | None) -> Iterator[
 
 
 def host_share(pieces: Iterable[StatePiece], rates: StateRates) -> float:
-    """Return the share of states to be stepped on the host, so that the link and the cores end together.
+    """Return the share of states to be stepped on the host with which a step takes least.
 
-    With N elements of s bytes of state each, the link takes x N s / L for a share x that streams, and the cores
-    (1 - x) N / R for the rest.
+    Of what streams, the link carries all states each way. Of what is stepped on the host it carries gradients and parameters
+    down, and what was stepped up, which is never more than what goes down. With N elements of s bytes of state each, of which
+    d go down, a share x on the host takes the link ((1 - x) s + x d) N / L, and the cores x N / R. Where d is less than s, both
+    end together; else nothing is gained by the host.
     """
     moving = [piece for piece in pieces if not piece.is_resident]
-    numel = sum(piece.numel for piece in moving)
-    if not numel:
+    streamed_s = sum(piece.state_bytes for piece in moving) / rates.link_bytes_per_s
+    sent_s = sum(piece.parameter_bytes + piece.gradient_bytes for piece in moving) / rates.link_bytes_per_s
+    if streamed_s <= sent_s:
         return 0.0
-    link_s = sum(piece.state_bytes for piece in moving) / rates.link_bytes_per_s
-    host_s = numel / rates.host_numel_per_s
-    return link_s / (link_s + host_s)
+    host_s = sum(piece.numel for piece in moving) / rates.host_numel_per_s
+    return min(1.0, streamed_s / (streamed_s - sent_s + host_s))
 
 
 def _with_slots(pieces: list[StatePiece], most: int) -> tuple[list[StatePiece], tuple[int, ...]]:
@@ -354,9 +376,7 @@ def _turns(rooms: Sequence[int], most: int) -> tuple[list[int], list[int]]:
 
 def _room(piece: StatePiece, update: Update) -> int:
     """Return the bytes on the device that a piece needs on its way: of its states, or of parameters and gradients."""
-    if update is Update.DEVICE:
-        return piece.state_bytes
-    return max(1, sum(aligned(piece.parameter_bytes) for _ in range(2)) + 2 * _ALIGNMENT_BYTES * len(piece.parameters))
+    return piece.state_bytes if update is Update.DEVICE else piece.sent_bytes
 
 
 def aligned(num_bytes: int) -> int:

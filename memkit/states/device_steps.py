@@ -17,8 +17,8 @@ from memkit.labels import label
 from memkit.plan import aligned
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep, Written
-from memkit.states.packing import copy_state, may_leave, moved_state, pack
-from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, stand_in_of
+from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
+from memkit.states.pieces import Layout, Piece, Residency, StateRecord, stand_in_of
 from memkit.states.shards import are_one, local_of, write_local
 from memkit.states.slots import StateSlots
 from memkit.storages import tensor_over

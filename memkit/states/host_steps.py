@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,12 +15,13 @@ from memkit.device.base import Device
 from memkit.errors import StateOffloadError
 from memkit.interrupts import do_at_once
 from memkit.labels import label
-from memkit.plan import aligned
+from memkit.states.fingerprints import WORD_BYTES
 from memkit.states.host_memory import HostStates
-from memkit.states.masters import follow_on_host
+from memkit.states.host_routes import Route, Way, traits_of
+from memkit.states.masters import follow
 from memkit.states.one_step import OneStep
-from memkit.states.packing import copy_state, may_leave, moved_state, pack, storage_of_part
-from memkit.states.pieces import MASTER, Layout, Piece, Residency, StateRecord, stand_in_of
+from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
+from memkit.states.pieces import Layout, Piece, Residency
 from memkit.states.shards import are_one, local_gradient, local_of, shard_like, write_local
 from memkit.states.slots import StateSlot, StateSlots
 from memkit.storages import tensor_over
@@ -31,43 +30,18 @@ from memkit.transfer.spans import Span
 
 _HOST = torch.device("cpu")
 
-_Traits = tuple[int, torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...], bool]
-"""What a route depends on of a parameter that is due: which it is, how it lies, and whether a copy is stepped in its place."""
-
-
-def _traits_of(record: StateRecord) -> _Traits:
-    parameter, grad = local_of(record.parameter), local_gradient(record.parameter)
-    assert grad is not None
-    return id(record), parameter.dtype, parameter.size(), parameter.stride(), grad.stride(), record.has_master
-
-
-@dataclass(slots=True)
-class _Route:
-    """Where parameters and gradients of a piece lie on their way, in the slot and in host memory alike."""
-
-    storage: torch.UntypedStorage
-    room: Span
-    """What was set aside in host memory, of which they take the first bytes."""
-    due: list[_Traits]
-    """What goes this way."""
-    grads: list[Tensor]
-    parameters: list[Tensor]
-    host_grads: list[Tensor]
-    host_parameters: list[Tensor]
-    stand_ins: list[nn.Parameter]
-    grad_copies: list[Tensor]
-    """In float32, where a float32 copy is stepped; else the gradients in host memory themselves."""
-    rounded: list[Tensor]
-    """Where float32 copies are rounded to, to be compared with the parameters."""
-    num_bytes: int
-    back_bytes: int
-
 
 class HostSteps:
     """Steps pieces on the host.
 
     The step itself runs in a thread of its own: Ctrl-C comes before it or after, and the caller can go on giving the device
     work.
+
+    [Note: casts on the device] The host's memory is what a step there is slow by, so the thread touches nothing but what the
+    optimizer reads and writes. Where float32 copies are stepped, the device casts gradients to float32 ahead of their way down,
+    and rounds the copies behind their way up. Whether the user has written to a parameter is told by fingerprints, which the
+    device takes of it behind each step and ahead of the next. The parameter itself goes down as well, and the thread looks at
+    it only where these differ, or where there is none yet.
 
     Args:
         optimizer: whose step it is.
@@ -97,27 +71,34 @@ class HostSteps:
         self._runs_ahead = runs_ahead
         self._rooms: dict[int, Span] = {}
         """Host memory by the slot that it belongs to, or by the id of the plan of a piece with room of its own."""
-        self._routes: dict[Piece, _Route] = {}
+        self._routes: dict[Piece, Route] = {}
         self._out: dict[Piece, Transfer] = {}
         self._lost = dict[Piece, str]()
         self._thread: ThreadPoolExecutor | None = None
         self._running = dict[Piece, Future[None]]()
         """Steps that the thread is to make."""
-        with torch.inference_mode(False):
-            self._casts = torch.empty(0, dtype=torch.uint8).untyped_storage()
+        self._stepped: dict[int, Tensor] = {}
+        """On the device, by the id of a piece's plan: the fingerprint of the parameters as they were stepped last."""
 
     def reserve(self, pieces: list[Piece]) -> None:
         """Take the host memory that parameters and gradients of pieces come to: what is there for their slots already stays.
+        And a few bytes of the device for each piece.
 
         Raises:
             HostMemoryError: there is not as much.
         """
+        parts = [part for piece in pieces for part in piece.plan.parts]
+        plans = {id(plan): plan for piece in pieces for plan in (piece.plan, *piece.plan.parts)}
+        if any(record.has_master for piece in pieces for record in piece.records):
+            with torch.inference_mode(False):
+                words = self._device.allocate(WORD_BYTES * len(plans))
+                stepped = [tensor_over(words, torch.int64, offset=n, size=(1,), stride=(1,)) for n in range(len(plans))]
+            self._stepped.update(zip(plans, stepped, strict=True))
         if self._runs_ahead:
-            parts = [part for piece in pieces for part in piece.plan.parts]
-            own = self._host.take_side_by_side([2 * aligned(part.parameter_bytes) for part in parts])
+            own = self._host.take_side_by_side([part.sent_bytes for part in parts])
             self._rooms.update(zip(map(id, parts), own, strict=True))
             return
-        numbers = sorted({part.slot for piece in pieces for part in piece.plan.parts} - self._rooms.keys())
+        numbers = sorted({part.slot for part in parts} - self._rooms.keys())
         spans = self._host.take([self._slots.slots[number].num_bytes for number in numbers])
         self._rooms.update(zip(numbers, spans, strict=True))
 
@@ -130,16 +111,18 @@ class HostSteps:
         slot = self._slots.claim(piece)
         route = self._route(piece, slot)
         with torch.no_grad():
-            for record, grad, parameter in zip(piece.due, route.grads, route.parameters, strict=True):
+            for record, parameter in zip(piece.due, route.on_device.parameters, strict=True):
+                parameter.copy_(local_of(record.parameter))
+            route.compare(piece.layout)
+            for record, grad in zip(piece.due, route.on_device.grads, strict=True):
                 own = local_gradient(record.parameter)
                 assert own is not None
                 grad.copy_(own)
-                parameter.copy_(local_of(record.parameter))
-        self._slots.note_written(slot)
+        self._slots.note_written(slot.storage)
         slot.freed = self._device.record_event(timed=False)
-        span = route.room.part(0, route.num_bytes)
-        slot.left = self._out[piece] = self._lanes.copy_out(slot.storage, span, after=slot.freed)
-        self._slots.d2h_bytes += route.num_bytes
+        num_bytes = route.way.num_bytes
+        slot.left = self._out[piece] = self._lanes.copy_out(slot.storage, route.room.part(0, num_bytes), after=slot.freed)
+        self._slots.d2h_bytes += num_bytes
         if self._runs_ahead:
             slot.piece = None  # others come there behind the copy
 
@@ -192,7 +175,8 @@ class HostSteps:
         piece.await_turn()
         self._device.synchronize(out.done)
         route = self._routes[piece]
-        layout = piece.layout
+        layout, is_unwritten = piece.layout, route.is_unwritten()
+        route.forget()
         numbers: list[tuple[Tensor, Tensor]] = []
         state: dict[Any, Any] = defaultdict(dict)
         keys: list[nn.Parameter] = []
@@ -201,19 +185,14 @@ class HostSteps:
             for number, record in enumerate(piece.due):
                 entries = dict(known.get(record.parameter) or {})
                 key = route.stand_ins[number]
-                grad = route.host_grads[number]
                 if record.has_master:
-                    copied = route.host_parameters[number]
-                    master = entries.pop(MASTER, None)
-                    if master is not None:
-                        key.data = local_of(master)
-                        if not may_leave(master):
-                            numbers.append((master, master.clone()))
-                        follow_on_host(key.data, copied, route.rounded[number])
-                    else:
-                        key.data = copied.to(torch.float32)
-                    route.grad_copies[number].copy_(grad)
-                key.grad = route.grad_copies[number]
+                    copied, master = route.on_host.parameters[number], entries.pop(MASTER, None)
+                    key.data = copied.to(torch.float32) if master is None else local_of(master)
+                    if master is not None and not may_leave(master):
+                        numbers.append((master, master.clone()))
+                    if master is not None and not is_unwritten:
+                        follow(key.data, copied)
+                key.grad = route.on_host.grads[number]
                 if entries:
                     state[key] = entries
                 keys.append(key)
@@ -229,14 +208,16 @@ class HostSteps:
             made = [dict(state[key]) if key in state else {} for key in keys]
             with torch.no_grad():
                 for number, (record, key) in enumerate(zip(piece.due, keys, strict=True)):
-                    view = route.host_parameters[number]
+                    view = route.on_host.parameters[number]
                     if record.has_master:
                         made[number][MASTER] = shard_like(record.parameter, key.data)
-                        view.copy_(key)
                     elif key.data_ptr() != view.data_ptr():  # the class has put another tensor there
                         view.copy_(key)
                         key.data = view
             laid_out = self._lay_out(piece, made)
+            with torch.no_grad():
+                for number, master in route.staying(laid_out):
+                    route.on_host.parameters[number].copy_(local_of(made[number][MASTER] if master is None else master))
             piece.entered = piece.new_entries(known, laid_out, zip(piece.due, made, strict=True))
             marks = piece.marks(self._optimizer, laid_out)
         except BaseException as error:
@@ -287,22 +268,40 @@ class HostSteps:
         """Have parameters be what was stepped. Calling it again does what was broken off."""
         piece.enter(self._optimizer)
         route, slot = self._routes[piece], self._slots.of(piece)
+        route.forget()
         slot.piece = piece
-        span = route.room.part(0, route.back_bytes)
-        after = [slot.freed, *([slot.left.done] if slot.left is not None else [])]
-        slot.arrived = self._lanes.copy_back(span, route.storage, after=after)
-        self._slots.h2d_bytes += route.back_bytes
-        self._device.wait_event(self._device.current_stream(), slot.arrived.done)
+        masters = route.masters(piece.layout)
+        self._bring(piece, route, slot, masters)
+        self._slots.await_copies(slot)
         self._device.note_read(route.storage)
         with torch.no_grad():
-            for record, parameter in zip(piece.due, route.parameters, strict=True):
+            for record, master, parameter in zip(piece.due, masters, route.on_device.parameters, strict=True):
+                if master is not None:
+                    parameter.copy_(master)
                 write_local(record.parameter, parameter)
                 if self._device.takes_notes:
                     own = local_of(record.parameter)
                     self._device.note_written(own.untyped_storage(), torch_private.version_of(own))
+            self._slots.note_written(route.storage)
+            route.note_stepped(piece.layout)
         self._slots.release(piece)
         self._out.pop(piece, None)
         piece.residency = Residency.HOST
+
+    def _bring(self, piece: Piece, route: Route, slot: StateSlot, masters: list[Tensor | None]) -> None:
+        """Have what was stepped come to the slot: float32 copies from where they stay, parameters from where they were sent."""
+        way, layout = route.way, piece.layout
+        ranges = [(way.plain, way.plain_bytes)]
+        if any(route.staying(layout)):
+            ranges.append((way.wide_bytes, way.narrow_bytes))
+        spans = [(route.room.part(start, start + num_bytes), start) for start, num_bytes in ranges if num_bytes]
+        copies = layout.masters() if layout is not None and any(master is not None for master in masters) else None
+        if copies is not None:
+            spans.append((copies, 0))
+        after = [slot.freed, *([slot.left.done] if slot.left is not None else [])]
+        for span, start in spans:
+            slot.arrived = self._lanes.copy_back(span, route.storage, after=after, start=start)
+            self._slots.h2d_bytes += span.num_bytes
 
     def drop(self, piece: Piece) -> None:
         """A step was broken off before the piece was stepped."""
@@ -315,86 +314,29 @@ class HostSteps:
         """All states were loaded."""
         self._lost.clear()
 
-    def _route(self, piece: Piece, slot: StateSlot) -> _Route:
+    def _route(self, piece: Piece, slot: StateSlot) -> Route:
         """Return where what is due of a piece lies on its way."""
         known = self._routes.get(piece)
-        due = [_traits_of(record) for record in piece.due]
+        due = [traits_of(record) for record in piece.due]
         place = id(piece.plan) if self._runs_ahead else piece.plan.slot
         room = self._rooms.get(place)
         if known is not None and known.storage is slot.storage and known.room is room and known.due == due:
             return known
-        offset, places = 0, []
-        for kind in ("parameter", "grad"):
-            for record in piece.due:
-                tensor = local_of(record.parameter)
-                places.append((kind, record, offset))
-                offset += aligned(tensor.nbytes)
-            if kind == "parameter":
-                back_bytes = offset
-        if slot.num_bytes < offset:
-            self._slots.grow(slot, offset)
-        if room is None or room.num_bytes < offset:
-            (room,) = self._host.take([offset])
+        way = Way.of(piece)
+        if slot.num_bytes < way.num_bytes:
+            self._slots.grow(slot, way.num_bytes)
+        if room is None or room.num_bytes < way.num_bytes:
+            (room,) = self._host.take([way.num_bytes])
             self._rooms[place] = room
-        assert room.whole is not None
-        found: dict[str, list[Tensor]] = {"parameter": [], "grad": [], "host parameter": [], "host grad": []}
-        with torch.inference_mode(False):
-            own = storage_of_part(room.whole)
-            for kind, record, start in places:
-                tensor, grad = local_of(record.parameter), local_gradient(record.parameter)
-                lies = grad if kind == "grad" and grad is not None else tensor
-                dense = may_leave(lies)
-                stride = lies.stride() if dense else torch.empty(tensor.size(), device="meta").stride()
-                for where, storage in (("", slot.storage), ("host ", own)):
-                    found[where + kind].append(
-                        tensor_over(
-                            storage, tensor.dtype, offset=start // tensor.dtype.itemsize, size=tensor.size(), stride=stride
-                        )
-                    )
-            stand_ins = [
-                stand_in_of(record, torch.empty(0) if record.has_master else view)
-                for record, view in zip(piece.due, found["host parameter"], strict=True)
-            ]
-            grad_copies, rounded = self._scratch(piece.due, found["host grad"])
-        known = self._routes[piece] = _Route(
-            storage=slot.storage,
-            room=room,
-            due=due,
-            grads=found["grad"],
-            parameters=found["parameter"],
-            host_grads=found["host grad"],
-            host_parameters=found["host parameter"],
-            stand_ins=stand_ins,
-            grad_copies=grad_copies,
-            rounded=rounded,
-            num_bytes=max(1, offset),
-            back_bytes=max(1, back_bytes),
-        )
-        return known
-
-    def _scratch(self, due: list[StateRecord], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return where gradients are cast to, and float32 copies are rounded to, where such are stepped: memory that all pieces
-        share, since one is stepped at a time."""
-        copied = [record.has_master for record in due]
-        sizes = [aligned(4 * grad.numel()) if is_copied else 0 for grad, is_copied in zip(grads, copied, strict=True)]
-        starts = [0, *itertools.accumulate(sizes)]
-        rounded_bytes = max((grad.nbytes for grad, is_copied in zip(grads, copied, strict=True) if is_copied), default=0)
-        if starts[-1] + rounded_bytes > self._casts.nbytes():
-            self._casts = torch.empty(starts[-1] + rounded_bytes, dtype=torch.uint8).untyped_storage()
-
-        def over(grad: Tensor, dtype: torch.dtype, start: int) -> Tensor:
-            return tensor_over(self._casts, dtype, offset=start // dtype.itemsize, size=grad.size(), stride=grad.stride())
-
-        rows = list(zip(grads, copied, starts, strict=False))
-        cast = [over(grad, torch.float32, start) if is_copied else grad for grad, is_copied, start in rows]
-        return cast, [over(grad, grad.dtype, starts[-1]) if is_copied else grad for grad, is_copied, _ in rows]
+        route = self._routes[piece] = Route(piece, due, way, slot.storage, room, self._stepped.get(id(piece.plan)))
+        return route
 
     def close(self) -> None:
         """End the thread, and let the memory go."""
-        self._casts = torch.empty(0, dtype=torch.uint8).untyped_storage()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
         self._routes.clear()
         self._rooms.clear()
+        self._stepped.clear()
         self._out.clear()

@@ -9,7 +9,6 @@ from torch import nn
 
 from memkit.device.base import Device
 from memkit.plan import StateRates
-from memkit.states.masters import follow_on_host
 from memkit.states.shells import cut_group, shell_of, step_of
 from memkit.transfer.link import measure_beside_copies
 
@@ -38,7 +37,6 @@ class _Block:
         assert self.parameter.grad is not None
         if self._copies:
             grad, parameter, rounded = self._copies
-            follow_on_host(self.parameter.data, parameter, rounded)
             self.parameter.grad.copy_(grad)
         self._step(self._shell)
         if self._copies:

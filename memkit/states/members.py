@@ -10,8 +10,8 @@ from torch import Tensor
 
 from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
 from memkit.states.cut_trial import find_elementwise, refuse_mixed_shards
-from memkit.states.packing import bytes_of, may_leave
-from memkit.states.pieces import MASTER, Piece, StateRecord
+from memkit.states.packing import MASTER, bytes_of, may_leave
+from memkit.states.pieces import Piece, StateRecord
 from memkit.states.shards import local_of
 from memkit.states.stepped import ConsumedGradient
 from memkit.states.trial import Kept, KeptState, needs_master, try_out
@@ -86,6 +86,7 @@ class Members:
             numel=parameter.numel(),
             parameter_bytes=aligned(parameter.nbytes),
             state_bytes=sum(map(aligned, sizes)),
+            has_master=record.has_master,
         )
 
     def kept(self) -> dict[int, list[KeptState]]:

@@ -18,6 +18,9 @@ from memkit.storages import tensor_over
 from memkit.transfer.spans import Span
 from memkit.wrappers import parts_of
 
+MASTER = "master"
+"""The name in `optimizer.state[parameter]` of a parameter's float32 copy."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
@@ -128,15 +131,19 @@ def is_number(value: object) -> bool:
 
 
 def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[tuple[tuple[Packed, ...], ...], int]:
-    """Return how the states of some parameters lie side by side, and how many bytes they come to."""
-    rows, offset = [], 0
-    for tensors in states:
-        row = []
-        for name, tensor in tensors.items():
-            row.append(_packed(name, tensor, offset))
-            offset += row[-1].num_bytes if isinstance(row[-1], PackedWrapper) else aligned(row[-1].num_bytes)
-        rows.append(tuple(row))
-    return tuple(rows), offset
+    """Return how the states of some parameters lie side by side, and how many bytes they come to.
+
+    The float32 copies of all parameters come first: one copy over the link brings these alone.
+    """
+    states, offset = list(states), 0
+    rows: list[list[Packed]] = [[] for _ in states]
+    for has_copies in (True, False):
+        for row, tensors in zip(rows, states, strict=True):
+            for name, tensor in tensors.items():
+                if (name == MASTER) is has_copies:
+                    row.append(_packed(name, tensor, offset))
+                    offset += row[-1].num_bytes if isinstance(row[-1], PackedWrapper) else aligned(row[-1].num_bytes)
+    return tuple(map(tuple, rows)), offset
 
 
 def _packed(name: str, tensor: Tensor, offset: int) -> Packed:

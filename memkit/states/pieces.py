@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,17 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from memkit import torch_private
-from memkit.plan import StatePiece
-from memkit.states.packing import OnDisk, Packed, moved_state
+from memkit.plan import StatePiece, aligned
+from memkit.states.packing import MASTER, OnDisk, Packed, PackedTensor, local_packed, moved_state
 from memkit.states.shards import version_of
 from memkit.torch_state import is_dtensor
 from memkit.transfer.disk_store import DiskCopy
 from memkit.transfer.lanes import Transfer
 from memkit.transfer.spans import Span
-
-MASTER = "master"
-"""The name in `optimizer.state[parameter]` of a parameter's float32 copy."""
-
 
 Rows = Sequence[Mapping[str, Tensor]]
 """The states of a piece, record by record."""
@@ -61,6 +57,17 @@ class Layout:
     tensors: tuple[tuple[Packed, ...], ...]
     host: tuple[dict[str, Any], ...]
     copy: DiskCopy | None = None
+
+    def masters(self) -> Span | None:
+        """Return the host memory of all float32 copies, which lie ahead of all else; None if there are none."""
+        found = [one for row in self.tensors for one in map(local_packed, row) if one.name == MASTER]
+        ends = [one.offset + aligned(one.num_bytes) for one in found if isinstance(one, PackedTensor)]
+        if not ends or self.span is None:
+            return None
+        if self.span.whole is not None:
+            return self.span.part(0, max(ends))
+        first = self.span.pieces[0]  # of a window, each of whose states is a range of others
+        return replace(self.span, num_bytes=len(first), pieces=(first,))
 
 
 class Place(Protocol):

@@ -96,7 +96,7 @@ class StateSlots:
         """Have a piece come to its slot without bytes: there are no states yet."""
         slot = self.of(piece)
         slot.piece = piece
-        self._await_left(slot)
+        self.await_copies(slot)
         return slot
 
     def fetch(self, piece: Piece, span: Span) -> None:
@@ -122,16 +122,16 @@ class StateSlots:
     def write_back(self, piece: Piece, span: Span) -> None:
         """Put a copy of a piece to a span on the lane, behind what the current stream has done with it."""
         slot = self.of(piece)
-        self.note_written(slot)
+        self.note_written(slot.storage)
         slot.freed = self._device.record_event(timed=False)
         slot.left = piece.left = self._lanes.copy_out(slot.storage, span, after=slot.freed)
         piece.residency, slot.piece = piece.rest, None
         self.d2h_bytes += span.num_bytes
 
-    def note_written(self, slot: StateSlot) -> None:
-        """Work on the current stream has written to a slot."""
+    def note_written(self, storage: torch.UntypedStorage) -> None:
+        """Work on the current stream has written to the storage of a slot."""
         self._num_writes += 1
-        self._device.note_written(slot.storage, -self._num_writes)
+        self._device.note_written(storage, -self._num_writes)
 
     def release(self, piece: Piece) -> None:
         """What a slot has of a piece counts for nothing."""
@@ -147,7 +147,7 @@ class StateSlots:
             larger = self._device.allocate(num_bytes)
         slot.storage, slot.num_bytes, slot.freed = larger, num_bytes, self._device.record_event(timed=False)
 
-    def _await_left(self, slot: StateSlot) -> None:
+    def await_copies(self, slot: StateSlot) -> None:
         """Let the current stream wait for the last copies from and to a slot, so that it may write there or let it go."""
         for transfer in (slot.arrived, slot.left):
             if transfer is not None:

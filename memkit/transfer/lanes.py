@@ -91,9 +91,9 @@ class Lanes:
         """
         return self.copy(self.out, storage, span, is_out=True, after=(after, *span.free_events))
 
-    def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event]) -> Transfer:
-        """Copy a span into a storage, or to the start of a larger one, once the events are reached."""
-        return self.copy(self.back, storage, span, is_out=False, after=after)
+    def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event], start: int = 0) -> Transfer:
+        """Copy a span into a storage, or to a part of a larger one that begins at byte `start`, once the events are reached."""
+        return self.copy(self.back, storage, span, is_out=False, after=after, start=start)
 
     def copy_each_out(self, pairs: Iterable[tuple[torch.UntypedStorage, Span]], *, after: Event) -> Event:
         """Copy storages into spans that are pinned, each as large as its storage; return what is reached when all are there.
@@ -119,18 +119,21 @@ class Lanes:
         is_out: bool,
         after: Iterable[Event],
         parts: Sequence[Tensor] | None = None,
+        start: int = 0,
     ) -> Transfer:
         """Put a copy on one of the lanes, to the host or back: what the two others do, in one call.
 
         Args:
+            start: at which byte of the storage what is copied begins.
             parts: the bytes of the storage that are copied, cut as the span's pieces are, where that was done ahead.
         """
         device = self._device
         with label("evict" if is_out else "fetch") if torch_private.profiler_is_on() else NO_LABEL:
             if span.staging is not None:
-                return Transfer(span.num_bytes, *span.staging.copy(lane, storage, span.pieces, is_out=is_out, after=after))
+                events = span.staging.copy(lane, storage, span.pieces, is_out=is_out, after=after, start=start)
+                return Transfer(span.num_bytes, *events)
             if parts is None:
-                parts = byte_view(storage).narrow(0, 0, span.num_bytes).split(list(map(len, span.pieces)))
+                parts = byte_view(storage).narrow(0, start, span.num_bytes).split(list(map(len, span.pieces)))
             for event in after:
                 device.wait_event(lane, event)
             started = device.record_event(lane)

@@ -71,9 +71,16 @@ class Staging:
             side.buffers.extend((buffer, None) for buffer in buffers[is_out::2])
 
     def copy(
-        self, lane: Stream, storage: torch.UntypedStorage, pieces: Sequence[Tensor], *, is_out: bool, after: Iterable[Event]
+        self,
+        lane: Stream,
+        storage: torch.UntypedStorage,
+        pieces: Sequence[Tensor],
+        *,
+        is_out: bool,
+        after: Iterable[Event],
+        start: int = 0,
     ) -> tuple[Event, Event]:
-        """Ask for a copy between a storage of the device and pieces of host memory; does not wait for it.
+        """Ask for a copy between a storage of the device, from byte `start` on, and pieces of host memory; does not wait for it.
 
         Returns:
             What is reached when it begins, and when it is done.
@@ -81,7 +88,7 @@ class Staging:
         The storage and the host memory must stay alive until the event was waited for: only while the copy is put on the lane
         is the storage held here.
         """
-        recording = self._sides[is_out].ask(lane, storage, pieces, after)
+        recording = self._sides[is_out].ask(lane, storage, pieces, after, start)
         return PromisedEvent(recording, 0), PromisedEvent(recording, 1)
 
     def drain(self) -> None:
@@ -107,10 +114,10 @@ class _Side:
         """In the order in which they are used next, each with what is reached when nothing reads it any more."""
 
     def ask(
-        self, lane: Stream, storage: torch.UntypedStorage, pieces: Sequence[Tensor], after: Iterable[Event]
+        self, lane: Stream, storage: torch.UntypedStorage, pieces: Sequence[Tensor], after: Iterable[Event], start: int
     ) -> Future[tuple[Event, Event]]:
         # A weak reference, since a slot counts who holds its storage.
-        return self._thread.submit(self._copy, lane, weakref.ref(storage), pieces, tuple(after))
+        return self._thread.submit(self._copy, lane, weakref.ref(storage), pieces, tuple(after), start)
 
     def drain(self) -> None:
         if not self._is_closed:
@@ -130,6 +137,7 @@ class _Side:
         held: weakref.ref[torch.UntypedStorage],
         pieces: Sequence[Tensor],
         after: Sequence[Event],
+        start: int,
     ) -> tuple[Event, Event]:
         for event in [event.recorded() for event in after]:  # the other thread may be writing to these pieces
             self._device.wait_event(lane, event)
@@ -138,7 +146,7 @@ class _Side:
         try:
             staged = self._copy_out if self._is_out else self._copy_back
             copy, most_bytes = (staged, self.buffers[0][0].numel()) if self.buffers else (self._copy_straight, None)
-            copy(lane, _chunks(pieces, byte_view(storage), most_bytes))
+            copy(lane, _chunks(pieces, byte_view(storage)[start:], most_bytes))
             return started, self._device.record_event(lane)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the storage

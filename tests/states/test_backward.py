@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
-from memkit.plan import StateRates
-from memkit.states import host_steps, in_backward, state_offload
+from memkit.states import host_steps, in_backward
 from tests.states.cases import (
     OPTIMIZERS,
     Case,
@@ -24,6 +23,7 @@ from tests.states.cases import (
     make_net,
     offload,
     often,
+    split_evenly,
     train,
 )
 
@@ -44,8 +44,7 @@ def _train(model: Any, optimizer: Any, states: Any, device: Device, steps: range
 @pytest.fixture(autouse=True)
 def _even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `update="both"`, have half of the states be stepped on either side."""
-    rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
-    monkeypatch.setattr(state_offload, "measure_rates", lambda *_, **__: rates)
+    split_evenly(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from memkit.device import Device, ReferenceDevice
-from memkit.plan import StatePiece, StateRates, Update
-from memkit.states import state_offload
+from memkit.plan import StatePiece, Update
 from memkit.states.at_rest import StatesAtRest
 from memkit.states.host_memory import HostStates
 from memkit.states.pieces import Piece, StateRecord
-from tests.states.cases import Odd, Rebinding, assert_same, offload
+from tests.states.cases import Odd, Rebinding, assert_same, offload, split_evenly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
@@ -33,8 +32,7 @@ def device() -> Device:
 @pytest.fixture
 def even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have half of the states be stepped on either side."""
-    rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
-    monkeypatch.setattr(state_offload, "measure_rates", lambda *_, **__: rates)
+    split_evenly(monkeypatch)
 
 
 def make(count: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -230,7 +228,9 @@ def test_states_without_dimensions_go_back_to_where_the_parameter_is(device: Dev
     optimizer.state[parameter] = {"step": torch.ones(()), "exp_avg": torch.ones(()), "exp_avg_sq": torch.ones(())}
     record = StateRecord("scale", parameter, has_master=False)
     record.group = record.position = 0
-    plan = StatePiece(parameters=(0,), parameter_bytes=512, state_bytes=0, numel=1, slot=0, update=Update.HOST)
+    plan = StatePiece(
+        parameters=(0,), parameter_bytes=512, gradient_bytes=512, state_bytes=0, numel=1, slot=0, update=Update.HOST
+    )
     rest = StatesAtRest(optimizer, device, HostStates(device, limit_bytes=None))
 
     rest.give_back([Piece(plan, [record])])

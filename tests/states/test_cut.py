@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
-from memkit.plan import StateRates, state_pieces
-from memkit.states import cut_trial, state_offload
+from memkit.plan import state_pieces
+from memkit.states import cut_trial
 from memkit.states.windows import CutPiece
 from memkit.torch_state import num_users
 from tests.states.cases import (
@@ -27,6 +27,7 @@ from tests.states.cases import (
     assert_same_training,
     batch,
     offload,
+    split_evenly,
     train,
 )
 
@@ -42,8 +43,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 6000)
     for module in (state_pieces, cut_trial):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 512)
-    rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
-    monkeypatch.setattr(state_offload, "measure_rates", lambda *_, **__: rates)
+    split_evenly(monkeypatch)
 
 
 class Net(nn.Module):

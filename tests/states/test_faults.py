@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import memkit
 from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
-from memkit.plan import StateRates, state_pieces
-from memkit.states import cut_trial, state_offload
+from memkit.plan import state_pieces
+from memkit.states import cut_trial
 from memkit.transfer import ReferenceDisk
 from tests.drawn import examples
 from tests.interrupts import count_lines, interrupt, spread
-from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, train
+from tests.states.cases import DAdapting, Net, Rebinding, ScheduleFree, assert_same, batch, make_net, split_evenly, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
@@ -143,7 +143,7 @@ def test_a_fault_of_the_device(
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             _cut(patch)
-        patch.setattr(state_offload, "measure_rates", lambda *_, **__: StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0))
+        split_evenly(patch)
         device = Faulty()
         plain, model = make_net(device), make_net(device)
         plain_optimizer, optimizer = (OPTIMIZERS[name](lambda kind: kind, net.parameters()) for net in (plain, model))
@@ -372,7 +372,7 @@ def test_a_fault_within_a_backward_or_beside_a_forward(
     name: str, at: int, error: type[BaseException], has_states: bool, overlaps: bool, is_cut: bool, update: str
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_offload, "measure_rates", lambda *_, **__: StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0))
+        split_evenly(patch)
         if is_cut:
             _cut(patch)
         _fail_within_a_backward_or_beside_a_forward(name, at, error, has_states, overlaps, update)

@@ -8,9 +8,18 @@ import pytest
 import torch
 
 from memkit.device import Device
-from memkit.plan import StateRates, Update
-from memkit.states import state_offload
-from tests.states.cases import OPTIMIZERS, Case, assert_same, assert_same_training, make_net, offload, often, train
+from memkit.plan import Update
+from tests.states.cases import (
+    OPTIMIZERS,
+    Case,
+    assert_same,
+    assert_same_training,
+    make_net,
+    offload,
+    often,
+    split_evenly,
+    train,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 # the plain optimizer on a GPU differs from the CPU's in last bits: there the CPU's is the reference
@@ -20,8 +29,7 @@ IS_HOST_THE_DEVICE = "cpu"
 @pytest.fixture
 def even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have half of the states be stepped on either side."""
-    rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
-    monkeypatch.setattr(state_offload, "measure_rates", lambda *_, **__: rates)
+    split_evenly(monkeypatch)
 
 
 @pytest.mark.usefixtures("even_rates")

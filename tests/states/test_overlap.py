@@ -10,8 +10,7 @@ from torch import nn
 
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import RaceError, StateOffloadError
-from memkit.plan import StateRates
-from memkit.states import device_steps, host_steps, state_offload
+from memkit.states import device_steps, host_steps
 from tests.states.cases import (
     OPTIMIZERS,
     Case,
@@ -23,6 +22,7 @@ from tests.states.cases import (
     make_net,
     offload,
     often,
+    split_evenly,
     train,
 )
 from tests.states.test_backward import Gate, Slow
@@ -33,8 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the ho
 @pytest.fixture(autouse=True)
 def _even_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `update="both"`, have half of the states be stepped on either side."""
-    rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
-    monkeypatch.setattr(state_offload, "measure_rates", lambda *_, **__: rates)
+    split_evenly(monkeypatch)
 
 
 @pytest.mark.parametrize(("update", "set_to_none"), [("device", False), ("device", True), ("host", False), ("both", True)])

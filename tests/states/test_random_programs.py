@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from memkit.device import ReferenceDevice
-from memkit.plan import StatePiece, StateRates, state_pieces
+from memkit.plan import StatePiece, state_pieces
 from memkit.plan.state_places import with_disk
-from memkit.states import cut_trial, state_offload
+from memkit.states import cut_trial
 from memkit.transfer import ReferenceDisk
-from tests.states.cases import Odd, Rebinding, assert_same, offload
+from tests.states.cases import Odd, Rebinding, assert_same, offload, split_evenly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
@@ -155,8 +155,7 @@ def _every_other_on_disk(pieces: Sequence[StatePiece], _: int | None) -> list[St
 @pytest.mark.parametrize("update", ["device", "host", "both", "disk"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 60))])
 def test_random_program(seed: int, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = StateRates(link_bytes_per_s=8.0, host_numel_per_s=1.0)
-    monkeypatch.setattr(state_offload, "measure_rates", lambda *_, **__: rates)
+    split_evenly(monkeypatch)
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 1200)
     for module in (state_pieces, cut_trial):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 256)
