@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memkit.device.base import Device
 from memkit.plan import StateRates
+from memkit.states.packing import copy_state, may_leave, pack
 from memkit.states.shells import cut_group, shell_of, step_of
+from memkit.transfer.arena import Arena
 from memkit.transfer.link import measure_beside_copies
 
-_SIDE = 2048
-_NUM_BLOCKS = 8
+_SIZE = (4096, 2048)
+"""As many elements as a piece has, about."""
+_NUM_BLOCKS = 4
 """With their states more than a processor's cache holds."""
 _LINK_BYTES = 64 * 2**20
 _NUM_COPIES = 128
@@ -22,45 +28,83 @@ _NUM_COPIES_ELSEWHERE = 2
 
 
 class _Block:
-    """A parameter in host memory, stepped as a piece of states is: with casts where a float32 copy is stepped."""
+    """A parameter, its gradient and its states in memory as pieces have, stepped as these are.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, has_master: bool) -> None:
-        self.parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
-        self.parameter.grad = torch.full_like(self.parameter, 1e-3)
+    Args:
+        optimizer: whose step it is.
+        dtype: of what is stepped, and of its gradient.
+        arena: gives the memory.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype, arena: Arena) -> None:
+        self._arena = arena
+        self.parameter = nn.Parameter(self._placed({"parameter": torch.zeros(_SIZE, dtype=dtype)})["parameter"])
+        self.parameter.grad = self._placed({"grad": torch.full(_SIZE, 1e-3, dtype=dtype)})["grad"]
         group = {**cut_group(optimizer.param_groups[0], []), "params": [self.parameter]}
         group.pop("param_names", None)
         self._shell = shell_of(optimizer, [group], type(optimizer.state)(dict))
         self._step = step_of(optimizer)
-        self._copies = [torch.zeros(_SIDE, _SIDE, dtype=torch.bfloat16) for _ in range(3)] if has_master else []
+        self.step()
+        entries = self._shell.state[self.parameter]
+        entries.update(self._placed({name: value for name, value in entries.items() if may_leave(value)}))
+
+    def _placed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of tensors that lie side by side in pinned memory."""
+        (row,), num_bytes = pack([tensors])
+        if not num_bytes:
+            return {}
+        (span,) = self._arena.take_pinned_as_one([num_bytes])
+        found = {packed.name: packed.on_host(span) for packed in row}
+        for name, tensor in found.items():
+            copy_state(tensor, tensors[name])
+        return found
 
     def step(self) -> None:
-        assert self.parameter.grad is not None
-        if self._copies:
-            grad, parameter, rounded = self._copies
-            self.parameter.grad.copy_(grad)
         self._step(self._shell)
-        if self._copies:
-            parameter.copy_(self.parameter.detach())
 
 
 def measure_rates(device: Device, optimizer: torch.optim.Optimizer, *, has_master: bool) -> StateRates:
     """Return what a split between device and host is made from: the link with both ways busy and the class's step on
     parameters in host memory, each beside the other.
 
+    A step on the host reads and writes what the optimizer does, and no more: see [Note: casts on the device] in
+    `memkit.states.host_steps`. So that is what is timed, in a thread of its own, with as many threads as torch takes.
+
     Args:
         has_master: whether float32 copies are stepped.
+
+    Raises:
+        HostMemoryError: there is no room in host memory for what is timed.
     """
-    with torch.inference_mode(False):
-        blocks = [_Block(optimizer, has_master=has_master) for _ in range(_NUM_BLOCKS)]
+    is_apart = device.torch_device.type == "cuda"
+    arena = Arena(device, must_pin=False)
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+        stack.callback(arena.close)
+        stack.callback(arena.give_all)
+        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="memkit-measure"))
+        blocks = [_Block(optimizer, _dtype_of(optimizer, has_master=has_master), arena) for _ in range(_NUM_BLOCKS)]
         for block in blocks:
-            block.step()
+            thread.submit(block.step).result()
         turns = itertools.cycle(blocks)
-        is_apart = device.torch_device.type == "cuda"
         blocks_per_s, link_bytes_per_s = measure_beside_copies(
             device,
-            lambda: next(turns).step(),
+            lambda: thread.submit(next(turns).step).result(),
             num_bytes=_LINK_BYTES,
             num_copies=_NUM_COPIES if is_apart else _NUM_COPIES_ELSEWHERE,
             most_acts=None if is_apart else _NUM_BLOCKS,
         )
-    return StateRates(link_bytes_per_s=link_bytes_per_s, host_numel_per_s=blocks_per_s * _SIDE * _SIDE)
+        host_numel_per_s = blocks_per_s * blocks[0].parameter.numel()
+        turns = itertools.cycle(())
+        blocks.clear()  # ahead of the memory that they are in
+    return StateRates(link_bytes_per_s=link_bytes_per_s, host_numel_per_s=host_numel_per_s)
+
+
+def _dtype_of(optimizer: torch.optim.Optimizer, *, has_master: bool) -> torch.dtype:
+    """Return what most elements are stepped in."""
+    if has_master:
+        return torch.float32
+    numels = Counter[torch.dtype]()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numels[parameter.dtype] += parameter.numel()
+    return max(numels, key=numels.__getitem__, default=torch.float32)

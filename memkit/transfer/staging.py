@@ -80,7 +80,7 @@ class Staging:
         after: Iterable[Event],
         start: int = 0,
     ) -> tuple[Event, Event]:
-        """Ask for a copy between a storage of the device, from byte `start` on, and pieces of host memory; does not wait for it.
+        """Ask for a copy between a storage of the device, from byte `start` on, and pieces of host memory; wait for nothing.
 
         Returns:
             What is reached when it begins, and when it is done.
