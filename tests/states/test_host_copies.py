@@ -1,0 +1,358 @@
+"""Float32 copies that are stepped on the host: what the thread does, what goes over the link, and what others write."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memkit.device import Device, ReferenceDevice
+from memkit.errors import StateOffloadError
+from memkit.plan import state_pieces
+from memkit.states import cut_trial
+from memkit.states.host_steps import HostSteps
+from tests.drawn import examples
+from tests.refusing import PinLimit
+from tests.states.cases import assert_same, offload, split_evenly
+from tests.states.test_faults import ERRORS, Faulty
+
+SIZES = [(64, 48), (48,), (7, 3), (5,), (64, 64), (1,), ()]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def make(device: Device, *, mixed: bool = False) -> list[nn.Parameter]:
+    """Return bfloat16 parameters, of which some are float32 if they are mixed."""
+    generator = torch.Generator().manual_seed(1)
+    dtypes = [torch.float32 if mixed and number % 3 == 1 else torch.bfloat16 for number in range(len(SIZES))]
+    return [
+        nn.Parameter(torch.randn(size, generator=generator).to(device.torch_device, dtype))
+        for size, dtype in zip(SIZES, dtypes, strict=True)
+    ]
+
+
+def give_grads(parameters: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        grad = torch.randn(parameter.size(), generator=generator)
+        parameter.grad = grad.to(parameter.device, parameter.dtype)
+
+
+def skip_a_gpu(device: Device) -> None:
+    if device.torch_device.type != "cpu":
+        pytest.skip("the device steps differ from the host's in last bits")
+
+
+class _Seen(TorchDispatchMode):
+    """Notes what ops touch how many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        touched = sum(leaf.nbytes for leaf in _tensors((args, kwargs)) if leaf.dim())
+        self.calls.append((func.overloadpacket.__name__, touched))
+        return result
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> _Seen:
+    """Return what is called in the thread that steps."""
+    mode, step = _Seen(), HostSteps._step
+
+    def watched(*args: Any) -> None:
+        with mode:
+            step(*args)
+
+    monkeypatch.setattr(HostSteps, "_step", watched)
+    return mode
+
+
+MARKS_BYTES = 16
+"""Two fingerprints, which the thread compares."""
+VIEWS = ("detach", "alias", "view", "empty", "set_")
+"""What touches no bytes."""
+
+
+def test_in_a_steady_step_the_thread_runs_the_optimizer_alone(seen: _Seen) -> None:
+    device = ReferenceDevice()
+    parameters = [parameter for parameter in make(device) if parameter.dim()]
+    optimizer = adamw(parameters)
+    numel = sum(parameter.numel() for parameter in parameters)
+    with offload(optimizer, device, update="host", master=torch.float32) as states:
+        for step in range(4):
+            seen.calls.clear()
+            give_grads(parameters, step)
+            optimizer.step()
+        num_pieces = len(states.plan.pieces)
+
+    touching = [(name, num_bytes) for name, num_bytes in seen.calls if num_bytes and name not in VIEWS]
+    steps = [num_bytes for name, num_bytes in touching if name.startswith("_fused_adamw")]
+    assert len(steps) == num_pieces
+    assert sum(steps) == 16 * numel  # the parameter, its gradient, and two states, as float32
+    others = [(name, num_bytes) for name, num_bytes in touching if not name.startswith("_fused_adamw")]
+    assert all(num_bytes <= MARKS_BYTES for _, num_bytes in others)
+
+
+def test_a_step_moves_six_bytes_down_and_four_up() -> None:
+    device = ReferenceDevice()
+    parameters = [nn.Parameter(torch.ones(512, 32, dtype=torch.bfloat16)) for _ in range(6)]
+    optimizer = adamw(parameters)
+    with offload(optimizer, device, update="host", master=torch.float32) as states:
+        for step in range(3):
+            before = states.stats()
+            give_grads(parameters, step)
+            optimizer.step()
+        after, num_pieces = states.stats(), len(states.plan.pieces)
+        numel = sum(parameter.numel() for parameter in parameters)
+        assert after.h2d_bytes - before.h2d_bytes == 4 * numel
+        assert 0 < after.d2h_bytes - before.d2h_bytes - 6 * numel <= 512 * num_pieces
+
+
+@pytest.mark.parametrize("options", [{}, {"when": "backward"}, {"overlap_forward": True}], ids=str)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_steps_take_no_more_room_than_planned(device: Device, mixed: bool, options: dict[str, Any]) -> None:
+    parameters = [parameter for parameter in make(device, mixed=mixed) if parameter.dim()]
+    optimizer = adamw(parameters)
+    with offload(optimizer, device, update="host", master=torch.float32, **options) as states:
+        room_bytes, host_bytes = states.stats().room_bytes, states.stats().host_bytes
+        assert room_bytes == states.plan.room_bytes
+        for step in range(3):
+            if options.get("when") == "backward":
+                sum((parameter * (step + 1)).sum() for parameter in parameters).backward()
+            else:
+                give_grads(parameters, step)
+            optimizer.step()
+            states.wait()
+        assert states.stats().room_bytes == room_bytes
+        assert states.stats().host_bytes == host_bytes
+
+
+def _nan(bits: int) -> Tensor:
+    return torch.tensor([bits], dtype=torch.int16).view(torch.bfloat16)
+
+
+def _swap_elements(parameters: list[nn.Parameter]) -> None:
+    flat = parameters[0].data.view(-1)
+    flat[[3, 1000]] = flat[[1000, 3]]
+
+
+def _swap_averages(parameters: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_((parameter.float() * 0.75).to(parameter.dtype))
+
+
+def _write_within(number: int, element: int, bits: int) -> Callable[[list[nn.Parameter]], None]:
+    def write(parameters: list[nn.Parameter]) -> None:
+        parameters[number].data.view(-1).view(torch.int16)[element] ^= bits
+
+    return write
+
+
+def _load(parameters: list[nn.Parameter]) -> None:
+    model = nn.ParameterList(parameters)
+    model.load_state_dict({name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()})
+
+
+WRITES: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "nothing": lambda _: None,
+    "through data": lambda parameters: parameters[4].data[2:9].fill_(0.25),
+    "other data": lambda parameters: setattr(parameters[4], "data", torch.full_like(parameters[4], 2.0)),
+    "a state dict": _load,
+    "averages": _swap_averages,
+    "elements change places": _swap_elements,
+    "two signs": lambda parameters: parameters[0].data.view(-1)[2:91:88].neg_(),
+    "lowest bit": _write_within(0, 17, 1),
+    "last element": _write_within(2, 20, 1),
+    "only element": _write_within(5, 0, 64),
+    "a scalar": lambda parameters: parameters[6].data.fill_(3.0),
+    "not a number": lambda parameters: parameters[0].data.view(-1)[5:6].copy_(_nan(0x7FC0)),
+    "another not a number": lambda parameters: parameters[0].data.view(-1)[5:6].copy_(_nan(0x7F81)),
+    "minus zero": lambda parameters: parameters[0].data.view(-1)[5].fill_(-0.0),
+    "copies": lambda parameters: parameters[0].data.mul_(1.0),
+}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_others_write_is_followed_as_on_the_device(device: Device, write: str, mixed: bool) -> None:
+    skip_a_gpu(device)
+    ends = []
+    for update in ("device", "host"):
+        parameters = make(device, mixed=mixed)
+        optimizer = adamw(parameters)
+        with offload(optimizer, device, update=update, master=torch.float32):
+            for step in range(6):
+                if step in (2, 4):
+                    WRITES[write](parameters)
+                give_grads(parameters, step)
+                optimizer.step()
+            ends.append(([parameter.detach() for parameter in parameters], optimizer.state_dict()))
+
+    assert_same(*ends)
+
+
+def test_a_zero_that_changes_its_sign_counts(device: Device) -> None:
+    parameter = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16, device=device.torch_device))
+    optimizer = torch.optim.SGD([parameter], lr=1e-3, momentum=0.9, fused=True)
+    with offload(optimizer, device, update="host", master=torch.float32):
+        for step in range(3):
+            if step == 2:
+                parameter.data.neg_()
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+
+        assert bool(optimizer.state[parameter]["master"].signbit().all())
+
+
+@pytest.mark.parametrize("how", ["in place", "another", "state dict"])
+def test_what_is_written_to_a_copy_is_taken_back_as_on_the_device(device: Device, how: str) -> None:
+    skip_a_gpu(device)
+    ends = []
+    for update in ("device", "host"):
+        parameters = make(device)
+        optimizer = adamw(parameters)
+        with offload(optimizer, device, update=update, master=torch.float32):
+            for step in range(5):
+                if step == 3:
+                    entries = optimizer.state[parameters[4]]
+                    if how == "in place":
+                        entries["master"].fill_(3.0)
+                    elif how == "another":
+                        entries["master"] = torch.full_like(entries["master"], 3.0)
+                    else:
+                        saved = copy.deepcopy(optimizer.state_dict())
+                        saved["state"][4]["master"].fill_(3.0)
+                        optimizer.load_state_dict(saved)
+                with pytest.warns(UserWarning, match="were put elsewhere") if how == "another" and step == 3 else nullcontext():
+                    give_grads(parameters, step)
+                    optimizer.step()
+            ends.append((parameters, optimizer.state_dict()))
+    assert_same(*ends)
+
+
+def test_what_is_due_may_change(device: Device) -> None:
+    skip_a_gpu(device)
+    ends = []
+    for update in ("device", "host"):
+        parameters = make(device)
+        optimizer = adamw(parameters)
+        with offload(optimizer, device, update=update, master=torch.float32):
+            for step in range(8):
+                give_grads(parameters, step)
+                for number in range(step % 3, len(parameters), 3):
+                    parameters[number].grad = None
+                if step == 5:
+                    for parameter in parameters:
+                        parameter.data.mul_(0.5)
+                optimizer.step()
+            ends.append((parameters, optimizer.state_dict()))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_memory_that_is_not_pinned(device: Device, monkeypatch: pytest.MonkeyPatch, mixed: bool) -> None:
+    skip_a_gpu(device)
+    parameters, others = make(device, mixed=mixed), make(device, mixed=mixed)
+    optimizer, other = adamw(parameters), adamw(others)
+    with offload(other, device, update="device", master=torch.float32):
+        for step in range(4):
+            give_grads(others, step)
+            other.step()
+    PinLimit(device, monkeypatch, 2**18)
+    with pytest.warns(UserWarning, match="pin"):
+        states = offload(optimizer, device, update="host", master=torch.float32)
+    with states:
+        for step in range(4):
+            give_grads(parameters, step)
+            optimizer.step()
+    assert_same(parameters, others)
+
+
+@examples(60)
+@given(
+    update=st.sampled_from(["host", "host", "both"]),
+    at=st.integers(1, 90),
+    error=st.sampled_from(ERRORS),
+    is_cut=st.booleans(),
+    mixed=st.booleans(),
+    writes=st.booleans(),
+    options=st.sampled_from([{}, {"overlap_forward": True}]),
+)
+def test_whatever_breaks_a_step_off_each_parameter_is_old_or_new(
+    update: str,
+    at: int,
+    error: type[BaseException],
+    is_cut: bool,
+    mixed: bool,
+    writes: bool,
+    options: dict[str, Any],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        split_evenly(patch)
+        if is_cut:
+            patch.setattr(state_pieces, "PIECE_BYTES", 9000)
+            patch.setattr(state_pieces, "WINDOW_NUMEL", 256)
+            patch.setattr(cut_trial, "WINDOW_NUMEL", 256)
+        device = Faulty()
+        plain, parameters = make(device, mixed=mixed), make(device, mixed=mixed)
+        reference, optimizer = adamw(plain), adamw(parameters)
+        with (
+            offload(reference, ReferenceDevice(), master=torch.float32),
+            offload(optimizer, device, master=torch.float32, update=update, **options) as states,
+        ):
+            for step in range(2):
+                for each, own in ((plain, reference), (parameters, optimizer)):
+                    give_grads(each, step)
+                    own.step()
+            states.wait()
+            for each in (plain, parameters):
+                if writes:
+                    each[4].data[3:5].fill_(0.5)
+                give_grads(each, 5)
+            old = copy.deepcopy([parameter.detach() for parameter in plain])
+            reference.step()
+            new = [parameter.detach() for parameter in plain]
+
+            device.num_calls, device.fails_at = 0, {at: error("injected")}
+            try:
+                optimizer.step()
+                states.wait()
+                device.fails_at = {}
+            except (*ERRORS, StateOffloadError):
+                device.fails_at = {}
+                for mine, before, after in zip(parameters, old, new, strict=True):
+                    assert torch.equal(mine, before) or torch.equal(mine, after)
+                optimizer.step()
+            states.wait()
+            assert_same([parameter.detach() for parameter in parameters], new)
+            assert_same(reference.state_dict()["state"], optimizer.state_dict()["state"])
+            for step in range(7, 9):
+                for each, own in ((plain, reference), (parameters, optimizer)):
+                    give_grads(each, step)
+                    own.step()
+            states.wait()
+            assert_same([parameter.detach() for parameter in parameters], [parameter.detach() for parameter in plain])
+        device.synchronize()
+        assert not device.races
