@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
 from memkit.plan import WINDOW_NUMEL, ParameterCosts, StateRates, Update, aligned, plan_states
-from memkit.plan.state_pieces import PIECE_BYTES
+from memkit.plan.state_pieces import PIECE_BYTES, host_share
 
 
 def _costs(sizes: list[int]) -> list[ParameterCosts]:
@@ -39,7 +39,7 @@ def test_pieces_cover_all_and_keep_the_budget(sizes: list[int], budget: int, upd
     for piece in plan.pieces:
         if not piece.is_resident:
             assert plan.slot_bytes[piece.slot] >= (
-                piece.state_bytes if piece.update is Update.DEVICE else piece.parameter_bytes * 2
+                piece.state_bytes if piece.update is Update.DEVICE else piece.parameter_bytes + piece.gradient_bytes
             )
     sides = {piece.slot: piece.update for piece in plan.pieces if piece.slot >= 0}
     assert all(piece.slot < 0 or sides[piece.slot] is piece.update for piece in plan.pieces)
@@ -74,15 +74,52 @@ def test_room_is_for_three_pieces_beside_a_large_parameter() -> None:
     assert all(piece.state_bytes <= PIECE_BYTES for piece in plan.pieces[1:])
 
 
+def _copied(num_pieces: int, *, numel: int = 100, has_master: bool = True) -> list[ParameterCosts]:
+    """Return parameters of two bytes with twelve of states, each a piece."""
+    sizes = {"numel": numel, "parameter_bytes": 2 * numel, "state_bytes": 12 * numel, "has_master": has_master}
+    return [ParameterCosts(name=str(number), **sizes) for number in range(num_pieces)]
+
+
 @pytest.mark.parametrize(
-    ("link", "host", "share"), [(50e9, 4.2e9, 0.5), (12e9, 1e9, 0.5), (36e9, 1e9, 0.25), (12e9, 3e9, 0.75)]
+    ("link", "host", "has_master", "share"),
+    [
+        (48e9, 48e9 / 18, True, 0.5),
+        (12e9, 12e9 / 42, True, 0.25),
+        (36e9, 36e9 / 10, True, 0.75),
+        (48e9, 6e9, False, 0.75),
+        (48e9, 48e9, True, 1.0),
+    ],
 )
-def test_both_sides_end_together(link: float, host: float, share: float) -> None:
-    costs = [ParameterCosts(name=str(i), numel=100, parameter_bytes=200, state_bytes=1200) for i in range(400)]
+def test_both_sides_end_together(link: float, host: float, has_master: bool, share: float) -> None:
+    costs = _copied(400, numel=51200, has_master=has_master)
     plan = plan_states(costs, update="both", rates=StateRates(link_bytes_per_s=link, host_numel_per_s=host))
     on_host = sum(piece.state_bytes for piece in plan.pieces if piece.update is Update.HOST) / plan.host_bytes
 
     assert on_host == pytest.approx(share, abs=0.07)
+
+
+@given(st.integers(1, 8), st.integers(0, 16), st.booleans(), st.floats(0.1, 100))
+def test_no_other_share_takes_less(itemsize: int, state_bytes: int, has_master: bool, ratio: float) -> None:
+    numel, rates = 51200, StateRates(link_bytes_per_s=ratio * 1e9, host_numel_per_s=1e9)
+    cost = ParameterCosts(
+        name="", numel=numel, parameter_bytes=itemsize * numel, state_bytes=state_bytes * numel, has_master=has_master
+    )
+    pieces = plan_states([cost]).pieces
+
+    def step_s(share: float) -> float:
+        link_bytes = (1 - share) * cost.state_bytes + share * (cost.parameter_bytes + cost.gradient_bytes)
+        return max(link_bytes / rates.link_bytes_per_s, share * numel / rates.host_numel_per_s)
+
+    least_s = min(step_s(share / 1000) for share in range(1001))
+    assert step_s(host_share(pieces, rates)) <= least_s * (1 + 1e-9)
+
+
+def test_what_gains_nothing_on_the_host_stays_off_it_but_for_one_piece() -> None:
+    """Gradient and parameter go down, as many bytes as the two states of the same precision."""
+    costs = [ParameterCosts(name=str(n), numel=2**20, parameter_bytes=2**22, state_bytes=2**23) for n in range(40)]
+    plan = plan_states(costs, update="both", rates=StateRates(link_bytes_per_s=5e10, host_numel_per_s=5e9))
+
+    assert sum(piece.update is Update.HOST for piece in plan.pieces) == 1
 
 
 def test_explains_itself() -> None:
@@ -104,6 +141,7 @@ def test_windows_cover_their_parameter_and_fit_the_room(
             numel=numel,
             parameter_bytes=aligned(numel * itemsize),
             state_bytes=num_states * aligned(4 * numel),
+            has_master=itemsize == 2 and num_states > 2,
             is_elementwise=is_elementwise,
         )
         for index, (numel, is_elementwise, itemsize, num_states) in enumerate(shapes)
@@ -118,13 +156,13 @@ def test_windows_cover_their_parameter_and_fit_the_room(
         assert bool(piece.windows) == (is_large and cost.is_elementwise)
         if piece.windows:
             assert piece.parameters == piece.windows[0].parameters
-            for name in ("numel", "parameter_bytes", "state_bytes"):
+            for name in ("numel", "parameter_bytes", "gradient_bytes", "state_bytes"):
                 assert sum(getattr(window, name) for window in piece.windows) == getattr(piece, name)
             assert all(window.numel % WINDOW_NUMEL == 0 for window in piece.windows[:-1])
             assert all(0 < window.state_bytes <= most + 16 * WINDOW_NUMEL for window in piece.windows)
         for part in () if piece.is_resident else piece.parts:
             assert part.update is piece.update
-            needed = part.state_bytes if part.update is Update.DEVICE else 2 * part.parameter_bytes
+            needed = part.state_bytes if part.update is Update.DEVICE else part.parameter_bytes + part.gradient_bytes
             assert plan.slot_bytes[part.slot] >= needed
     if all(cost.is_elementwise for cost in costs):
         assert plan.room_bytes + plan.undo_bytes <= 2**30
@@ -134,7 +172,7 @@ def test_the_room_for_a_large_embedding() -> None:
     """Of 3.2e9 parameters, bfloat16 with float32 copies."""
     sizes = [128256 * 3072, *[3072 * 3072, 8192 * 3072] * 60, 128256 * 3072]
     costs = [
-        ParameterCosts(name=str(i), numel=n, parameter_bytes=2 * n, state_bytes=12 * n, is_elementwise=True)
+        ParameterCosts(name=str(i), numel=n, parameter_bytes=2 * n, state_bytes=12 * n, has_master=True, is_elementwise=True)
         for i, n in enumerate(sizes)
     ]
     plan = plan_states(costs)
