@@ -7,7 +7,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -163,8 +163,14 @@ def memkit_line(trained: Trained, setting: Setting, *, clips: bool, num_steps: i
             but_last=states.accumulate if apart else nullcontext,
             wait=states.wait,
         )
+        before = states.stats()
         found = timed(trained, loop, setting, num_steps=num_steps)
         stats, plan = states.stats(), states.plan
+        moved = {
+            f"{name}_per_step": (getattr(stats, name) - getattr(before, name)) / (stats.num_steps - before.num_steps)
+            for name in ("d2h_bytes", "h2d_bytes", "host_step_s")
+        }
+        rates = {} if plan.rates is None else asdict(plan.rates)
         num_on_host = sum(piece.numel for piece in plan.pieces if piece.update.value == "host")
         trained.clear()
         return {
@@ -174,6 +180,8 @@ def memkit_line(trained: Trained, setting: Setting, *, clips: bool, num_steps: i
             "resident_bytes": stats.resident_bytes,
             "num_pieces": stats.num_pieces,
             "share_on_host": num_on_host / trained.numel,
+            **moved,
+            **{f"planned_{name}": value for name, value in rates.items()},
         }
 
 

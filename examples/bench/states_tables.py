@@ -17,6 +17,8 @@ from shared import Line
 GB = 1e9
 GIB = 2**30
 STATE_BYTES = 12
+SENT_BYTES = 6
+"""Of a gradient as float32 and a bfloat16 parameter, which go to the host where it is stepped there."""
 WEIGHT_BYTES = 2
 STATES = "row | step, s | / plain | R, s | / R | update, s | peak, GiB | room, MiB | stepped on the host"
 
@@ -63,10 +65,12 @@ def bound_s(row: str, plain: Line, machine: Line, numel: int) -> float | None:
     forward, backward, update = plain["forward_s"], plain["backward_s"], plain["update_s"]
     rest = plain["step_s"] - update
     link_s = STATE_BYTES * numel / machine["both_bytes_per_s"]
-    shared_link_s = STATE_BYTES * numel / machine["shared_bytes_per_s"]
-    host_s = numel / max(machine["host_cast_updates_per_s"].values())
+    sent_s = SENT_BYTES * numel / machine["d2h_bytes_per_s"]
+    host_s = max(sent_s, numel / max(machine["host_updates_per_s"].values()))
+    shared_link_s, shared_sent_s = (size * numel / machine["shared_bytes_per_s"] for size in (STATE_BYTES, SENT_BYTES))
     shared_host_s = numel / machine["shared_updates_per_s"]
-    both_s = 1 / (1 / shared_link_s + 1 / max(host_s, shared_host_s))
+    share = min(1.0, shared_link_s / (shared_link_s - shared_sent_s + shared_host_s))  # with which both end together
+    both_s = shared_host_s * share
     bounds = {
         "device": rest + link_s,
         "device, within the backward": rest - backward + max(backward, link_s),

@@ -191,6 +191,13 @@ class StatePlan:
             f"{_count(len(self.pieces) - on_host, 'piece')} are stepped on the device, {on_host} on the host.",
             f"A step copies {format_bytes(streamed)} of states each way.",
         ]
+        if on_host:
+            sent = [piece for piece in moving if piece.update is Update.HOST]
+            back_bytes = sum(piece.gradient_bytes for piece in sent)
+            lines.append(
+                f"For the host it copies {format_bytes(back_bytes + sum(piece.parameter_bytes for piece in sent))} of "
+                f"gradients and parameters there, and {format_bytes(back_bytes)} back."
+            )
         if cut:
             num_windows = sum(len(piece.windows) for piece in cut)
             lines.insert(1, f"Of {_count(len(cut), 'large parameter')} parts move by themselves: {num_windows} of them.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -174,6 +175,7 @@ class HostSteps:
         """Run the optimizer's step over host copies, in the thread. From its end on the piece is stepped."""
         piece.await_turn()
         self._device.synchronize(out.done)
+        begin_s = time.perf_counter()
         route = self._routes[piece]
         layout, is_unwritten = piece.layout, route.is_unwritten()
         route.forget()
@@ -234,6 +236,7 @@ class HostSteps:
         finally:
             for key in keys:
                 key.grad = None
+            self._slots.host_step_s += time.perf_counter() - begin_s
         do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(found))
 
     def _lay_out(self, piece: Piece, made: list[dict[Any, Any]]) -> Layout | None:
@@ -300,7 +303,7 @@ class HostSteps:
             spans.append((copies, 0))
         after = [slot.freed, *([slot.left.done] if slot.left is not None else [])]
         for span, start in spans:
-            slot.arrived = self._lanes.copy_back(span, route.storage, after=after, start=start)
+            slot.arrived = piece.left = self._lanes.copy_back(span, route.storage, after=after, start=start)
             self._slots.h2d_bytes += span.num_bytes
 
     def drop(self, piece: Piece) -> None:

@@ -141,7 +141,7 @@ class Piece:
         """Host memory that was set aside ahead."""
         self.layout: Layout | None = None
         self.left: Transfer | None = None
-        """The last copy to host memory."""
+        """The last copy to host memory, or from there where states stay in it: nobody may write to them before it is done."""
         self.views: list[dict[str, Tensor]] = []
         """The states of each record in the slot."""
         self.stand_ins: list[nn.Parameter | None] = []

@@ -46,6 +46,8 @@ class StateSlots:
         with torch.inference_mode(False):
             self.slots = [StateSlot(device, max(1, num_bytes)) for num_bytes in plan.slot_bytes]
         self.h2d_bytes = self.d2h_bytes = 0
+        self.host_step_s = 0.0
+        """How long pieces were stepped on the host, without waiting for their gradients."""
         self._num_writes = 0
 
     def add(self, plan: StatePlan) -> StatePlan:
@@ -154,10 +156,11 @@ class StateSlots:
                 self._device.wait_event(self._device.current_stream(), transfer.done)
 
     def wait(self) -> None:
-        """Wait until what left is in host memory."""
+        """Wait until what left is in host memory, and nothing is read there any more: the host may write to it."""
         for slot in self.slots:
-            if slot.left is not None:
-                self._device.synchronize(slot.left.done)
+            for transfer in (slot.left, slot.arrived):
+                if transfer is not None:
+                    self._device.synchronize(transfer.done)
 
     def close(self) -> None:
         """Give all memory back. The host has waited for all copies."""

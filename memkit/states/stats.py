@@ -38,6 +38,8 @@ class StateStats:
     """Bytes that were copied to the device."""
     d2h_bytes: int
     """Bytes that were copied to the host."""
+    host_step_s: float = 0.0
+    """Seconds that steps on the host have taken, without what these have waited for gradients."""
     disk_bytes: int = 0
     """Bytes of states that lie on the disk, as planned."""
     disk_read_bytes: int = 0
@@ -55,6 +57,8 @@ class StateStats:
             ("moved to the device", format_bytes(self.h2d_bytes)),
             ("moved to the host", format_bytes(self.d2h_bytes)),
         ]
+        if self.num_on_host:
+            rows.append(("stepped on the host", f"{self.host_step_s:.3g} s"))
         if self.disk_bytes:
             rows += [
                 ("states on the disk", format_bytes(self.disk_bytes)),
@@ -87,6 +91,7 @@ def stats_of(
         resident_bytes=plan.resident_bytes,
         h2d_bytes=0 if slots is None else slots.h2d_bytes,
         d2h_bytes=0 if slots is None else slots.d2h_bytes,
+        host_step_s=0.0 if slots is None else slots.host_step_s,
         disk_bytes=plan.disk_bytes,
         disk_read_bytes=0 if disk is None else disk.read_bytes,
         disk_written_bytes=0 if disk is None else disk.written_bytes,

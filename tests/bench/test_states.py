@@ -57,8 +57,8 @@ def test_parts_run(part: str, rows: int) -> None:
         ("device, within the backward", 0.15 + 0.3),
         ("device, beside the next forward", 0.35 + 0.3),
         ("device, half stays", 0.45 + 0.15),
-        ("host", 0.45 + 0.5),
-        ("both", 0.45 + 1 / (1 / 0.4 + 1 / 0.5)),
+        ("host", 0.45 + 0.25),
+        ("both", 0.45 + 0.4 / (0.4 - 0.2 + 1 / 3) / 3),
         ("plain", None),
     ],
 )
