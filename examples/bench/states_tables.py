@@ -17,8 +17,8 @@ from shared import Line
 GB = 1e9
 GIB = 2**30
 STATE_BYTES = 12
-SENT_BYTES = 6
-"""Of a gradient as float32 and a bfloat16 parameter, which go to the host where it is stepped there."""
+SENT_BYTES = 4
+"""Of a gradient as float32, which goes to the host where it is stepped there."""
 WEIGHT_BYTES = 2
 STATES = "row | step, s | / plain | R, s | / R | update, s | peak, GiB | room, MiB | stepped on the host"
 

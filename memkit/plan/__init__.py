@@ -31,18 +31,8 @@ from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.shards import ShardedParameter, ShardPlan, plan_shards
 from memkit.plan.simulation import Outcome, simulate
 from memkit.plan.spans import find_spans
-from memkit.plan.state_pieces import (
-    WINDOW_NUMEL,
-    ParameterCosts,
-    StatePiece,
-    StatePlan,
-    StateRates,
-    Update,
-    aligned,
-    in_slots,
-    is_large,
-    plan_states,
-)
+from memkit.plan.state_costs import ParameterCosts, StatePiece, StateRates, Update, aligned
+from memkit.plan.state_pieces import WINDOW_NUMEL, StatePlan, in_slots, is_large, plan_states
 from memkit.plan.step_trace import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
 from memkit.plan.streaming import LayerCosts, StepPrediction, predict_step, slot_size_of, slot_sizes
 from memkit.plan.timeline import Lane, Levels, Timeline

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memkit.plan.disk import terabytes_written
+from memkit.plan.state_costs import ParameterCosts, StatePiece, StateRates, Update, rounded
 from memkit.plan.state_places import evenly, ring_bytes, with_disk, with_residents
 from memkit.sizes import format_bytes
 
 PIECE_BYTES = 64 * 2**20
 """A copy of so many bytes goes at the link's full speed."""
 _LARGEST_PIECE_BYTES = 168 * 2**20
-"""With four slots on either side, and what a step that fails is undone by, less than a GiB."""
+"""With four slots, and what a step that fails is undone by, less than a GiB."""
+_LARGEST_SHARED_PIECE_BYTES = 128 * 2**20
+"""The same where there are slots for both sides. What waits for the link behind another piece waits less, too."""
 WINDOW_NUMEL = 2**16
 """A window of a large parameter begins at a multiple of so many elements: kernels over lists of tensors go by blocks of as
 many, and each window begins as aligned as an allocation of its own."""
@@ -24,94 +26,8 @@ _MANY_PIECES = 128
 """Beyond that, larger pieces gain: each costs the host the same, and the first and the last of so many hardly count."""
 _NUM_SLOTS = 4
 """One piece comes, one is stepped and one leaves; and pieces are of different sizes."""
-_ALIGNMENT_BYTES = 512
-
-
-class Update(enum.Enum):
-    """Where a piece is stepped."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterCosts:
-    """What one parameter of an optimizer takes.
-
-    Attributes:
-        name: what to call it.
-        numel: its elements.
-        parameter_bytes: its bytes.
-        state_bytes: bytes of its states, with the float32 copy if there is one.
-        has_master: whether a float32 copy of it is stepped.
-        is_elementwise: whether parts of it can be stepped apart.
-    """
-
-    name: str
-    numel: int
-    parameter_bytes: int
-    state_bytes: int
-    has_master: bool = False
-    is_elementwise: bool = False
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of its gradient as it is stepped, and of what is stepped."""
-        return aligned(4 * self.numel) if self.has_master else self.parameter_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateRates:
-    """How fast states can be updated.
-
-    Attributes:
-        link_bytes_per_s: bytes that go each way at once between device and host.
-        host_numel_per_s: elements that the optimizer steps on the host.
-    """
-
-    link_bytes_per_s: float
-    host_numel_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatePiece:
-    """Parameters whose states move together, and are stepped together.
-
-    Attributes:
-        parameters: their numbers, in the order of the optimizer's groups.
-        numel: their elements.
-        parameter_bytes: their bytes.
-        gradient_bytes: of their gradients as they are stepped, in float32 where float32 copies are; so many bytes are stepped.
-        state_bytes: the bytes of their states, each rounded up to 512.
-        is_resident: whether the states stay on the device.
-        is_on_disk: whether they lie on a disk between steps.
-        update: where they are stepped.
-        slot: which slot they come to; -1 where they need none.
-        windows: the parts of a large parameter, in its order: each moves, and is stepped, by itself. None for others.
-    """
-
-    parameters: tuple[int, ...]
-    numel: int
-    parameter_bytes: int
-    gradient_bytes: int
-    state_bytes: int
-    is_resident: bool = False
-    is_on_disk: bool = False
-    update: Update = Update.DEVICE
-    slot: int = -1
-    windows: tuple[StatePiece, ...] = ()
-
-    @property
-    def parts(self) -> tuple[StatePiece, ...]:
-        """What moves at once: the windows, or else the piece."""
-        return self.windows if self.windows and not self.is_resident else (self,)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that go to the host where it is stepped there: gradients and parameters, with what lies between them. What
-        comes back are `gradient_bytes`."""
-        between = (2 * len(self.parameters) + 1) * _ALIGNMENT_BYTES
-        return aligned(self.gradient_bytes) + aligned(self.parameter_bytes) + between
+_NUM_HOST_SLOTS = 6
+"""The thread always has gradients, though each way of these may be behind a piece of states, which is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,10 +109,9 @@ class StatePlan:
         ]
         if on_host:
             sent = [piece for piece in moving if piece.update is Update.HOST]
-            back_bytes = sum(piece.gradient_bytes for piece in sent)
             lines.append(
-                f"For the host it copies {format_bytes(back_bytes + sum(piece.parameter_bytes for piece in sent))} of "
-                f"gradients and parameters there, and {format_bytes(back_bytes)} back."
+                f"For the host it copies {format_bytes(sum(piece.sent_bytes for piece in sent))} of gradients and parameters "
+                f"there, and {format_bytes(sum(piece.gradient_bytes for piece in sent))} back."
             )
         if cut:
             num_windows = sum(len(piece.windows) for piece in cut)
@@ -224,6 +139,7 @@ def plan_states(
     apart: bool = False,
     has_disk: bool = False,
     host_budget_bytes: int | None = None,
+    runs_ahead: bool = False,
 ) -> StatePlan:
     """Return which parameters make a piece, which pieces stay on the device, and where each is stepped.
 
@@ -237,20 +153,22 @@ def plan_states(
         apart: whether each parameter is a piece of its own.
         has_disk: whether states that leave the device may lie on a disk.
         host_budget_bytes: with a disk, how much host memory may be taken; None for no more than buffers.
+        runs_ahead: whether all gradients may be sent to the host before anything is stepped there: parameters always go along.
 
     Raises:
         BudgetInfeasible: the budget is above 0, and smaller than the smallest piece.
         HostMemoryError: with a disk, `host_budget_bytes` has no room for the buffers.
     """
-    most = _piece_bytes(costs)
+    most = _piece_bytes(costs, _LARGEST_SHARED_PIECE_BYTES if update == "both" else _LARGEST_PIECE_BYTES)
     pieces = [
         StatePiece(
             parameters=tuple(members),
             numel=sum(costs[index].numel for index in members),
             parameter_bytes=sum(costs[index].parameter_bytes for index in members),
             gradient_bytes=sum(costs[index].gradient_bytes for index in members),
+            sent_bytes=sum(costs[index].sent_bytes(runs_ahead=runs_ahead) for index in members),
             state_bytes=sum(costs[index].state_bytes for index in members),
-            windows=_windows(members[0], costs[members[0]], most) if len(members) == 1 else (),
+            windows=_windows(members[0], costs[members[0]], most, runs_ahead) if len(members) == 1 else (),
         )
         for members in _cut(costs, most, apart=apart)
     ]
@@ -263,10 +181,10 @@ def plan_states(
     return StatePlan(pieces=tuple(pieces), slot_bytes=slot_bytes, rates=rates if update == "both" else None)
 
 
-def _piece_bytes(costs: Iterable[ParameterCosts]) -> int:
+def _piece_bytes(costs: Iterable[ParameterCosts], largest: int) -> int:
     """Return the most that the states of a piece should take, unless they are those of one parameter that can't be cut."""
     whole = sum(cost.state_bytes for cost in costs)
-    most = min(max(PIECE_BYTES, whole // _MANY_PIECES), max(PIECE_BYTES, _LARGEST_PIECE_BYTES))
+    most = min(max(PIECE_BYTES, whole // _MANY_PIECES), max(PIECE_BYTES, largest))
     return min(most, max(1, whole // _LEAST_PIECES))
 
 
@@ -289,7 +207,7 @@ def is_large(cost: ParameterCosts) -> bool:
     return cost.state_bytes > PIECE_BYTES and cost.numel > WINDOW_NUMEL
 
 
-def _windows(index: int, cost: ParameterCosts, most: int) -> tuple[StatePiece, ...]:
+def _windows(index: int, cost: ParameterCosts, most: int, runs_ahead: bool) -> tuple[StatePiece, ...]:
     """Return parts of a parameter that move by themselves, if it is larger than a piece and can be stepped in such."""
     num_windows = -(-cost.state_bytes // max(PIECE_BYTES, most))
     length = rounded(-(-cost.numel // max(1, num_windows)), WINDOW_NUMEL)
@@ -300,14 +218,19 @@ def _windows(index: int, cost: ParameterCosts, most: int) -> tuple[StatePiece, .
         numel = min(length, cost.numel - start)
         # what is rounded up is the end of each state, and of the parameter, which the last one has
         is_last = start + numel == cost.numel
-        sizes = [
+        parameter_bytes, gradient_bytes, sent_bytes, state_bytes = (
             whole - whole // cost.numel * start if is_last else whole // cost.numel * numel
-            for whole in (cost.parameter_bytes, cost.gradient_bytes, cost.state_bytes)
-        ]
-        one = StatePiece(
-            parameters=(index,), numel=numel, parameter_bytes=sizes[0], gradient_bytes=sizes[1], state_bytes=sizes[2]
+            for whole in (cost.parameter_bytes, cost.gradient_bytes, cost.sent_bytes(runs_ahead=runs_ahead), cost.state_bytes)
         )
-        made.append(one)
+        window = StatePiece(
+            parameters=(index,),
+            numel=numel,
+            parameter_bytes=parameter_bytes,
+            gradient_bytes=gradient_bytes,
+            sent_bytes=sent_bytes,
+            state_bytes=state_bytes,
+        )
+        made.append(window)
     return tuple(made)
 
 
@@ -329,14 +252,14 @@ def _with_sides(pieces: list[StatePiece], rates: StateRates | None) -> Iterator[
 def host_share(pieces: Iterable[StatePiece], rates: StateRates) -> float:
     """Return the share of states to be stepped on the host with which a step takes least.
 
-    Of what streams, the link carries all states each way. Of what is stepped on the host it carries gradients and parameters
-    down, and what was stepped up, which is never more than what goes down. With N elements of s bytes of state each, of which
-    d go down, a share x on the host takes the link ((1 - x) s + x d) N / L, and the cores x N / R. Where d is less than s, both
-    end together; else nothing is gained by the host.
+    Of what streams, the link carries all states each way. Of what is stepped on the host it carries gradients down, with
+    parameters where these are needed, and no more up. With N elements of s bytes of state each, and d that go down, a share x
+    on the host takes the link ((1 - x) s + x d) N / L, and the cores x N / R. Where d is less than s, both end together; else
+    nothing is gained by the host.
     """
     moving = [piece for piece in pieces if not piece.is_resident]
     streamed_s = sum(piece.state_bytes for piece in moving) / rates.link_bytes_per_s
-    sent_s = sum(piece.parameter_bytes + piece.gradient_bytes for piece in moving) / rates.link_bytes_per_s
+    sent_s = sum(piece.sent_bytes for piece in moving) / rates.link_bytes_per_s
     if streamed_s <= sent_s:
         return 0.0
     host_s = sum(piece.numel for piece in moving) / rates.host_numel_per_s
@@ -354,7 +277,8 @@ def _with_slots(pieces: list[StatePiece], most: int) -> tuple[list[StatePiece], 
             if piece.update is update and not piece.is_resident
             for part in piece.parts
         ]
-        found, own = _turns([_room(part, update) for _, part in parts], most)
+        num_slots = _NUM_SLOTS if update is Update.DEVICE else _NUM_HOST_SLOTS
+        found, own = _turns([_room(part, update) for _, part in parts], most, num_slots)
         for (number, _), slot in zip(parts, found, strict=True):
             slots[number].append(slot + len(sizes))
         sizes += own
@@ -369,31 +293,21 @@ def in_slots(piece: StatePiece, slots: Sequence[int]) -> StatePiece:
     return replace(piece, slot=slots[0], windows=tuple(windows))
 
 
-def _turns(rooms: Sequence[int], most: int) -> tuple[list[int], list[int]]:
+def _turns(rooms: Sequence[int], most: int, num_slots: int) -> tuple[list[int], list[int]]:
     """Return which slot each of some pieces comes to, and the sizes of the slots. Those that are larger than a piece should be
     share one, the others take turns."""
     if not rooms:
         return [], []
     usual = max((room for room in rooms if room <= 2 * most), default=0)
     has_large = max(rooms) > usual
-    num_usual = min(_NUM_SLOTS - has_large, sum(room <= usual for room in rooms))
+    num_usual = min(num_slots - has_large, sum(room <= usual for room in rooms))
     turns = itertools.cycle(range(has_large, has_large + num_usual))
     return [next(turns) if room <= usual else 0 for room in rooms], [max(rooms)] * has_large + [usual] * num_usual
 
 
 def _room(piece: StatePiece, update: Update) -> int:
     """Return the bytes on the device that a piece needs on its way: of its states, or of parameters and gradients."""
-    return piece.state_bytes if update is Update.DEVICE else piece.sent_bytes
-
-
-def aligned(num_bytes: int) -> int:
-    """Return bytes rounded up, so that what comes next begins as an allocation of its own would."""
-    return rounded(num_bytes, _ALIGNMENT_BYTES)
-
-
-def rounded(number: int, to: int) -> int:
-    """Return a number, rounded up to a multiple."""
-    return -(-number // to) * to
+    return piece.state_bytes if update is Update.DEVICE else piece.way_bytes
 
 
 def _count(number: int, noun: str) -> str:

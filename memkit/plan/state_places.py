@@ -11,7 +11,7 @@ from memkit.errors import BudgetInfeasible, HostMemoryError
 from memkit.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from memkit.plan.state_pieces import StatePiece
+    from memkit.plan.state_costs import StatePiece
 
 NUM_BUFFERS = 4
 """Buffers in host memory that pieces on a disk pass through: some are read to, one is in use, others are written from."""

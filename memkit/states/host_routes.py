@@ -34,36 +34,34 @@ def traits_of(record: StateRecord) -> Traits:
 class Way:
     """How many bytes of a slot are for what, one behind the other.
 
-    First float32 gradients on their way down, and float32 copies of parameters on their way up; then the parameters that these
-    are copies of, and two fingerprints; then parameters that are stepped themselves, and their gradients.
+    First float32 gradients on their way down, and float32 copies of parameters on their way up; then two fingerprints; then
+    parameters that are stepped themselves, and their gradients. Last the parameters that there are copies of: they go down
+    only where somebody may have written to them.
     """
 
     wide_bytes: int
-    narrow_bytes: int
     marks_bytes: int
     plain_bytes: int
-    plain_grad_bytes: int
+    narrow_bytes: int
 
     @classmethod
     def of(cls, piece: Piece) -> Way:
         """Return how what is due of a piece goes."""
         copied = [local_of(record.parameter) for record in piece.due if record.has_master]
-        plain = sum(aligned(local_of(record.parameter).nbytes) for record in piece.due if not record.has_master)
         narrow = sum(rounded(parameter.nbytes, _BETWEEN_BYTES) for parameter in copied)
         # the copies of all its parameters come back, also of those that are not due; and fingerprints need some scratch
         wide = sum(aligned(4 * local_of(record.parameter).numel()) for record in piece.records if record.has_master)
         return cls(
             wide_bytes=aligned(max(wide, 2 * narrow)) if copied else 0,
+            marks_bytes=aligned(2 * WORD_BYTES) if copied else 0,
+            plain_bytes=sum(aligned(local_of(record.parameter).nbytes) for record in piece.due if not record.has_master),
             narrow_bytes=narrow,
-            marks_bytes=aligned(narrow + 2 * WORD_BYTES) - narrow if copied else 0,
-            plain_bytes=plain,
-            plain_grad_bytes=plain,
         )
 
     @property
     def marks(self) -> int:
         """Where the fingerprints begin."""
-        return self.wide_bytes + self.narrow_bytes
+        return self.wide_bytes
 
     @property
     def plain(self) -> int:
@@ -71,9 +69,14 @@ class Way:
         return self.marks + self.marks_bytes
 
     @property
+    def narrow(self) -> int:
+        """Where those begin that have float32 copies, behind all that always goes down."""
+        return self.plain + 2 * self.plain_bytes
+
+    @property
     def num_bytes(self) -> int:
-        """All bytes that go down."""
-        return max(1, self.plain + self.plain_bytes + self.plain_grad_bytes)
+        """All bytes that may go down."""
+        return max(1, self.narrow + self.narrow_bytes)
 
 
 @dataclass(slots=True)
@@ -87,7 +90,7 @@ class Place:
     def over(cls, storage: torch.UntypedStorage, due: list[StateRecord], way: Way) -> Place:
         """Return parameters and gradients that lie in a storage as a way says."""
         found = cls()
-        wide, narrow, plain = 0, way.wide_bytes, way.plain
+        wide, narrow, plain = 0, way.narrow, way.plain
         for record in due:
             parameter, grad = local_of(record.parameter), local_gradient(record.parameter)
             assert grad is not None
@@ -133,6 +136,8 @@ class Route:
         """For which float32 copies that is their parameters' fingerprint, and how often these were written to by others."""
         self.is_known = False
         """Whether the fingerprints on their way down tell if a parameter was written to."""
+        self.has_parameters = True
+        """Whether parameters that have float32 copies go down as well."""
         self._records = list(piece.due)
         self._numbers = [piece.records.index(record) for record in piece.due]
         self._layout: Layout | None = None
@@ -146,7 +151,7 @@ class Route:
             ]
             self.has_copies = way.wide_bytes > 0
             num_words = way.narrow_bytes // WORD_BYTES
-            self._words = _words(storage, way.wide_bytes, num_words)
+            self._words = _words(storage, way.narrow, num_words)
             self._scratch = _words(storage, 0, num_words), _words(storage, way.narrow_bytes, num_words)
             self._marks = _words(storage, way.marks, 2 if self.has_copies else 0)
             self._host_marks = _words(storage_of_part(room.whole), way.marks, 2 if self.has_copies else 0)
@@ -154,7 +159,7 @@ class Route:
 
     def _gaps_between(self, storage: torch.UntypedStorage) -> list[Tensor]:
         """Return the bytes between parameters: the slot has others' there."""
-        gaps, end = [], self.way.wide_bytes
+        gaps, end = [], self.way.narrow
         for record, parameter in zip(self._records, self.on_device.parameters, strict=True):
             if record.has_master:
                 start, end = end + parameter.nbytes, end + rounded(parameter.nbytes, _BETWEEN_BYTES)
@@ -220,7 +225,7 @@ class Route:
     def is_unwritten(self) -> bool:
         """Tell whether nobody has written to the parameters since they were stepped: what has come down says so."""
         if not self.is_known:
-            return False
+            return not self.has_copies
         now, before = self._host_marks.tolist()
         return bool(now == before)
 

@@ -41,8 +41,8 @@ class HostSteps:
     [Note: casts on the device] The host's memory is what a step there is slow by, so the thread touches nothing but what the
     optimizer reads and writes. Where float32 copies are stepped, the device casts gradients to float32 ahead of their way down,
     and rounds the copies behind their way up. Whether the user has written to a parameter is told by fingerprints, which the
-    device takes of it behind each step and ahead of the next. The parameter itself goes down as well, and the thread looks at
-    it only where these differ, or where there is none yet.
+    device takes of it behind each step and ahead of the next. Only where these differ, or where there is none yet, the
+    parameter itself goes down, and the thread compares. Where pieces run ahead it always goes, since others come to its slot.
 
     Args:
         optimizer: whose step it is.
@@ -96,7 +96,7 @@ class HostSteps:
                 stepped = [tensor_over(words, torch.int64, offset=n, size=(1,), stride=(1,)) for n in range(len(plans))]
             self._stepped.update(zip(plans, stepped, strict=True))
         if self._runs_ahead:
-            own = self._host.take_side_by_side([part.sent_bytes for part in parts])
+            own = self._host.take_side_by_side([part.way_bytes for part in parts])
             self._rooms.update(zip(map(id, parts), own, strict=True))
             return
         numbers = sorted({part.slot for part in parts} - self._rooms.keys())
@@ -121,7 +121,8 @@ class HostSteps:
                 grad.copy_(own)
         self._slots.note_written(slot.storage)
         slot.freed = self._device.record_event(timed=False)
-        num_bytes = route.way.num_bytes
+        route.has_parameters = self._runs_ahead or not route.is_known
+        num_bytes = route.way.num_bytes if route.has_parameters else route.way.narrow
         slot.left = self._out[piece] = self._lanes.copy_out(slot.storage, route.room.part(0, num_bytes), after=slot.freed)
         self._slots.d2h_bytes += num_bytes
         if self._runs_ahead:
@@ -178,6 +179,8 @@ class HostSteps:
         begin_s = time.perf_counter()
         route = self._routes[piece]
         layout, is_unwritten = piece.layout, route.is_unwritten()
+        if not is_unwritten and not route.has_parameters:
+            self._bring_parameters(route)
         route.forget()
         numbers: list[tuple[Tensor, Tensor]] = []
         state: dict[Any, Any] = defaultdict(dict)
@@ -239,6 +242,15 @@ class HostSteps:
             self._slots.host_step_s += time.perf_counter() - begin_s
         do_at_once(*marks, partial(setattr, piece, "residency", Residency.DIRTY), *run.leave(found))
 
+    def _bring_parameters(self, route: Route) -> None:
+        """Have parameters come to the host that somebody has written to. They are in the slot until the piece is stepped."""
+        way, lanes = route.way, self._lanes
+        span = route.room.part(way.narrow, way.num_bytes)
+        brought = lanes.copy(lanes.out, route.storage, span, is_out=True, after=span.free_events, start=way.narrow)
+        route.has_parameters = True
+        self._device.synchronize(brought.done)
+        self._slots.d2h_bytes += way.narrow_bytes
+
     def _lay_out(self, piece: Piece, made: list[dict[Any, Any]]) -> Layout | None:
         """Have all states of a piece lie in its host memory. Return how; None if there are none."""
         index_of = {id(record): index for index, record in enumerate(piece.records)}
@@ -296,7 +308,7 @@ class HostSteps:
         way, layout = route.way, piece.layout
         ranges = [(way.plain, way.plain_bytes)]
         if any(route.staying(layout)):
-            ranges.append((way.wide_bytes, way.narrow_bytes))
+            ranges.append((way.narrow, way.narrow_bytes))
         spans = [(route.room.part(start, start + num_bytes), start) for start, num_bytes in ranges if num_bytes]
         copies = layout.masters() if layout is not None and any(master is not None for master in masters) else None
         if copies is not None:

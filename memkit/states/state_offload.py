@@ -127,8 +127,8 @@ class StateOffload:
         self.when = when
         self._members = Members(optimizer, master=master, torch_device=self.device.torch_device, where=_WHERE)
         self._members.try_out()
-        self._limits: dict[str, Any] = {"device_budget_bytes": budget_bytes, "has_disk": disk is not None}
-        self._limits["host_budget_bytes"] = limit_bytes
+        self._limits: dict[str, Any] = {"device_budget_bytes": budget_bytes, "host_budget_bytes": limit_bytes}
+        self._limits |= {"has_disk": disk is not None, "runs_ahead": when == "backward" or overlap_forward}
         self._hooks, self._num_steps = HookSet(), 0
         self._is_closed = self._is_entered = False
         self._hollow: torch.optim.Optimizer | None = None
@@ -165,8 +165,7 @@ class StateOffload:
         slots = self._slots = StateSlots(device, lanes, self.plan)
         self._undo_bytes = undo_bytes = self.plan.undo_bytes
         self._on_device = DeviceSteps(optimizer, device, slots, self._host, self._disk, undo_bytes=undo_bytes)
-        runs_ahead = self.when == "backward" or self._overlap is not None
-        self._on_host = HostSteps(optimizer, device, lanes, slots, self._host, runs_ahead=runs_ahead)
+        self._on_host = HostSteps(optimizer, device, lanes, slots, self._host, runs_ahead=self._limits["runs_ahead"])
         self._stepping = Stepping(optimizer, device, self._on_device, self._on_host)
         self._rest = StatesAtRest(optimizer, device, self._host, self._disk)
         if self.when == "backward":
@@ -293,7 +292,8 @@ class StateOffload:
         assert self._slots is not None
         update = "device" if self.update == "both" else self.update
         members, before = self._members, self._members.pieces
-        planned = plan_states(costs, update=update, apart=self.when == "backward", has_disk=self._disk is not None)
+        kept = {name: self._limits[name] for name in ("has_disk", "runs_ahead")}
+        planned = plan_states(costs, update=update, apart=self.when == "backward", **kept)
         plan = self._slots.add(planned)
         try:
             self._open(members.add(plan, records))

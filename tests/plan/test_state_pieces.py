@@ -83,9 +83,9 @@ def _copied(num_pieces: int, *, numel: int = 100, has_master: bool = True) -> li
 @pytest.mark.parametrize(
     ("link", "host", "has_master", "share"),
     [
-        (48e9, 48e9 / 18, True, 0.5),
-        (12e9, 12e9 / 42, True, 0.25),
-        (36e9, 36e9 / 10, True, 0.75),
+        (48e9, 48e9 / 16, True, 0.5),
+        (12e9, 12e9 / 40, True, 0.25),
+        (36e9, 36e9 / 8, True, 0.75),
         (48e9, 6e9, False, 0.75),
         (48e9, 48e9, True, 1.0),
     ],
@@ -107,11 +107,20 @@ def test_no_other_share_takes_less(itemsize: int, state_bytes: int, has_master: 
     pieces = plan_states([cost]).pieces
 
     def step_s(share: float) -> float:
-        link_bytes = (1 - share) * cost.state_bytes + share * (cost.parameter_bytes + cost.gradient_bytes)
+        link_bytes = (1 - share) * cost.state_bytes + share * cost.sent_bytes()
         return max(link_bytes / rates.link_bytes_per_s, share * numel / rates.host_numel_per_s)
 
     least_s = min(step_s(share / 1000) for share in range(1001))
     assert step_s(host_share(pieces, rates)) <= least_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("has_master", "runs_ahead", "sent"), [(True, False, 4), (True, True, 6), (False, False, 4)])
+def test_what_goes_to_the_host(has_master: bool, runs_ahead: bool, sent: int) -> None:
+    costs = _copied(4, numel=2**20, has_master=has_master)
+    plan = plan_states(costs, update="host", runs_ahead=runs_ahead)
+
+    assert sum(piece.sent_bytes for piece in plan.pieces) == sent * 4 * 2**20
+    assert "For the host it copies " in plan.explain()
 
 
 def test_what_gains_nothing_on_the_host_stays_off_it_but_for_one_piece() -> None:
@@ -156,7 +165,7 @@ def test_windows_cover_their_parameter_and_fit_the_room(
         assert bool(piece.windows) == (is_large and cost.is_elementwise)
         if piece.windows:
             assert piece.parameters == piece.windows[0].parameters
-            for name in ("numel", "parameter_bytes", "gradient_bytes", "state_bytes"):
+            for name in ("numel", "parameter_bytes", "gradient_bytes", "sent_bytes", "state_bytes"):
                 assert sum(getattr(window, name) for window in piece.windows) == getattr(piece, name)
             assert all(window.numel % WINDOW_NUMEL == 0 for window in piece.windows[:-1])
             assert all(0 < window.state_bytes <= most + 16 * WINDOW_NUMEL for window in piece.windows)

@@ -86,8 +86,7 @@ class OnHost:
         clock, slot = self._clock, self._clock.slot(part)
         slot.part = part
         clock.compute_s = max(clock.host_s, clock.compute_s, slot.busy_s)
-        num_bytes = part.plan.parameter_bytes + part.plan.gradient_bytes
-        clock.down_s = part.out_s = max(clock.compute_s, clock.down_s) + clock.copy_s(num_bytes)
+        clock.down_s = part.out_s = max(clock.compute_s, clock.down_s) + clock.copy_s(part.plan.sent_bytes)
 
     def start(self, part: Part, _: Any) -> None:
         clock = self._clock
@@ -121,6 +120,6 @@ def bound_s(plan: StatePlan, rates: StateRates) -> tuple[float, float]:
     """Return what the busier direction of the link takes by itself, and what the thread does."""
     moving = [piece for piece in plan.pieces if not piece.is_resident]
     streamed = sum(piece.state_bytes for piece in moving if piece.update is Update.DEVICE)
-    sent = sum(piece.parameter_bytes + piece.gradient_bytes for piece in moving if piece.update is Update.HOST)
+    sent = sum(piece.sent_bytes for piece in moving if piece.update is Update.HOST)
     numel = sum(piece.numel for piece in moving if piece.update is Update.HOST)
     return (streamed + sent) / rates.link_bytes_per_s, numel / rates.host_numel_per_s

@@ -228,9 +228,8 @@ def test_states_without_dimensions_go_back_to_where_the_parameter_is(device: Dev
     optimizer.state[parameter] = {"step": torch.ones(()), "exp_avg": torch.ones(()), "exp_avg_sq": torch.ones(())}
     record = StateRecord("scale", parameter, has_master=False)
     record.group = record.position = 0
-    plan = StatePiece(
-        parameters=(0,), parameter_bytes=512, gradient_bytes=512, state_bytes=0, numel=1, slot=0, update=Update.HOST
-    )
+    sizes = {"parameter_bytes": 512, "gradient_bytes": 512, "sent_bytes": 1024, "state_bytes": 0, "numel": 1}
+    plan = StatePiece(parameters=(0,), slot=0, update=Update.HOST, **sizes)
     rest = StatesAtRest(optimizer, device, HostStates(device, limit_bytes=None))
 
     rest.give_back([Piece(plan, [record])])

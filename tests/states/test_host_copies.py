@@ -114,19 +114,27 @@ def test_in_a_steady_step_the_thread_runs_the_optimizer_alone(seen: _Seen) -> No
     assert all(num_bytes <= MARKS_BYTES for _, num_bytes in others)
 
 
-def test_a_step_moves_six_bytes_down_and_four_up() -> None:
+def test_a_step_moves_four_bytes_each_way_and_parameters_where_they_were_written_to() -> None:
     device = ReferenceDevice()
     parameters = [nn.Parameter(torch.ones(512, 32, dtype=torch.bfloat16)) for _ in range(6)]
     optimizer = adamw(parameters)
+    numel = sum(parameter.numel() for parameter in parameters)
+    found = []
     with offload(optimizer, device, update="host", master=torch.float32) as states:
-        for step in range(3):
+        for step in range(4):
             before = states.stats()
+            if step == 3:
+                parameters[2].data[5, 7] += 1.0
             give_grads(parameters, step)
             optimizer.step()
-        after, num_pieces = states.stats(), len(states.plan.pieces)
-        numel = sum(parameter.numel() for parameter in parameters)
-        assert after.h2d_bytes - before.h2d_bytes == 4 * numel
-        assert 0 < after.d2h_bytes - before.d2h_bytes - 6 * numel <= 512 * num_pieces
+            after = states.stats()
+            found.append((after.d2h_bytes - before.d2h_bytes, after.h2d_bytes - before.h2d_bytes))
+        marks = 512 * len(states.plan.pieces)
+        assert sum(piece.sent_bytes for piece in states.plan.pieces) == 4 * numel
+    first, _, steady, written = found
+    assert first == (6 * numel + marks, 4 * numel)
+    assert steady == (4 * numel + marks, 4 * numel)
+    assert written == (4 * numel + marks + 2 * parameters[2].numel(), 4 * numel)
 
 
 @pytest.mark.parametrize("options", [{}, {"when": "backward"}, {"overlap_forward": True}], ids=str)

@@ -27,7 +27,7 @@ MODELS = {
     "alike": [14 * 2**20] * 240,
     "an embedding": [256 * 2**20, *[2**20] * 400],
 }
-RATES = [(48e9, 3.7e9), (48e9, 2.8e9), (40e9, 3.7e9), (48e9, 2e9), (24e9, 4e9), (12e9, 1e9)]
+RATES = [(48e9, 3.7e9), (48e9, 2.8e9), (40e9, 2.4e9), (48e9, 1e9), (24e9, 4e9), (12e9, 1e9)]
 
 
 @pytest.mark.parametrize("model", MODELS)
