@@ -138,6 +138,8 @@ class Route:
         """Whether the fingerprints on their way down tell if a parameter was written to."""
         self.has_parameters = True
         """Whether parameters that have float32 copies go down as well."""
+        self.brought_bytes = 0
+        """What the thread has had come of them behind that."""
         self._records = list(piece.due)
         self._numbers = [piece.records.index(record) for record in piece.due]
         self._layout: Layout | None = None

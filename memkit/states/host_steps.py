@@ -121,7 +121,7 @@ class HostSteps:
                 grad.copy_(own)
         self._slots.note_written(slot.storage)
         slot.freed = self._device.record_event(timed=False)
-        route.has_parameters = self._runs_ahead or not route.is_known
+        route.has_parameters, route.brought_bytes = self._runs_ahead or not route.is_known, 0
         num_bytes = route.way.num_bytes if route.has_parameters else route.way.narrow
         slot.left = self._out[piece] = self._lanes.copy_out(slot.storage, route.room.part(0, num_bytes), after=slot.freed)
         self._slots.d2h_bytes += num_bytes
@@ -247,9 +247,8 @@ class HostSteps:
         way, lanes = route.way, self._lanes
         span = route.room.part(way.narrow, way.num_bytes)
         brought = lanes.copy(lanes.out, route.storage, span, is_out=True, after=span.free_events, start=way.narrow)
-        route.has_parameters = True
         self._device.synchronize(brought.done)
-        self._slots.d2h_bytes += way.narrow_bytes
+        route.brought_bytes = way.narrow_bytes
 
     def _lay_out(self, piece: Piece, made: list[dict[Any, Any]]) -> Layout | None:
         """Have all states of a piece lie in its host memory. Return how; None if there are none."""
@@ -299,6 +298,7 @@ class HostSteps:
                     self._device.note_written(own.untyped_storage(), torch_private.version_of(own))
             self._slots.note_written(route.storage)
             route.note_stepped(piece.layout)
+        self._slots.d2h_bytes += route.brought_bytes
         self._slots.release(piece)
         self._out.pop(piece, None)
         piece.residency = Residency.HOST
