@@ -95,9 +95,7 @@ USUAL = ("AdamW fused", "SGD foreach", "schedule free", "rebinding", "odd")
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        pytest.param(
-            case, options, id=f"{case}, {options}", marks=() if case.name in USUAL or not options else pytest.mark.full
-        )
+        pytest.param(case, options, id=f"{case}, {options}", marks=() if case.name in USUAL else pytest.mark.full)
         for case in CASES
         for options in OPTIONS
     ],
