@@ -153,6 +153,7 @@ def test_profiles_fit_the_terminal(capsys: pytest.CaptureFixture[str], width: in
     assert_fits(out, width)
 
 
+@pytest.mark.full
 def test_plans_fit_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "terminal_width", lambda: 60)
     spec = ["torchvision:resnet18", "--input", "8x3x64x64", "--gpu", "RTX 4090"]

@@ -10,6 +10,7 @@ each storage that moves out and back, each tensor that autograd saves, each op t
     flat    how that cost grows with the number of storages, from a hundred to a hundred thousand
     chain   797 storages of 256 KiB and of 1 MiB, all of which move
     region  a region of two small ops, beside `torch.utils.checkpoint`
+    layers  every layer streamed: a forward, and a step whose gradients go to the host, in milliseconds for each layer
 
 Prints a line of JSON for each engine.
 """
@@ -24,10 +25,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torchvision
 from host_chains import chain, flat
+from host_layers import layers
 from host_region import region
 from setting import Setting
 from shared import Line, about_run
@@ -191,7 +194,7 @@ def hosts(setting: Setting) -> Iterator[Line]:
         yield from measure(name, setting.device, setting.steps)
 
 
-CHAINS = {"flat": flat, "chain": chain, "region": region}
+CHAINS = {"flat": flat, "chain": chain, "region": region, "layers": partial(layers, models=MODELS)}
 
 
 def main() -> int:

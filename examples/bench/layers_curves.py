@@ -13,8 +13,8 @@ from unittest import mock
 from dit import dit as make_dit
 from setting import Setting, figures_of, say
 from shared import Line
-from torch import Tensor
-from workloads import llama_3b
+from torch import Tensor, nn
+from workloads import gpt2, llama_3b, whisper
 
 import memkit
 from memkit.bench import LayerRow, Measurement, Workload, measure, measure_ratio
@@ -61,6 +61,23 @@ def lora_checkpoint_offload(setting: Setting) -> Iterator[Line]:
 def host(setting: Setting) -> Iterator[Line]:
     """All parameters trained, each layer checkpointed; gradients go to the host. No optimizer."""
     yield from _curve(setting, llama(setting, checkpoint=True), train="host")
+
+
+def small(setting: Setting) -> Iterator[Line]:
+    """Models that keep Python busy, every layer streamed: frozen but for the first, and with gradients that go to the host."""
+    sizes: dict[str, dict[str, Any]] = {
+        "gpt2": {"batch": 2, "length": 16, "num_layers": 3, "width": 64, "num_heads": 4},
+        "whisper": {"batch": 2, "frames": 32, "length": 8, "num_layers": 2, "width": 64, "num_heads": 4},
+    }
+    for name, build in (("gpt2", gpt2), ("whisper", whisper)):
+        for train in ("frozen", "host"):
+            workload: Workload = setting.make(partial(build, **(sizes[name] if setting.tiny else {})))
+            if train == "frozen":
+                first = next(module[0] for module in workload.model.modules() if isinstance(module, nn.ModuleList))
+                workload.model.requires_grad_(False)
+                first.requires_grad_(True)
+            yield from _curve(setting, workload, ratios=(1.0,), train=train)
+            setting.clean()
 
 
 def dit(setting: Setting) -> Iterator[Line]:
@@ -176,6 +193,7 @@ BENCHES: dict[str, Callable[[Setting], Iterator[Line]]] = {
     "lora": lora,
     "lora_checkpoint_offload": lora_checkpoint_offload,
     "host": host,
+    "small": small,
     "dit": dit,
     "unpinned": unpinned,
 }

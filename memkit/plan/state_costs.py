@@ -79,7 +79,8 @@ class StatePiece:
         is_resident: whether the states stay on the device.
         is_on_disk: whether they lie on a disk between steps.
         update: where they are stepped.
-        slot: which slot they come to; -1 where they need none.
+        slot: which slot they come to; -1 where they need none. Stepped within the backward, they come to these by turns, in the
+            order of the backward before.
         windows: the parts of a large parameter, in its order: each moves, and is stepped, by itself. None for others.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memkit.device.base import Device
 from memkit.interrupts import do_at_once
 from memkit.labels import label
-from memkit.plan import aligned
+from memkit.plan import Update, aligned
 from memkit.states.masters import follow
 from memkit.states.one_step import OneStep, Written
 from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
@@ -119,6 +119,11 @@ class DeviceSteps:
             with label(f"fetch states ({piece.names})"):
                 self._slots.fetch(piece, layout.span or self.disk.span_of(piece))
 
+    def follow(self, pieces: Iterable[Piece]) -> None:
+        """Have pieces come to their slots by turns, in the order in which they are stepped. None of them is in one now."""
+        parts = [part for piece in pieces for part in piece.parts]
+        self._slots.deal(part for part in parts if part.plan.update is Update.DEVICE and not part.plan.is_resident)
+
     def is_free_for(self, piece: Piece) -> bool:
         """Tell whether a piece may come to its slot now, and nobody has to wait for the disk."""
         if piece.plan.is_resident:
@@ -210,7 +215,7 @@ class DeviceSteps:
 
     def drop(self, piece: Piece) -> None:
         """A step was broken off before the piece was stepped."""
-        if piece.plan.slot >= 0:
+        if piece.slot >= 0:
             self._release(piece)
         piece.residency = piece.rest
 

@@ -333,7 +333,7 @@ class HostSteps:
         """Return where what is due of a piece lies on its way."""
         known = self._routes.get(piece)
         due = [traits_of(record) for record in piece.due]
-        place = id(piece.plan) if self._runs_ahead else piece.plan.slot
+        place = id(piece.plan) if self._runs_ahead else piece.slot
         room = self._rooms.get(place)
         if known is not None and known.storage is slot.storage and known.room is room and known.due == due:
             return known

@@ -251,7 +251,7 @@ class BackwardSteps:
     def _make_room(self, piece: Piece) -> None:
         """Drop what was fetched to the slot of a piece, and is not needed yet."""
         for other in [other for other in self._begun if not self._on_device.is_free_for(piece)]:
-            if other.plan.slot == piece.plan.slot and not other.plan.is_resident:
+            if other.slot == piece.slot and not other.plan.is_resident:
                 self._drop(other)
 
     def _drop(self, piece: Piece) -> None:
@@ -284,6 +284,7 @@ class BackwardSteps:
         met = list(self._met)
         if met and met != self._order:
             self._follow(met)
+            self._on_device.follow(met)
         self._met.clear()
         self._options = None
         return met

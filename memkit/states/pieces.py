@@ -136,6 +136,8 @@ class Piece:
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         self.plan = plan
         self.records = records
+        self.slot = plan.slot
+        """Which slot it comes to; -1 where it needs none."""
         self.residency = self.rest
         self.room: Span | None = None
         """Host memory that was set aside ahead."""

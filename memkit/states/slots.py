@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -88,7 +90,18 @@ class StateSlots:
         return tuple(slot.num_bytes for slot in self.slots)
 
     def of(self, piece: Piece) -> StateSlot:
-        return self.slots[piece.plan.slot]
+        return self.slots[piece.slot]
+
+    def deal(self, pieces: Iterable[Piece]) -> None:
+        """Have pieces, which are in no slot, come to their slots by turns in this order: those whose slots were planned to be
+        of one size take turns in these. Where two that follow each other had the same slot, one would wait for the other."""
+        moving = [piece for piece in pieces if piece.plan.slot >= 0]
+        numbers: dict[int, list[int]] = {}
+        for number in sorted({piece.plan.slot for piece in moving}):
+            numbers.setdefault(self._plan.slot_bytes[number], []).append(number)
+        turns = {num_bytes: itertools.cycle(those) for num_bytes, those in numbers.items()}
+        for piece in moving:
+            piece.slot = next(turns[self._plan.slot_bytes[piece.plan.slot]])
 
     def is_free_for(self, piece: Piece) -> bool:
         """Tell whether the slot of a piece is free."""

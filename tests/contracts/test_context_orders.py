@@ -162,7 +162,8 @@ ORDERS: dict[str, Order] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name == "several (1, 2, 0)" else name for name in ORDERS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.full) if name in ("several (1, 2, 0)", "interleaved") else name for name in ORDERS],
 )
 def test_orders(name: str, training: Training) -> None:
     torch.manual_seed(7)

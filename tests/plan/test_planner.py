@@ -388,7 +388,7 @@ def test_step_that_saves_nothing_has_a_plan() -> None:
 # How good plans are
 
 
-@pytest.mark.parametrize("num_ops", [16, 64, 256, 1024])
+@pytest.mark.parametrize("num_ops", [16, 64, 256, pytest.param(1024, marks=pytest.mark.full)])
 def test_memory_of_a_chain_falls_to_its_root_for_one_more_forward(num_ops: int) -> None:
     budget = math.ceil(2.5 * math.sqrt(num_ops) + 2) * 1000
 

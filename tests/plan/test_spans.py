@@ -107,7 +107,7 @@ def row_of(kinds: Sequence[str], sizes: dict[str, int], *, with_spans: bool) -> 
     return build
 
 
-@pytest.mark.parametrize("costs", [ON_HOST, ON_DEVICE])
+@pytest.mark.parametrize("costs", [pytest.param(ON_HOST, marks=pytest.mark.full), ON_DEVICE])
 def test_flat_row_keeps_to_budgets_that_single_members_do_not(costs: HostCosts) -> None:
     kinds, sizes = "abcd" * 40, {"a": 10, "b": 10, "c": 20, "d": 20}
     planner = row_of(kinds, sizes, with_spans=True).planner(costs)
@@ -158,7 +158,7 @@ def with_spans(build: Build, parent: int, size: int) -> list[ModuleCall]:
 
 @pytest.mark.parametrize("costs", [ON_HOST, ON_DEVICE])
 @pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("count", [5, 12, pytest.param(24, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [5, *(pytest.param(count, marks=pytest.mark.full) for count in (12, 24))])
 def test_model_of_blocks_is_planned_no_worse_with_spans_of_them(count: int, uneven: bool, costs: HostCosts) -> None:
     build = layers(count, uneven=uneven)
     without = build.planner(costs)

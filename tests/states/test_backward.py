@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.states import host_steps, in_backward
+from memkit.states.slots import StateSlot, StateSlots
 from tests.states.cases import (
     OPTIMIZERS,
     Case,
@@ -445,3 +446,35 @@ def test_a_replica_is_refused(tmp_path: Any) -> None:
             optimizer.step()
     finally:
         torch.distributed.destroy_process_group()
+
+
+class _Crossed(nn.Module):
+    """Blocks whose gradients come otherwise than in reverse: what was made last in each is called first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(5)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            for number in (3, 0, 4, 1, 2):
+                x = x + block[number](x).tanh()
+        return x
+
+
+def test_pieces_come_to_slots_by_turns_in_the_order_of_the_backward(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _Crossed().to(device.torch_device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    came: list[StateSlot] = []
+    fetch = StateSlots.fetch
+    monkeypatch.setattr(StateSlots, "fetch", lambda self, piece, span: came.append(self.of(piece)) or fetch(self, piece, span))
+    with offload(optimizer, device, when="backward") as states:
+        for _ in range(3):
+            came.clear()
+            model(torch.randn(4, 16, device=device.torch_device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        num_slots = len(states.plan.slot_bytes)
+    assert num_slots == 4
+    assert len(came) == 30
+    assert all(len(set(came[start : start + num_slots])) == num_slots for start in range(30 - num_slots + 1))

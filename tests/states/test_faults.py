@@ -277,7 +277,7 @@ def test_an_error_says_what_was_stepped() -> None:
 
 @pytest.mark.parametrize("num_lines", [40, pytest.param(150, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_cut", [False, True])
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("overlaps", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("update", ["device", "host"])
 def test_interrupts_at_any_line(
     update: str, is_cut: bool, overlaps: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch
