@@ -98,8 +98,8 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f'shard: "{name}" is a DTensor, which is on several devices already. Give shard the plain model')
         if is_streamed(parameter):
             raise ValueError(
-                f'shard: "{name}" is streamed by {LayerOffload.__name__}. Close that first (memkit.detach(model)); FSDP2 has '
-                "torch.distributed.fsdp.CPUOffloadPolicy"
+                f'shard: "{name}" is streamed by {LayerOffload.__name__}. Close that first (memkit.detach(model)); '
+                "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy() has shards on the host"
             )
         if is_lazy(parameter):
             raise ValueError(f'shard: "{name}" has no data: its module is lazy. Run the model once first')
